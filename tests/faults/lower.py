@@ -154,8 +154,8 @@ _POLICY = (
         ),
         (
             "policy: a wrong line has the number of the one before",
-            'enumerate(text.split("\\n"), start=1)',
-            'enumerate(text.split("\\n"))',
+            "enumerate(_LINE_END.split(text), start=1)",
+            "enumerate(_LINE_END.split(text))",
             "tests/policy/test_policy.py",
             "a user would look at the wrong line",
         ),

@@ -26,6 +26,13 @@ _CAST = (
             "tests/cast/test_emulate.py::test_dropout_inside_attention_is_the_same_in_the_backward_pass",
             "the backward pass of attention would drop other elements",
         ),
+        (
+            "emulation: modes do not see what runs again",
+            "contextlib.nullcontext() if runs_again else",
+            "contextlib.nullcontext() if False else",
+            "tests/numerics/test_tune.py::test_dropout_as_it_is_drawn_beside_a_gpu",
+            "a mode that draws the masks of dropout would draw others for the backward pass",
+        ),
     ),
     *in_file(
         "cast/weight_casts.py",
@@ -88,6 +95,13 @@ _CAST = (
             "tests/cast/test_region.py",
             "norms=fp32_math would keep its activations in FP32",
         ),
+        (
+            "region: a ruled buffer's next value is low",
+            "out.shape == param.shape and not",
+            "out.shape is None and not",
+            "tests/cast/test_buffers.py::test_the_rule_that_the_warning_names_says_so_beforehand",
+            "a counter that a rule keeps in FP32 would stop at 256",
+        ),
     ),
     *in_file(
         "cast/differences.py",
@@ -103,8 +117,8 @@ _CAST = (
         "cast/model/calls.py",
         (
             "calls: a module takes FP32 as it is",
-            "        for given in args:",
-            "        for given in args[:0]:",
+            "given = (*args, *kwargs.values()) if kwargs else args",
+            "given = (*kwargs.values(),)",
             "tests/cast/test_calls.py::test_any_method_and_any_part_may_be_called",
             "an FP32 time embedding would raise torch's dtype error",
         ),

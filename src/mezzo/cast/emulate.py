@@ -11,6 +11,7 @@ Source: Micikevicius et al. 2018, §3.3; the error bound is that of an FP32 dot 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
@@ -72,11 +73,16 @@ def without_autocast(device_types: Iterable[str]) -> contextlib.AbstractContextM
     return with_autocast(device_types, False)
 
 
-def _emulated(backward: Callable[..., Any]) -> Callable[..., Any]:
+def _emulated(backward: Callable[..., Any], *, runs_again: bool = False) -> Callable[..., Any]:
     """Make an autograd function's backward pass of one that is given the unpacked tensors as well.
 
     It runs without native autocast, which is still on where it begins inside a region. To unpack the tensors a
     checkpoint may run code of the model's, which is no emulation.
+
+    Args:
+        backward: It.
+        runs_again: Whether it runs the forward pass again, which function modes are to see as they saw the first one.
+            Of other arithmetic they see nothing, as of what C++ does in a backward pass.
     """
 
     def run(ctx: Any, *gradients: Any) -> Any:
@@ -85,7 +91,7 @@ def _emulated(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, ctx.saved_tensors, *gradients)
         with without_autocast([kind]):
             saved = ctx.saved_tensors
-            with torch._C.DisableTorchFunction():  # as no mode sees what C++ does in a backward pass
+            with contextlib.nullcontext() if runs_again else torch._C.DisableTorchFunction():
                 if WATCHERS:
                     return during("emulation", ctx, backward, ctx, saved, *gradients)
                 return backward(ctx, saved, *gradients)
@@ -177,7 +183,7 @@ class _Recomputed(torch.autograd.Function):
         return rounded
 
     @staticmethod
-    @_emulated
+    @functools.partial(_emulated, runs_again=True)
     def backward(ctx: Any, saved: Any, *gradients: Any) -> tuple[Any, ...]:
         needed = [i for i, need in enumerate(ctx.needs_input_grad[2:]) if need]
         # Under create_graph the saved tensors stay connected, so that the result can be differentiated again.

@@ -75,6 +75,7 @@ def wanted_storage(
             "the model is prepared already",
             where=type(model).__name__,
             write="handle.remove() (or session.close()) before preparing it again;\n"
+            "of models that share modules: one session, mezzo.MixedPrecision([first, second], optimizer, policy);\n"
             "of a copy, by copy.deepcopy or pickle: build the model anew and load_state_dict(copy.state_dict())",
         )
     raise_together([*_unfit(model), *_idle_rules(model, policy)])
