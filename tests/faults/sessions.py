@@ -313,7 +313,8 @@ _ATTACH = (
         ),
         (
             "attach: where a graph breaks parts are called from outside",
-            "            try:\n                with self._region():\n                    output = plain(*args, **kwargs)\n"
+            "            try:\n                with self._region():\n"
+            "                    output = plain(*args, **kwargs)\n"
             "            finally:\n                self._here.inside = False\n",
             "            self._here.inside = False\n"
             "            with self._region():\n                output = plain(*args, **kwargs)\n",
