@@ -123,11 +123,11 @@ _CAST = (
             "an FP32 time embedding would raise torch's dtype error",
         ),
         (
-            "calls: recomputed parts run without the region",
-            "return not modes[-1].recomputing or modes[-1].keys == self._keys_on(self.kinds())",
-            "return True",
-            "tests/cast/test_recompute.py::test_a_part_of_a_module_with_a_rule_is_recomputed_under_that_rule",
-            "an island that is recomputed under amp.backward would get other rules",
+            "calls: parts by themselves have no rule",
+            'is_own = self.is_own or (self.path != "" and not torch.compiler.is_compiling() and not self._is_there())',
+            "is_own = self.is_own",
+            "tests/cast/test_modules.py::test_parts_that_are_called_by_themselves_follow_the_rule_of_what_they_are_in",
+            "the layers of a head in FP32 that a loop calls would compute in 16 bits",
         ),
         (
             "calls: a part that is called alone has no region",
