@@ -74,7 +74,8 @@ class Calls:
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
                 return self._call(plain, args, kwargs, None, last)
-            self._here.inside = True  # for parts that run in Python, where the graph breaks
+            # For parts that Python calls where the graph breaks (torch 2.13 resumes in no `try`, and leaves all to it).
+            self._here.inside = True
             try:
                 with self._region():
                     output = plain(*args, **kwargs)
