@@ -12,7 +12,7 @@ from mezzo.cli.app import app
 from mezzo.cli.compare import Out, Overwrite, Seed
 from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement
 from mezzo.cli.progress import watching
-from mezzo.cli.script.running import scripts_own
+from mezzo.cli.running import scripts_own
 from mezzo.cli.script.words import IsModule, OnSubject, Words, refuse_for_script, stem_of, subject_of
 from mezzo.recipes.inspection import DEFAULT_POLICY
 from mezzo.script import Program

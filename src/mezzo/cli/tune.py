@@ -12,7 +12,7 @@ from mezzo import recipes, report, script
 from mezzo.cli.app import app
 from mezzo.cli.compare import Seed, compared, show
 from mezzo.cli.output import format_named, leave, note, require_free, show_json, usual_format
-from mezzo.cli.script.running import scripts_own
+from mezzo.cli.running import scripts_own
 from mezzo.cli.script.words import IsModule, OnSubject, Words, refuse_for_script, stem_of, subject_of
 from mezzo.numerics import Tuned
 from mezzo.policy.text import SUFFIX

@@ -7,8 +7,8 @@ from mezzo.script.dry import Rehearsed, rehearse
 from mezzo.script.program import Program
 from mezzo.script.report import ScriptReport
 from mezzo.script.run import ScriptRun, run
-from mezzo.script.verbs.comparison import compare
-from mezzo.script.verbs.inspection import inspect
-from mezzo.script.verbs.tuning import tune
+from mezzo.script.comparison import compare
+from mezzo.script.inspection import inspect
+from mezzo.script.tuning import tune
 
 __all__ = ["Program", "Rehearsed", "ScriptReport", "ScriptRun", "compare", "inspect", "rehearse", "run", "tune"]

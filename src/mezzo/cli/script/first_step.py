@@ -10,7 +10,7 @@ from typing import NoReturn
 import typer
 
 from mezzo.cli.output import ALERT, note, show_explanation, show_json
-from mezzo.cli.script.running import ended_lines, ended_with
+from mezzo.cli.running import ended_lines, ended_with
 from mezzo.explanation.table import renderables
 from mezzo.policy import Policy
 from mezzo.script import Program, rehearse

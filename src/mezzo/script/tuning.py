@@ -23,7 +23,7 @@ from mezzo.recipes.parallel import require_one_process
 from mezzo.script.gathering import name_of
 from mezzo.script.program import Program
 from mezzo.script.run import run
-from mezzo.script.verbs.comparison import never_trains
+from mezzo.script.comparison import never_trains
 from mezzo.tensors import tensors
 from mezzo.trace.sandbox import copied
 

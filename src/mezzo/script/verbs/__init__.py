@@ -1,1 +1,0 @@
-"""What verbs that have a recipe for a subject make of a script."""
