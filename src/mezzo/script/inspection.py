@@ -16,9 +16,9 @@ from mezzo.recipes import Inspection, StepRecord
 from mezzo.recipes.inspection import DEFAULT_POLICY
 from mezzo.recipes.parallel import require_one_process
 from mezzo.recipes.run_directory import EVIDENCE, POLICY, RunDirectory
+from mezzo.script.comparison import ScriptEnd, begun, never_trains, result_of, summed_up
 from mezzo.script.program import Program
 from mezzo.script.run import run
-from mezzo.script.comparison import ScriptEnd, begun, never_trains, result_of, summed_up
 
 __all__ = ["inspect"]
 

@@ -20,10 +20,10 @@ from mezzo.numerics.tuning import tune as tuned
 from mezzo.numerics.tuning.tuned import Objective
 from mezzo.recipes import StepRecord
 from mezzo.recipes.parallel import require_one_process
+from mezzo.script.comparison import never_trains
 from mezzo.script.gathering import name_of
 from mezzo.script.program import Program
 from mezzo.script.run import run
-from mezzo.script.comparison import never_trains
 from mezzo.tensors import tensors
 from mezzo.trace.sandbox import copied
 
