@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from mezzo.documents import jsonable
 from mezzo.explanation.words import counted, format_text, scale_text, share_text
-from mezzo.numerics.footprint import StateBytes, state_bytes
-from mezzo.numerics.skips import MANY
+from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 from mezzo.policy import Policy
-from mezzo.recipes import StepRecord
 from mezzo.script.program import Enough
+from mezzo.script.steps import StepRecord
 from mezzo.session import Stats, Step
 from mezzo.session.observers import Judged, Watched
 from mezzo.tensors import LOW, moved
@@ -43,6 +40,8 @@ NOT_HELD: Final = (
 REFUSED: Final = ("what the script trains was left alone", "what is said about it under left alone")
 _ALL_FP32: Final = ("its matrix products, if there are any, stayed in FP32", "mezzo explain, which says why of each")
 
+#: The share of skipped steps from which on it is said how to find out why.
+_MANY: Final = 0.02
 #: In how many steps products are counted, at some microseconds of Python for each kernel; the first of them only where
 #: there is no other: a session may begin in its middle.
 _COUNTED_STEPS: Final = 4
@@ -70,6 +69,7 @@ class ScriptReport:
         left_alone: What was not, and why.
         why_not: Why nothing was to train under the policy, and what to do; empty where something was.
         state_bytes: Weights, gradients, low halves and optimizer state in the second step, where steps were told of.
+        saved_bytes: What autograd saved for one backward pass, in the third step, where steps were told of.
         peak_bytes: The most that was allocated at a time, on a GPU.
     """
 
@@ -89,6 +89,7 @@ class ScriptReport:
     left_alone: dict[str, str] = field(default_factory=dict)
     why_not: tuple[str, ...] = NO_OPTIMIZER
     state_bytes: StateBytes | None = None
+    saved_bytes: int | None = None
     peak_bytes: int | None = None
 
     def ended(self, stats: Stats) -> None:
@@ -114,12 +115,12 @@ class ScriptReport:
         """The report, the answer first."""
         return tuple(self._lines())
 
-    def to_json(self) -> str:
-        """Return it as JSON, with the alarm."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values, with the alarm."""
         size = None if self.state_bytes is None else asdict(self.state_bytes)
         found = {**vars(self), "state_bytes": size, "alarm": self.alarm}
         del found["why_not"]
-        return json.dumps(jsonable(found), indent=2, allow_nan=False)
+        return found
 
     @property
     def _reason(self) -> tuple[str, ...]:
@@ -138,7 +139,7 @@ class ScriptReport:
         if self._reason:
             yield f"  write        {self._reason[1]}"
         if self.steps:
-            found = "; docs/nan.md says how to find out why" if self.skipped > MANY * self.steps else ""
+            found = "; docs/nan.md says how to find out why" if self.skipped > _MANY * self.steps else ""
             yield f"  steps        {self.steps}, {self.skipped or 'none'} skipped{found}"
             yield f"  loss scale   {self._scales()}"
         for label, names in (("models", self.models), ("optimizers", self.optimizers)):
@@ -239,8 +240,8 @@ class StepLog:
         read = torch.stack([each.detach().to(loss.device, torch.float32) for each in numbers]).tolist()
         now = time.perf_counter()
         record = StepRecord(
-            policy=report.policy, step=report.steps, loss=read[0], scale=read[1], skipped=bool(read[2]),
-            grad_norm=read[3], ms=(now - self._began) * 1e3,
+            step=report.steps, loss=read[0], scale=read[1], skipped=bool(read[2]), grad_norm=read[3],
+            ms=(now - self._began) * 1e3,
         )  # fmt: skip
         self._loss, self._began = None, now
         self._told(record)

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, raise_together
 from mezzo.policy import Policy
-from mezzo.recipes import StepRecord
 from mezzo.script.gathering import Gathering, convert_before_wrapping
 from mezzo.script.own_amp import replace_amp
 from mezzo.script.program import Enough, Program, Seams, own_traceback
 from mezzo.script.report import ScriptReport, StepLog
+from mezzo.script.steps import StepRecord
 from mezzo.session.attach import AttachedPrecision, attach
 from mezzo.session.refusals import wrong_options
 
