@@ -11,12 +11,12 @@ from typing import get_args
 
 import pytest
 import torch
+from mezzo.cli.machine import doctor as doctor_module
+from stepping.layers import LayerSteps, Spread
 
-from mezzo.bench.layers import LayerSteps, Spread
 from mezzo.cast.device import Action, DeviceReport, FormatSupport, decide, probing
 from mezzo.cast.device.probing import Status
 from mezzo.cli import main
-from mezzo.cli.machine import doctor as doctor_module
 
 CRASHING = DeviceReport(
     device_type="cpu",

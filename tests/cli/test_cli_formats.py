@@ -5,9 +5,9 @@ import math
 import re
 
 import pytest
+from mezzo.cli.formats import landmarks
 
 from mezzo.cli import main
-from mezzo.cli.formats import landmarks
 from mezzo.formats import FORMATS
 
 FACTS_A = """\
