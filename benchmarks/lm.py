@@ -1,4 +1,4 @@
-"""The model that recordings are timed with, and halves are held against masters: a small byte-level GPT, its text, its loss.
+"""A small byte-level GPT, with which recordings are timed and halves are held against masters.
 
 The text is the Python language reference that comes with Python.
 """

@@ -295,8 +295,8 @@ def speeds(
         dtype: The format.
         widths: Of the layers.
         repetitions: Steps of each that count, behind three that warm up.
-        clock: Says how long a call takes; when omitted seconds of the processor on a CPU, since what other programs take
-            of it must not make a format slow.
+        clock: Says how long a call takes; when omitted seconds of the processor on a CPU, since what other programs
+            take of it must not make a format slow.
     """
     found, taken = {}, clock or (lambda step: _seconds(step, device))
     for width in widths:

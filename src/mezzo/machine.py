@@ -82,8 +82,8 @@ def environment() -> dict[str, Any]:
 
     Returns:
         ``machine`` as :func:`describe` says it, torch's own report under ``torch_collect_env``, and what it leaves out:
-        the C++ compiler of optimizer kernels, packages, TF32, and those of :data:`VARIABLES` that are set, with ``~`` for
-        the home folder.
+        the C++ compiler of optimizer kernels, packages, TF32, and those of :data:`VARIABLES` that are set, with ``~``
+        for the home folder.
 
     **Cost**: a second or two, for programs that torch asks for their versions.
 

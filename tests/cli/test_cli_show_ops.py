@@ -1,4 +1,4 @@
-"""``mezzo ops`` prints the op table, and what a policy makes of it."""
+"""``mezzo show ops`` prints the op table, and what a policy makes of it."""
 
 import json
 
@@ -12,7 +12,7 @@ from mezzo.policy.ops import OPS
 def printed(capsys, *words):
     """What a shell sees: the exit code, stdout, stderr."""
     with pytest.raises(SystemExit) as caught:
-        main(["ops", *words])
+        main(["show", "ops", *words])
     out, err = capsys.readouterr()
     return caught.value.code, out, err
 
@@ -23,7 +23,7 @@ def rows_of(out):
 
 
 def test_the_whole_table(capsys):
-    code, out, err = printed(capsys)
+    code, out, err = printed(capsys, "--full")
     assert (code, err) == (0, "")
     rows = rows_of(out)
     assert set(OPS) <= set(rows)
@@ -156,5 +156,5 @@ def test_a_glob_without_a_match_is_a_usage_error_like_an_unknown_name(capsys):
 def test_help_leads_with_examples(capsys):
     code, out, _ = printed(capsys, "--help")
     assert code == 0
-    assert out.index("mezzo ops softmax") < out.index("--json")
-    assert "mezzo ops paddle:mul" in out
+    assert out.index("mezzo show ops softmax") < out.index("--json")
+    assert "mezzo show ops paddle:mul" in out
