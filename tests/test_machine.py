@@ -90,7 +90,7 @@ def test_a_bug_report_says_what_runs_where(torchs):
     found = environment()
     assert found["machine"] == machine.describe(torch.device("cpu"))
     assert found["packages"]["numpy"] == numpy.__version__
-    assert found["packages"]["triton"] is None
+    assert set(found["packages"]) >= {"numpy", "triton", "rich"}
     assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
     assert found["torch_collect_env"]["os"] == "Linux"
     assert found["tf32"] is None

@@ -104,11 +104,10 @@ def test_what_cannot_be_measured():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_a_device_that_is_not_there(capsys):
-    with pytest.raises(SystemExit) as done:
-        main(["bench", "step", "--device", "cuda"])
-    assert done.value.code == 3
-    assert "no CUDA device" in capsys.readouterr().err
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there():
+    with pytest.raises(UnsupportedError, match="no CUDA device"):
+        bench_step("200-tiny", device="cuda")
 
 
 def test_spread_and_bandwidth():

@@ -75,8 +75,8 @@ def test_the_answer_comes_first_and_then_one_table(capsys):
     assert not any(len(line) > 120 for line in out.splitlines())
     first, second = (" ".join(each.split()) for each in out.split("\n\n")[0].split("cpu: ")[1:])
     assert first == (
-        "float16 trains as FP32 does (weights within 2 % of their way), and pays at width 2048 only: steps 0.66× at width "
-        "128, 2.4× at width 2048 FP32's speed; mezzo will emulate in FP32"
+        "float16 trains as FP32 does (weights within 2 % of their way), and pays at width 2048 only: steps 0.66× at "
+        "width 128, 2.4× at width 2048 FP32's speed; mezzo will emulate in FP32"
     )
     assert second.endswith("; mezzo will set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, then compute natively")
     assert out.count("products are") == 1

@@ -27,7 +27,8 @@ def test_the_whole_table(capsys):
     assert (code, err) == (0, "")
     rows = rows_of(out)
     assert set(OPS) <= set(rows)
-    assert rows["op"] == "O1,dtype=bfloat16 torch CUDA torch CPU reason whose lists name it".split()
+    assert out.startswith("O1,dtype=bfloat16\n")
+    assert rows["op"] == "treatment torch CUDA torch CPU reason whose lists name it".split()
     assert rows["softmax"][:5] == ["fp32", "fp32", "native", "exponential", "range"]
     assert rows["linear"][:4] == ["low", "low", "low", "gemm"]
     assert rows["relu"] == "native native native bandwidth-bound no list names it".split()
@@ -38,9 +39,9 @@ def test_the_whole_table(capsys):
     "spelling", ["softmax", "F.softmax", "aten::softmax.int", "nn.Softmax", "Tensor.softmax", "torch.special.softmax"]
 )
 def test_one_op_by_any_spelling(capsys, spelling):
-    code, out, err = printed(capsys, spelling)
+    code, out, err = printed(capsys, spelling, "--full")
     assert (code, err) == (0, "")
-    assert set(rows_of(out)) - {"op"} == {"softmax", "─" * len(out.splitlines()[2].strip())}
+    assert set(rows_of(out)) & set(OPS) == {"softmax"}
     assert "Fleet black list" in out
 
 
@@ -55,7 +56,7 @@ def test_a_policy_decides(capsys):
     code, out, _ = printed(capsys, "conv?d", "--policy", policy)
     rows = rows_of(out)
     assert code == 0
-    assert rows["op"][0] == policy
+    assert out.startswith(f"{policy}\n")
     assert rows["conv1d"][:3] == ["fp32", "low", "low"]
     assert rows["conv2d"][:3] == ["low", "low", "low"]
     assert "the rule fp32=conv1d matches first" in out

@@ -54,8 +54,8 @@ def doctor(
 
     Products are compared with FP32's and timed. Then twenty training steps in each format, under O1 and O2, are
     held against FP32's, and whole steps of layers 128 and 2048 wide are timed: casts can make the step of a small model
-    slower where products are faster. Each format has a process of its own, which may die. The exit code is 4 where a format
-    trains wrongly, 3 where a training died or was refused.
+    slower where products are faster. Each format has a process of its own, which may die. The exit code is 4 where a
+    format trains wrongly, 3 where a training died or was refused.
     """
     with Console(stderr=True).status("measuring products in each format; the first time takes seconds"):
         reports = [device.probe(kind, refresh=refresh) for kind in device.devices()]

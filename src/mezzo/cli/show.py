@@ -155,7 +155,7 @@ def ops(
         str | None, typer.Option(metavar="cpu|cuda", help="What the policy does there; notes on both when omitted.")
     ] = None,
     as_json: AsJson = False,
-    full: Annotated[bool, typer.Option("--full", help="Show every op of the table.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show every op, and whose lists name it.")] = False,
 ) -> None:
     """Show which precision a policy gives to each op, what torch alone would do, and why.
 
@@ -182,10 +182,12 @@ def ops(
         show_json([op_row(name, value, device) for name in names])
         return
     decided = f"{value} on {device}" if device else str(value)
-    heads = ("op", decided, "torch CUDA", "torch CPU", "reason", *(["whose lists name it"] if pattern or full else []))
-    read = itemgetter("op", "treatment", "torch_cuda", "torch_cpu", "reason", *(["lists"] if pattern or full else []))
+    console = console_for(200 if full else 120)
+    console.print(decided, style="bold", markup=False, highlight=False)
+    heads = ("op", "treatment", "torch CUDA", "torch CPU", "reason", *(["whose lists name it"] if full else []))
+    read = itemgetter("op", "treatment", "torch_cuda", "torch_cpu", "reason", *(["lists"] if full else []))
     rows = (read(op_row(name, value, device)) for name in names)
-    console_for(120).print(table(heads, rows, stiff=("op", "torch CUDA", "torch CPU")))
+    console.print(table(heads, rows, stiff=("op", "torch CUDA", "torch CPU")))
     if len(names) < len(OPS) and pattern is None:
         typer.echo(f"\n{len(names)} of {len(OPS)} ops; --full shows all")
 
