@@ -182,12 +182,12 @@ def ops(
         show_json([op_row(name, value, device) for name in names])
         return
     decided = f"{value} on {device}" if device else str(value)
+    told = [op_row(name, value, device) for name in names]
     console = console_for(200 if full else 120)
     console.print(decided, style="bold", markup=False, highlight=False)
     heads = ("op", "treatment", "torch CUDA", "torch CPU", "reason", *(["whose lists name it"] if full else []))
     read = itemgetter("op", "treatment", "torch_cuda", "torch_cpu", "reason", *(["lists"] if full else []))
-    rows = (read(op_row(name, value, device)) for name in names)
-    console.print(table(heads, rows, stiff=("op", "torch CUDA", "torch CPU")))
+    console.print(table(heads, map(read, told), stiff=("op", "torch CUDA", "torch CPU")))
     if len(names) < len(OPS) and pattern is None:
         typer.echo(f"\n{len(names)} of {len(OPS)} ops; --full shows all")
 
