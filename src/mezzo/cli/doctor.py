@@ -44,13 +44,13 @@ def doctor(
 ) -> None:
     """Say of each device and format whether it trains as FP32 does, whether it pays, and what mezzo will do.
 
-    [bold]mezzo doctor[/bold]             the answer in words, then a table; half a minute a device
+    [bold]mezzo doctor[/bold]            half a minute a device: a verdict, then a table
 
-    [bold]mezzo doctor --quick[/bold]     in a second: products only
+    [bold]mezzo doctor --quick[/bold]    in a second: products only
 
-    [bold]mezzo doctor --refresh[/bold]   after a driver, kernel or hypervisor changed
+    [bold]mezzo doctor --refresh[/bold]  after a driver, kernel or hypervisor changed
 
-    [bold]mezzo doctor --json[/bold]      for a bug report: versions, devices, variables that matter, all that was found
+    [bold]mezzo doctor --json[/bold]     for a bug report, with all that was found
 
     Products are compared with FP32's and timed. Then twenty training steps in each format, under O1 and O2, are
     held against FP32's, and whole steps of layers 128 and 2048 wide are timed: casts can make the step of a small model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from operator import itemgetter
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 from rich.table import Table
@@ -28,8 +28,10 @@ app.add_typer(show, name="show")
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for a program.")]
 
 #: Ops that a reader asks for first; the rest of the table has hundreds of rows, and --full shows them.
-_USUAL = ("linear", "matmul", "conv2d", "scaled_dot_product_attention", "softmax", "layer_norm", "batch_norm")
-_USUAL += ("cross_entropy", "exp", "log", "sum", "cat", "add", "gelu", "relu", "fft_rfft")
+_USUAL: Final = (
+    "linear matmul conv2d scaled_dot_product_attention softmax layer_norm batch_norm cross_entropy exp log sum cat add "
+    "gelu relu fft_rfft"
+).split()
 
 
 @show.command("formats")
@@ -44,7 +46,7 @@ def formats(
 
     [bold]mezzo show formats[/bold]          range and precision of every format
 
-    [bold]mezzo show formats fp16[/bold]     its landmarks, from the smallest subnormal to infinity
+    [bold]mezzo show formats fp16[/bold]     its landmarks, from subnormals to infinity
     """
     chosen = [_named(name)] if name is not None else [*FORMATS.values()]
     if as_json:
@@ -159,17 +161,17 @@ def ops(
 ) -> None:
     """Show which precision a policy gives to each op, what torch alone would do, and why.
 
-    [bold]mezzo show ops[/bold]                        the usual ops; with --full every op that mezzo classifies
+    [bold]mezzo show ops[/bold]  the usual ops; --full for every one
 
-    [bold]mezzo show ops softmax[/bold]                one, by any spelling: nn.Softmax, F.softmax
+    [bold]mezzo show ops softmax[/bold]  one, by any spelling: nn.Softmax, F.softmax
 
     [bold]mezzo show ops 'conv*' --policy O1,bf16,fp32=conv1d[/bold]
 
     [bold]mezzo show ops 'fft_*' --device cuda[/bold]  what is left to torch on an accelerator
 
-    [bold]mezzo show ops paddle:mul[/bold]             Paddle's name, where torch's means another
+    [bold]mezzo show ops paddle:mul[/bold]  Paddle's name, where torch's means another
 
-    [bold]mezzo show ops 'fft_*' --json[/bold]         for a program to read
+    [bold]mezzo show ops 'fft_*' --json[/bold]  for a program to read
 
     fp32: inputs cast to FP32. low: to the policy's dtype. promote: to the widest among them. native: left as they are.
     fp32_math: FP32 inside, the input's dtype out. ban: refused.
