@@ -117,7 +117,7 @@ def warmup_cosine(step, steps, warmup):
 def main():
     parser = argparse.ArgumentParser(description="Train a recogniser of strips of handwritten digits.")
     parser.add_argument("--seed", type=int, default=0, help="of initial weights and training strips")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=250)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
