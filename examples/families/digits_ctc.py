@@ -1,12 +1,13 @@
 """Train a recogniser of strips of handwritten digits: convolutions, a bidirectional GRU and the CTC loss.
 
-Data: the 1797 images of 8×8 that come with scikit-learn; a fixed permutation holds out 597 of them. A strip has 3 to 7 digits
-with gaps of 0 to 2 pixels, each up to 2 pixels higher or lower. Training strips are drawn from the other images as training
+Data: the 1797 images of 8×8 that come with scikit-learn; a fixed permutation holds out 597 of them. A strip has 3 to 7
+digits with gaps of 0 to 2 pixels, each at one of 5 heights. Training strips are drawn from the other images as training
 goes on; the 600 test strips are always the same.
 Judged by: the character error rate of greedy decoding on the test strips, edit distance per digit; lower is better.
-In the paper (Micikevicius et al. 2018, section 4.3): DeepSpeech 2, convolutions, GRUs and CTC on English and Mandarin speech.
+In the paper (Micikevicius et al. 2018, section 4.3): DeepSpeech 2, convolutions, GRUs and CTC on English and Mandarin.
 
-Margin: 1.0 points, since XXX.
+Margin: 1.0 points, since an error of 4 % measured on some 3000 digits has a standard error of 0.36 points.
+Three FP32 seeds gave 3.78, 3.91 and 4.25 %.
 
     python examples/families/digits_ctc.py --seed 1
     mezzo compare --seeds 3 --margin 1.0 examples/families/digits_ctc.py
