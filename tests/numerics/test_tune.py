@@ -1,7 +1,6 @@
 """tune: faults that are planted in a healthy network are pinned, and nothing else is; the model is left as it was."""
 
 import copy
-import json
 import math
 import random
 
@@ -10,13 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.errors import NumericsError, PolicyError, UnsupportedError
 from mezzo.numerics import Tuned, tune
-from mezzo.numerics.tuning import selection, shadow
-from mezzo.numerics.tuning.dropout import SameDropout
 from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("emulating")
@@ -171,11 +167,9 @@ def test_a_healthy_network_needs_nothing():
         assert found.evidence.num_trials == 1
         assert [str(rule) for rule in found.policy.rules] == ["low=layer_norm", "low=cross_entropy"]
         assert found.verdict.startswith(f"{dtype}: all 9 ops run low, nothing needs FP32")
-        result, level, low = found.evidence.bytes
-        assert (result.policy, level.policy, low.policy) == ("result", "O1", "every op low")
-        assert result.saved < level.saved
-        assert result.moved < level.moved
-        assert (result.saved, result.moved) == (low.saved, low.moved)
+        saved = found.evidence.saved_bytes
+        assert list(saved) == ["found", "O1", "low"]
+        assert saved["found"] == saved["low"] < saved["O1"]
 
 
 def test_one_of_many_alike_layers_is_pinned_and_named():
@@ -199,11 +193,6 @@ def test_one_of_many_alike_layers_is_pinned_and_named():
     assert "linear in blocks.{0..5}.fc ×6" in found.verdict
 
 
-def test_one_pin_is_preferred_to_several_that_cannot_do_without_each_other(monkeypatch):
-    monkeypatch.setattr(selection, "smallest", lambda items, passes: [*items][:3])
-    assert pins(tuned(net(PLANTS["a masked row"][0]), steps=1)) == {"softmax@plant"}
-
-
 def test_an_op_that_takes_no_two_dtypes_is_pinned_itself():
     def added(x):  # zeros are FP32, and what is added to them low
         index = torch.zeros(WIDTH, dtype=torch.long)
@@ -224,7 +213,7 @@ def test_only_what_loses_by_itself_is_suspected():
 def test_no_bytes_are_told_of_policies_that_fail():
     found = tuned(net(lambda x: x.clamp(-1e9, 1e9)))
     assert pins(found) == {"clamp@plant"}
-    assert [each.policy for each in found.evidence.bytes] == ["result"]
+    assert list(found.evidence.saved_bytes) == ["found"]
     assert "()" not in str(found)
 
 
@@ -306,8 +295,6 @@ def test_outcomes_are_those_of_a_session():
     result = found.evidence.result
     assert result.tensor == worst
     assert result.sqnr_db == pytest.approx(ratios[worst], abs=1e-6)
-    grads = [dict(each.named_parameters())[worst].grad.flatten() for each in (reference, model)]
-    assert result.cosine == pytest.approx(float(torch.cosine_similarity(*grads, dim=0)), abs=1e-6)
     assert result.step == 1
 
 
@@ -325,7 +312,7 @@ def test_what_fp32_itself_rounds_away_is_not_judged():
     torch.manual_seed(0)
     found = tuned(Shifted(), "bfloat16")
     assert found.evidence.unjudged == ("shift",)
-    assert "nothing is judged by shift: even in FP32 rounding noise" in str(found)
+    assert "nothing is judged by shift: zero, or even in FP32 rounding noise" in str(found)
     assert pins(found) == set()
 
 
@@ -350,9 +337,9 @@ def test_steps_are_those_of_the_given_optimizer():
         return made[-1]
 
     found = tuned(net(), optimizer=adam)
-    assert len(made) >= 3  # FP32, FP32 from other weights, low
+    assert len(made) == 2  # FP32 and low
     assert 10.0 < found.evidence.result.updates_db < 70.0
-    assert found.evidence.result.steady
+    assert tuned(net()).evidence.result.updates_db is None
 
 
 def test_answers_do_not_depend_on_what_ran_before():
@@ -362,7 +349,6 @@ def test_answers_do_not_depend_on_what_ran_before():
     tuned(net())
     again = tuned(net(function))
     assert first == again
-    assert first.evidence.to_json() == again.evidence.to_json()
     assert pins(first) == expected
 
 
@@ -394,27 +380,6 @@ def test_dropout_is_the_same_in_every_trial():
     model.plant = nn.Dropout(0.5)
     found = tuned(model)
     assert pins(found) == set()
-    assert found.evidence.result.sqnr_db > 40
-
-
-def test_dropout_as_it_is_drawn_beside_a_gpu(monkeypatch):
-    """There its masks are drawn in FP32, in checkpoints and torch's own layers too, and none in fused attention."""
-    monkeypatch.setattr(shadow, "nullcontext", SameDropout)
-
-    class Dropping(nn.Module):
-        """Dropout in a checkpoint, and all that torch's encoder layer has."""
-
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
-            self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.2, batch_first=True)
-
-        def forward(self, x):
-            return checkpoint(self.body, x, use_reentrant=False) + self.layer(x[None])[0]
-
-    torch.manual_seed(0)
-    found = tuned(Net(nn.Sequential(Dropping(), Plant(PLANTS["exp of large logits"][0]))))
-    assert pins(found) == {"exp@plant.1"}
     assert found.evidence.result.sqnr_db > 40
 
 
@@ -451,15 +416,13 @@ def test_the_result_prints_the_answer_first_and_goes_to_files_and_back(tmp_path)
     assert lines[0].startswith("float16: 1 of 14 ops need FP32: softmax in plant; the loss scale starts at 2^15")
     assert [
         line[2:10].strip() for line in lines[1:] if line[2] != " "
-    ] == "pinned worst bytes bytes trials write".split()
+    ] == "pinned worst bytes trials write".split()
     assert max(map(len, lines[:-1])) <= 120
     found.save(tmp_path / "my.policy")
     loaded = Policy.load(tmp_path / "my.policy")
     assert loaded == found.policy
     assert [rule.reason for rule in loaded.rules] == [rule.reason for rule in found.policy.rules]
     assert all(rule.reason for rule in loaded.rules)
-    assert type(found.evidence).from_json(found.evidence.to_json()) == found.evidence
-    assert json.loads(found.evidence.to_json())["num_trials"] == found.evidence.num_trials
     (pin,) = found.evidence.pins
     assert (pin.name, pin.without_db, pin.with_db) == ("softmax in plant", -math.inf, found.evidence.result.sqnr_db)
     others = [each for each in found.evidence.candidates if not each.kept]
@@ -534,7 +497,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_the_model_is_left_as_it_was_after_an_exception_and_an_interrupt():
     for error in (ValueError("mine"), KeyboardInterrupt()):
-        for calls in (1, 3, 10, 17):
+        for calls in (1, 3, 5, 7):
             model, left = with_all_kinds(), calls
             before = everything(model)
 

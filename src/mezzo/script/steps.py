@@ -6,15 +6,16 @@ import dataclasses
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from mezzo.documents import jsonable
 from mezzo.errors import PolicyError
+from mezzo.script.program import Program
 
-__all__ = ["METRICS", "StepRecord", "read_steps", "require_one_process", "step_ms"]
+__all__ = ["METRICS", "StepRecord", "never_trains", "read_steps", "require_one_process", "step_ms"]
 
 #: The file with one line of JSON a step, in a folder of results.
 METRICS: Final = "metrics.jsonl"
@@ -82,3 +83,12 @@ def require_one_process(verb: str) -> None:
             why="all of them would do the same, and write the same files",
             write=f"mezzo {verb} …, without torchrun",
         )
+
+
+def never_trains(program: Program, left_alone: Mapping[str, str]) -> PolicyError:
+    """Return the error of a script without a step, with what was left alone and why."""
+    return PolicyError(
+        f"{program.name} never trains: no optimizer over a module's parameters took a step",
+        why="\n".join(f"{what}: {why}" for what, why in left_alone.items()),
+        write="a script that calls loss.backward() and optimizer.step()",
+    )

@@ -18,16 +18,12 @@ from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.numerics.tuning import Tuned
 from mezzo.numerics.tuning import tune as tuned
 from mezzo.numerics.tuning.tuned import Objective
-from mezzo.recipes import StepRecord
-from mezzo.recipes.parallel import require_one_process
-from mezzo.script.comparison import never_trains
 from mezzo.script.gathering import name_of
 from mezzo.script.program import Program
 from mezzo.script.run import run
+from mezzo.script.steps import StepRecord, never_trains, require_one_process
 from mezzo.tensors import tensors
 from mezzo.trace.sandbox import copied
-
-__all__ = ["tune"]
 
 _WRITE = "mezzo.numerics.tune(model, loss_fn, batches)"
 
@@ -51,7 +47,7 @@ def tune(
 
     Returns:
         The policy and the evidence. Steps of trials are those of the script's optimizer where another one can be made
-        of its settings, else of SGD.
+        of its settings; else all begin at the script's weights.
 
     Raises:
         PolicyError: ``after`` is negative, or as :func:`mezzo.numerics.tune`; or the script never trains.
