@@ -12,23 +12,23 @@ from mezzo.policy import Policy, Rule, Treatment
 _UNWRITABLE = re.compile(r"[*?\[\],+=@;()\s]")
 
 
-def all_low(dtype: str, spots: Iterable[Spot], without: Collection[str] = ()) -> Policy:
-    """Return level O1 with every op low that the table would keep in FP32 or refuse, of those that run.
+def all_low(table: Policy, spots: Iterable[Spot], without: Collection[str] = ()) -> Policy:
+    """Return a policy with every op low that it would keep in FP32 or refuse by the op table alone, of those that run.
 
     Args:
-        dtype: The low dtype.
+        table: Level O1, and rules that are kept.
         spots: The ops that run.
         without: Ops that have no low kernel here.
     """
-    table = Policy.O1(dtype)
     rules = []
     for op in dict.fromkeys(op for op, _ in spots):
-        treatment = table.explain(op).treatment
-        if op not in without and treatment in ("fp32", "ban"):
-            rules.append(Rule("low", op=op))
-        elif treatment == "ban":
-            rules.append(Rule("fp32", op=op, reason="it has no low kernel here"))
-    return table.evolve(rules=tuple(rules))
+        decision = table.explain(op)
+        if decision.rule is None and decision.treatment in ("fp32", "ban"):
+            if op not in without:
+                rules.append(Rule("low", op=op))
+            elif decision.treatment == "ban":
+                rules.append(Rule("fp32", op=op, reason="it has no low kernel here"))
+    return table.evolve(rules=(*table.rules, *rules))
 
 
 def before(base: Policy, rules: Iterable[Rule]) -> Policy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import islice
 from typing import Any, Final, get_args
 
@@ -17,10 +18,13 @@ from mezzo.formats import by_name
 from mezzo.numerics.tuning.selection import Selection
 from mezzo.numerics.tuning.shadow import LossFunction, Shadow
 from mezzo.numerics.tuning.tuned import Objective, Tuned
+from mezzo.policy import Policy
+from mezzo.policy.spelling import both
 from mezzo.tensors import LOW, dtype_name
 from mezzo.trace.sandbox import devices_of, require_python, untouched
 
 _DTYPES: Final = tuple(map(dtype_name, LOW))
+_REFERENCE: Final = "that is what low precision is compared with"
 
 
 def tune(
@@ -32,6 +36,7 @@ def tune(
     optimizer: Callable[[Any], Optimizer] | None = None,
     steps: int = 3,
     objective: Objective = "speed",
+    policy: Policy | str | None = None,
 ) -> Tuned:
     """Find the fewest ops that need FP32 in training, and the loss scale, by running the model.
 
@@ -55,6 +60,7 @@ def tune(
         steps: How many steps each trial takes.
         objective: What to prefer among ops that lose alike: ``speed``, fewer bytes read and written, or ``memory``,
             fewer kept.
+        policy: Level O1 with the rules and fields to keep, in place of ``dtype``; its ops that have no rule start low.
 
     Returns:
         The policy, level O1 with rules, and the evidence.
@@ -79,7 +85,7 @@ def tune(
         >>> print(*tuned.policy.rules)
         fp32=linear@0 low=square
     """
-    chosen = _checked(model, loss_fn, dtype, optimizer, steps, objective)
+    table = _checked(model, loss_fn, optimizer, steps, objective, partial(_of_dtype, dtype, policy))
     with untouched([model]), _full_fp32(devices_of([model])):
         taken = list(islice(_iterated(batches), steps))
         if not taken:
@@ -87,14 +93,37 @@ def tune(
                 "there is no batch to tune on", why="batches is empty", write="tune(model, loss_fn, [batch, …])"
             )
         own = [taken[number % len(taken)] for number in range(steps)]
-        return Selection(Shadow(model, loss_fn, own, optimizer), chosen, objective).tuned()
+        return Selection(Shadow(model, loss_fn, own, optimizer), table, objective).tuned()
 
 
-def _checked(model: Any, loss_fn: Any, dtype: Any, optimizer: Any, steps: Any, objective: Any) -> str:
+def _of_dtype(dtype: Any, policy: Policy | str | None) -> Policy:
+    if policy is not None:
+        return tunable(policy)
     name = dtype
     with suppress(PolicyError):  # which names formats that are not for training as well
         name = by_name(dtype).name
-    why = nearest(str(name), _DTYPES) if name != "float32" else "that is what low precision is compared with"
+    if name not in _DTYPES:
+        why = nearest(str(name), _DTYPES) if name != "float32" else _REFERENCE
+        raise PolicyError(f"nothing can be tuned in {shown(name)}", why=why, write='dtype="float16"')
+    return Policy.O1(name)
+
+
+def tunable(given: Policy | str) -> Policy:
+    """Return a policy whose rules and fields tuning can keep.
+
+    Raises:
+        PolicyError: It is none, of another level than O1, or not low.
+    """
+    policy = Policy.of(given)
+    if policy.level != "O1" or policy.dtype not in LOW:
+        why = "trials keep FP32 weights and cast op by op, as level O1 does" if policy.level != "O0" else _REFERENCE
+        raise PolicyError(f"nothing can be tuned under {policy}", why=why, write=both("O1,dtype=bfloat16"))
+    return policy
+
+
+def _checked(
+    model: Any, loss_fn: Any, optimizer: Any, steps: Any, objective: Any, table: Callable[[], Policy]
+) -> Policy:
     anew = "it is made anew for each trial, for parameters of a copy"
     is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
     rows = (
@@ -102,7 +131,6 @@ def _checked(model: Any, loss_fn: Any, dtype: Any, optimizer: Any, steps: Any, o
          "tune(model, loss_fn, batches)"),
         (callable(loss_fn), f"loss_fn is a {type(loss_fn).__name__}, no function", "",
          "def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])"),
-        (name in _DTYPES, f"nothing can be tuned in {shown(name)}", why, 'dtype="float16"'),
         (is_count, f"steps must be a positive integer, not {shown(steps)}", "", "steps=3"),
         (optimizer is None or callable(optimizer), f"optimizer= is a {type(optimizer).__name__}, no function", anew,
          "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"),
@@ -110,9 +138,13 @@ def _checked(model: Any, loss_fn: Any, dtype: Any, optimizer: Any, steps: Any, o
     problems = [PolicyError(what, why=why, write=write) for is_well, what, why, write in rows if not is_well]
     if objective not in get_args(Objective):
         problems.append(unknown_word("objective", objective, get_args(Objective)))
+    try:
+        found = table()
+    except PolicyError as error:
+        problems.append(error)
     raise_together(problems)
     require_python(model, "tuned")
-    return str(name)
+    return found
 
 
 def _iterated(batches: Any) -> Iterator[Any]:

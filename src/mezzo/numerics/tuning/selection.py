@@ -21,6 +21,7 @@ from mezzo.numerics.tuning.tuned import Candidate, Objective, Tuned, TuningEvide
 from mezzo.policy import Policy, Rule
 from mezzo.policy.spelling import both
 from mezzo.scale import LossScale
+from mezzo.tensors import dtype_name
 
 #: What a pin must add to the worst gradient's signal-to-noise ratio, in dB.
 _WORTH_DB: Final = 3.0
@@ -69,15 +70,15 @@ class Selection:
 
     Args:
         shadow: The FP32 steps.
-        dtype: The low dtype.
+        table: The level and the rules to keep, in the low dtype.
         objective: What is preferred among ops that lose alike.
     """
 
-    def __init__(self, shadow: Shadow, dtype: str, objective: Objective) -> None:
-        self.shadow, self.dtype, self.objective = shadow, dtype, objective
+    def __init__(self, shadow: Shadow, table: Policy, objective: Objective) -> None:
+        self.shadow, self.table, self.objective = shadow, table, objective
+        self.dtype = dtype_name(table.dtype)
         self.trials = Trials(shadow)
-        low = Policy.O1(dtype).dtype
-        calls = [call for step in range(len(shadow.batches)) for call in survey(shadow, low, step)]
+        calls = [call for step in range(len(shadow.batches)) for call in survey(shadow, table.dtype, step)]
         numbers: dict[Spot, tuple[int, int]] = {}
         for call in calls:
             if call.spot is not None:
@@ -94,17 +95,17 @@ class Selection:
 
     def _all_low(self) -> tuple[Policy, Outcome, tuple[str, ...]]:
         """Try every op low, but for those that have no low kernel here."""
-        base = all_low(self.dtype, self._numbers)
+        base = all_low(self.table, self._numbers)
         try:
             return base, self.trials.outcome(base), ()
         except UnsupportedError:
-            missing = {str(rule.op) for rule in base.rules}
-            self.trials.outcome(all_low(self.dtype, self._numbers, missing))  # raises what is no single op's fault
+            missing = {str(rule.op) for rule in base.rules if rule not in self.table.rules}
+            self.trials.outcome(all_low(self.table, self._numbers, missing))  # raises what is no single op's fault
         for op in tuple(missing):
             with suppress(UnsupportedError):
-                self.trials.outcome(all_low(self.dtype, self._numbers, missing - {op}))
+                self.trials.outcome(all_low(self.table, self._numbers, missing - {op}))
                 missing.remove(op)
-        base = all_low(self.dtype, self._numbers, missing)
+        base = all_low(self.table, self._numbers, missing)
         return base, self.trials.outcome(base), tuple(sorted(missing))
 
     def tuned(self) -> Tuned:
@@ -233,6 +234,8 @@ class Selection:
 
     def _reasons(self, rule: Rule, kept: list[list[Spot]], candidates: list[Candidate], result: Outcome) -> str:
         """Say why a rule of the result is there."""
+        if rule in self.table.rules:
+            return rule.reason
         if rule.treatment != "fp32":
             steps = len(self.shadow.batches)
             return f"the worst gradient of {steps} step{'s' * (steps > 1)}: {ratio_text(result.sqnr_db)} against FP32"
@@ -244,9 +247,9 @@ class Selection:
         return " · ".join(own)
 
     def _with_scale(self, policy: Policy, result: Outcome) -> Policy:
-        """Have the loss scale start where the trial found it, unless it starts there anyway."""
+        """Have the loss scale start where the trial found it, unless it starts there anyway, or is the user's own."""
         scale, plain = result.loss_scale, LossScale.dynamic()
-        if self.base.dtype != torch.float16 or scale == DEFAULT_SCALE:
+        if policy.loss_scale != plain or scale == DEFAULT_SCALE:
             return policy
         highest = scale if result.low_loss else max(scale, plain.ceiling or scale)
         return policy.evolve(loss_scale=LossScale.dynamic(scale, floor=min(plain.floor, scale / 1024), ceiling=highest))
@@ -263,7 +266,7 @@ class Selection:
             candidates=tuple(candidates),
             unjudged=tuple(name for name in self.shadow.params if name not in judged),
             no_kernel=self.no_kernel,
-            saved_bytes=self._saved_bytes(found=policy, O1=Policy.O1(self.dtype), low=self.base),
+            saved_bytes=self._saved_bytes(found=policy, O1=self.table, low=self.base),
         )
 
     def _saved_bytes(self, **policies: Policy) -> dict[str, int]:

@@ -120,6 +120,16 @@ class Tuned:
         return f'{text}\n  write   mezzo.MixedPrecision(model, optimizer, "{self.policy}")'
 
     @property
+    def rows(self) -> list[str]:
+        """A line for each op that could have been pinned, pins first."""
+        rows = []
+        for each in self.evidence.candidates:
+            alone = "" if each.local_db is None else f", alone {ratio_text(each.local_db)}"
+            kept = "fp32" if each.kept else "low"
+            rows.append(printable(f"  {kept:<6}  {each.name}{alone}, {byte_text(each.num_bytes)} more in FP32"))
+        return rows
+
+    @property
     def verdict(self) -> str:
         """The answer, in one line."""
         own = self.evidence
