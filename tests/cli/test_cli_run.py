@@ -84,7 +84,7 @@ PARSER = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argume
         (["run", "--dry"], ["--max-grad-norm", "1"], "--max-grad-norm 1"),
         (["explain"], ["--policy", "O2"], "--policy O2"),
         (["inspect"], ["--every", "5"], "--every 5"),
-        (["tune"], ["--dtype", "bfloat16"], "--dtype bfloat16"),
+        (["tune"], ["--policy", "O1,bf16"], "--policy O1,bf16"),
     ],
 )
 def test_options_behind_a_script_that_does_not_know_them_are_pointed_at(mezzo, tmp_path, verb, words, hint):

@@ -1,91 +1,186 @@
-"""`mezzo tune`: the answer first, a policy file with reasons, a comparison, and honest exit codes."""
+"""`mezzo tune`: the answer first, a policy with reasons, nothing written unless it is asked for, honest exit codes."""
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-from mezzo import recipes
-from mezzo.numerics import tune
+from mezzo.cli import tune as command
 from mezzo.policy import Policy
+from mezzo.script import Program, tuning
 
 pytestmark = pytest.mark.usefixtures("emulating")
 
-QUICK = ("tune", "digits-cnn", "--dtype", "fp16", "--steps", "1")
+SCRIPTS = Path(__file__).parent.parent / "script" / "scripts"
+NOISY = """
+import sys
+import torch
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(24):
+    x = torch.randn(16, 8)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    if "crash" in sys.argv and model[0].weight.element_size() == 2 and step == 6:
+        raise ValueError("the script's own")
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"loss {loss.item():.9g}")
+"""
+MASKED = """
+import torch
+from torch.nn import functional
 
 
-def test_the_answer_the_file_and_the_comparison(mezzo, tmp_path):
-    code, out, err = mezzo(*QUICK, "--compare-steps", "2")
+class Masked(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qk, self.out = torch.nn.Linear(16, 16), torch.nn.Linear(16, 4)
+        mask = torch.zeros(8, 8)
+        mask[0] = -1e9
+        self.register_buffer("mask", mask)
+
+    def forward(self, x, *, scale):
+        scores = self.qk(x) @ x.mT * scale
+        return {"logits": self.out((scores + self.mask).softmax(-1) @ x).mean(1), "unused": scores}
+
+
+torch.manual_seed(0)
+batches = [(torch.randn(4, 8, 16), torch.randint(4, (4,))) for _ in range(3)]
+model = Masked()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for x, y in batches * 2:
+    functional.cross_entropy(model(x, scale=0.25)["logits"], y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print("done")
+"""
+
+
+@pytest.fixture
+def masked(tmp_path):
+    (tmp_path / "masked.py").write_text(MASKED)
+    return "masked.py"
+
+
+def test_the_answer_the_rules_and_the_policy_to_paste(mezzo, tmp_path, masked):
+    code, out, err = mezzo("tune", "--policy", "O1,fp16", masked)
     assert code == 0
     lines = out.splitlines()
-    assert lines[0] == "float16: all 23 ops run low, nothing needs FP32; the loss scale starts at 2^15"
-    policy = Policy.load(tmp_path / "digits-cnn-float16.policy")
-    assert str(policy) == "O1,dtype=float16,loss_scale=dynamic(init=32768,ceiling=32768),low=cross_entropy"
-    assert policy.rules[0].reason.startswith("the worst gradient of 1 step: ")
-    assert "policy file: digits-cnn-float16.policy" in err
-    rows = [line.split()[0] for line in lines if " native " in line or " emulated " in line]
-    assert rows[:2] == ["O0", "O1,dtype=float16"]
-    assert rows[2].startswith("O1,dtype=float16,loss_scale=dynamic(init=32768")
-    assert "run directory: runs/digits-cnn-" in err
-    assert len(list((tmp_path / "runs").iterdir())) == 1
+    assert lines[0].startswith("float16: 1 of ")
+    assert lines[1].startswith("  pinned  softmax in (model)")
+    assert "is not finite in step 1, with it the worst gradient has" in " ".join(out.split())
+    assert lines[-1].startswith('  write   mezzo.MixedPrecision(model, optimizer, "O1,dtype=float16,fp32=softmax')
+    policy = lines[-1].split('"')[1]
+    assert f'next: mezzo compare --policies "O0; {policy}" masked.py' in err
+    assert "done" not in out + err  # it ended once three calls had gradients
+    assert [each.name for each in tmp_path.iterdir()] == ["masked.py"]
     assert "\x1b" not in out + err
+    full = mezzo("tune", "--policy", "O1,fp16", "--full", masked)[1]
+    assert full.startswith(out)
+    assert len(full.splitlines()) == len(lines) + int(lines[0].split(" of ")[1].split()[0])
 
 
-def test_json_is_one_document(mezzo):
-    code, out, _ = mezzo(*QUICK, "--no-compare", "--json", "--out", "here.policy", "--objective", "memory")
+def test_a_folder_holds_the_policy_with_its_reasons_and_the_summary_last(mezzo, tmp_path, masked):
+    words = ("tune", "--policy", "O1,fp16", "--out", "tuned", "--steps", "2", "--objective", "memory")
+    code, out, err = mezzo(*words, "--json", masked)
     assert code == 0
     data = json.loads(out)
-    assert data["file"] == "here.policy"
-    assert Policy.parse(data["policy"]) == Policy.load("here.policy")
-    assert data["rules"].keys() == {"low=cross_entropy"}
-    assert data["evidence"]["objective"] == "memory"
-    assert [each["kept"] for each in data["evidence"]["candidates"]] == [False] * 23
-    assert "comparison" not in data
-    code, out, _ = mezzo(*QUICK, "--json", "--out", "there.policy", "--compare-steps", "1")
-    assert json.loads(out)["comparison"]["policies"][2] == data["policy"]
+    assert json.loads((tmp_path / "tuned" / "summary.json").read_text()) == data
+    assert sorted(each.name for each in (tmp_path / "tuned").iterdir()) == ["found.policy", "summary.json"]
+    policy = Policy.load("tuned/found.policy")
+    assert Policy.parse(data["policy"]) == policy
+    assert [str(rule) for rule in policy.rules] == ["fp32=softmax"]
+    assert [rule.reason for rule in policy.rules] == list(data["rules"].values())
+    assert (data["evidence"]["steps"], data["evidence"]["objective"]) == (2, "memory")
+    assert 'next: mezzo compare --policies "O0; tuned/found.policy" masked.py' in err
+    again = mezzo(*words, masked)
+    assert again[:2] == (2, "")
+    assert "tuned has results already" in again[2]
+    assert mezzo(*words, "--overwrite", masked)[0] == 0
+    assert mezzo("run", "--policy", "tuned/found.policy", masked)[:2] == (0, "done\n")
 
 
-def test_nothing_is_overwritten_or_run_where_it_cannot_be(mezzo, tmp_path):
-    (tmp_path / "digits-cnn-float16.policy").write_text("mine")
-    for words, said in (
-        (QUICK, "there is a file digits-cnn-float16.policy already"),
-        ((*QUICK, "--out", "none/x.policy"), "there is no folder none to save in"),
-        (("tune", "digits-cn"), "did you mean 'digits-cnn'?"),
-        (("tune", "digits-cnn", "--dtype", "float61"), "nothing can be tuned in 'float61'"),
-        (("tune", "digits-cnn", "--out", "x.policy", "--objective", "spede"), "did you mean 'speed'?"),
-    ):
-        code, out, err = mezzo(*words, "--no-compare")
-        assert (code, out) == (2, ""), words
-        assert said in err, words
-    assert [each.name for each in tmp_path.iterdir()] == ["digits-cnn-float16.policy"]
-    assert (tmp_path / "digits-cnn-float16.policy").read_text() == "mine"
-    assert mezzo(*QUICK, "--no-compare", "--overwrite")[0] == 0
-    assert Policy.load(tmp_path / "digits-cnn-float16.policy").level == "O1"
+def test_rules_and_fields_of_the_policy_are_kept(mezzo, masked):
+    code, out, _ = mezzo("tune", "--policy", "O1,fp16,emulate=true,fp32_module=out", "--json", masked)
+    assert code == 0
+    policy = Policy.parse(json.loads(out)["policy"])
+    assert policy.emulate is True
+    assert [str(rule) for rule in policy.rules] == ["fp32=softmax", "fp32_module=out"]
 
 
-def test_gradients_that_stay_far_from_fp32_are_an_alert(mezzo, monkeypatch):
+def test_dry_explains_one_step_and_tries_nothing(mezzo, masked):
+    code, out, _ = mezzo("tune", "--policy", "O1,fp16", "--dry", masked)
+    assert code == 0
+    assert "worst gradient" not in out
+    assert "softmax" in out
+
+
+def test_trials_begin_with_the_scripts_own_gradients(tmp_path, monkeypatch):
+    kept, noisy = {}, tmp_path / "noisy.py"
+    noisy.write_text(NOISY)
+
+    def tuned(model, loss_fn, batches, *, optimizer, **options):
+        loss_fn(model, batches[0]).backward()
+        kept.update(model=model, batches=batches, optimizer=optimizer(model.parameters()), options=options)
+
+    monkeypatch.setattr(tuning, "tuned", tuned)
+    tuning.tune(Program(name=str(noisy)), "O1,fp16", steps=2, after=3)
+    model, (x,) = kept["model"], kept["batches"][0].args
+    found = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    for gradient, param in zip(found, model.parameters(), strict=True):
+        assert torch.allclose(gradient, param.grad, rtol=1e-5, atol=1e-7)
+    assert isinstance(kept["optimizer"], torch.optim.AdamW)
+    assert (kept["optimizer"].param_groups[0]["lr"], len(kept["batches"])) == (1e-2, 2)
+    assert kept["options"] == {"policy": Policy.O1("float16"), "steps": 2, "objective": "speed"}
+    torch.manual_seed(0)
+    first = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    assert not torch.equal(model[0].weight, first[0].weight)  # it has taken three steps
+
+
+def test_gradients_that_stay_far_from_fp32_are_an_alert(mezzo, monkeypatch, masked):
+    real = command.tuned_script
+
     def far(*args, **kwargs):
-        found = tune(nn.Linear(8, 4), lambda model, batch: model(batch).sum(), [torch.ones(2, 8)], steps=1)
+        found = real(*args, **kwargs)
         worse = dataclasses.replace(found.evidence.result, sqnr_db=10.0)
         return dataclasses.replace(found, evidence=dataclasses.replace(found.evidence, result=worse))
 
-    monkeypatch.setattr(recipes, "tune", far)
-    code, out, _ = mezzo(*QUICK, "--no-compare", "--out", "x.policy")
+    monkeypatch.setattr(command, "tuned_script", far)
+    code, out, _ = mezzo("tune", "--policy", "O1,fp16", masked)
     assert code == 4
     assert "the worst gradient stays at 10 dB: no rule raises it by 3 dB" in out
 
 
-def test_training_that_goes_wrong_under_the_policy_that_was_found_is_an_alert(mezzo, monkeypatch):
-    real = recipes.tune
-
-    def too_large(*args, **kwargs):
-        found = real(*args, **kwargs)
-        return dataclasses.replace(found, policy=Policy.O1("float16", loss_scale=2.0**24))
-
-    monkeypatch.setattr(recipes, "tune", too_large)
-    code, out, _ = mezzo(*QUICK, "--compare-steps", "4")
-    assert code == 4
-    assert "all 23 ops run low" in out
-    assert "4 of 4 steps were skipped." in out
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        (("gan",), 3, "tuning finds rules for one model"),
+        (("untrained",), 2, "never trains"),
+        (("crashes",), 1, "ValueError: the script's own"),
+        (("crashes", "--policy", "O2,fp16"), 2, "nothing can be tuned under O2,dtype=float16"),
+        (("crashes", "--policy", "O0"), 2, "that is what low precision is compared with"),
+        (("crashes", "--policy", "O1,float61"), 2, "float61"),
+        (("crashes", "--objective", "spede"), 2, "did you mean 'speed'?"),
+        (("crashes", "--steps", "0"), 2, "--steps"),
+        (("crashes", "--after", "-1"), 2, "--after"),
+        (("uncopied",), 3, "the model cannot be copied"),
+        (("absent",), 2, "absent.py"),
+    ],
+)
+def test_a_script_that_cannot_be_tuned_is_refused_and_no_file_written(mezzo, tmp_path, words, code, message):
+    name, *options = words
+    path = SCRIPTS / f"{name}.py"
+    if name == "uncopied":
+        path = tmp_path.parent / "uncopied.py"
+        path.write_text(MASKED.replace("model = Masked()", "model = Masked()\nmodel.lock = (n for n in ())"))
+    found = mezzo("tune", *options, path)
+    assert found[:2] == (code, "")
+    assert message in found[2]
+    assert [*tmp_path.iterdir()] == []

@@ -247,6 +247,23 @@ _EVIDENCE = (
         ),
     ),
     *in_file(
+        "numerics/tuning/shadow.py",
+        (
+            "tune: rounding noise is judged",
+            "if size > _NOISE * max(",
+            "if size > 0.0 * max(",
+            "tests/numerics/test_tune.py::test_what_fp32_itself_rounds_away_is_not_judged",
+            "a bias before a softmax would be pinned for its noise",
+        ),
+        (
+            "tune: trials drop",
+            'return args[0] if args else kwargs["input"]',
+            "return func(*args, **kwargs)",
+            "tests/numerics/test_tuning_search.py::test_dropout_drops_nothing_in_trials",
+            "on a GPU two precisions would drop other elements",
+        ),
+    ),
+    *in_file(
         "overflow/search.py",
         (
             "overflow: scales are tried upwards",

@@ -1,7 +1,6 @@
 """tune: faults that are planted in a healthy network are pinned, and nothing else is; the model is left as it was."""
 
 import copy
-import json
 import math
 import random
 
@@ -10,13 +9,10 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.errors import NumericsError, PolicyError, UnsupportedError
 from mezzo.numerics import Tuned, tune
-from mezzo.numerics.tuning import selection, shadow
-from mezzo.numerics.tuning.dropout import SameDropout
 from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("emulating")
@@ -95,6 +91,20 @@ def attention(x):
     return (x @ x.T / 4 + mask).softmax(-1) @ x
 
 
+def own_softmax(x):
+    top = (12 + x.tanh()).exp()  # up to e^13, and nothing subtracted
+    return x + top / top.sum(-1, keepdim=True)
+
+
+def own_mean(x):
+    wide = x.abs()[:, :, None] + torch.ones(8192)
+    return x + wide.sum((1, 2))[:, None] * 2.0**-17
+
+
+def small_variance(x):
+    return x + (x / ((x * 1e-4).square() + 1e-8)) * 1e-9
+
+
 def mean_square(x):
     x = 500 * x
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -129,6 +139,13 @@ PLANTS = {
         {"binary_cross_entropy@plant"},
     ),
 }
+#: What is written by hand in a module's own code, each in both formats: (module's function, FP16's pins, BF16's pins).
+HAND_WRITTEN = {
+    "one huge activation": (lambda x: (x * 1e6) * 1e-6, {"mul@plant"}, set()),
+    "a softmax of large logits": (own_softmax, {"exp@plant", "sum@plant"}, set()),
+    "a mean over many": (own_mean, {"sum@plant"}, set()),
+    "a division by a small variance": (small_variance, {"square@plant"}, set()),
+}
 #: Ranges are BF16's strength; it loses small differences of large numbers.
 BF16_PLANTS = {
     "a difference": (lambda x: x + ((x + 1000.0) - 1000.0), {"add@plant"}),
@@ -158,6 +175,13 @@ def test_planted_faults_are_pinned_exactly():
     check({"a difference": BF16_PLANTS["a difference"]}, "bfloat16")
 
 
+@pytest.mark.parametrize("name", HAND_WRITTEN)
+def test_what_a_module_writes_by_hand_is_pinned_where_it_is_lost(name):
+    function, fp16, bf16 = HAND_WRITTEN[name]
+    check({name: (function, fp16)}, "float16")
+    check({name: (function, bf16)}, "bfloat16")
+
+
 @pytest.mark.slow
 def test_every_planted_fault_is_pinned_exactly():
     check(PLANTS, "float16")
@@ -171,11 +195,9 @@ def test_a_healthy_network_needs_nothing():
         assert found.evidence.num_trials == 1
         assert [str(rule) for rule in found.policy.rules] == ["low=layer_norm", "low=cross_entropy"]
         assert found.verdict.startswith(f"{dtype}: all 9 ops run low, nothing needs FP32")
-        result, level, low = found.evidence.bytes
-        assert (result.policy, level.policy, low.policy) == ("result", "O1", "every op low")
-        assert result.saved < level.saved
-        assert result.moved < level.moved
-        assert (result.saved, result.moved) == (low.saved, low.moved)
+        saved = found.evidence.saved_bytes
+        assert list(saved) == ["found", "O1", "low"]
+        assert saved["found"] == saved["low"] < saved["O1"]
 
 
 def test_one_of_many_alike_layers_is_pinned_and_named():
@@ -199,11 +221,6 @@ def test_one_of_many_alike_layers_is_pinned_and_named():
     assert "linear in blocks.{0..5}.fc ×6" in found.verdict
 
 
-def test_one_pin_is_preferred_to_several_that_cannot_do_without_each_other(monkeypatch):
-    monkeypatch.setattr(selection, "smallest", lambda items, passes: [*items][:3])
-    assert pins(tuned(net(PLANTS["a masked row"][0]), steps=1)) == {"softmax@plant"}
-
-
 def test_an_op_that_takes_no_two_dtypes_is_pinned_itself():
     def added(x):  # zeros are FP32, and what is added to them low
         index = torch.zeros(WIDTH, dtype=torch.long)
@@ -224,7 +241,7 @@ def test_only_what_loses_by_itself_is_suspected():
 def test_no_bytes_are_told_of_policies_that_fail():
     found = tuned(net(lambda x: x.clamp(-1e9, 1e9)))
     assert pins(found) == {"clamp@plant"}
-    assert [each.policy for each in found.evidence.bytes] == ["result"]
+    assert list(found.evidence.saved_bytes) == ["found"]
     assert "()" not in str(found)
 
 
@@ -306,8 +323,6 @@ def test_outcomes_are_those_of_a_session():
     result = found.evidence.result
     assert result.tensor == worst
     assert result.sqnr_db == pytest.approx(ratios[worst], abs=1e-6)
-    grads = [dict(each.named_parameters())[worst].grad.flatten() for each in (reference, model)]
-    assert result.cosine == pytest.approx(float(torch.cosine_similarity(*grads, dim=0)), abs=1e-6)
     assert result.step == 1
 
 
@@ -325,7 +340,7 @@ def test_what_fp32_itself_rounds_away_is_not_judged():
     torch.manual_seed(0)
     found = tuned(Shifted(), "bfloat16")
     assert found.evidence.unjudged == ("shift",)
-    assert "nothing is judged by shift: even in FP32 rounding noise" in str(found)
+    assert "nothing is judged by shift: zero, or even in FP32 rounding noise" in str(found)
     assert pins(found) == set()
 
 
@@ -350,9 +365,9 @@ def test_steps_are_those_of_the_given_optimizer():
         return made[-1]
 
     found = tuned(net(), optimizer=adam)
-    assert len(made) >= 3  # FP32, FP32 from other weights, low
+    assert len(made) == 2  # FP32 and low
     assert 10.0 < found.evidence.result.updates_db < 70.0
-    assert found.evidence.result.steady
+    assert tuned(net()).evidence.result.updates_db is None
 
 
 def test_answers_do_not_depend_on_what_ran_before():
@@ -362,7 +377,6 @@ def test_answers_do_not_depend_on_what_ran_before():
     tuned(net())
     again = tuned(net(function))
     assert first == again
-    assert first.evidence.to_json() == again.evidence.to_json()
     assert pins(first) == expected
 
 
@@ -397,27 +411,6 @@ def test_dropout_is_the_same_in_every_trial():
     assert found.evidence.result.sqnr_db > 40
 
 
-def test_dropout_as_it_is_drawn_beside_a_gpu(monkeypatch):
-    """There its masks are drawn in FP32, in checkpoints and torch's own layers too, and none in fused attention."""
-    monkeypatch.setattr(shadow, "nullcontext", SameDropout)
-
-    class Dropping(nn.Module):
-        """Dropout in a checkpoint, and all that torch's encoder layer has."""
-
-        def __init__(self):
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3))
-            self.layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.2, batch_first=True)
-
-        def forward(self, x):
-            return checkpoint(self.body, x, use_reentrant=False) + self.layer(x[None])[0]
-
-    torch.manual_seed(0)
-    found = tuned(Net(nn.Sequential(Dropping(), Plant(PLANTS["exp of large logits"][0]))))
-    assert pins(found) == {"exp@plant.1"}
-    assert found.evidence.result.sqnr_db > 40
-
-
 def test_ops_without_a_low_kernel_keep_what_the_table_gives_them():
     found = tuned(net(lambda x: x + torch.linalg.inv(x.T @ x / 32 + torch.eye(WIDTH)).mean()))
     assert found.evidence.no_kernel == ("linalg_inv",)
@@ -449,17 +442,13 @@ def test_the_result_prints_the_answer_first_and_goes_to_files_and_back(tmp_path)
     text = str(found)
     lines = text.splitlines()
     assert lines[0].startswith("float16: 1 of 14 ops need FP32: softmax in plant; the loss scale starts at 2^15")
-    assert [
-        line[2:10].strip() for line in lines[1:] if line[2] != " "
-    ] == "pinned worst bytes bytes trials write".split()
+    assert [line[2:10].strip() for line in lines[1:] if line[2] != " "] == "pinned worst bytes trials write".split()
     assert max(map(len, lines[:-1])) <= 120
     found.save(tmp_path / "my.policy")
     loaded = Policy.load(tmp_path / "my.policy")
     assert loaded == found.policy
     assert [rule.reason for rule in loaded.rules] == [rule.reason for rule in found.policy.rules]
     assert all(rule.reason for rule in loaded.rules)
-    assert type(found.evidence).from_json(found.evidence.to_json()) == found.evidence
-    assert json.loads(found.evidence.to_json())["num_trials"] == found.evidence.num_trials
     (pin,) = found.evidence.pins
     assert (pin.name, pin.without_db, pin.with_db) == ("softmax in plant", -math.inf, found.evidence.result.sqnr_db)
     others = [each for each in found.evidence.candidates if not each.kept]
@@ -534,7 +523,7 @@ def test_the_model_is_left_as_it_was():
 
 def test_the_model_is_left_as_it_was_after_an_exception_and_an_interrupt():
     for error in (ValueError("mine"), KeyboardInterrupt()):
-        for calls in (1, 3, 10, 17):
+        for calls in (1, 3, 5, 10):
             model, left = with_all_kinds(), calls
             before = everything(model)
 

@@ -26,8 +26,6 @@ from mezzo.tensors import dtype_name
 from mezzo.trace.measure import range_of
 from mezzo.trace.where import LOSS, MODEL
 
-__all__ = ["Context", "diagnose", "highest_scale", "outside_models", "power"]
-
 #: More modules than these in FP32 are better served by another format.
 _MANY: Final = 3
 _EPS: Final = "torch.finfo(x.dtype).eps"

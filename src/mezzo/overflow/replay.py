@@ -33,8 +33,6 @@ from mezzo.trace.names import named_inputs
 from mezzo.trace.sandbox import RandomStates, devices_of, untouched
 from mezzo.trace.where import Where
 
-__all__ = ["CallKeeper", "Event", "Kept", "KeptCall", "Replay"]
-
 
 @dataclass(frozen=True, slots=True)
 class Kept:

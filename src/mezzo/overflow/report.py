@@ -16,8 +16,6 @@ from mezzo.trace.measure import Range, shape_text
 from mezzo.trace.names import Role
 from mezzo.trace.where import MODEL
 
-__all__ = ["BOUNDED", "SOFTMAX", "Changed", "Kind", "Origin", "Overflow", "Phase", "Reader"]
-
 Phase = Literal["forward", "backward"]
 Kind = Literal[
     "range", "scale", "zero", "domain", "unbounded", "masked", "written", "input", "parameter", "buffer", "loss"

@@ -24,8 +24,6 @@ from mezzo.trace.names import numbered
 from mezzo.trace.sandbox import gradients_aside, leaves_of, untouched
 from mezzo.trace.where import Where
 
-__all__ = ["Search", "checked_models", "locate"]
-
 #: Runs a backward pass from several tensors, as ``torch.autograd.backward`` does.
 Backward = Callable[..., None]
 

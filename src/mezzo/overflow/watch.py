@@ -27,8 +27,6 @@ from mezzo.trace.measure import Operand, Range
 from mezzo.trace.names import Edge, Names, edges
 from mezzo.trace.where import LOSS, Place, Where
 
-__all__ = ["Watch"]
-
 
 class _Ran(NamedTuple):
     """A kernel that has run.

@@ -7,33 +7,36 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mezzo.errors import PolicyError, UnsupportedError
+from mezzo.errors import PolicyError, UnsupportedError, unknown_word
 from mezzo.numerics.tuning import Tuned
 from mezzo.numerics.tuning import tune as tuned
+from mezzo.numerics.tuning.run import tunable
 from mezzo.numerics.tuning.tuned import Objective
-from mezzo.recipes import StepRecord
-from mezzo.recipes.parallel import require_one_process
-from mezzo.script.comparison import never_trains
+from mezzo.policy import Policy
 from mezzo.script.gathering import name_of
 from mezzo.script.program import Program
 from mezzo.script.run import run
+from mezzo.script.steps import StepRecord, never_trains, require_one_process
 from mezzo.tensors import tensors
 from mezzo.trace.sandbox import copied
-
-__all__ = ["tune"]
 
 _WRITE = "mezzo.numerics.tune(model, loss_fn, batches)"
 
 
 def tune(
-    program: Program, *, dtype: str = "float16", steps: int = 3, objective: Objective = "speed", after: int = 0
+    program: Program,
+    policy: Policy | str = "O1,dtype=float16",
+    *,
+    steps: int = 3,
+    objective: Objective = "speed",
+    after: int = 0,
 ) -> Tuned:
     """Find the fewest ops of a script's model that need FP32, and the loss scale.
 
@@ -44,22 +47,25 @@ def tune(
 
     Args:
         program: The script.
-        dtype: ``float16`` or ``bfloat16``.
+        policy: Level O1, which gives the format; its rules and fields are kept.
         steps: How many calls are kept; each is a step of a trial.
         objective: ``speed`` or ``memory``.
         after: How many steps the script takes before.
 
     Returns:
         The policy and the evidence. Steps of trials are those of the script's optimizer where another one can be made
-        of its settings, else of SGD.
+        of its settings; else all begin at the script's weights.
 
     Raises:
-        PolicyError: ``after`` is negative, or as :func:`mezzo.numerics.tune`; or the script never trains.
-        UnsupportedError: The script trains several models at a time, or its model or arguments cannot be copied.
+        PolicyError: ``policy`` or ``objective`` cannot be used, ``after`` is negative, or the script never trains.
+        UnsupportedError: It trains several models at a time; its model or arguments cannot be copied.
         NumericsError: As :func:`mezzo.numerics.tune`.
         BaseException: What the script raises.
     """
     require_one_process("tune")
+    kept_policy = tunable(policy)
+    if objective not in get_args(Objective):
+        raise unknown_word("objective", objective, get_args(Objective))
     if after < 0:
         raise PolicyError(f"after must be 0 or a positive integer, not {after}", write="after=100")
     kept = _OwnCalls(calls=steps, after=after)
@@ -72,7 +78,8 @@ def tune(
     if kept.model is None or not batches:
         raise never_trains(program, ended.report.left_alone)
     make = None if kept.optimizer is None else _maker(kept.optimizer)
-    return tuned(kept.model, _loss, batches, dtype=dtype, optimizer=make, steps=len(batches), objective=objective)
+    options: Any = {"policy": kept_policy, "steps": len(batches), "objective": objective}
+    return tuned(kept.model, _loss, batches, optimizer=make, **options)
 
 
 @dataclass(slots=True)

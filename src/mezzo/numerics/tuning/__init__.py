@@ -1,7 +1,7 @@
 """Which precision each op should have, found by running it: a policy, and the trials that led to it.
 
-Policies are tried on a copy of the model and measured against its own FP32 training steps. Nothing here casts: a
-policy's rules do, carried out as in training.
+Policies are tried on a copy of the model and measured against its own FP32 gradients. Nothing here casts: a policy's
+rules do, carried out as in training.
 """
 
 from mezzo.numerics.tuning.run import tune

@@ -4,40 +4,31 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 
 from mezzo.numerics.tuning.survey import Spot
 from mezzo.policy import Policy, Rule, Treatment
 
-__all__ = ["all_low", "before", "pinned", "pins"]
-
 _UNWRITABLE = re.compile(r"[*?\[\],+=@;()\s]")
 
 
-def all_low(dtype: str, spots: Iterable[Spot], without: Collection[str] = ()) -> Policy:
-    """Return level O1 with every op low that the table would keep in FP32 or refuse, of those that run.
+def all_low(table: Policy, spots: Iterable[Spot], without: Collection[str] = ()) -> Policy:
+    """Return a policy with every op low that it would keep in FP32 or refuse by the op table alone, of those that run.
 
     Args:
-        dtype: The low dtype.
+        table: Level O1, and rules that are kept.
         spots: The ops that run.
         without: Ops that have no low kernel here.
     """
-    table = Policy.O1(dtype)
     rules = []
     for op in dict.fromkeys(op for op, _ in spots):
-        treatment = table.explain(op).treatment
-        if op not in without and treatment in ("fp32", "ban"):
-            rules.append(Rule("low", op=op))
-        elif treatment == "ban":
-            rules.append(Rule("fp32", op=op, reason="it has no low kernel here"))
-    return table.evolve(rules=tuple(rules))
-
-
-def pinned(base: Policy, spots: Collection[Spot], running: Collection[Spot]) -> Policy:
-    """Return a policy with some spots in FP32, by one rule for an op that is pinned wherever it runs: for trials."""
-    whole = {op for op, _ in spots} - {op for op, _ in {*running} - {*spots}}
-    rest = pins(base, [spot for spot in spots if spot[0] not in whole], running)
-    return before(base, (*rest, *(Rule("fp32", op=op) for op in sorted(whole))))
+        decision = table.explain(op)
+        if decision.rule is None and decision.treatment in ("fp32", "ban"):
+            if op not in without:
+                rules.append(Rule("low", op=op))
+            elif decision.treatment == "ban":
+                rules.append(Rule("fp32", op=op, reason="it has no low kernel here"))
+    return table.evolve(rules=(*table.rules, *rules))
 
 
 def before(base: Policy, rules: Iterable[Rule]) -> Policy:
@@ -58,7 +49,7 @@ def pins(base: Policy, spots: Collection[Spot], running: Collection[Spot]) -> tu
         spots: What is pinned.
         running: All that runs.
     """
-    modules: Mapping[str, set[str]] = defaultdict(set)
+    modules: dict[str, set[str]] = defaultdict(set)
     for op, module in running:
         modules[op].add(module)
     wanted = {op: {module for name, module in spots if name == op} for op in dict.fromkeys(op for op, _ in spots)}
@@ -66,7 +57,10 @@ def pins(base: Policy, spots: Collection[Spot], running: Collection[Spot]) -> tu
 
 
 def _of_op(base: Policy, op: str, chosen: set[str], running: set[str]) -> list[Rule]:
-    if (folded := _folded(op, chosen, running)) is not None:
+    folded = _folded(op, chosen, running)
+    if chosen == running and (folded is None or len(folded) > 1):
+        return [Rule("fp32", op=op)]
+    if folded is not None:
         return folded
     given = base.explain(op).treatment
     rules: list[Rule] = []

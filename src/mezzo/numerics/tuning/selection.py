@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 
 from mezzo.errors import NumericsError, UnsupportedError
 from mezzo.explanation.fold import folded
-from mezzo.numerics.footprint import MovedBytes, SavedBytes, StepBytes
-from mezzo.numerics.tuning.pins import all_low, before, pinned, pins
-from mezzo.numerics.tuning.search import shortest, smallest
+from mezzo.numerics.footprint import SavedBytes
+from mezzo.numerics.tuning.pins import all_low, before, pins
 from mezzo.numerics.tuning.shadow import Shadow
 from mezzo.numerics.tuning.survey import SUSPECT_DB, Sensitivity, Spot, sensitivities, survey
 from mezzo.numerics.tuning.trial import DEFAULT_SCALE, FAULT_DB, Outcome, Trials, ratio_text
@@ -22,14 +21,48 @@ from mezzo.numerics.tuning.tuned import Candidate, Objective, Tuned, TuningEvide
 from mezzo.policy import Policy, Rule
 from mezzo.policy.spelling import both
 from mezzo.scale import LossScale
-
-__all__ = ["Selection"]
+from mezzo.tensors import dtype_name
 
 #: What a pin must add to the worst gradient's signal-to-noise ratio, in dB.
 _WORTH_DB: Final = 3.0
-#: So many of the most suspected are tried alone, and together.
+#: So many of the most suspected are tried alone.
 _FIRST: Final = 8
 _UNKNOWN: Final = Sensitivity()
+
+T = TypeVar("T")  # Python 3.11 has no `def f[T]`
+
+
+def smallest(items: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
+    """Return a part of the items that passes, none of which can be left out; of several such the most preferred.
+
+    Halves are left out first, and then ever smaller segments.
+
+    Args:
+        items: All of them, the preferred ones first. Together they pass, and none of them does not.
+        passes: Whether a part passes; a part that holds one that passes is taken to pass as well.
+
+    Returns:
+        The part, in the order of the items. **Cost**: about ``2k·log2(n/k) + 2k`` tests for k of n items.
+
+    Example:
+        >>> smallest(range(100), lambda part: {7, 70} <= {*part})
+        [7, 70]
+
+    References:
+        Junker, *QuickXplain: Preferred Explanations and Relaxations for Over-Constrained Problems*, AAAI 2004.
+    """
+
+    def needed(around: list[T], has_grown: bool, items: list[T]) -> list[T]:
+        """Return what is needed of the items beside those around, which may have grown since they were tested."""
+        if has_grown and passes(around):
+            return []
+        if len(items) == 1:
+            return items
+        first, second = items[: len(items) // 2], items[len(items) // 2 :]
+        of_second = needed(around + first, True, second)
+        return needed(around + of_second, bool(of_second), first) + of_second
+
+    return needed([], False, list(items))
 
 
 class Selection:
@@ -37,15 +70,15 @@ class Selection:
 
     Args:
         shadow: The FP32 steps.
-        dtype: The low dtype.
+        table: The level and the rules to keep, in the low dtype.
         objective: What is preferred among ops that lose alike.
     """
 
-    def __init__(self, shadow: Shadow, dtype: str, objective: Objective) -> None:
-        self.shadow, self.dtype, self.objective = shadow, dtype, objective
+    def __init__(self, shadow: Shadow, table: Policy, objective: Objective) -> None:
+        self.shadow, self.table, self.objective = shadow, table, objective
+        self.dtype = dtype_name(table.dtype)
         self.trials = Trials(shadow)
-        low = Policy.O1(dtype).dtype
-        calls = [call for step in range(len(shadow.batches)) for call in survey(shadow, low, step)]
+        calls = [call for step in range(len(shadow.batches)) for call in survey(shadow, table.dtype, step)]
         numbers: dict[Spot, tuple[int, int]] = {}
         for call in calls:
             if call.spot is not None:
@@ -62,17 +95,17 @@ class Selection:
 
     def _all_low(self) -> tuple[Policy, Outcome, tuple[str, ...]]:
         """Try every op low, but for those that have no low kernel here."""
-        base = all_low(self.dtype, self._numbers)
+        base = all_low(self.table, self._numbers)
         try:
             return base, self.trials.outcome(base), ()
         except UnsupportedError:
-            missing = {str(rule.op) for rule in base.rules}
-            self.trials.outcome(all_low(self.dtype, self._numbers, missing))  # raises what is no single op's fault
+            missing = {str(rule.op) for rule in base.rules if rule not in self.table.rules}
+            self.trials.outcome(all_low(self.table, self._numbers, missing))  # raises what is no single op's fault
         for op in tuple(missing):
             with suppress(UnsupportedError):
-                self.trials.outcome(all_low(self.dtype, self._numbers, missing - {op}))
+                self.trials.outcome(all_low(self.table, self._numbers, missing - {op}))
                 missing.remove(op)
-        base = all_low(self.dtype, self._numbers, missing)
+        base = all_low(self.table, self._numbers, missing)
         return base, self.trials.outcome(base), tuple(sorted(missing))
 
     def tuned(self) -> Tuned:
@@ -97,26 +130,14 @@ class Selection:
     # What to pin ------------------------------------------------------------------------------------------
 
     def _outcome(self, spots: Collection[Spot]) -> Outcome:
-        return self.trials.outcome(pinned(self.base, spots, self._numbers))
+        return self.trials.outcome(before(self.base, pins(self.base, spots, self._numbers)))
 
     def _kept(self) -> list[list[Spot]]:
         """Find what to pin, alike modules together; nothing where no pin adds enough.
 
-        Many small errors may pass 20 dB together with a few pins that cure none of them, so that none is worth it.
-        Where ops are suspected of more, what brings the gradients out of all doubt is looked for as well.
+        The fewest ops are looked for with which no gradient is a fault: among alike modules together, then one by one.
         """
-        targets = [max(FAULT_DB, self.start.sqnr_db + _WORTH_DB)]
-        if any(each.local_db < SUSPECT_DB for each in self._sensitivities.values()):
-            targets.append(max(SUSPECT_DB, targets[0]))
-        kept: list[list[Spot]] = []
-        for target in targets:
-            kept = self._worth(self._needed(target))
-            if kept and not self._outcome([spot for group in kept for spot in group]).is_fault:
-                break
-        return kept
-
-    def _needed(self, target: float) -> list[Spot]:
-        """Find the fewest spots with which gradients reach a ratio: among alike modules together, then one by one."""
+        target = max(FAULT_DB, self.start.sqnr_db + _WORTH_DB)
 
         def passes(groups: Iterable[Iterable[Spot]]) -> bool:
             outcome = self._outcome([spot for group in groups for spot in group])
@@ -124,23 +145,19 @@ class Selection:
 
         groups = self._groups(self._numbers)
         if not passes(groups):
-            outcome = self._outcome([spot for group in groups for spot in group])
             raise NumericsError(
                 f"no rule brings the gradients of {self.dtype} near those of FP32",
-                where=str(outcome),
+                where=str(self._outcome([spot for group in groups for spot in group])),
                 why="the error is there with every op in FP32 that a rule reaches: what makes it is no op of torch's",
                 write=f"{both('O0')}; or @mezzo.fp32 on the function that casts by itself",
             )
-        few = smallest(groups, passes)
-        if len(few) > 1:  # what cannot be left out of it need not be the fewest: a single one may do as well
-            few = next(([group] for group in groups[:_FIRST] if passes([group])), few)
-        few = shortest(few, passes, _FIRST)
+        # What cannot be left out of many need not be the fewest: near the limit one may pass, and two not.
+        suspects = [group for group in groups[:_FIRST] if self._rank(group[0])[0] < 2]
+        few = next(([group] for group in suspects if passes([group])), None) or smallest(groups, passes)
         spots = sorted((spot for group in few for spot in group), key=self._rank)
-
-        def pass_alone(part: Sequence[Spot]) -> bool:
-            return passes([part])
-
-        return shortest(smallest(spots, pass_alone), pass_alone, _FIRST) if len(spots) > len(few) else spots
+        if len(spots) > len(few):
+            spots = smallest(spots, lambda part: passes([part]))
+        return self._worth(spots)
 
     def _groups(self, spots: Iterable[Spot]) -> list[list[Spot]]:
         """Put spots in alike modules together, those first that are preferred as pins."""
@@ -148,10 +165,14 @@ class Selection:
         return [list(fold.rows) for fold in found]
 
     def _rank(self, spot: Spot) -> tuple[float, ...]:
-        """Order spots: suspects by what they lose, then others by how near they are to one, the cheap ones first."""
-        own = self._sensitivities.get(spot, _UNKNOWN)
-        tens = math.floor(own.local_db / 10) if math.isfinite(own.local_db) else own.local_db
-        return own.distance, tens, self._num_bytes([spot]), self._places[spot]
+        """Order spots: suspects, what suspects read, and others; by what they lose, and alike ones by their bytes."""
+        lost = self._local_db([spot])
+        kind = 0 if lost < SUSPECT_DB else 1 if self._sensitivities.get(spot, _UNKNOWN).feeds else 2
+        tens = math.floor(lost / 10) if math.isfinite(lost) else lost
+        return kind, tens, self._num_bytes([spot]), self._places[spot]
+
+    def _local_db(self, group: Iterable[Spot]) -> float:
+        return min(self._sensitivities.get(spot, _UNKNOWN).local_db for spot in group)
 
     def _num_bytes(self, group: Iterable[Spot]) -> int:
         """Count what operands and results take more in FP32 than in 16 bits; 2 bytes each."""
@@ -188,7 +209,7 @@ class Selection:
             op=group[0][0],
             modules=tuple(module for _, module in sorted(group, key=lambda spot: self._places[spot])),
             kept=without is not None,
-            local_db=min(each.local_db for each in own) if self._sensitivities else None,
+            local_db=self._local_db(group) if self._sensitivities else None,
             num_bytes=self._num_bytes(group),
             without_db=(without or result).sqnr_db,
             with_db=None if without is None else result.sqnr_db,
@@ -213,6 +234,8 @@ class Selection:
 
     def _reasons(self, rule: Rule, kept: list[list[Spot]], candidates: list[Candidate], result: Outcome) -> str:
         """Say why a rule of the result is there."""
+        if rule in self.table.rules:
+            return rule.reason
         if rule.treatment != "fp32":
             steps = len(self.shadow.batches)
             return f"the worst gradient of {steps} step{'s' * (steps > 1)}: {ratio_text(result.sqnr_db)} against FP32"
@@ -224,9 +247,9 @@ class Selection:
         return " · ".join(own)
 
     def _with_scale(self, policy: Policy, result: Outcome) -> Policy:
-        """Have the loss scale start where the trial found it, unless it starts there anyway."""
+        """Have the loss scale start where the trial found it, unless it starts there anyway, or is the user's own."""
         scale, plain = result.loss_scale, LossScale.dynamic()
-        if self.base.dtype != torch.float16 or scale == DEFAULT_SCALE:
+        if policy.loss_scale != plain or scale == DEFAULT_SCALE:
             return policy
         highest = scale if result.low_loss else max(scale, plain.ceiling or scale)
         return policy.evolve(loss_scale=LossScale.dynamic(scale, floor=min(plain.floor, scale / 1024), ceiling=highest))
@@ -243,13 +266,14 @@ class Selection:
             candidates=tuple(candidates),
             unjudged=tuple(name for name in self.shadow.params if name not in judged),
             no_kernel=self.no_kernel,
-            bytes=tuple(self._bytes({"result": policy, "O1": Policy.O1(self.dtype), "every op low": self.base})),
+            saved_bytes=self._saved_bytes(found=policy, O1=self.table, low=self.base),
         )
 
-    def _bytes(self, policies: Mapping[str, Policy]) -> Iterator[StepBytes]:
+    def _saved_bytes(self, **policies: Policy) -> dict[str, int]:
+        found = {}
         for name, policy in policies.items():
-            saved, moved = SavedBytes(self.shadow.model), MovedBytes(policy.dtype)
+            saved = SavedBytes(self.shadow.model)
             with suppress(Exception):  # a forward pass fails in low precision, or has a banned op; outcomes say so
-                with moved, self.shadow.forward(policy, 0, inside=saved) as run:
-                    run.gradients(1.0)
-                yield StepBytes(policy=name, saved=saved.total, moved=moved.total)
+                self.shadow.forward(policy, 0, inside=saved)
+                found[name] = saved.total
+        return found

@@ -1,47 +1,63 @@
-"""The FP32 training steps that policies are measured against, on a copy of the model."""
+"""The FP32 steps that policies are measured against, on a copy of the model that drops nothing."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
+from mezzo.cast.differences import OPENED
+from mezzo.cast.mode import OPENED_BACKWARD, compiled_inside_alone
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
 from mezzo.errors import NumericsError, PolicyError, shown, some_of
-from mezzo.numerics.tuning.dropout import SameDropout
-from mezzo.numerics.tuning.measures import sqnr, together
 from mezzo.overflow import locate
 from mezzo.policy import Policy
 from mezzo.tensors import LOW
 from mezzo.trace.sandbox import RandomStates, copied, devices_of, gradients_aside, leaves_of, require_scalar
 
-__all__ = ["Gradients", "LossFunction", "Pass", "Shadow"]
-
 LossFunction = Callable[[nn.Module, Any], Tensor]
 Gradients = dict[str, Tensor]
 
-#: A gradient that moves by more than a hundredth (40 dB) when weights move by a millionth is rounding noise, as
-#: that of a bias before a softmax is: nothing can be said of it in 16 bits.
-_KNOWN_DB: Final = 40.0
-#: Below this ratio (in dB) of two FP32 runs from weights a millionth apart, steps say nothing about 16 bits.
-_STEADY_DB: Final = 80.0
-_MILLIONTH: Final = 2.0**-20
-#: The rate of torch's SGD, and the share of a tensor that its first step may move it by.
-_RATE: Final = 1e-3
-_MOVED: Final = 0.01
-
+#: A gradient this much smaller than others of its module is the rounding noise of a sum that is zero, as that of a bias
+#: before a softmax or a batch norm is: in 16 bits it is other noise, and says nothing.
+_NOISE: Final = 1e-5
+_OPTIMIZER: Final = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
 _NO_LOSS: Final = (
     "loss_fn must return one floating number to differentiate",
     "def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])   # a scalar",
 )
+
+
+def sqnr(reference: Tensor, value: Tensor) -> float:
+    r"""Return the signal-to-quantisation-noise ratio, ``10·log10(Σ r² / Σ (v − r)²)``, in dB; a host sync.
+
+    Elements whose reference is not finite are left out. A value that alone is not finite gives −inf.
+
+    Returns:
+        The ratio; inf for equal tensors, NaN where the reference is zero everywhere, and the value finite.
+
+    Example:
+        >>> round(sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])), 6)
+        20.0
+    """
+    known, wide = torch.isfinite(reference), reference.double()
+    error = torch.where(known, value.double() - wide, 0.0).square().sum()
+    signal, noise = torch.stack([torch.where(known, wide, 0.0).square().sum(), error]).tolist()
+    if not math.isfinite(noise):
+        return -math.inf
+    if not signal:
+        return math.nan
+    return 10.0 * math.log10(signal / noise) if noise else math.inf
 
 
 @dataclass(slots=True)
@@ -52,29 +68,22 @@ class Pass:
         loss: What the loss function returned.
         region: The policy's region.
         params: The parameters that train, by path.
-        around: What backward passes run in.
-        others: What else the loss is made of, such as the loss function's own parameters; their gradients stay.
     """
 
     loss: Tensor
     region: autocast
     params: dict[str, nn.Parameter]
-    around: AbstractContextManager[Any]
-    others: list[Tensor]
 
     def gradients(self, scale: float) -> Gradients:
         """Run a backward pass from the loss times a scale; return unscaled FP32 gradients, zeros for none."""
-        for param in self.params.values():
-            param.grad = None
         loss = self.loss.float() if self.loss.dtype in LOW else self.loss
-        with self.around, gradients_aside(self.others):
+        leaves = {id(leaf): leaf for leaf in (*self.params.values(), *leaves_of([loss]))}
+        with NoDropout(), gradients_aside(leaves.values()):
             self.region.run_backward(loss * scale, retain_graph=True)
-        found = {}
-        for name, param in self.params.items():
-            gradient, param.grad = param.grad, None
-            dense = torch.zeros_like(param) if gradient is None else gradient.to_dense()
-            found[name] = dense.detach().float() / scale
-        return found
+            return {
+                name: torch.zeros_like(param) if param.grad is None else param.grad.to_dense().detach().float() / scale
+                for name, param in self.params.items()
+            }
 
 
 class Shadow:
@@ -84,16 +93,14 @@ class Shadow:
         model: The model; only read.
         loss_fn: From the model and a batch to the loss.
         batches: One for each step.
-        optimizer: Makes the optimizer of some parameters; SGD when omitted, at a rate that moves no tensor by more than
-            a hundredth in the first step.
+        optimizer: Makes the optimizer of some parameters; where there is none, weights stay where they are.
 
     Attributes:
         model: The copy.
         params: Its parameters that train, by path.
         gradients: The FP32 gradients of each step.
-        judged: The parameters of each step whose gradients FP32 knows: not zero, and more than rounding noise.
-        updates: What all steps together add to each parameter.
-        steady: Whether the steps lead to the same weights from weights that differ by a millionth.
+        judged: The parameters of each step whose gradients are more than rounding noise.
+        updates: What all steps together add to each parameter; ``None`` without an optimizer.
 
     Raises:
         UnsupportedError: The model cannot be copied.
@@ -112,6 +119,9 @@ class Shadow:
         self.loss_fn, self.batches, self._optimizer = loss_fn, batches, optimizer
         self.devices = devices_of([model])
         self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        for module in self.model.modules():
+            if isinstance(module, nn.RNNBase):  # whose kernels drop by themselves
+                module.dropout = 0.0
         for param in self.model.parameters():
             param.grad = None
         if not self.params:
@@ -121,8 +131,7 @@ class Shadow:
                 why="policies are judged by gradients",
                 write="model.requires_grad_(True)",
             )
-        self._handle: Prepared | None = None
-        self._prepared(Policy.O0())  # refuses what other rooms do
+        self._handle = Prepared(self.model, Policy.O0(), tells=False)  # refuses what other rooms do
         if low := [name for name, param in self.params.items() if param.dtype in LOW]:
             raise PolicyError(
                 "weights that train are stored low already",
@@ -130,190 +139,95 @@ class Shadow:
                 why="policies are compared with FP32 training, which needs the weights in FP32",
                 write="tune(model.float(), …)",
             )
-        on_cpu = all(device.type == "cpu" for device in self.devices)
-        self._dropout: AbstractContextManager[Any] = nullcontext() if on_cpu else SameDropout()
         self._states: list[list[Tensor]] = []
         self._randoms: list[RandomStates] = []
         self.gradients: list[Gradients] = []
-        self._train()
-        self.updates = self._added()
-        self.judged = [self._known(step) for step in range(len(batches))]
+        made: Optimizer | None = None
+        for step in range(len(batches)):
+            self._states.append([tensor.detach().clone() for tensor in self._tensors()])
+            self._randoms.append(RandomStates.now(self.devices))
+            self.gradients.append(self._fp32(step))
+            if optimizer is not None:
+                made = made or self._made(self.params)
+                _step(made, self.params, self.gradients[step])
+        self.updates = None if made is None else self._added(self.params)
+        self.judged = [_known(gradients) for gradients in self.gradients]
         if not any(self.judged):
             raise PolicyError(
-                "no parameter got a gradient that FP32 itself knows to a hundredth",
+                "no parameter got a gradient",
                 where=f"{len(batches)} steps of loss_fn",
-                why="all are zero or rounding noise, as where loss_fn runs another model than it is given",
+                why="all are zero, as where loss_fn runs another model than it is given",
                 write="def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])",
             )
-        self.restore(0)
-        self._perturb(0)
-        moved = self.taken(Policy.O0(), 1.0, goes_on=True)
-        self.steady = together(self.updates, moved) >= _STEADY_DB
 
-    def optimizer(self) -> Optimizer:
-        """Return an optimizer that has taken no step yet."""
-        if self._optimizer is None:
-            return SGD(self.params.values(), lr=self._rate())
-        made = self._optimizer(list(self.params.values()))
-        own = {id(param) for param in self.params.values()}
-        if not isinstance(made, Optimizer):
-            raise PolicyError(
-                f"optimizer= returned {shown(made)}, no optimizer",
-                write="optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
-            )
-        if any(id(param) not in own for group in made.param_groups for param in group["params"]):
-            raise PolicyError(
-                "the optimizer updates other parameters than those it was given",
-                why="steps are taken on a copy of the model",
-                write="optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)",
-            )
-        return made
-
-    def _rate(self) -> float:
-        """Return a learning rate that keeps the steps near the weights that they begin at, whatever those are."""
-        sizes = {name: _size(value) for name, value in zip(self.params, self._starts(), strict=True)}
-        rate = _RATE
-        for name, gradient in self.gradients[0].items():
-            # What begins at zero is measured by its neighbours in the module, a bias by its matrix.
-            module = name.rpartition(".")[0]
-            beside = max(size for other, size in sizes.items() if other.rpartition(".")[0] == module)
-            size, length = sizes[name] or beside or max(sizes.values()), _size(gradient)
-            rate = min(rate, _MOVED * size / length) if length else rate
-        return rate
-
-    # State --------------------------------------------------------------------------------------------
-
-    def _tensors(self) -> list[Tensor]:
-        return [*self.model.parameters(), *self.model.buffers()]
-
-    def _starts(self) -> list[Tensor]:
-        """Return the values of the parameters that train before the first step."""
-        values = {id(tensor): value for tensor, value in zip(self._tensors(), self._states[0], strict=True)}
-        return [values[id(param)] for param in self.params.values()]
-
-    def restore(self, step: int) -> None:
-        """Give the model the weights and buffers that the FP32 run had before a step."""
-        for tensor, value in zip(self._tensors(), self._states[step], strict=True):
-            tensor.data.copy_(value)
-
-    @contextmanager
     def forward(
         self,
         policy: Policy,
         step: int,
-        *,
-        goes_on: bool = False,
         inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
-    ) -> Iterator[Pass]:
-        """Run the forward pass of a step under a policy.
+    ) -> Pass:
+        """Run the forward pass of a step under a policy, from the weights and random states of the FP32 run.
 
         Args:
             policy: The policy.
-            step: Which step: its batch, its random states, and weights as the FP32 run had them.
-            goes_on: Whether to begin at the model's present weights, and not at those of the FP32 run.
+            step: Which step.
             inside: What is entered inside the policy's region.
         """
-        if not goes_on:
-            self.restore(step)
+        for tensor, value in zip(self._tensors(), self._states[step], strict=True):
+            tensor.data.copy_(value)
         self._randoms[step].restore()
-        region, batch = self._prepared(policy).autocast(), _own(self.batches[step])
-        with self._dropout, region, inside:
+        if self._handle.policy != policy:
+            self._handle.remove()
+            self._handle = Prepared(self.model, policy, tells=False)  # trials tell, whatever their rules say
+        region, batch = self._handle.autocast(), _own(self.batches[step])
+        with NoDropout(), region, inside:
             loss = self.loss_fn(self.model, batch)
-        own = {id(param) for param in self.params.values()}
-        others = [leaf for leaf in leaves_of([loss]) if id(leaf) not in own]
-        yield Pass(loss, region, self.params, self._dropout, others)
+        return Pass(loss, region, self.params)
 
-    def _prepared(self, policy: Policy) -> Prepared:
-        """Prepare the copy, which stays so until another policy is tried."""
-        if self._handle is None or self._handle.policy != policy:
-            if self._handle is not None:
-                self._handle.remove()
-            self._handle = None
-            self._handle = Prepared(self.model, policy, tells=False)  # trials do, whatever their rules say
-        return self._handle
+    def taken(self, gradients: Sequence[Gradients]) -> Gradients:
+        """Return what the optimizer adds to the weights before the first step with some gradients of all steps."""
+        params = {name: nn.Parameter(value) for name, value in self._starts().items()}
+        made = self._made(params)
+        for each in gradients:
+            _step(made, params, each)
+        return self._added(params)
 
-    # FP32 ---------------------------------------------------------------------------------------------
+    def _tensors(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
 
-    def _train(self) -> None:
-        """Take all steps in FP32, and note from where, and with which gradients."""
-        optimizer: Optimizer | None = None
-        for step in range(len(self.batches)):
-            self._states.append([tensor.detach().clone() for tensor in self._tensors()])
-            self._randoms.append(RandomStates.now(self.devices))
-            self.gradients.append(self._gradients(step))
-            optimizer = optimizer or self.optimizer()
-            self.step(optimizer, self.gradients[step])
+    def _starts(self) -> Gradients:
+        """Return copies of the parameters that train as they were before the first step."""
+        values = {id(tensor): value for tensor, value in zip(self._tensors(), self._states[0], strict=True)}
+        return {name: values[id(param)].clone() for name, param in self.params.items()}
 
-    def _gradients(self, step: int) -> Gradients:
-        with self.forward(Policy.O0(), step) as run:
-            require_scalar(run.loss, *_NO_LOSS, trains=True)
-            gradients = run.gradients(1.0)
-            is_finite = math.isfinite(run.loss.item()) and all(bool(g.isfinite().all()) for g in gradients.values())
-        if not is_finite:
-            raise self._not_finite(step)
-        return gradients
+    def _added(self, params: dict[str, nn.Parameter]) -> Gradients:
+        return {name: params[name].detach() - before for name, before in self._starts().items()}
 
-    def _known(self, step: int) -> list[str]:
-        """Find the gradients that stay what they are where weights move by a millionth."""
-        gradients = self.gradients[step]
-        known = list(gradients)
-        for seed in range(2):  # noise has few bits, and may be the same by chance
-            self.restore(step)
-            self._perturb(seed)
-            with self.forward(Policy.O0(), step, goes_on=True) as run:
-                others = run.gradients(1.0)
-            known = [name for name in known if sqnr(gradients[name], others[name]) >= _KNOWN_DB]
-        return known
-
-    def _perturb(self, seed: int) -> None:
-        """Change each weight by at most a millionth of it."""
-        generator = torch.Generator().manual_seed(seed)
-        for param in self.params.values():
-            noise = torch.rand(param.shape, generator=generator).to(param.device)
-            param.data.mul_(1.0 + _MILLIONTH * (2.0 * noise - 1.0))
-
-    def taken(self, policy: Policy, scale: float, *, goes_on: bool = False) -> Gradients:
-        """Take all steps in a row under a policy, and return what they add to each parameter.
-
-        Args:
-            policy: The policy.
-            scale: The loss scale.
-            goes_on: Whether to begin at the model's present weights, and not at those of the FP32 run.
-        """
-        if not goes_on:
-            self.restore(0)
-        optimizer = self.optimizer()
-        for step in range(len(self.batches)):
-            with self.forward(policy, step, goes_on=True) as run:
-                gradients = run.gradients(scale)
-            self.step(optimizer, gradients)
-        return self._added()
-
-    def _added(self) -> Gradients:
-        starts = zip(self.params.items(), self._starts(), strict=True)
-        return {name: param.detach() - before for (name, param), before in starts}
-
-    def step(self, optimizer: Optimizer, gradients: Gradients) -> None:
-        """Take one step with gradients."""
-        for name, param in self.params.items():
-            param.grad = gradients[name].to(param.dtype)
-        try:
-            optimizer.step()
-        except TypeError as error:
+    def _made(self, params: dict[str, nn.Parameter]) -> Optimizer:
+        """Return an optimizer that has taken no step yet."""
+        assert self._optimizer is not None
+        made: Any = self._optimizer(list(params.values()))
+        if not isinstance(made, Optimizer):
+            raise PolicyError(f"optimizer= returned {shown(made)}, no optimizer", write=_OPTIMIZER)
+        own = {id(param) for param in params.values()}
+        if any(id(param) not in own for group in made.param_groups for param in group["params"]):
             raise PolicyError(
-                f"{type(optimizer).__name__} takes no step without a closure",
-                why=str(error),
-                write="optimizer=lambda params: torch.optim.SGD(params, lr=1e-3)",
-            ) from error
-        finally:
-            optimizer.zero_grad(set_to_none=True)
+                "the optimizer updates other parameters than those it was given",
+                why="steps are taken on a copy of the model",
+                write=_OPTIMIZER,
+            )
+        return made
 
-    def _not_finite(self, step: int) -> NumericsError:
-        self.restore(step)
-        self._randoms[step].restore()
+    def _fp32(self, step: int) -> Gradients:
+        run = self.forward(Policy.O0(), step)
+        require_scalar(run.loss, *_NO_LOSS, trains=True)
+        gradients = run.gradients(1.0)
+        if math.isfinite(run.loss.item()) and all(bool(each.isfinite().all()) for each in gradients.values()):
+            return gradients
         batch = _own(self.batches[step])  # not under the search's eyes, which would blame the copy
+        self._randoms[step].restore()
         found = locate(lambda: self.loss_fn(self.model, batch), self.model)
-        return NumericsError(
+        raise NumericsError(
             f"the model is not finite in FP32, in step {step + 1} of {len(self.batches)}",
             where=str(found) if found is not None else "",
             why="precision is chosen by comparing with FP32, and there is nothing to compare with",
@@ -321,9 +235,29 @@ class Shadow:
         )
 
 
-def _size(tensor: Tensor) -> float:
-    """Return the root mean square."""
-    return float(tensor.double().square().mean().sqrt()) if tensor.numel() else 0.0
+def _known(gradients: Gradients) -> list[str]:
+    """Return the parameters whose gradients are more than noise beside those of their module, or of all."""
+    sizes = {name: float(gradient.abs().amax()) if gradient.numel() else 0.0 for name, gradient in gradients.items()}
+
+    def others(name: str) -> list[str]:
+        module = name.rpartition(".")[0]
+        own = [other for other in sizes if other.rpartition(".")[0] == module]
+        return own if len(own) > 1 else list(sizes)
+
+    return [name for name, size in sizes.items() if size > _NOISE * max(sizes[each] for each in others(name))]
+
+
+def _step(optimizer: Optimizer, params: dict[str, nn.Parameter], gradients: Gradients) -> None:
+    """Take one step with gradients."""
+    for name, param in params.items():
+        param.grad = gradients[name].to(param.dtype)
+    try:
+        optimizer.step()
+    except TypeError as error:
+        what = f"{type(optimizer).__name__} takes no step without a closure"
+        raise PolicyError(what, why=str(error), write=_OPTIMIZER) from error
+    finally:
+        optimizer.zero_grad(set_to_none=True)
 
 
 def _own(batch: Any) -> Any:
@@ -332,3 +266,37 @@ def _own(batch: Any) -> Any:
         return copy.deepcopy(batch)
     except Exception:  # it holds what cannot be copied, or tensors in the middle of a graph: it is read only, then
         return batch
+
+
+# Dropout ----------------------------------------------------------------------------------------------
+
+_DROP: Final = frozenset(
+    {functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
+     functional.feature_alpha_dropout, torch.dropout}
+)  # fmt: skip
+#: Functions that hand themselves over whole; opened, they let a mode stay active meanwhile.
+_WHOLE: Final = {
+    torch.autograd.backward: OPENED_BACKWARD,
+    functional.multi_head_attention_forward: OPENED[functional.multi_head_attention_forward],
+}
+
+
+class NoDropout(TorchFunctionMode):
+    """Drop nothing inside the block, in what checkpoints recompute too.
+
+    A GPU's threads take more elements of a smaller dtype, and fused attention has its own way in each, so that two
+    precisions would drop different elements, and differ by more than rounding.
+    """
+
+    @compiled_inside_alone
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _WHOLE:
+            with self:
+                return _WHOLE[func](*args, **kwargs)
+        if func in _DROP:
+            return args[0] if args else kwargs["input"]
+        if func is functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)

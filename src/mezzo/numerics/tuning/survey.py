@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Final
 
@@ -15,11 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mezzo.cast.region import autocast
-from mezzo.errors import NumericsError, PolicyError
-from mezzo.numerics.histogram import exponent_histogram
-from mezzo.numerics.tuning.measures import sqnr
-from mezzo.numerics.tuning.shadow import Shadow
-from mezzo.numerics.tuning.trial import LARGEST_SEED
+from mezzo.errors import PolicyError
+from mezzo.numerics.tuning.shadow import Shadow, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
 from mezzo.tensors import CASTABLE, tensors
@@ -28,8 +23,6 @@ from mezzo.trace.frames import doing
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import RandomStates
 from mezzo.trace.where import LOSS, Place, Where
-
-__all__ = ["SUSPECT_DB", "Call", "Sensitivity", "Spot", "everything_fp32", "sensitivities", "survey"]
 
 #: An op in a module; the model itself and the loss function are the module "".
 Spot = tuple[str, str]
@@ -47,7 +40,7 @@ class Call:
         spot: The op and the module that called it; ``None`` where no rule can be about it.
         numbers: How many floating numbers it reads, and how many it returns.
         function: The function, with its arguments and result, where they are kept.
-        random: The random states before it.
+        versions: Of the tensors among the arguments, when it was called.
         gradients: What arrived at its results in the backward pass, by their position.
     """
 
@@ -58,7 +51,6 @@ class Call:
     kwargs: Any = field(default_factory=dict)
     out: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    random: RandomStates | None = None
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
     def arrived(self, position: int, gradient: Tensor | None) -> None:
@@ -73,7 +65,6 @@ class _Watch:
 
     decider: Decider
     keeps: bool
-    devices: tuple[torch.device, ...]
     where: Where = field(default_factory=Where)
     calls: list[Call] = field(default_factory=list)
     unfinished: dict[int, Call] = field(default_factory=dict)
@@ -90,7 +81,6 @@ class _Watch:
                 if self.keeps:
                     call.function, call.args, call.kwargs = function, args, dict(kwargs)
                     call.versions = [x._version for x in tensors((args, kwargs))]
-                    call.random = RandomStates.now(self.devices)
                 self.unfinished[id(place)] = call
             self.where.enter(place)
         return place
@@ -132,8 +122,9 @@ def survey(shadow: Shadow, dtype: torch.dtype, step: int, *, keeps: bool = False
         keeps: Whether arguments, results and gradients are kept with them.
     """
     policy = everything_fp32(dtype)
-    watch = _Watch(Decider(policy, {}), keeps, shadow.devices)
-    with hooked(watch, [shadow.model]), shadow.forward(policy, step, inside=watching(watch)) as run:
+    watch = _Watch(Decider(policy, {}), keeps)
+    with hooked(watch, [shadow.model]):
+        run = shadow.forward(policy, step, inside=watching(watch))
         if keeps:
             run.gradients(1.0)
     return watch.calls
@@ -141,12 +132,13 @@ def survey(shadow: Shadow, dtype: torch.dtype, step: int, *, keeps: bool = False
 
 def _failing(shadow: Shadow, base: Policy, step: int) -> Spot | None:
     """Find the op at which a step's forward pass fails under a policy: where dtypes do not go together, say."""
-    watch = _Watch(Decider(everything_fp32(base.dtype), {}), False, shadow.devices)
+    watch = _Watch(Decider(everything_fp32(base.dtype), {}), False)
     try:
-        with hooked(watch, [shadow.model]), shadow.forward(base, step, inside=watching(watch)):
-            return None
+        with hooked(watch, [shadow.model]):
+            shadow.forward(base, step, inside=watching(watch))
     except Exception:
         return next((call.spot for call in reversed(watch.unfinished.values()) if call.spot is not None), None)
+    return None
 
 
 # What a call alone loses ------------------------------------------------------------------------------
@@ -160,14 +152,14 @@ class Sensitivity:
         forward_db: Signal to noise of the worst result, from FP32 operands rounded to the low dtype, in dB; −inf where
             it is not finite, or the call fails.
         backward_db: The same of the operands' gradients.
-        distance: How many calls lie between them and the nearest that is suspected of a fault.
         largest: The largest magnitude that they return in FP32.
+        feeds: Whether an op that is suspected reads what they return, and needs it in FP32 perhaps.
     """
 
     forward_db: float = math.inf
     backward_db: float = math.inf
-    distance: int = 1 << 30
     largest: float = 0.0
+    feeds: bool = False
 
     @property
     def local_db(self) -> float:
@@ -186,40 +178,36 @@ def sensitivities(shadow: Shadow, base: Policy, step: int) -> dict[Spot, Sensiti
     **Cost**: the step's activations are kept; each call runs twice more, forward and backward.
     """
     calls = survey(shadow, base.dtype, step, keeps=True)
-    scale = _typical_scale(calls) if base.dtype == torch.float16 else 1.0
     low, wide = autocast(base, shadow.devices[0].type), autocast(everything_fp32(base.dtype), shadow.devices[0].type)
-    failing = _failing(shadow, base, step)
-    ratios = [
-        (math.inf if call.spot is None else -math.inf, math.inf)
-        if call.spot in (None, failing)
-        else _alone(call, base.dtype, scale, low, wide)
-        for call in calls
-    ]
-    distances = _distances(calls, [position for position, both in enumerate(ratios) if min(both) < SUSPECT_DB])
+    failing, random = _failing(shadow, base, step), RandomStates.now(shadow.devices)
     found: dict[Spot, Sensitivity] = {}
-    for position, (call, (forward, backward)) in enumerate(zip(calls, ratios, strict=True)):
+    makers: dict[int, Spot] = {}  # of results, which live as long as their calls
+    feeding = set[Spot]()
+    for call in calls:
         if call.spot is not None:
             before = found.setdefault(call.spot, Sensitivity())
-            largest = max((float(x.detach().abs().amax()) for x in call.out if x.numel()), default=0.0)
+            is_failing = call.spot == failing
+            forward, backward = (-math.inf, math.inf) if is_failing else _alone(call, base.dtype, random, low, wide)
             found[call.spot] = Sensitivity(
                 forward_db=min(before.forward_db, forward),
                 backward_db=min(before.backward_db, backward),
-                distance=min(before.distance, distances[position]),
-                largest=max(before.largest, largest),
+                largest=max([before.largest, *(float(x.detach().abs().amax()) for x in call.out if x.numel())]),
             )
-    return found
+            if min(forward, backward) < SUSPECT_DB:
+                feeding |= {makers[id(x)] for x in _castable((call.args, call.kwargs)) if id(x) in makers}
+            makers.update((id(result), call.spot) for result in call.out)
+    return {spot: replace(each, feeds=spot in feeding) for spot, each in found.items()}
 
 
-def _alone(call: Call, dtype: torch.dtype, scale: float, low: autocast, wide: autocast) -> tuple[float, float]:
+def _alone(call: Call, dtype: torch.dtype, random: RandomStates, low: autocast, wide: autocast) -> tuple[float, float]:
     """Return the worst ratio of a call's results, and of its operands' gradients."""
     if [x._version for x in tensors((call.args, call.kwargs))] != call.versions:
         return math.inf, math.inf  # written to since: what it was given is gone
-    assert call.random is not None
     replayed = []
-    for region, to, scaled in ((wide, torch.float32, 1.0), (low, dtype, scale)):
-        call.random.restore()
+    for region, to in ((wide, torch.float32), (low, dtype)):
+        random.restore()
         try:
-            replayed.append(_replayed(call, region, to, scaled))
+            replayed.append(_replayed(call, region, to))
         except Exception:  # no such kernel, or a constant beyond the format
             return -math.inf, math.inf
     (wide_results, wide_gradients), (results, gradients) = replayed
@@ -232,8 +220,11 @@ def _least(references: list[Tensor], values: list[Tensor]) -> float:
     return min((ratio for ratio in ratios if not math.isnan(ratio)), default=math.inf)
 
 
-def _replayed(call: Call, region: autocast, dtype: torch.dtype, scale: float) -> tuple[list[Tensor], list[Tensor]]:
-    """Run a call on operands of a dtype, and return its results and its operands' unscaled gradients."""
+def _replayed(call: Call, region: autocast, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Run a call on operands of a dtype, and return its results and its operands' gradients.
+
+    The gradients that arrive are scaled to a largest of 1: how large all of them are is the loss scale's business.
+    """
     operands: list[Tensor] = []
 
     def operand(value: Tensor) -> Tensor:
@@ -250,46 +241,14 @@ def _replayed(call: Call, region: autocast, dtype: torch.dtype, scale: float) ->
         results = list(_castable(call.function(*args, **kwargs)))
     seeds = [(r, call.gradients[p]) for p, r in enumerate(results) if p in call.gradients and r.requires_grad]
     found = [result.detach() for result in results]
-    if not seeds or not operands:
+    largest = max((float(gradient.abs().amax()) for _, gradient in seeds if gradient.numel()), default=0.0)
+    if not largest or not operands:
         return found, []
     gradients = torch.autograd.grad(
-        [result for result, _ in seeds], operands, [(g * scale).to(r.dtype) for r, g in seeds],
+        [result for result, _ in seeds], operands, [(gradient / largest).to(r.dtype) for r, gradient in seeds],
         allow_unused=True, materialize_grads=True,
     )  # fmt: skip
-    return found, [gradient.float() / scale for gradient in gradients]
-
-
-def _typical_scale(calls: list[Call]) -> float:
-    """Return the loss scale that nine tenths of the gradients between calls allow, at most that of a float16 loss."""
-    fitting = []
-    for call in calls:
-        for gradient in call.gradients.values():
-            with suppress(NumericsError):  # it is zero everywhere
-                fitting.append(exponent_histogram(gradient.float()).best_scale("float16"))
-    return min([LARGEST_SEED, *sorted(fitting)[len(fitting) // 10 :]])
-
-
-def _distances(calls: list[Call], suspects: list[int]) -> list[int]:
-    """Count, for each call, the steps along the data flow to the nearest suspect, in either direction."""
-    makers: dict[int, int] = {}
-    neighbours: list[set[int]] = [set() for _ in calls]
-    for position, call in enumerate(calls):
-        for tensor in _castable((call.args, call.kwargs)):
-            if (maker := makers.get(id(tensor))) is not None:
-                neighbours[position].add(maker)
-                neighbours[maker].add(position)
-        makers.update((id(tensor), position) for tensor in call.out)
-    distances = [len(calls)] * len(calls)
-    waiting = deque(suspects)
-    for suspect in suspects:
-        distances[suspect] = 0
-    while waiting:
-        here = waiting.popleft()
-        for there in sorted(neighbours[here]):
-            if distances[there] > distances[here] + 1:
-                distances[there] = distances[here] + 1
-                waiting.append(there)
-    return distances
+    return found, [gradient.float() for gradient in gradients]
 
 
 def _castable(value: Any) -> Iterator[Tensor]:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mezzo.documents import Document
 from mezzo.errors import printable, some_of
 from mezzo.explanation.fold import folded
 from mezzo.explanation.words import byte_text, counted, scale_text
-from mezzo.numerics.footprint import StepBytes
 from mezzo.numerics.tuning.trial import Outcome, ratio_text
 from mezzo.policy import Policy
 from mezzo.trace.where import MODEL
-
-__all__ = ["Candidate", "Objective", "Tuned", "TuningEvidence"]
 
 Objective = Literal["speed", "memory"]
 
@@ -54,7 +50,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuningEvidence(Document):
+class TuningEvidence:
     """What a policy was chosen by.
 
     Attributes:
@@ -65,10 +61,10 @@ class TuningEvidence(Document):
         start: With every op low.
         result: With the policy that was chosen.
         candidates: What could have been pinned, pins first.
-        unjudged: Parameters whose gradient FP32 itself does not know to a hundredth, so that nothing is judged by it.
+        unjudged: Parameters whose gradient is zero or FP32's own rounding noise, so that nothing is judged by it.
         no_kernel: Ops that the table keeps in FP32 and that have no low kernel here.
-        bytes: Of one step under the policy that was chosen, under the level O1 and with every op low, but for those
-            whose forward pass fails.
+        saved_bytes: What a step keeps for its backward pass with the policy that was chosen (``found``), under the
+            level O1 and with every op low (``low``), but for those whose forward pass fails.
     """
 
     dtype: str
@@ -80,7 +76,7 @@ class TuningEvidence(Document):
     candidates: tuple[Candidate, ...]
     unjudged: tuple[str, ...]
     no_kernel: tuple[str, ...]
-    bytes: tuple[StepBytes, ...]
+    saved_bytes: Mapping[str, int]
 
     @property
     def pins(self) -> tuple[Candidate, ...]:
@@ -110,12 +106,28 @@ class Tuned:
         lines = [("", self.verdict)]
         lines += [("pinned", f"{pin.name}: {pin.reason}") for pin in own.pins]
         lines += [("worst", f"{own.result}{before}")]
-        lines += [("bytes", line) for line in _bytes(own)]
+        kept = dict(own.saved_bytes)
+        if "found" in kept:
+            found = byte_text(kept.pop("found"))
+            beside = ", ".join(f"{name} {byte_text(count)}" for name, count in kept.items())
+            lines.append(("bytes", f"{found} kept for the backward pass{f' ({beside})' * bool(beside)}"))
         if own.unjudged:
-            lines.append(("unsure", f"nothing is judged by {some_of(own.unjudged, 5)}: even in FP32 rounding noise"))
+            lines.append(
+                ("unsure", f"nothing is judged by {some_of(own.unjudged, 5)}: zero, or even in FP32 rounding noise")
+            )
         lines.append(("trials", f"{counted(own.num_trials, 'policy', 'policies')}, {counted(own.steps, 'step')} each"))
         text = "\n".join(_folded(label, printable(line)) for label, line in lines)
         return f'{text}\n  write   mezzo.MixedPrecision(model, optimizer, "{self.policy}")'
+
+    @property
+    def rows(self) -> list[str]:
+        """A line for each op that could have been pinned, pins first."""
+        rows = []
+        for each in self.evidence.candidates:
+            alone = "" if each.local_db is None else f", alone {ratio_text(each.local_db)}"
+            kept = "fp32" if each.kept else "low"
+            rows.append(printable(f"  {kept:<6}  {each.name}{alone}, {byte_text(each.num_bytes)} more in FP32"))
+        return rows
 
     @property
     def verdict(self) -> str:
@@ -132,11 +144,8 @@ class Tuned:
         if own.result.is_fault:
             said += f"the worst gradient stays at {ratio_text(own.result.sqnr_db)}: no rule raises it by 3 dB"
         scale = self.policy.loss_scale
-        starts = (
-            ""
-            if scale == Policy.O1(self.policy.dtype).loss_scale
-            else f"; the loss scale starts at {scale_text(scale.init)}"
-        )
+        is_usual = scale == Policy.O1(self.policy.dtype).loss_scale
+        starts = "" if is_usual else f"; the loss scale starts at {scale_text(scale.init)}"
         return f"{own.dtype}: {said}{starts}"
 
 
@@ -146,12 +155,3 @@ def _folded(label: str, line: str) -> str:
     return textwrap.fill(
         line, 120, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
-
-
-def _bytes(own: TuningEvidence) -> Iterator[str]:
-    result, *others = own.bytes or (None,)
-    if result is None or result.policy != "result":
-        return
-    for what, field in (("kept for the backward pass", "saved"), ("read and written in a step", "moved")):
-        beside = ", ".join(f"{each.policy} {byte_text(getattr(each, field))}" for each in others)
-        yield f"{byte_text(getattr(result, field))} {what}{f' ({beside})' * bool(beside)}"
