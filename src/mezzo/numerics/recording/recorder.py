@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -21,11 +22,14 @@ from mezzo.numerics.evidence_file import EvidenceStream, write
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.numerics.recording.choices import Choices, LossScaleNow
 from mezzo.numerics.recording.sessions import SessionSide
-from mezzo.numerics.recording.step import PlainLoop, Recording
+from mezzo.numerics.recording.step import OF_PASSES, PlainLoop, Recording
+from mezzo.numerics.recording.subject import WHY_UNSEEN, unseen
 from mezzo.session.observers import watching
 from mezzo.tensors import dtype_name
 
 __all__ = ["Recorder"]
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -43,7 +47,8 @@ class Recorder:
     A session tells of its steps by itself. In a loop without one call :meth:`step`.
 
     Args:
-        model: The model. Functions that use parameters directly are not seen, nor is what torch compiles.
+        model: The model. Functions that use parameters directly are not seen. Of a compiled model weights, weight
+            gradients and updates are recorded; its activations need eager mode, which one warning says.
         optimizer: What updates it, or several. In a session it may be left out; in a loop without one there are then
             no updates, and weights are those that :meth:`step` finds.
         every: Steps from one recorded step to the next. Where two optimizers take turns, an odd number, or only one of
@@ -103,6 +108,7 @@ class Recorder:
         self._steps: deque[RecordedStep] = deque(maxlen=keep)
         self._session = SessionSide(self, self._choices, self._scale, self._leave_loop, self._advance)
         self._taken = 0
+        self._has_said = False
         self._called: list[str] = []
         self._loop: PlainLoop | None = None
         self._opened = ExitStack()
@@ -146,7 +152,7 @@ class Recorder:
 
         Raises:
             StateError: Outside of the ``with`` block.
-            UnsupportedError: The step's activations cannot be seen, as in compiled code.
+            UnsupportedError: Activations alone are recorded, and they are in compiled code.
 
         **Cost**: on recorded steps one transfer from the device.
         """
@@ -161,9 +167,20 @@ class Recorder:
 
     def _arm(self) -> None:
         self._scale.told(None)
-        self._session.recording = Recording(self._choices, self._scale.factor)
+        self._session.recording = Recording(self._choices, self._scale.factor, self._say_hidden)
         if self._session.policy is None:
             self._loop = PlainLoop(self._session.recording, self._choices, self._scale.factor)
+
+    def _say_hidden(self, where: str, compiler: str) -> None:
+        """Say once that activations are inside compiled code; where nothing else was asked for, refuse."""
+        if OF_PASSES.issuperset(self._choices.kinds):
+            raise unseen(where, compiler)
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "activations inside %s are not recorded (%s): %s; run the model uncompiled, in eager mode, for them",
+                compiler, where, WHY_UNSEEN,
+            )  # fmt: skip
 
     def _disarm(self) -> None:
         if self._session.recording is not None:
