@@ -187,7 +187,7 @@ LINES = []
         (lambda: changed(2, "skipped", to="no"), 3, "skipped is 'no', not true or false"),
         (lambda: changed(2, "seed", to=3), 3, "'seed' is no field of it"),
         (lambda: "not JSON\n", 1, "Expecting value"),
-        (lambda: "[]\n", 1, "list"),
+        (lambda: "[]\n", 1, "not an object"),
         (lambda: "", 1, "Expecting value"),
         (lambda: changed(0, "every", to=10).replace("\n", "\n{\n", 1), 2, "Expecting property name"),
     ],

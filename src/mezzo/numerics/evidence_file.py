@@ -33,7 +33,7 @@ from typing import IO, Any, Final
 import torch
 
 from mezzo.documents import built, jsonable
-from mezzo.errors import StateError
+from mezzo.errors import StateError, shown
 from mezzo.files import whole
 from mezzo.numerics.counting import BINS, FIRST, INFS, LARGEST, NANS, ROW, ZEROS
 from mezzo.numerics.evidence import Evidence, EvidenceHeader, RecordedStep, RecordedTensor, SwallowedUpdates, kind_of
@@ -109,7 +109,7 @@ def read(path: str | os.PathLike[str]) -> Evidence:
     except OSError as error:
         write = "with Recorder(model, optimizer, stream=path) as recorder: …, or recorder.save(path)"
         raise StateError("there is no evidence here", where=str(file), why=str(error.strerror), write=write) from error
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         where, why = f"{file}, line {number}", str(error).partition("\n")[0]
         raise StateError("the evidence cannot be read", where=where, why=why) from error
     return Evidence(header=header, steps=tuple(steps), num_steps=steps[-1].step if steps else 0)
@@ -142,7 +142,9 @@ class _StepLine:
     tensors: tuple[_TensorLine, ...]
 
 
-def _header(line: dict[str, Any]) -> EvidenceHeader:
+def _header(line: Any) -> EvidenceHeader:
+    if not isinstance(line, dict):
+        raise ValueError(f"it is {shown(line)}, not an object")
     if (schema := line.pop("schema", None)) != SCHEMA:
         raise ValueError(f"it has schema {schema!r}, and this version of mezzo reads schema {SCHEMA}")
     header = built(EvidenceHeader, line)

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,7 +14,7 @@ from typing import Final
 from mezzo.documents import jsonable
 from mezzo.errors import PolicyError
 
-__all__ = ["METRICS", "StepRecord", "read_steps", "require_one_process", "step_ms"]
+__all__ = ["METRICS", "StepRecord", "never_trains", "read_steps", "require_one_process", "step_ms"]
 
 #: The file with one line of JSON a step, in a folder of results.
 METRICS: Final = "metrics.jsonl"
@@ -66,6 +66,15 @@ def step_ms(records: Sequence[StepRecord]) -> tuple[float, float, float] | None:
         return None
     tenths = statistics.quantiles(times, n=10, method="inclusive")
     return tenths[0], statistics.median(times), tenths[-1]
+
+
+def never_trains(program: str, left_alone: Mapping[str, str]) -> PolicyError:
+    """Return the error of a script without a step, with what was left alone and why."""
+    return PolicyError(
+        f"{program} never trains: no optimizer over a module's parameters took a step",
+        why="\n".join(f"{what}: {why}" for what, why in left_alone.items()),
+        write="a script that calls loss.backward() and optimizer.step()",
+    )
 
 
 def require_one_process(verb: str) -> None:
