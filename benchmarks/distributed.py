@@ -36,7 +36,7 @@ from harness import write_dated
 from mezzo.bench.facts import facts
 from mezzo.bench.timing import against, rounds, seconds
 from mezzo.numerics.footprint import state_bytes
-from mezzo.numerics.traffic import Traffic
+from traffic import Traffic
 from mezzo.tensors import local
 from mezzo.trace.kernels import is_cast
 from training.nets import NETS, loss_of

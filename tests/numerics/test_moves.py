@@ -90,8 +90,9 @@ def test_small_and_large_tensors_are_counted_alike_together_and_each_alone():
     gradients = [None, updates[1].to(torch.float8_e5m2), updates[2].half(), updates[3], updates[4].double()]
     together, alone = torch.zeros(2, len(sizes), moves.FIELDS + 3, dtype=torch.int64)
     given = list(zip(weights, updates, gradients, strict=True))
-    moves.count_moves([moves.Move(w, u * 1e-3, g, row) for (w, u, g), row in zip(given, together)], targets)
-    for (weight, update, gradient), row in zip(given, alone):
+    rows = zip(given, together, strict=True)
+    moves.count_moves([moves.Move(w, u * 1e-3, g, row) for (w, u, g), row in rows], targets)
+    for (weight, update, gradient), row in zip(given, alone, strict=True):
         moves.count_moves([moves.Move(weight, update * 1e-3, gradient, row)], targets)
     assert together.tolist() == alone.tolist()
     assert together[2][0] == 100_001

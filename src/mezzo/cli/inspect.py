@@ -10,7 +10,17 @@ from rich.table import Table
 
 from mezzo.cli.app import app
 from mezzo.cli.options import (
-    BEFORE_SCRIPT, SUMMARY, Dry, Full, IsModule, Json, Out, Overwrite, Steps, Words, free_folder,
+    BEFORE_SCRIPT,
+    SUMMARY,
+    Dry,
+    Full,
+    IsModule,
+    Json,
+    Out,
+    Overwrite,
+    Steps,
+    Words,
+    free_folder,
 )  # fmt: skip
 from mezzo.cli.output import console_for, leave, note, show_json
 from mezzo.cli.running import scripts_own
@@ -51,7 +61,7 @@ def inspect(
 
     [bold]mezzo inspect --steps 200 --every 20 --out look train.py[/bold]
 
-    The verdict comes first; then what is wrong, the gravest first, with what to write; then what each format would lose.
+    The verdict comes first; then what is wrong, the gravest first, with what to write; then what formats would lose.
     What the script prints goes to stderr. --out holds evidence.jsonl, metrics.jsonl, found.policy to go on with,
     histograms.png and summary.json. The exit code is 4 where the run goes wrong under its policy. Ctrl-C sums up what
     there is, and the exit code is 130.

@@ -103,7 +103,7 @@ def read(path: str | os.PathLike[str]) -> Evidence:
         first, *others = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) or [""]
         header = _header(json.loads(first))
         steps = list[RecordedStep]()
-        for number, line in enumerate(others, start=2):
+        for number, line in enumerate(others, start=2):  # noqa: B007  (an error names it)
             if line.endswith("\n"):
                 steps.append(_step(json.loads(line)))
     except OSError as error:
