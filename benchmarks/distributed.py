@@ -36,9 +36,9 @@ from harness import write_dated
 from mezzo.bench.facts import facts
 from mezzo.bench.timing import against, rounds, seconds
 from mezzo.numerics.footprint import state_bytes
-from traffic import Traffic
 from mezzo.tensors import local
 from mezzo.trace.kernels import is_cast
+from traffic import Traffic
 from training.nets import NETS, loss_of
 
 _LEARNING_RATE: Final = 1e-4
