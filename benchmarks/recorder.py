@@ -22,7 +22,7 @@ from harness import DEVICE, Row, paired, show, write
 from mezzo.numerics import Recorder, exponent_histogram
 
 Loop = Callable[[], None]
-ELEMENTS = 1 << 26
+ELEMENTS = 1 << 22
 
 
 class Run:
@@ -35,7 +35,6 @@ class Run:
         self._batches = lm.batches(0)
 
     def step(self) -> None:
-        inputs, targets = (each.to(DEVICE) for each in next(self._batches))
         with self._amp.autocast():
             loss = lm.loss(self.model(inputs), targets)
         self._amp.backward(loss)
@@ -72,7 +71,7 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         timed = paired(*counted(torch.randn(ELEMENTS, device=DEVICE).to(dtype)), options.repetitions)
         name = str(dtype).removeprefix("torch.")
-        rows.append(Row(name=f"histogram of 64 M {name}", against="x.abs().max()", **timed))
+        rows.append(Row(name=f"histogram of 4 M {name}", against="x.abs().max()", **timed))
     for policy in ("O0", "O1,dtype=bfloat16"):
         for name, every, steps in (
             ("a recorded step, five kinds", 1, 1),
@@ -81,7 +80,7 @@ def main() -> None:
         ):
             with ExitStack() as stack:
                 timed = paired(*recorded(policy, every, steps, stack), options.repetitions)
-            rows.append(Row(name=f"docs-lm {policy}: {name}", against="no recorder", **timed))
+            rows.append(Row(name=f"six layers, {policy}: {name}", against="no recorder", **timed))
     show(rows, "what recording costs, with / without")
     write(options.out, "recorder", rows, repetitions=options.repetitions)
 

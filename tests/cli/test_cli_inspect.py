@@ -1,75 +1,119 @@
-"""`mezzo inspect`: the verdict first, a run directory with all evidence, and exit codes for alerts and Ctrl-C."""
+"""`mezzo inspect`: the verdict first, a table, a folder with all evidence, exit codes for alerts, errors and Ctrl-C."""
 
 import json
 
 import pytest
 
+from mezzo.numerics import read_evidence
 from mezzo.policy import Policy
-from mezzo.recipes import training
 
 pytestmark = pytest.mark.usefixtures("emulating")
 
+TRAINS = """
+import sys
+import torch
 
-SHORT = ("digits-cnn", "--steps", "3", "--every", "2", "--out", "run")
-
-
-def test_the_verdict_comes_first_and_the_run_directory_holds_the_evidence(mezzo, tmp_path, pictures):
-    code, out, err = mezzo("inspect", *SHORT)
-    assert code == 0
-    assert out.splitlines()[0].startswith("FP16 ")
-    policy = Policy.load(tmp_path / "run" / "found.policy")
-    assert f'MixedPrecision(model, optimizer, "{policy}")' in out
-    assert err.splitlines()[-1] == "run directory: run"
-    assert sorted(each.name for each in (tmp_path / "run").iterdir()) == [
-        "evidence.jsonl", "explanation.json", "found.policy", "metrics.jsonl", "report.html", "summary.json",
-    ]  # fmt: skip
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "Where the bits go" in page
-    assert "Suggested policy" in page
-
-
-def test_json_is_the_summary(mezzo, tmp_path):
-    code, out, _ = mezzo("inspect", *SHORT, "--json")
-    assert code == 0
-    assert json.loads(out) == json.loads((tmp_path / "run" / "summary.json").read_text())
-
-
-def test_a_run_that_goes_wrong_exits_with_4_and_says_why(mezzo):
-    code, out, _ = mezzo("inspect", *SHORT, "--policy", "O1,dtype=float16,loss_scale=16777216")
-    assert code == 4
-    assert "skipped" in out
-
-
-def test_ctrl_c_sums_up_what_there_is_and_exits_130(mezzo, tmp_path, monkeypatch, pictures):
-    step = training.Training._step
-
-    def interrupted(self, number, **options):
-        if number == 3:
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for step in range(6):
+    loss = (model(torch.randn(16, 8)) - 1.0).square().mean() * 2.0**-30
+    if step == 3:
+        if "crash" in sys.argv:
+            raise ValueError("the script's own")
+        if "interrupt" in sys.argv:
             raise KeyboardInterrupt
-        step(self, number, **options)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"loss {loss.item():.9g}")
+"""
+FILES = ["evidence.jsonl", "found.policy", "histograms.png", "metrics.jsonl", "summary.json"]
 
-    monkeypatch.setattr(training.Training, "_step", interrupted)
-    code, _, _ = mezzo("inspect", *SHORT)
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text(TRAINS)
+    return "train.py"
+
+
+def test_the_verdict_comes_first_and_the_folder_holds_the_evidence(mezzo, tmp_path, script):
+    code, out, err = mezzo("inspect", "--every", "2", "--out", "look", script)
+    assert code == 0
+    assert out.splitlines()[0].startswith("FP16 is safe with a loss scale: without one it loses ")
+    assert out.index("BF16 is safe") < out.index("3 of 6 steps under O0 were recorded") < out.index("weight gradients")
+    assert "\nloss " in err
+    assert "\nloss " not in out
+    folder = tmp_path / "look"
+    assert sorted(each.name for each in folder.iterdir()) == FILES
+    policy = Policy.load(folder / "found.policy")
+    assert f'policy="{policy}"' in out
+    assert policy.loss_scale.init > 2**16
+    assert [step.step for step in read_evidence(folder).steps] == [1, 3, 5]
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 6
+    assert (folder / "histograms.png").read_bytes().startswith(b"\x89PNG")
+    code, _, err = mezzo("inspect", "--out", "look", script)
+    assert code == 2
+    assert "look has results already" in err
+
+
+def test_json_is_the_summary_and_its_shares_are_those_of_the_histograms(mezzo, tmp_path, script):
+    code, out, _ = mezzo("inspect", "--every", "2", "--out", "look", "--json", script)
+    assert code == 0
+    found = json.loads(out)
+    assert found == json.loads((tmp_path / "look" / "summary.json").read_text())
+    histogram = read_evidence(tmp_path / "look").histogram("weight_gradients", step="all")
+    covered = histogram.coverage("float16")
+    (row,) = [e for e in found["lost"] if (e["kind"], e["format"]) == ("weight_gradients", "float16")]
+    assert row["flushed"] == covered.underflow / covered.total > 0.1
+    assert row["subnormal"] == covered.subnormal / covered.total
+    (row,) = [e for e in found["lost"] if (e["kind"], e["format"]) == ("updates", "bfloat16")]
+    lost = read_evidence(tmp_path / "look").swallowed(step="all")
+    assert row["swallowed"] == lost.share("bfloat16")
+
+
+def test_full_has_a_row_for_each_tensor(mezzo, script):
+    _, out, _ = mezzo("inspect", "--full", "--steps", "2", script)
+    for name in ("weights 0.weight", "weight gradients 2.bias", "activations output", "updates 2.weight"):
+        assert name in out
+
+
+def test_a_run_that_goes_wrong_exits_with_4_and_says_why(mezzo, script):
+    code, out, _ = mezzo("inspect", "--policy", "O1,dtype=float16,loss_scale=none", script)
+    assert code == 4
+    assert out.splitlines()[0].startswith("FP16")
+    assert "\n1. " in out
+    assert "without a loss scale" in out
+
+
+def test_a_scripts_own_error_is_its_own_and_what_was_recorded_is_kept(mezzo, tmp_path, script):
+    code, out, err = mezzo("inspect", "--every", "1", "--out", "look", script, "crash")
+    assert (code, out) == (1, "")
+    assert "ValueError: the script's own" in err
+    assert err.splitlines()[-1] == "train.py failed; what was recorded until then is in look"
+    assert [step.step for step in read_evidence(tmp_path / "look").steps] == [1, 2, 3]
+    assert not (tmp_path / "look" / "summary.json").exists()
+
+
+def test_ctrl_c_sums_up_what_there_is_and_exits_130(mezzo, tmp_path, script):
+    code, out, _ = mezzo("inspect", "--every", "1", "--out", "look", script, "interrupt")
     assert code == 130
-    assert "This report is partial" in (tmp_path / "run" / "report.html").read_text()
+    assert "3 of 3 steps" in out
+    assert json.loads((tmp_path / "look" / "summary.json").read_text())["interrupted"]
+
+
+def test_a_script_that_never_trains_is_one_clear_error(mezzo, tmp_path):
+    (tmp_path / "idle.py").write_text("print('nothing')")
+    code, out, err = mezzo("inspect", "idle.py")
+    assert (code, out) == (2, "")
+    assert "idle.py never trains" in err
 
 
 @pytest.mark.parametrize(
     "words, complaint",
-    [
-        (("--every", "0"), "--every"),
-        (("--steps", "none"), "--steps"),
-        (("--policy", "O9"), "unknown level 'O9'"),
-    ],
+    [(("--every", "0"), "--every"), (("--steps", "none"), "--steps"), (("--policy", "O9"), "unknown level 'O9'")],
 )
-def test_what_makes_no_sense_is_a_usage_error(mezzo, tmp_path, words, complaint):
-    code, out, err = mezzo("inspect", "digits-cnn", *words)
+def test_what_makes_no_sense_is_a_usage_error(mezzo, script, words, complaint):
+    code, out, err = mezzo("inspect", *words, script)
     assert (code, out) == (2, "")
     assert complaint in err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_help_leads_with_examples(mezzo):
-    code, out, _ = mezzo("inspect", "--help")
-    assert code == 0
-    assert out.index("mezzo inspect digits-cnn") < out.index("--every")

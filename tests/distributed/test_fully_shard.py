@@ -6,10 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.numerics.traffic import Traffic
+from mezzo.tensors import tensors
 
 from .ranks import on_ranks
 
@@ -403,26 +404,45 @@ def test_frozen_parts_come_back_bit_for_bit(ways):
 # Bytes on the wire ---------------------------------------------------------------------------------------
 
 
+class Collectives(TorchDispatchMode):
+    """Counts what a rank gathers and reduces: its kind, the bytes of all ranks' parts together, and the dtype."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind.__module__.startswith("torch.distributed") for kind in types):
+            return NotImplemented  # a DTensor's operations come one by one
+        out = func(*args, **(kwargs or {}))
+        kind = func._opname.replace("_base", "").replace("_", "")
+        if func.namespace in ("c10d", "_c10d_functional") and kind.startswith(("allgather", "reducescatter")):
+            sides = [list(tensors(side)) for side in (*args, out)]
+            size = max(sum(each.nbytes for each in side) for side in sides)
+            self.found.append((kind[:9], size, next(each for side in sides for each in side).dtype))
+        return out
+
+
 def sent():
     """Bytes that a step gathers and reduces, and in which dtypes, by policy."""
     found = {}
     for policy in ("O0", O1, BF16):
         model, amp = sharded(policy)
         train(model, amp, steps=1)
-        with Traffic() as traffic:
+        with Collectives() as collectives:
             train(model, amp, steps=1)
-        for kind in ("all-gather", "reduce-scatter"):
+        for kind in ("allgather", "reducesca"):
             # Those of the step alone: afterwards the test gathers parameters by itself.
-            there = [each for each in traffic.collectives if each.kind == kind]
-            there = there[:5] if kind == "all-gather" else there
-            found[policy, kind] = sum(each.whole_bytes for each in there), sorted({str(each.dtype) for each in there})
+            there = [each for each in collectives.found if each[0] == kind]
+            there = there[:5] if kind == "allgather" else there
+            found[policy, kind] = sum(each[1] for each in there), sorted({str(each[2]) for each in there})
     return found
 
 
 def test_o2_gathers_half_the_bytes_and_reduces_in_fp32():
     for found in on_ranks(2, sent):
-        gathered, _ = found["O0", "all-gather"]
-        reduced = found["O0", "reduce-scatter"]
-        assert found[O1, "all-gather"] == (gathered, ["torch.float32"])
-        assert found[BF16, "all-gather"] == (gathered / 2, ["torch.bfloat16"])
-        assert found[BF16, "reduce-scatter"] == reduced == (reduced[0], ["torch.float32"])
+        gathered, _ = found["O0", "allgather"]
+        reduced = found["O0", "reducesca"]
+        assert found[O1, "allgather"] == (gathered, ["torch.float32"])
+        assert found[BF16, "allgather"] == (gathered / 2, ["torch.bfloat16"])
+        assert found[BF16, "reducesca"] == reduced == (reduced[0], ["torch.float32"])

@@ -222,18 +222,65 @@ _EVIDENCE = (
     *in_file(
         "numerics/counting.py",
         (
-            "histogram: a power of two in the bin above",
-            "return int(field) + 22 + (mantissa == 0 ? BINS : 0);",
-            "return int(field) + 23 + (mantissa == 0 ? BINS : 0);",
+            "histogram: a power of two in the bin below",
+            "return torch.sub(bits >> 23, up)",
+            "return torch.sub(bits >> 23, up - (bits == 1 << 30).int())",
             "tests/numerics/test_histogram.py::test_every_value_is_counted_in_its_bin",
-            "everything would look twice as large",
+            "a number that is exactly 2 would be counted as one above it",
         ),
         (
-            "histogram: FP16's subnormals",
-            "? 112u << 23 : 224u << 23",
-            "? 113u << 23 : 224u << 23",
+            "histogram: subnormals a binade too high",
+            "(FIRST if is_subnormal else 0)",
+            "(FIRST + 1 if is_subnormal else 0)",
             "tests/numerics/test_histogram.py::test_every_value_is_counted_in_its_bin",
-            "FP16 values counted a binade too high",
+            "what BF16 flushes would be counted as kept",
+        ),
+        (
+            "histogram: the largest may be infinite",
+            "    if not is_on_cpu or counts[2 * 255 :].any():\n",
+            "    if not is_on_cpu:\n",
+            "tests/numerics/test_histogram.py::test_every_value_is_counted_in_its_bin",
+            "the best scale would be that of an infinity",
+        ),
+    ),
+    *in_file(
+        "numerics/evidence_file.py",
+        (
+            "evidence: half a line is read",
+            'if line.endswith("\\n"):',
+            "if line:",
+            "tests/numerics/test_evidence.py::test_a_file_gives_back_what_was_written_and_of_a_killed_run_all_whole_lines",
+            "the evidence of a killed run would be refused",
+        ),
+    ),
+    *in_file(
+        "numerics/recording/sessions.py",
+        (
+            "recorder: gradients of a session stay scaled",
+            "factor = None if judged.scale is None else inverse(judged.scale)",
+            "factor = None",
+            "tests/numerics/test_recorder.py::test_a_session_tells_of_its_steps_by_itself",
+            "what formats lose would be asked of gradients times 65536",
+        ),
+    ),
+    *in_file(
+        "numerics/recording/subject.py",
+        (
+            "recorder: a compiled model is taken for one in eager mode",
+            "if compiled or self.is_compiled:",
+            "if compiled:",
+            "tests/numerics/test_recorder.py::test_compiled_modules_are_refused_where_activations_alone_are_wanted",
+            "hooks would be put into compiled code, and nothing said",
+        ),
+    ),
+    *in_file(
+        "numerics/diagnosis.py",
+        (
+            "diagnosis: FP16 is judged without a scale",
+            "unscaled, scaled = (_Kept.of(whole, each) for each in (1.0, scale))",
+            "unscaled, scaled = (_Kept.of(whole, each) for each in (1.0, 1.0))",
+            "tests/numerics/test_diagnosis.py::test_small_gradients_need_the_highest_scale_that_fits",
+            "FP16 would be called unsafe where a loss scale makes it safe",
         ),
     ),
     *in_file(

@@ -9,7 +9,7 @@ import torch
 from mezzo.errors import PolicyError, StateError
 from mezzo.numerics import Evidence, RecordedStep, RecordedTensor, SwallowedUpdates, exponent_histogram, read_evidence
 from mezzo.numerics.evidence import KINDS, EvidenceHeader, RecordedModule, kind_of
-from mezzo.numerics.evidence_file import FILE, PARTIAL, write
+from mezzo.numerics.evidence_file import FILE, write
 
 SPECIAL = torch.tensor([0.0, -0.0, 2.0**-149, 1.0, -2.0, 3.0, 65504.0, 3.4e38, math.inf, -math.inf, math.nan])
 
@@ -84,9 +84,7 @@ def same(one, other):
             for step in evidence.steps
         ]  # fmt: skip
 
-    return (one.header, one.num_steps, one.is_partial, plain(one)) == (
-        other.header, other.num_steps, other.is_partial, plain(other)
-    )  # fmt: skip
+    return (one.header, one.num_steps, plain(one)) == (other.header, other.num_steps, plain(other))
 
 
 def counted(*seeds):
@@ -148,85 +146,60 @@ def test_what_is_not_there_says_why():
             call()
 
 
-@pytest.mark.parametrize("is_partial", [False, True])
-def test_a_file_gives_back_what_was_written(tmp_path, is_partial):
-    evidence = example(is_partial=is_partial, num_steps=11 if is_partial else 17)
+def test_a_file_gives_back_what_was_written_and_of_a_killed_run_all_whole_lines(tmp_path):
+    evidence = example(num_steps=11)
     write(evidence, tmp_path / FILE)
-    for path in (tmp_path, tmp_path / FILE):
-        found = read_evidence(path)
-        assert same(found, evidence)
-    for one, other in zip(found.steps[0].tensors, evidence.steps[0].tensors, strict=True):
-        assert one.histogram.coverage("float16", 3.7) == other.histogram.coverage("float16", 3.7)
-        assert one.histogram.max_abs == other.histogram.max_abs
-
-
-def test_a_run_that_goes_on_is_read_from_its_partial_file(tmp_path):
-    write(example(is_partial=True), tmp_path / (FILE + PARTIAL))
-    assert read_evidence(tmp_path).is_partial
-    write(example(), tmp_path / FILE)
-    assert not read_evidence(tmp_path).is_partial
-
-
-def test_a_file_may_be_cut_off_anywhere_after_its_first_line(tmp_path):
-    write(example(), tmp_path / FILE)
-    text = (tmp_path / FILE).read_bytes()
-    first, second, third, _ = text.splitlines(keepends=True)
-    for end in {len(first), len(first) + 1, len(first + second) - 1, len(first + second) + 40, len(text) - 3}:
-        (tmp_path / FILE).write_bytes(text[:end])
+    assert same(read_evidence(tmp_path / FILE), evidence)
+    assert same(read_evidence(tmp_path), evidence)
+    text = (tmp_path / FILE).read_text()
+    for end in ("\n", text.splitlines()[2][:-1], '{"step"'):
+        (tmp_path / FILE).write_text("".join(text.splitlines(keepends=True)[:2]) + end.rstrip("\n"))
         found = read_evidence(tmp_path)
-        assert found.is_partial, end
-        assert len(found.steps) == (end >= len(first + second) - 1) + (end >= len(first + second + third)), end
-    (tmp_path / FILE).write_bytes(first[:-5])
-    with pytest.raises(StateError, match=r"(?s)evidence\.jsonl, line 1.*no whole first line"):
+        assert [step.step for step in found.steps] == [1], end
+
+
+def changed(line, *path, to):
+    """The lines of a file with one value replaced; ``None`` takes it out."""
+    lines = [json.loads(each) for each in LINES]
+    place = lines[line]
+    for key in path[:-1]:
+        place = place[key]
+    if to is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = to
+    return "".join(json.dumps(each) + "\n" for each in lines)
+
+
+LINES = []
+
+
+@pytest.mark.parametrize(
+    "make, line, words",
+    [
+        (lambda: changed(0, "schema", to=1), 1, "it has schema 1, and this version of mezzo reads schema 2"),
+        (lambda: changed(0, "modules", 0, "path", to=None), 1, "modules 0 has no path"),
+        (lambda: changed(0, "policy", to="O9"), 1, "unknown level 'O9'"),
+        (lambda: changed(1, "loss_scales", to=[True]), 2, "loss_scales 0 is True, not a number"),
+        (lambda: changed(1, "tensors", 0, "counts", "-200", to=1), 2, "no bin of the exponent -200"),
+        (lambda: changed(1, "tensors", 0, "kind", to="wights"), 2, "unknown kind of tensors 'wights'"),
+        (lambda: changed(1, "tensors", 0, "zeros", to=-1), 2, "tensors 0, zeros is -1, not a count"),
+        (lambda: changed(2, "skipped", to="no"), 3, "skipped is 'no', not true or false"),
+        (lambda: changed(2, "seed", to=3), 3, "'seed' is no field of it"),
+        (lambda: "not JSON\n", 1, "Expecting value"),
+        (lambda: "[]\n", 1, "not an object"),
+        (lambda: "", 1, "Expecting value"),
+        (lambda: changed(0, "every", to=10).replace("\n", "\n{\n", 1), 2, "Expecting property name"),
+    ],
+)
+def test_what_is_damaged_or_of_another_version_is_refused_with_its_line(tmp_path, make, line, words):
+    write(example(), tmp_path / FILE)
+    LINES[:] = (tmp_path / FILE).read_text().splitlines()
+    (tmp_path / FILE).write_text(make())
+    with pytest.raises(StateError, match=rf"(?s)where  .*evidence\.jsonl, line {line}\n.*{words}"):
         read_evidence(tmp_path)
 
 
-def test_broken_and_newer_files_are_refused_with_file_and_line(tmp_path):
-    path = tmp_path / FILE
-    write(example(), path)
-    good = [json.loads(line) for line in path.read_text().splitlines()]
-
-    def changed(line, *keys, to):
-        lines = json.loads(json.dumps(good))
-        place = lines[line - 1]
-        for key in keys[:-1]:
-            place = place[key]
-        if to is None:
-            del place[keys[-1]]
-        else:
-            place[keys[-1]] = to
-        return "".join(json.dumps(each) + "\n" for each in lines)
-
-    update = ("tensors", 3)
-    for text, line, words in (
-        (changed(1, "schema", to=2), 1, "schema 2, and this version of mezzo reads schema 1"),
-        (changed(1, "modules", 0, "path", to=None), 1, "modules 0 has no path"),
-        (changed(1, "kinds", 0, to="wights"), 1, "'wights' is no kind"),
-        (changed(1, "formats", 0, to="float12"), 1, "unknown number format 'float12'"),
-        (changed(1, "policy", to="O9"), 1, "policy 'O9': unknown level 'O9'"),
-        (changed(2, "loss_scales", to=[True]), 2, "loss_scales 0 is True, not a number"),
-        (changed(2, "tensors", 0, "counts", "-200", to=1), 2, "'-200', which is not from -149 to 127"),
-        (changed(2, "tensors", 0, "powers", "0", to=99999), 2, "99999 powers of two among"),
-        (changed(2, "tensors", 0, "zeros", to=-1), 2, "tensors 0, zeros is -1, not a count"),
-        (changed(2, "tensors", 0, "max_abs", to="nan"), 2, "not a finite magnitude"),
-        (changed(2, *update, "swallowed", to=None), 2, "it has no swallowed of 'weight'"),
-        (changed(3, "step", to=1), 3, "step 1 after step 1"),
-        (changed(3, "skipped", to="no"), 3, "skipped is 'no', not true or false"),
-        (changed(2, "tensors", 0, "counts", "0", to="3"), 2, "tensors 0, counts 0 is '3', not a count"),
-        (changed(2, *update, "swallowed", "beyond", to=None), 2, "tensors 3, swallowed has no beyond"),
-        (changed(2, *update, "swallowed", "by_format", "float16", to=0.5), 2, "by_format float16 is 0.5, not a count"),
-        (changed(1, "modules", 3, "tied", to=[]), 1, r"modules 3, tied is \[\], not an object"),
-        (changed(1, "seed", to=3), 1, "'seed' is no field of it"),
-        ('{"end": true}\n', 1, "it has schema None"),
-        ('{"schema": 1\n{}\n', 1, "it is not JSON"),
-        ("[]\n", 1, "not an object"),
-        ("", 1, "no whole first line"),
-        (changed(2, "step", to=1) + "{}\n", 5, "the line before it ends the file"),
-        (changed(2, "step", to=1).replace('"step": 1,', '"step": NaN,'), 2, "NaN is no number of JSON"),
-    ):
-        path.write_text(text)
-        with pytest.raises(StateError, match=rf"(?s)where  .*evidence\.jsonl, line {line}\n.*{words}"):
-            read_evidence(path)
-    for wrong, words in ((tmp_path / "no", "there is no evidence here"), (tmp_path, "not JSON")):
-        with pytest.raises(StateError, match=words):
-            read_evidence(wrong)
+def test_where_there_is_no_file_it_is_said_how_to_make_one(tmp_path):
+    with pytest.raises(StateError, match=r"(?s)there is no evidence here.*recorder\.save\(path\)"):
+        read_evidence(tmp_path)

@@ -1,4 +1,4 @@
-"""Swallowed updates: C++ and torch's operations against the definition in float64, ties and edges included."""
+"""Swallowed updates against the definition in float64, ties and edges included."""
 
 import math
 
@@ -63,12 +63,9 @@ def by_each(weight, update):
     return zip(weight.split(1), update.split(1), strict=True) if several else [(weight, update)]
 
 
-@pytest.mark.parametrize("way", ["C++", "torch", "float64"])
-def test_swallowed_updates_are_those_of_the_definition(way, monkeypatch):
-    if way == "torch":
-        monkeypatch.setattr(moves, "_kernel", lambda: None)
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
+def test_swallowed_updates_are_those_of_the_definition(wide):
     targets = list(formats.FORMATS.values())
-    wide = torch.float64 if way == "float64" else torch.float32
     for number, pair in enumerate(cases()):
         for weight, update in by_each(*pair):
             gradient = update.roll(1).bfloat16()
@@ -85,22 +82,17 @@ def test_swallowed_updates_are_those_of_the_definition(way, monkeypatch):
             assert row[moves.FIELDS :].tolist() == expected, (number, weight, update)
 
 
-def test_small_and_large_tensors_are_counted_alike_whatever_counts_them(monkeypatch):
+def test_small_and_large_tensors_are_counted_alike_together_and_each_alone():
     generator = torch.Generator().manual_seed(1)
     targets = [formats.FP16, formats.BF16, formats.E4M3]
     sizes = (3, 40, 100_001, 0, 7)
-    pairs = [[torch.randn(size, generator=generator) for _ in range(3)] for size in sizes]
-    rows = {}
-    for way in ("C++", "torch"):
-        if way == "torch":
-            monkeypatch.setattr(moves, "_kernel", lambda: None)
-        counts = torch.zeros(len(sizes), moves.FIELDS + 3, dtype=torch.int64)
-        gradients = [None, pairs[1][2].to(torch.float8_e5m2), pairs[2][2].half(), pairs[3][2], pairs[4][2].double()]
-        items = [
-            moves.Move(weight, update * 1e-3, gradient, row)
-            for (weight, update, _), gradient, row in zip(pairs, gradients, counts, strict=True)
-        ]
-        moves.count_moves(items, targets)
-        rows[way] = counts.tolist()
-    assert rows["C++"] == rows["torch"]
-    assert rows["C++"][2][0] == 100_001
+    weights, updates = ([torch.randn(size, generator=generator) for size in sizes] for _ in range(2))
+    gradients = [None, updates[1].to(torch.float8_e5m2), updates[2].half(), updates[3], updates[4].double()]
+    together, alone = torch.zeros(2, len(sizes), moves.FIELDS + 3, dtype=torch.int64)
+    given = list(zip(weights, updates, gradients, strict=True))
+    rows = zip(given, together, strict=True)
+    moves.count_moves([moves.Move(w, u * 1e-3, g, row) for (w, u, g), row in rows], targets)
+    for (weight, update, gradient), row in zip(given, alone, strict=True):
+        moves.count_moves([moves.Move(weight, update * 1e-3, gradient, row)], targets)
+    assert together.tolist() == alone.tolist()
+    assert together[2][0] == 100_001

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo import MixedPrecision, Policy, PolicyError, StateError, UnsupportedError
 from mezzo.numerics import KINDS, ExponentHistogram, Recorder, exponent_histogram, read_evidence, swallowed
-from mezzo.numerics.evidence_file import FILE, PARTIAL
+from mezzo.numerics.evidence_file import FILE
 
 pytestmark = pytest.mark.usefixtures("emulating")
 
@@ -599,7 +599,6 @@ def test_hooks_are_there_in_recorded_steps_only_and_nothing_outlives_the_block()
     with pytest.raises(RuntimeError, match="stop"):
         run()
     assert is_bare(model, optimizer)
-    assert recorder.evidence.is_partial
     losses[-1].backward()  # through hooked tensors, when the block is over
     assert [step.step for step in recorder.evidence.steps] == [1]
 
@@ -647,12 +646,11 @@ def test_the_newest_steps_are_kept_and_all_are_streamed(tmp_path):
     optimizer = adamw(model)
     with Recorder(model, optimizer, every=2, keep=2, stream=tmp_path) as recorder:
         train(recorder, model, optimizer, 5)
-        running = read_evidence(tmp_path)
-        assert not (tmp_path / FILE).exists()
+        running = read_evidence(tmp_path)  # as after a kill
     assert [step.step for step in recorder.evidence.steps] == [3, 5]
-    assert (running.is_partial, [step.step for step in running.steps]) == (True, [1, 3, 5])
+    assert [step.step for step in running.steps] == [1, 3, 5]
     found = read_evidence(tmp_path)
-    assert (found.is_partial, found.num_steps, [path.name for path in tmp_path.iterdir()]) == (False, 5, [FILE])
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
     recorder.save(tmp_path / "kept.jsonl")
     kept = read_evidence(tmp_path / "kept.jsonl")
     for kind, step in itertools.product(KINDS, (3, 5)):
@@ -660,42 +658,6 @@ def test_the_newest_steps_are_kept_and_all_are_streamed(tmp_path):
     assert kept.header == found.header == recorder.evidence.header
     assert recorder.swallowed("head", step=5) == found.swallowed("head", step=5)
     assert repr(recorder) == "Recorder(Net, every=2: 5 steps, 2 recorded)"
-
-
-def test_two_runs_at_a_time_need_a_stream_each(tmp_path):
-    """As ranks do, whose lines would be mixed."""
-    model = net()
-    optimizer = adamw(model)
-    with Recorder(model, optimizer, every=1, stream=tmp_path / "run.jsonl") as recorder:
-        train(recorder, model, optimizer, 1)
-        again = Recorder(net(), stream=tmp_path / "run.jsonl")
-        with pytest.raises(FileExistsError, match="another writer has it open") as caught, again:
-            pass
-        assert "run.jsonl.partial\n  why    their lines would be mixed\n" in str(caught.value)
-        train(recorder, model, optimizer, 1)
-    assert [step.step for step in read_evidence(tmp_path / "run.jsonl").steps] == [1, 2]
-    with pytest.raises(KeyboardInterrupt), again:  # it is free again, and nothing was recorded yet
-        raise KeyboardInterrupt
-    assert [path.name for path in tmp_path.iterdir()] == ["run.jsonl"]
-
-
-def test_an_interrupted_run_leaves_what_it_has_under_its_partial_name(tmp_path):
-    model = net()
-    optimizer = adamw(model)
-    path = tmp_path / "run.jsonl"
-    recorder = Recorder(model, optimizer, every=1, stream=path)
-
-    def run():
-        with recorder:
-            train(recorder, model, optimizer, 2)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert [each.name for each in tmp_path.iterdir()] == ["run.jsonl" + PARTIAL]
-    assert read_evidence(tmp_path / ("run.jsonl" + PARTIAL)).is_partial
-    recorder.save(path)
-    assert read_evidence(path).is_partial
 
 
 def test_the_frozen_weight_of_torchs_is_seen_before_and_after_it_freezes():
@@ -770,25 +732,84 @@ def test_calls_at_the_wrong_moment_are_refused():
         backward(amp, model, batches(1)[0])
 
 
+def two_layers():
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+def recorded_training(compiled, policy, make=adamw, **options):
+    """Two steps, with all that is recorded of them; ``compiled`` says what of the model is compiled, and how."""
+    model = net(two_layers)
+    called, watched = compiled(model)
+    optimizer = make(model)
+    amp = MixedPrecision(model, optimizer, policy) if policy else None
+    with Recorder(watched, optimizer, every=1, **options) as recorder:
+        for x in batches(2):
+            with amp.autocast() if amp else contextlib.nullcontext():
+                loss = called(x).float().square().mean()
+            if amp:
+                amp.backward(loss)
+                amp.step()
+            else:
+                loss.backward()
+                optimizer.step()
+                recorder.step()
+            optimizer.zero_grad()
+    return recorder.evidence
+
+
+def wrapped(backend):
+    def compiled(model):
+        called = torch.compile(model, backend=backend)
+        return called, called
+
+    return compiled
+
+
+def in_place(backend):
+    def compiled(model):
+        model.compile(backend=backend)
+        return model, model
+
+    return compiled
+
+
+def around(backend):
+    return lambda model: (torch.compile(lambda x: model(x), backend=backend), model)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", [wrapped, in_place, around])
+@pytest.mark.parametrize("policy", [None, "O0", "O1,dtype=bfloat16,emulate=false"])
+def test_a_compiled_model_is_recorded_as_the_same_one_uncompiled(how, backend, policy, caplog):
+    torch.compiler.reset()
+    found = recorded_training(how(backend), policy)
+    expected = recorded_training(lambda model: (model, model), policy)
+    for kind, step in itertools.product(("weights", "weight_gradients", "updates"), (1, 2)):
+        assert held(found, kind, step) == held(expected, kind, step), (kind, step)
+        assert len(held(found, kind, step)) == 4
+    assert found.swallowed("0") == expected.swallowed("0")
+    (line,) = [each.getMessage() for each in caplog.records if each.name.startswith("mezzo.numerics")]
+    assert line.startswith("activations inside torch.compile are not recorded (")
+    assert line.endswith("run the model uncompiled, in eager mode, for them")
+    with pytest.raises(StateError, match="no activations"):
+        found.histogram("activations")
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-def test_compiled_modules_are_refused_where_activations_are_wanted():
-    model = net(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
-    wrapped = torch.compile(model, backend="eager")
-    inside = net(lambda: nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2)))
-    inside[1].compile(backend="eager")
+def test_compiled_modules_are_refused_where_activations_alone_are_wanted():
+    inside = net(two_layers)
+    inside[2].compile(backend="eager")
     scripted = nn.Sequential(nn.Linear(6, 4), torch.jit.script(nn.Linear(4, 2)))
-    for each, where in ((wrapped, "OptimizedModule"), (inside, "1"), (scripted, "1")):
+    whole = torch.compile(net(two_layers), backend="eager")
+    for each, where in ((whole, "Sequential"), (inside, "2"), (scripted, "1")):
         how = "torch.jit" if each is scripted else "torch.compile"
         with pytest.raises(UnsupportedError, match=rf"(?s)inside {how} .*where  {where}.*kinds="):
-            Recorder(each).__enter__()
+            Recorder(each, kinds="activations").__enter__()
         assert is_bare(each)
-    with Recorder(wrapped, kinds=("weights", "weight_gradients")) as recorder:
-        wrapped(batches(1)[0]).sum().backward()
-        recorder.step()
-    assert recorder.histogram("weight_gradients").total == 38
     # A model that is called through something compiled is only found out by what does not come.
-    with Recorder(model, every=1) as recorder:
-        wrapped(batches(1)[0]).sum().backward()
+    model = net(two_layers)
+    with Recorder(model, kinds=["activation gradients"]) as recorder:
+        torch.compile(model, backend="eager")(batches(1)[0]).sum().backward()
         with pytest.raises(UnsupportedError, match=r"(?s)step 1: gradients of Sequential, and no call"):
             recorder.step()
     assert is_bare(model)

@@ -1,83 +1,125 @@
-"""``mezzo inspect RECIPE``: record what a training run does to numbers, and say in which formats it is safe."""
+"""``mezzo inspect SCRIPT``: record what a training run does to numbers, and say in which formats it is safe."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import json
+from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.table import Table
 
-from mezzo import recipes, report, script
 from mezzo.cli.app import app
-from mezzo.cli.compare import Out, Overwrite, Seed
-from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement
-from mezzo.cli.progress import watching
+from mezzo.cli.options import (
+    BEFORE_SCRIPT,
+    SUMMARY,
+    Dry,
+    Full,
+    IsModule,
+    Json,
+    Out,
+    Overwrite,
+    Steps,
+    Words,
+    free_folder,
+)  # fmt: skip
+from mezzo.cli.output import console_for, leave, note, show_json
 from mezzo.cli.running import scripts_own
-from mezzo.cli.script.words import IsModule, OnSubject, Words, refuse_for_script, stem_of, subject_of
-from mezzo.recipes.inspection import DEFAULT_POLICY
+from mezzo.cli.script.first_step import explain_script
+from mezzo.documents import jsonable
+from mezzo.errors import message, printable
+from mezzo.explanation.words import format_text, share_text
+from mezzo.files import whole
+from mezzo.policy import Policy
+from mezzo.report.histograms import draw, require_matplotlib
 from mezzo.script import Program
+from mezzo.script.inspection import Inspection, Lost
+from mezzo.script.inspection import inspect as inspected
 
 __all__ = ["inspect"]
 
 
-@app.command("inspect", cls=OnSubject)
+@app.command("inspect", context_settings=BEFORE_SCRIPT)
 def inspect(
     words: Words,
     is_module: IsModule = False,
     policy: Annotated[
         str, typer.Option(help="A policy's text, or the path of a file; FP32 shows what every format would lose.")
-    ] = DEFAULT_POLICY,
-    steps: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="How many; the recipe's, or the script's, own number when omitted.", show_default=False
-        ),
-    ] = None,
+    ] = "O0",
+    steps: Steps = None,
     every: Annotated[int, typer.Option(min=1, help="Steps from one recorded step to the next.")] = 50,
-    seed: Seed = 0,
     out: Out = None,
     overwrite: Overwrite = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print summary.json instead of the verdict.")] = False,
+    as_json: Json = False,
+    full: Full = False,
+    dry: Dry = False,
 ) -> None:
-    """Train a recipe or a script, record where its numbers lie, and say which formats are safe, at which scale, why.
+    """Run a script, record where the numbers of its largest model lie, and say which formats are safe, at which scale.
 
-    [bold]mezzo inspect digits-cnn[/bold]                          in FP32: would FP16 do?
+    [bold]mezzo inspect train.py[/bold]                            in FP32: would FP16 do?
 
-    [bold]mezzo inspect docs-lm --policy O3,bf16[/bold]            what goes wrong under it?
+    [bold]mezzo inspect --policy O3,bf16 train.py --epochs 1[/bold]  what goes wrong under it?
 
-    [bold]mezzo inspect docs-lm --steps 200 --every 20 --out runs/look[/bold]
+    [bold]mezzo inspect --steps 200 --every 20 --out look train.py[/bold]
 
-    [bold]mezzo inspect --steps 200 train.py --epochs 3[/bold]     your own script, 200 steps
-
-    Of a script the largest model is recorded; what it prints goes to stderr. An error of its own leaves a partial run.
-
-    The verdict comes first; then what is wrong, the gravest first, with what to write. The run directory holds
-    report.html, with the histograms behind the verdict, found.policy to go on with, evidence.jsonl, explanation.json,
-    summary.json and metrics.jsonl. The exit code is 4 where the run itself goes wrong under its policy. Ctrl-C sums up
-    what there is, and the exit code is 130.
+    The verdict comes first; then what is wrong, the gravest first, with what to write; then what formats would lose.
+    What the script prints goes to stderr. --out holds evidence.jsonl, metrics.jsonl, found.policy to go on with,
+    histograms.png and summary.json. The exit code is 4 where the run goes wrong under its policy. Ctrl-C sums up what
+    there is, and the exit code is 130.
     """
-    report.require_plotly()
-    subject = subject_of(words, is_module)
-    options: Any = {"steps": steps, "every": every, "overwrite": overwrite}
-    if isinstance(subject, Program):
-        refuse_for_script(seed=seed)
-        out = run_directory(stem_of(subject), out)
-        try:
-            with scripts_own(subject):
-                inspection = script.inspect(subject, policy, out=out, **options)
-        except typer.Exit:
-            note(f"{subject.name} failed; what was recorded until then is in {out}: mezzo report {out}")
-            raise
-    else:
-        recipe = recipes.get(subject)
-        out = run_directory(subject, out)
-        with watching(Console(stderr=True), recipe.metric, 1) as watcher:
-            inspection = recipes.inspect(recipe, policy, seed=seed, out=out, watcher=watcher, **options)
-    report.page(out)
-    judgement = report.judge(report.read(out))
+    program = Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
+    chosen = Policy.of(policy)
+    if dry:
+        explain_script(program, chosen, full=full, as_json=as_json)
+    if out is not None:
+        require_matplotlib()
+        free_folder(out, overwrite)
+        (out / SUMMARY).unlink(missing_ok=True)
+    try:
+        with scripts_own(program):
+            found = inspected(program, chosen, steps=steps, every=every, out=out)
+    except typer.Exit:
+        if out is not None:
+            note(f"{program.name} failed; what was recorded until then is in {out}")
+        raise
     if as_json:
-        show_json(inspection.to_dict())
+        show_json(found.to_dict())
     else:
-        show_judgement(console_for(200), judgement)
-    note(f"run directory: {out}")
-    leave(interrupted=inspection.run.interrupted, alarms=judgement.level == "bad")
+        _show(found, full)
+    if out is not None:
+        draw(found.evidence, out / "histograms.png")
+        (found.diagnosis.policy or chosen).save(out / "found.policy")
+        with whole(out / SUMMARY) as file:
+            file.write(json.dumps(jsonable(found.to_dict()), indent=2, allow_nan=False).encode())
+        note(f"results: {out}")
+    leave(interrupted=found.is_interrupted, alarms=found.is_wrong)
+
+
+def _show(found: Inspection, full: bool) -> None:
+    """Print the verdict, what is wrong, and what each format would lose."""
+    console, diagnosis = console_for(120), found.diagnosis
+    lines = [each.line for each in diagnosis.formats] or [
+        "Nothing is known of formats: " + ("the run itself goes wrong." if diagnosis.alerts else "see below.")
+    ]
+    lines += diagnosis.lines
+    if diagnosis.policy is not None:
+        lines += ["", f'amp = mezzo.MixedPrecision(model, optimizer, policy="{diagnosis.policy}")']
+    for number, alert in enumerate(diagnosis.alerts, start=1):
+        lines += ["", f"{number}. {message(alert.what, where=alert.where, why=alert.why, write=alert.write)}"]
+    recorded = len(found.evidence.steps)
+    lines += ["", f"{recorded} of {len(found.records)} steps under {found.policy} were recorded; unscaled values:"]
+    for line in lines:
+        console.print(printable(line, keep="\n"), highlight=False, markup=False, soft_wrap=not console.is_terminal)
+    table = Table(box=None, pad_edge=False)
+    for name in ("tensors", "format", "flushed", "subnormal", "overflow", "swallowed"):
+        table.add_column(name, justify="left" if name in ("tensors", "format") else "right", overflow="fold")
+    before = ""
+    for each in found.lost(by_tensor=full):
+        name = " ".join(filter(None, (each.kind.replace("_", " "), each.tensor)))
+        table.add_row("" if name == before else name, format_text([each.format]), *_shares(each))
+        before = name
+    console.print(table)
+
+
+def _shares(lost: Lost) -> list[str]:
+    numbers = (lost.flushed, lost.subnormal, lost.overflow, lost.swallowed)
+    return ["–" if each is None else share_text(each, 1) for each in numbers]

@@ -5,8 +5,8 @@ from mezzo.numerics.evidence import KINDS, Evidence, RecordedStep, RecordedTenso
 from mezzo.numerics.evidence_file import read as read_evidence
 from mezzo.numerics.faults import Alert
 from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram
+from mezzo.numerics.moves import swallowed
 from mezzo.numerics.recording.recorder import Recorder
-from mezzo.numerics.swallowing import swallowed
 from mezzo.numerics.tuning import Candidate, Tuned, TuningEvidence, tune
 
 __all__ = [

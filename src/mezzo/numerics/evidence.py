@@ -200,13 +200,11 @@ class Evidence:
         header: Of what.
         steps: The recorded steps, oldest first.
         num_steps: How many steps were taken, recorded or not, as far as it is known.
-        is_partial: Whether the run was interrupted, or is still going on.
     """
 
     header: EvidenceHeader
     steps: tuple[RecordedStep, ...]
     num_steps: int
-    is_partial: bool = False
 
     def histogram(
         self,

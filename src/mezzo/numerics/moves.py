@@ -1,23 +1,19 @@
-"""What an update does to a weight, counted: whether it moves it, and in which storage formats it would not.
-
-One definition and two executors: a kernel in C++ for float32 on a CPU, and torch's operations. They agree bit for bit.
-"""
+"""Updates that vanish: added to a weight in some storage format, they round away."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from functools import cache
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mezzo.formats import Format
-from mezzo.numerics.counting import compiled
-from mezzo.step.executors.cpp.build import CppKernel
-from mezzo.step.executors.cpp.launch import threads
+from mezzo.errors import PolicyError, shown
+from mezzo.formats import Format, by_name
+from mezzo.tensors import dtype_name
 
-__all__ = ["BEYOND", "FIELDS", "Move", "count_moves"]
+__all__ = ["BEYOND", "FIELDS", "Move", "count_moves", "swallowed"]
 
 #: Weights at least so many times as large as their update lose it in FP16: an addition shifts it out.
 BEYOND: Final = 2048.0
@@ -26,107 +22,8 @@ BEYOND: Final = 2048.0
 FIELDS: Final = 4
 #: Elements that torch's operations look at at a time.
 _ON_CPU, _ON_GPU = 1 << 16, 1 << 22
-
-_CPP: Final = r"""
-#include <cstdint>
-#include <cstring>
-#include <cmath>
-
-constexpr int BLOCK = 1024, MOST = 16;
-constexpr uint32_t INFINITE = 0x7f800000u;
-
-inline uint32_t bits_of(float value) { uint32_t bits; std::memcpy(&bits, &value, 4); return bits; }
-inline float float_of(uint32_t bits) { float value; std::memcpy(&value, &bits, 4); return value; }
-
-inline uint32_t when(bool condition, uint32_t yes, uint32_t no) {
-    const uint32_t mask = 0u - uint32_t(condition);
-    return (yes & mask) | (no & ~mask);
-}
-
-struct Format { int64_t mantissa; bool has_inf; float normal, smallest, largest; };
-
-// How many updates a format swallows. Without branches, so that compilers make vectors of it.
-int64_t stays_in(const Format& format, const float* weights, const float* updates, int64_t length) {
-    const uint32_t shift = 23 - format.mantissa, low = (1u << shift) - 1, half = low >> 1;
-    const uint32_t normal = bits_of(format.normal), over = format.has_inf ? INFINITE : 0x7fc00000u;
-    const float magic = format.smallest * 12582912.0f;  // 1.5 * 2^23: a sum with it has the subnormals' grid
-    const float largest = format.largest, eps = float_of((127u - uint32_t(format.mantissa)) << 23);
-    uint32_t count = 0;
-    for (int64_t at = 0; at < length; ++at) {
-        const uint32_t bits = bits_of(weights[at]), size = bits & 0x7fffffffu;
-        const uint32_t change = bits_of(updates[at]), step = change & 0x7fffffffu, inwards = (bits ^ change) >> 31;
-        const float shifted = float_of(size) + magic;
-        uint32_t stored = (size + half + ((size >> shift) & 1u)) & ~low;
-        stored = when(size < normal, bits_of(shifted - magic), stored);
-        stored = when(float_of(stored) > largest, over, stored);
-        stored = when(size > INFINITE, size, stored);
-        const uint32_t odd = when(stored < normal, bits_of(shifted), stored >> shift) & 1u;
-        const uint32_t power = stored & INFINITE, is_power = (stored & 0x7fffffu) == 0;
-        const uint32_t halved = inwards & when(stored > normal, is_power, 0);
-        const float gap = float_of(when(power > normal, power, normal)) * eps;
-        const float twice = float_of(step) * float_of(0x40000000u + (halved << 23));
-        const uint32_t finite = (twice < gap) | ((twice == gap) & (odd ^ 1u));
-        const uint32_t infinite = (step < INFINITE) | ((step == INFINITE) & (inwards ^ 1u));
-        count += when(stored == INFINITE, infinite, finite) & (stored <= INFINITE) & (step != 0);
-    }
-    return count;
-}
-
-int64_t stays_in_float32(const float* weights, const float* updates, int64_t length) {
-    uint32_t count = 0;
-    for (int64_t at = 0; at < length; ++at) {
-        const uint32_t stays = weights[at] + updates[at] == weights[at] ? 1u : 0u;
-        count += updates[at] == 0.0f ? 0u : stays;
-    }
-    return count;
-}
-
-template <class Value>
-void with_gradient(const Value* gradients, const float* updates, int64_t length, int64_t* row) {
-    int32_t has = 0, rests = 0;
-    const Value magnitude = Value(~Value(0)) >> 1;
-    for (int64_t at = 0; at < length; ++at) {
-        const bool is = (gradients[at] & magnitude) != 0;
-        has += is;
-        rests += is & (updates[at] == 0.0f);
-    }
-    row[2] += has;
-    row[3] += rests;
-}
-
-extern "C" void kernel(int64_t weights, int64_t updates, int64_t gradients, int64_t bytes, int64_t length,
-                       int64_t formats, int64_t count, int64_t row, int64_t threads) {
-    const float* from = reinterpret_cast<const float*>(weights);
-    const float* by = reinterpret_cast<const float*>(updates);
-    const double* table = reinterpret_cast<const double*>(formats);
-    #pragma omp parallel num_threads(threads)
-    {
-        int64_t own[4 + MOST] = {};
-        #pragma omp for schedule(static)
-        for (int64_t block = 0; block < (length + BLOCK - 1) / BLOCK; ++block) {
-            const int64_t start = block * BLOCK, size = length - start < BLOCK ? length - start : BLOCK;
-            int32_t moved = 0, beyond = 0;
-            for (int64_t at = start; at < start + size; ++at) {
-                const bool moves = by[at] != 0.0f;
-                moved += moves;
-                beyond += moves & (std::fabs(from[at]) >= 2048.0f * std::fabs(by[at]));
-            }
-            own[0] += moved;
-            own[1] += beyond;
-            if (bytes == 2) with_gradient(reinterpret_cast<const uint16_t*>(gradients) + start, by + start, size, own);
-            if (bytes == 4) with_gradient(reinterpret_cast<const uint32_t*>(gradients) + start, by + start, size, own);
-            for (int64_t each = 0; each < count; ++each) {
-                const double* of = table + 5 * each;
-                const Format format = {int64_t(of[0]), of[1] != 0, float(of[2]), float(of[3]), float(of[4])};
-                own[4 + each] += format.mantissa == 23 ? stays_in_float32(from + start, by + start, size)
-                                                       : stays_in(format, from + start, by + start, size);
-            }
-        }
-        #pragma omp critical
-        for (int64_t each = 0; each < 4 + count; ++each) reinterpret_cast<int64_t*>(row)[each] += own[each];
-    }
-}
-"""
+#: Elements that are widened at a time, to bound the scratch memory.
+_CHUNK: Final = 1 << 21
 
 
 class Move(NamedTuple):
@@ -154,18 +51,13 @@ def count_moves(moves: Iterable[Move], formats: Sequence[Format]) -> None:
 
     Args:
         moves: The updates, of one device.
-        formats: The storage formats, at most sixteen.
+        formats: The storage formats.
 
-    **Cost**: no host sync. One pass in C++; else some ten kernels of torch's for each format, for small tensors
-    together.
+    **Cost**: no host sync; some ten kernels of torch's for each format, for small tensors together.
     """
     batch: list[Move] = []
     size = 0
     for move in moves:
-        kernel = _kernel() if move.weight.device.type == "cpu" and move.weight.dtype == torch.float32 else None
-        if kernel is not None:
-            _launch(kernel, move, formats)
-            continue
         most = _ON_CPU if move.weight.device.type == "cpu" else _ON_GPU
         known = torch.zeros_like(move.update) if move.gradient is None else move.gradient
         for weight, update, gradient in zip(*(torch.split(each, most) for each in (*move[:2], known)), strict=True):
@@ -176,15 +68,6 @@ def count_moves(moves: Iterable[Move], formats: Sequence[Format]) -> None:
             size += weight.numel()
     if batch:
         _count(batch, formats)
-
-
-def _launch(kernel: CppKernel, move: Move, formats: Sequence[Format]) -> None:
-    weight, update, gradient, row = move
-    if gradient is not None and gradient.itemsize not in (2, 4):
-        gradient = (gradient != 0).float()
-    size = 0 if gradient is None else gradient.itemsize
-    given = (each.contiguous() for each in (weight, update, update if gradient is None else gradient))
-    kernel(*given, size, weight.numel(), _table(tuple(formats)), len(formats), row, threads(weight.numel()))
 
 
 def _count(batch: Sequence[Move], formats: Sequence[Format]) -> None:
@@ -220,14 +103,48 @@ def _power(values: Tensor) -> Tensor:
     return (values.view(torch.int32) & 0x7F80_0000).view(torch.float32)
 
 
-@cache
-def _table(formats: tuple[Format, ...]) -> Tensor:
-    """Return what the kernel reads of some formats."""
-    fields = [
-        (each.mantissa_bits, each.has_inf, each.smallest_normal, each.smallest_subnormal, each.max) for each in formats
-    ]
-    return torch.tensor(fields, dtype=torch.float64)
+def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format) -> float:
+    """Return the share of updates that vanish when they are added to a weight stored in some format.
 
+    Among the elements with ``update != 0``, those where ``round(weight + update) == weight`` in the format: the weight
+    does not move, however many such steps are taken. An update that is NaN moves it.
 
-def _kernel() -> CppKernel | None:
-    return compiled(_CPP, "updates")
+    Args:
+        weight: Any floating dtype; rounded to the format first where it is not on its grid.
+        update: What a step adds, of the weight's shape.
+        dtype: The storage: any of ``mezzo.formats``, a name or a dtype of one.
+
+    Returns:
+        A share from 0 to 1; NaN where no element is updated.
+
+    Raises:
+        PolicyError: The shapes differ, or one is no tensor of a floating dtype.
+
+    **Cost**: one host sync, at the end; less than 128 MiB of scratch memory, whatever the size.
+
+    Example:
+        >>> import torch
+        >>> swallowed(torch.tensor([1.0, 1.0]), torch.tensor([1e-3, 1e-2]), "bfloat16")
+        0.5
+    """
+    target = by_name(dtype)
+    for tensor in (weight, update):
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            wrong = f"{dtype_name(tensor.dtype)} tensors" if isinstance(tensor, Tensor) else shown(tensor)
+            raise PolicyError(
+                f"no updates are swallowed by {wrong}",
+                why="a weight and its update are real floating-point numbers",
+                write="swallowed(weight, new_weight - weight, dtype)",
+            )
+    if weight.shape != update.shape:
+        raise PolicyError(
+            "a weight and its update differ in shape",
+            where=f"weight {tuple(weight.shape)}, update {tuple(update.shape)}",
+            write="swallowed(weight, new_weight - weight, dtype)",
+        )
+    row = torch.zeros(FIELDS + 1, dtype=torch.int64, device=weight.device)
+    wide = torch.float64 if torch.float64 in (weight.dtype, update.dtype) else torch.float32
+    pairs = zip(*(torch.split(each.detach().reshape(-1), _CHUNK) for each in (weight, update)), strict=True)
+    count_moves((Move(stored.to(wide), change.to(wide), None, row) for stored, change in pairs), [target])
+    updated, *_, lost = row.tolist()
+    return lost / updated if updated else math.nan

@@ -68,6 +68,15 @@ def step_ms(records: Sequence[StepRecord]) -> tuple[float, float, float] | None:
     return tenths[0], statistics.median(times), tenths[-1]
 
 
+def never_trains(program: str, left_alone: Mapping[str, str]) -> PolicyError:
+    """Return the error of a script without a step, with what was left alone and why."""
+    return PolicyError(
+        f"{program} never trains: no optimizer over a module's parameters took a step",
+        why="\n".join(f"{what}: {why}" for what, why in left_alone.items()),
+        write="a script that calls loss.backward() and optimizer.step()",
+    )
+
+
 def require_one_process(verb: str) -> None:
     """Refuse a verb that works in one process where several were started.
 
@@ -82,12 +91,3 @@ def require_one_process(verb: str) -> None:
             why="all of them would do the same, and write the same files",
             write=f"mezzo {verb} …, without torchrun",
         )
-
-
-def never_trains(name: str, left_alone: Mapping[str, str]) -> PolicyError:
-    """Return the error of a script without a step, with what was left alone and why."""
-    return PolicyError(
-        f"{name} never trains: no optimizer over a module's parameters took a step",
-        why="\n".join(f"{what}: {why}" for what, why in left_alone.items()),
-        write="a script that calls loss.backward() and optimizer.step()",
-    )

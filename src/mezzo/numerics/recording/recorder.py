@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import IO, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +17,21 @@ from torch.optim import Optimizer
 
 import mezzo
 from mezzo.errors import StateError
+from mezzo.files import regular_or_new
 from mezzo.formats import Format
 from mezzo.numerics.evidence import KINDS, Evidence, EvidenceHeader, RecordedStep, Steps, SwallowedUpdates
-from mezzo.numerics.evidence_file import EvidenceStream, write
+from mezzo.numerics.evidence_file import FILE, write, write_step
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.numerics.recording.choices import Choices, LossScaleNow
 from mezzo.numerics.recording.sessions import SessionSide
-from mezzo.numerics.recording.step import PlainLoop, Recording
+from mezzo.numerics.recording.step import OF_PASSES, PlainLoop, Recording
+from mezzo.numerics.recording.subject import WHY_UNSEEN, unseen
 from mezzo.session.observers import watching
 from mezzo.tensors import dtype_name
 
 __all__ = ["Recorder"]
+
+logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -43,7 +49,8 @@ class Recorder:
     A session tells of its steps by itself. In a loop without one call :meth:`step`.
 
     Args:
-        model: The model. Functions that use parameters directly are not seen, nor is what torch compiles.
+        model: The model. Functions that use parameters directly are not seen. Of a compiled model weights, weight
+            gradients and updates are recorded; its activations need eager mode, which one warning says.
         optimizer: What updates it, or several. In a session it may be left out; in a loop without one there are then
             no updates, and weights are those that :meth:`step` finds.
         every: Steps from one recorded step to the next. Where two optimizers take turns, an odd number, or only one of
@@ -52,7 +59,8 @@ class Recorder:
         kinds: What to record, of :data:`mezzo.numerics.KINDS`.
         modules: Globs of module paths, each of which stands for what is inside as well; all when omitted.
         keep: How many recorded steps are kept in memory, the newest; ``None`` keeps all.
-        stream: A file, or a run directory, that each recorded step is written to at once.
+        stream: A file, or a folder for it, that each recorded step is written to at once, as a line. Ranks need a file
+            each.
         loss_scale: Of a loop without a session: its ``torch.amp.GradScaler``, or the number that losses are multiplied
             by. Left out, gradients are recorded as the backward pass makes them, with the scale of a scaler that is
             used all the same; only a fused optimizer, which is told of it, tells.
@@ -60,8 +68,7 @@ class Recorder:
     Raises:
         PolicyError: Arguments that make no sense, all of them together; from ``optimizer.step()``, a scaler's scale
             that the recorder does not know.
-        OSError: The stream cannot be written; where the run begins, that another recorder writes to it, as on another
-            rank.
+        OSError: There is no folder for the stream; where the run begins, that it cannot be written.
 
     **Cost**: on recorded steps a pass over everything that is recorded, one transfer from the device, and with
     ``updates`` a copy of the weights while the step runs. On others nothing: there are hooks only in recorded steps.
@@ -99,14 +106,16 @@ class Recorder:
     ) -> None:
         self._choices = Choices.of(model, optimizer, every, formats, kinds, modules, keep)
         self._scale = LossScaleNow(loss_scale, next(model.parameters()).device)
-        self._stream = None if stream is None else EvidenceStream(stream)
+        self._stream = None if stream is None else _file_at(stream)
+        self._lines: IO[str] | None = None
         self._steps: deque[RecordedStep] = deque(maxlen=keep)
         self._session = SessionSide(self, self._choices, self._scale, self._leave_loop, self._advance)
         self._taken = 0
+        self._has_said = False
         self._called: list[str] = []
         self._loop: PlainLoop | None = None
         self._opened = ExitStack()
-        self._stage: Literal["new", "open", "ended", "interrupted"] = "new"
+        self._stage: Literal["new", "open", "ended"] = "new"
 
     def __repr__(self) -> str:
         model = type(self._choices.subject.model).__name__
@@ -119,14 +128,12 @@ class Recorder:
             raise StateError(
                 "a recorder records one run", where=repr(self), write="with Recorder(model, optimizer) as recorder: …"
             )
-        if self._stream is not None:
-            self._stream.begin()
         try:
             self._arm()
+            if self._stream is not None:
+                self._lines = self._opened.enter_context(self._stream.open("w", encoding="utf-8"))
         except BaseException:
             self._disarm()
-            if self._stream is not None:
-                self._stream.close()
             raise
         self._opened.enter_context(watching(self._session))
         self._stage = "open"
@@ -137,16 +144,14 @@ class Recorder:
     ) -> None:
         self._disarm()
         self._opened.close()
-        self._stage = "ended" if kind is None else "interrupted"
-        if self._stream is not None:
-            self._stream.close() if kind is not None else self._stream.end(self._header, self._taken)
+        self._stage = "ended"
 
     def step(self) -> None:
         """Say that a step is done, after ``optimizer.step()``; where a session says so by itself, this does nothing.
 
         Raises:
             StateError: Outside of the ``with`` block.
-            UnsupportedError: The step's activations cannot be seen, as in compiled code.
+            UnsupportedError: Activations alone are recorded, and they are in compiled code.
 
         **Cost**: on recorded steps one transfer from the device.
         """
@@ -161,9 +166,20 @@ class Recorder:
 
     def _arm(self) -> None:
         self._scale.told(None)
-        self._session.recording = Recording(self._choices, self._scale.factor)
+        self._session.recording = Recording(self._choices, self._scale.factor, self._say_hidden)
         if self._session.policy is None:
             self._loop = PlainLoop(self._session.recording, self._choices, self._scale.factor)
+
+    def _say_hidden(self, where: str, compiler: str) -> None:
+        """Say once that activations are inside compiled code; where nothing else was asked for, refuse."""
+        if OF_PASSES.issuperset(self._choices.kinds):
+            raise unseen(where, compiler)
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "activations inside %s are not recorded (%s): %s; run the model uncompiled, in eager mode, for them",
+                compiler, where, WHY_UNSEEN,
+            )  # fmt: skip
 
     def _disarm(self) -> None:
         if self._session.recording is not None:
@@ -186,8 +202,8 @@ class Recorder:
                 step = recording.finish(self._taken, scales, skipped)
                 self._called += recording.called
                 self._steps.append(step)
-                if self._stream is not None:
-                    self._stream.write(self._header, step)
+                if self._lines is not None:
+                    write_step(self._lines, self._header, step)
         finally:
             self._disarm()
         if self._taken % self._choices.every == 0:
@@ -197,13 +213,8 @@ class Recorder:
 
     @property
     def evidence(self) -> Evidence:
-        """What was recorded up to now; partial while the run goes on, and after an exception has ended it."""
-        return Evidence(
-            header=self._header,
-            steps=tuple(self._steps),
-            num_steps=self._taken,
-            is_partial=self._stage != "ended",
-        )
+        """What was recorded up to now."""
+        return Evidence(header=self._header, steps=tuple(self._steps), num_steps=self._taken)
 
     @property
     def _header(self) -> EvidenceHeader:
@@ -240,3 +251,8 @@ class Recorder:
             OSError: It cannot be written.
         """
         write(self.evidence, path)
+
+
+def _file_at(path: str | os.PathLike[str]) -> Path:
+    """Return the file that a stream is written to, once it is known that there can be one."""
+    return regular_or_new(Path(path) / FILE if Path(path).is_dir() else path)[0]

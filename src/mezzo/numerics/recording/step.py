@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -17,13 +17,13 @@ from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.numerics.moves import FIELDS
 from mezzo.numerics.recording.choices import Choices
 from mezzo.numerics.recording.passes import PassWatch, Places
-from mezzo.numerics.recording.subject import unseen
 from mezzo.numerics.recording.tally import Tally
 from mezzo.numerics.recording.weights import WeightWatch, swallowed_of, updated_by
 
-__all__ = ["PlainLoop", "Recording"]
+__all__ = ["OF_PASSES", "PlainLoop", "Recording"]
 
-_OF_PASSES = frozenset(("activations", "activation_gradients"))
+#: The kinds that are seen where modules are called.
+OF_PASSES: Final = frozenset(("activations", "activation_gradients"))
 
 
 class Recording:
@@ -32,20 +32,26 @@ class Recording:
     Args:
         choices: What the recorder was asked for.
         factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
+        hidden: Is told of modules whose activations cannot be seen: which, and what compiled them. It may raise.
 
     Attributes:
         weights: What is told of the parameters.
     """
 
-    def __init__(self, choices: Choices, factor: Callable[[], Tensor | None]) -> None:
+    def __init__(
+        self, choices: Choices, factor: Callable[[], Tensor | None], hidden: Callable[[str, str], None]
+    ) -> None:
+        self._hidden = hidden
         self._subject, self._formats = subject, formats = choices.subject, choices.formats
         self._tally = Tally(FIELDS + len(formats))
         self._places: Places = {}
         self.weights = WeightWatch(subject, choices.kinds, formats, self._tally, self._places)
         self._passes: PassWatch | None = None
-        if kinds := _OF_PASSES.intersection(choices.kinds):
-            subject.require_seen()
-            self._passes = PassWatch(subject, kinds, self._tally, self._places, factor)
+        if kinds := OF_PASSES.intersection(choices.kinds):
+            if (found := subject.hidden()) is not None:
+                hidden(*found)
+            else:
+                self._passes = PassWatch(subject, kinds, self._tally, self._places, factor)
 
     @property
     def called(self) -> list[str]:
@@ -66,13 +72,14 @@ class Recording:
             skipped: Whether the weights were left alone, or 0-d tensors of which one says so.
 
         Raises:
-            UnsupportedError: There are gradients, and no module was called that they could have come through.
+            UnsupportedError: Activations alone were asked for, and gradients came without a call of a module.
 
         **Cost**: one transfer from each device.
         """
         self.weights.rest()
         if self._passes is not None and not self.called and self._subject.is_whole and self.weights.has_gradients:
-            raise unseen(f"step {step}: gradients of {type(self._subject.model).__name__}, and no call of a module")
+            where = f"step {step}: gradients of {type(self._subject.model).__name__}, and no call of a module"
+            self._hidden(where, "torch.compile")
         flags = [] if isinstance(skipped, bool) else skipped
         rows, numbers = self._tally.fetch([*loss_scales, *flags])
         is_skipped = skipped is True or any(numbers[len(loss_scales) :])

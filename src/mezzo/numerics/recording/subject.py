@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,11 @@ from mezzo.errors import PolicyError, UnsupportedError, nearest, shown, some_of
 from mezzo.numerics.evidence import RecordedModule
 from mezzo.tensors import dtype_name
 
-__all__ = ["Subject"]
+__all__ = ["WHY_UNSEEN", "Subject", "unseen"]
+
+#: What torch.compile calls the module that it wraps.
+_INSIDE: Final = "_orig_mod"
+WHY_UNSEEN: Final = "compiled code does not call the modules, and keeps few of the tensors between them"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,12 +31,14 @@ class Subject:
         paths: The path that each watched module is recorded at.
         params: The module's path and the parameter's name that each watched parameter is recorded at.
         modules: What is said of the modules.
+        is_compiled: Whether the model was given as what ``torch.compile`` returns; it is the one inside here.
     """
 
     model: nn.Module
     paths: Mapping[nn.Module, str]
     params: Mapping[Tensor, tuple[str, str]]
     modules: tuple[RecordedModule, ...] = field(repr=False)
+    is_compiled: bool
 
     @property
     def is_whole(self) -> bool:
@@ -54,6 +61,8 @@ class Subject:
                 f"a recorder watches a torch.nn.Module, not {type(model).__name__}",
                 write="Recorder(model, optimizer)",
             )
+        is_compiled = hasattr(model, _INSIDE)
+        model = getattr(model, _INSIDE, model)
         if next(model.parameters(), None) is None:
             raise PolicyError(
                 "there is nothing to record of a model without parameters",
@@ -67,7 +76,11 @@ class Subject:
                 why="lazy modules make them in their first forward pass",
                 write="model(example_batch), then Recorder(model, optimizer)",
             )
-        everything = list(model.named_modules(remove_duplicate=False))
+        everything = [
+            (path.replace(f"{_INSIDE}.", "").removesuffix(f".{_INSIDE}"), module)
+            for path, module in model.named_modules(remove_duplicate=False)
+            if not hasattr(module, _INSIDE)
+        ]
         wanted = {path for path, _ in everything if globs is None or any(_matches(path, glob) for glob in globs)}
         unmatched = [glob for glob in globs or () if not any(_matches(path, glob) for path, _ in everything)]
         if unmatched or not wanted:
@@ -100,22 +113,19 @@ class Subject:
                     tied=tied,
                 )
             )
-        return cls(model, paths, params, tuple(modules))
+        return cls(model, paths, params, tuple(modules), is_compiled)
 
-    def require_seen(self) -> None:
-        """Refuse modules that are compiled, whose hooks may not run.
-
-        Raises:
-            UnsupportedError: There are such modules.
-        """
+    def hidden(self) -> tuple[str, str] | None:
+        """Return which modules are compiled, so that their hooks may not run, and by what; ``None`` for none."""
         compiled = [
             path or type(module).__name__
             for path, module in self.model.named_modules()
-            if module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+            if module._compiled_call_impl is not None or hasattr(module, _INSIDE)
         ]
+        if compiled or self.is_compiled:
+            return some_of(compiled) or type(self.model).__name__, "torch.compile"
         scripted = [path or type(m).__name__ for m, path in self.paths.items() if isinstance(m, torch.jit.ScriptModule)]
-        if compiled or scripted:
-            raise unseen(some_of(compiled or scripted), "torch.compile" if compiled else "torch.jit")
+        return (some_of(scripted), "torch.jit") if scripted else None
 
     def ordered(self, called: Iterable[str]) -> tuple[RecordedModule, ...]:
         """Return the modules in the order of their first calls; those without come last."""
@@ -123,12 +133,12 @@ class Subject:
         return tuple(sorted(self.modules, key=lambda each: order.get(each.same_as or each.path, len(order))))
 
 
-def unseen(where: str, compiler: str = "torch.compile") -> UnsupportedError:
-    """Build the error of activations inside compiled code."""
+def unseen(where: str, compiler: str) -> UnsupportedError:
+    """Build the error of a recorder of activations alone, where all of them are inside compiled code."""
     return UnsupportedError(
         f"activations inside {compiler} cannot be recorded",
         where=where,
-        why="compiled code does not call the modules, and keeps few of the tensors between them",
+        why=WHY_UNSEEN,
         write='the uncompiled model; or Recorder(…, kinds=("weights", "weight_gradients", "updates"))',
     )
 
