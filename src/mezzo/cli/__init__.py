@@ -16,10 +16,8 @@ from mezzo.cli import (  # noqa: F401  (each verb registers itself)
     doctor,
     explain,
     inspect,
-    report,
     run,
     show,
-    train,
     tune,
 )
 from mezzo.cli.app import app

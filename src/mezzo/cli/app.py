@@ -27,14 +27,11 @@ def _show_version(wanted: bool) -> None:
     help="""Train PyTorch models in mixed precision, and see why it is safe.
 
     \b
-    mezzo compare digits-cnn        FP32 and five policies, side by side
-    mezzo compare docs-lm --policies "O0; O2,bf16"
-    mezzo train digits-cnn --policy O1,bf16
-    mezzo run train.py              your own script as it is, in mixed precision
-    mezzo tune digits-cnn           which ops need FP32, found by running
-    mezzo inspect digits-cnn        which formats are safe, at which loss scale
-    mezzo report runs/demo          a run as one HTML file
-    mezzo explain digits-cnn        what runs low, what does not, and why
+    mezzo compare train.py          your script in FP32 and under policies
+    mezzo run train.py              your script as it is, in mixed precision
+    mezzo explain train.py          what runs low, what does not, and why
+    mezzo inspect train.py          which formats are safe, at which loss scale
+    mezzo tune train.py             which ops need FP32, found by running
     mezzo show ops softmax          what the lists say about an op
     mezzo show formats float16      the numbers of a format
     mezzo doctor                    what works and pays on this machine

@@ -1,163 +1,139 @@
-"""``mezzo compare RECIPE``: train a recipe in FP32 and under several policies, and show the evidence."""
+"""``mezzo compare SCRIPT``: a script in FP32 and under policies, and whether they reach the same."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mezzo import recipes, report, script
+from mezzo import report, script
 from mezzo.cli.app import app
-from mezzo.cli.output import console_for, leave, note, run_directory, show_json, show_judgement, usual_format
-from mezzo.cli.progress import watching
-from mezzo.cli.script.words import IsModule, OnSubject, Subject, Words, refuse_for_script, stem_of, subject_of
-from mezzo.recipes.comparison import Comparison, default_policies
-from mezzo.recipes.parallel import Parallel, World, joined
-from mezzo.script import Program
+from mezzo.cli.explain import explain_script
+from mezzo.cli.options import BEFORE_SCRIPT, Dry, Full, IsModule, Json, Out, Overwrite, Steps, Words
+from mezzo.cli.output import console_for, leave, note, show_json, usual_format
+from mezzo.errors import PolicyError, printable
+from mezzo.policy import Policy
+from mezzo.report.verdict import number
+from mezzo.script.comparison import Run, ablations, default_policies, save_summary, summary_of
 
-__all__ = ["carry_out", "compare", "compared", "show"]
-
-Steps = Annotated[
-    int | None, typer.Option(min=1, help="Steps per policy; the recipe's, or the script's, own number when omitted.")
-]
-Seed = Annotated[int, typer.Option(min=0, help="Of initial weights and batches, the same for every policy.")]
-Out = Annotated[
-    Path | None,
-    typer.Option(help="The run directory; runs/NAME-DATE-TIME when omitted.", show_default=False),
-]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
-InParallel = Annotated[
-    Parallel | None,
-    typer.Option("--parallel", help="How the processes that torchrun started share each batch.", show_default=False),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print summary.json instead of the table.")]
+__all__ = ["compare"]
 
 
-@app.command("compare", cls=OnSubject)
+@app.command("compare", context_settings=BEFORE_SCRIPT)
 def compare(
     words: Words,
     is_module: IsModule = False,
     policies: Annotated[
         str | None,
         typer.Option(
-            help="Texts or files of policies, with semicolons between; O0 is the one to compare with. When omitted "
-            "FP32, O1 to O3 in the format for this machine, O1 and O2 in the other.",
+            "--policies",
+            "--policy",
+            help="Texts or files of policies, with semicolons between; FP32 comes first in any case. O1 and O2 in both "
+            "formats when omitted.",
             show_default=False,
         ),
     ] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(min=1, help="Runs of each policy, with --seed 0, 1, … behind the script.", show_default=False),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="The words before the number that counts; those of the last line when omitted.", show_default=False
+        ),
+    ] = None,
+    better: Annotated[str | None, typer.Option(help="higher or lower, where its words do not say.")] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(min=0, help="What counts as equal, in its unit; 1 % when omitted.", show_default=False),
+    ] = None,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="O2 in FP16 without scale, at scale 8, without masters, too.")
+    ] = False,
     steps: Steps = None,
-    seed: Seed = 0,
     out: Out = None,
     overwrite: Overwrite = False,
-    parallel: InParallel = None,
     as_json: Json = False,
+    full: Full = False,
+    dry: Dry = False,
 ) -> None:
-    """Train a recipe, or a script as it is, under several policies, and compare.
+    """Run a training script as it is in FP32 and under policies, and say whether they reach the same.
 
-    [bold]mezzo compare digits-cnn[/bold]   FP32 and five policies: a minute
+    [bold]mezzo compare train.py --epochs 3[/bold]                  --epochs is the script's
 
-    [bold]mezzo compare docs-lm --policies "O0; O2,bf16" --steps 300[/bold]
+    [bold]mezzo compare --seeds 3 --policies "O1,bf16; O2,fp16" train.py[/bold]
 
-    [bold]mezzo compare digits-cnn --policies "O0; O1,bf16; O1,fp16,low=softmax" --json[/bold]
+    [bold]mezzo compare --metric "test accuracy" --margin 0.5 train.py[/bold]
 
-    [bold]torchrun --nproc-per-node 2 -m mezzo compare docs-lm --parallel ddp[/bold]
+    [bold]mezzo compare --seeds 3 --ablate --out runs/mine train.py[/bold]
 
-    [bold]mezzo compare --policies O1,bf16 train.py[/bold]   your own script
+    Each run is a process of its own. It is judged by the last number behind the words of --metric that it prints; by
+    itself by a last line such as "test accuracy 99.33 %"; without one by its training loss.
 
-    A recipe has the same weights and batches under every policy. A script runs in FP32 and under each policy, each time
-    in a process of its own: seed its random numbers. It writes its files each time, and prints to stderr; its losses
-    are those of its own backward passes.
-
-    Ends with a verdict, a table, and a run directory with report.html, curves.png, summary.json and metrics.jsonl (one
-    line a step). The exit code is 4 where training goes wrong under a policy. Ctrl-C sums up what there is, and the
-    exit code is 130.
+    A policy is equal only where the 95 % interval of its difference to FP32, over seeds, lies inside the margin. With
+    --out what has finished is not run again, and the folder holds summary.json, curves.png, report.html, and for each
+    run its metrics.jsonl and what it printed. The exit code is 4 where a policy is worse, diverged, failed or did
+    nothing in low precision; Ctrl-C sums up what there is, and the exit code is 130.
     """
-    subject = subject_of(words, is_module)
-    options: Any = {"steps": steps, "seed": seed, "out": out, "overwrite": overwrite}
-    if isinstance(subject, Program):
-        refuse_for_script(seed=seed, parallel=parallel)
+    report.require_report()
+    program = script.Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
+    texts = _texts(policies, ablate)
+    if better not in (None, "higher", "lower"):
+        raise PolicyError(f"--better is higher or lower, not {better!r}")
+    if dry:
+        low = [Policy.of(text) for text in texts if text != "O0"]
+        explain_script(program, low[0], full=full, as_json=as_json)
+    place = out or Path("runs") / f"{Path(words[0]).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+    console = Console(stderr=True)
+    progress = Progress(
+        TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    )  # fmt: skip
+    task = progress.add_task("runs", total=None)
+
+    def ended(run: Run, index: int, count: int) -> None:
+        seed = "" if run.seed is None else f", seed {run.seed}"
+        value = number(run.metric) if run.went_well else f"exit code {run.code}"
+        note(f"{index} of {count}: {run.policy}{seed}: {value} after {run.steps} steps")
+        progress.update(task, completed=index, total=count)
+
+    options: Any = {"seeds": seeds, "steps": steps, "metric": metric, "better": better, "margin": margin}
+    with progress:
+        comparison = script.compare(program, texts, out=place, overwrite=overwrite, ended=ended, **options)
+    found, verdict = report.rows(comparison), report.verdict(comparison)
+    summary = summary_of(comparison, (row.to_dict() for row in found), verdict)
+    report.draw_curves(comparison, place / "curves.png")
+    report.write_page(comparison, place / "report.html")
+    save_summary(place, summary)
+    if as_json:
+        show_json(summary)
     else:
-        recipes.get(subject)  # before anything is said of formats
-    if policies is None:
-        usual_format('--policies "O0; O1,{}" for the other alone')
-        texts = default_policies()
-    else:
-        texts = tuple(text for each in policies.split(";") if (text := each.strip()))
-    carry_out(subject, texts, parallel=parallel, as_json=as_json, **options)
-
-
-def carry_out(
-    subject: Subject, policies: Sequence[str], *, parallel: Parallel | None, as_json: bool, **options: Any
-) -> None:
-    """Compare, draw, print; shared with ``mezzo train``, which compares one policy with nothing.
-
-    Of several ranks the first one draws and prints.
-
-    Args:
-        subject: A recipe, or a script.
-        policies: Texts or files of policies.
-        parallel: How ranks share the batches of a recipe.
-        as_json: Whether to print JSON.
-        **options: Of :func:`compared`.
-
-    Raises:
-        MezzoError: As :func:`mezzo.recipes.compare`, before any training.
-        typer.Exit: With 130 after Ctrl-C; of the first rank with 4, where training went wrong under a policy.
-    """
-    with joined(World() if isinstance(subject, Program) else parallel) as world:
-        comparison, directory = compared(subject, policies, world=world, **options)
-    alarms = False
-    if world.is_first:
-        run = report.read(directory)
-        if as_json:
-            show_json(comparison.to_dict())
-        else:
-            show(comparison, run)
-        note(f"run directory: {directory}")
-        alarms = report.judge(run).level == "bad"
+        shown = console_for(200 if full else 120)
+        for line in verdict:
+            shown.print(printable(line), highlight=False, markup=False, soft_wrap=not shown.is_terminal)
+        shown.print()
+        shown.print(report.table(comparison, full=full))
+        if any(row.emulated for row in found):
+            shown.print("Products were emulated: their time says nothing about the format.", highlight=False)
+    if metric is None and comparison.metric == script.TRAINING_LOSS:
+        note(
+            "its last line has no metric in words, number and unit, so runs are judged by the training loss; "
+            '--metric "test accuracy" names another'
+        )
+    note(f"results: {place}" + ("; the same command with --out goes on there" if comparison.interrupted else ""))
+    alarms = any(row.verdict in ("worse", "diverged", "failed") or row.low_share == 0 for row in found[1:])
     leave(interrupted=comparison.interrupted, alarms=alarms)
 
 
-def compared(
-    subject: Subject,
-    policies: Sequence[str],
-    *,
-    steps: int | None,
-    seed: int,
-    out: Path | None = None,
-    overwrite: bool = False,
-    world: World,
-) -> tuple[Comparison, Path]:
-    """Compare trainings of a recipe or runs of a script, and draw; return the comparison and the run directory."""
-    report.require_matplotlib()
-    report.require_plotly()
-    out = world.same(run_directory(stem_of(subject), out))
-    options: Any = {"steps": steps, "out": out, "overwrite": overwrite}
-    if isinstance(subject, Program):
-        name = subject.name
-        comparison = script.compare(subject, policies, begins=lambda policy: note(f"{name} under {policy}"), **options)
+def _texts(policies: str | None, ablate: bool) -> list[str]:
+    if policies is None:
+        usual_format('--policies "O1,{}" for the other alone')
+        texts = list(default_policies())
     else:
-        recipe, console = recipes.get(subject), Console(stderr=True)
-        with watching(console, recipe.metric, len(policies)) if world.is_first else nullcontext() as watcher:
-            comparison = recipes.compare(recipe, policies, seed=seed, parallel=world, watcher=watcher, **options)
-    if world.is_first:
-        report.curves(out)
-        report.page(out)
-    return comparison, out
-
-
-def show(comparison: Comparison, run: report.Run) -> None:
-    """Print a comparison: what it came to, and its table."""
-    summary = comparison.to_dict()
-    console = console_for(200)
-    show_judgement(console, report.judge(run))
-    console.print()
-    for table in (*report.results_tables(summary, console.width), *report.rank_tables(run, console.width)):
-        console.print(table)
-        console.print()
-    for line in report.facts(summary):
-        console.print(line, highlight=False, markup=False, soft_wrap=not console.is_terminal)
+        texts = [text for each in policies.split(";") if (text := each.strip())]
+    return texts + [text for text in ablations() if ablate and text not in texts]

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from mezzo.cli.app import app
+from mezzo.cli.explain import explain_script
 from mezzo.cli.options import (
     BEFORE_SCRIPT,
     SUMMARY,
@@ -24,7 +25,6 @@ from mezzo.cli.options import (
 )  # fmt: skip
 from mezzo.cli.output import console_for, leave, note, show_json
 from mezzo.cli.running import scripts_own
-from mezzo.cli.script.first_step import explain_script
 from mezzo.documents import jsonable
 from mezzo.errors import message, printable
 from mezzo.explanation.words import format_text, share_text

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from datetime import datetime
-from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import torch
 import typer
@@ -15,25 +13,15 @@ from rich.console import Console, RenderableType
 
 from mezzo.cast.device import default_kinds, fast_format
 from mezzo.documents import jsonable
-from mezzo.errors import PolicyError, message, printable
 from mezzo.explanation.table import WIDEST, plain
 from mezzo.policy import Policy
-from mezzo.policy.fields import text_of
-from mezzo.report import Judgement
-from mezzo.tensors import dtype_name, dtype_of
+from mezzo.tensors import dtype_name
 
 __all__ = [
-    "ALERT", "INTERRUPTED", "UsualPolicy", "console_for", "exit_code", "format_named", "leave", "note", "require_free",
-    "run_directory", "show_explanation", "show_json", "show_judgement", "usual_format", "usual_policy",
+    "ALERT", "INTERRUPTED", "console_for", "exit_code", "leave", "note", "show_explanation", "show_json",
+    "usual_format", "usual_policy",
 ]  # fmt: skip
 
-UsualPolicy = Annotated[
-    str | None,
-    typer.Option(
-        help="A policy's text, or the path of a policy file; O1 in the format for this machine when omitted.",
-        show_default=False,
-    ),
-]
 #: Exit codes besides those of errors: numbers that alarm; and Ctrl-C, as shells have it, 128 and the signal's number.
 ALERT: Final = 4
 INTERRUPTED: Final = 130
@@ -73,26 +61,9 @@ def usual_format(option: str) -> str:
     return dtype_name(fast)
 
 
-def format_named(word: str) -> str:
-    """Return a dtype's name for any word for it, such as ``bf16``; what is none is left to be refused."""
-    return text_of(dtype_of(word))
-
-
 def usual_policy(given: Policy | str | None) -> Policy:
     """Return the policy that ``--policy`` names, and without it O1 in the format for this machine."""
     return Policy.O1(usual_format("--policy O1,{} for the other")) if given is None else Policy.of(given)
-
-
-def show_judgement(console: Console, judgement: Judgement) -> None:
-    """Print what a run came to: the answer, what to write, and what is wrong, the gravest first."""
-    folds = not console.is_terminal
-    for line in judgement.lines:
-        console.print(printable(line), highlight=False, markup=False, soft_wrap=folds)
-    if judgement.write:
-        console.print(f"\n{printable(judgement.write, keep=chr(10))}", highlight=False, markup=False, soft_wrap=folds)
-    for number, alert in enumerate(judgement.alerts, start=1):
-        text = message(alert.what, where=alert.where, why=alert.why, write=alert.write)
-        console.print(f"\n{number}. {text}", highlight=False, markup=False, soft_wrap=folds)
 
 
 def show_explanation(parts: list[RenderableType], full: bool) -> None:
@@ -130,27 +101,3 @@ def leave(*, interrupted: bool, alarms: bool) -> None:
     """
     if interrupted or alarms:
         raise typer.Exit(INTERRUPTED if interrupted else ALERT)
-
-
-def require_free(path: Path, option: str, overwrite: bool) -> None:
-    """Refuse, before minutes of work, a file that cannot be written, or that is there and may not be replaced.
-
-    Args:
-        path: The file.
-        option: What names it on the command line.
-        overwrite: Whether one that is there may be replaced.
-
-    Raises:
-        PolicyError: There can be no such file, or there is one.
-    """
-    if path.is_dir():
-        raise PolicyError(f"there is a folder {path}", write=f"{option} with the name of a file")
-    if path.exists() and not overwrite:
-        raise PolicyError(f"there is a file {path} already", write=f"--overwrite, or {option} with another name")
-    if not path.absolute().parent.is_dir():
-        raise PolicyError(f"there is no folder {path.parent} to save in", write=f"mkdir -p {path.parent}")
-
-
-def run_directory(recipe: str, out: Path | None) -> Path:
-    """Return where a run is written: where the user says, or in a folder named after recipe and time."""
-    return out or Path("runs") / f"{recipe}-{datetime.now():%Y%m%d-%H%M%S}"

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from mezzo.cli.app import app
+from mezzo.cli.explain import explain_script
 from mezzo.cli.options import (
     BEFORE_SCRIPT,
     SUMMARY,
@@ -26,7 +27,6 @@ from mezzo.cli.options import (
 )  # fmt: skip
 from mezzo.cli.output import ALERT, note, show_json, usual_policy
 from mezzo.cli.running import scripts_own
-from mezzo.cli.script.first_step import explain_script
 from mezzo.documents import jsonable
 from mezzo.files import whole
 from mezzo.numerics.tuning.run import tunable

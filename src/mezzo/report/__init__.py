@@ -1,29 +1,11 @@
-"""From a run directory to tables and pictures.
+"""From a comparison's runs to a verdict, a table, a picture and a page; and histograms of recorded numbers.
 
-Everything here reads the files that a comparison wrote, or the dictionary that went into ``summary.json``, so
-that an old run can be shown as well as a new one. Nothing here trains, and nothing here prints.
+Nothing here runs a script, and nothing here prints.
 """
 
-from __future__ import annotations
+from mezzo.report.page import write_page
+from mezzo.report.picture import draw_curves, require_report
+from mezzo.report.table import table, to_markdown
+from mezzo.report.verdict import Row, rows, verdict
 
-from mezzo.report.judgement import Judgement, judge
-from mezzo.report.page import page, require_plotly
-from mezzo.report.picture import curves, require_matplotlib
-from mezzo.report.ranks import rank_tables
-from mezzo.report.run import Run, read
-from mezzo.report.table import facts, results_tables, to_markdown
-
-__all__ = [
-    "Judgement",
-    "Run",
-    "curves",
-    "facts",
-    "judge",
-    "page",
-    "rank_tables",
-    "read",
-    "require_matplotlib",
-    "require_plotly",
-    "results_tables",
-    "to_markdown",
-]  # fmt: skip
+__all__ = ["Row", "draw_curves", "require_report", "rows", "table", "to_markdown", "verdict", "write_page"]

@@ -1,97 +1,71 @@
-"""A run as one HTML file: it opens without a network, and its switches compute in the reader's browser."""
+"""A comparison as one HTML file that opens without a network."""
 
 from __future__ import annotations
 
-import json
-from importlib import resources
+import math
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-import mezzo
-from mezzo import files
-from mezzo.errors import PolicyError, require_extra
-from mezzo.recipes.run_directory import PAGE
-from mezzo.report.content import content
-from mezzo.report.run import read
+from mezzo.files import whole
+from mezzo.report.picture import COLOURS, smooth
+from mezzo.report.table import cells
+from mezzo.report.verdict import verdict
+from mezzo.script.comparison import Comparison
 
-__all__ = ["page", "require_plotly"]
-
-#: What every page of mezzo's has near its top, and no other.
-_MARK: Final = b'<meta name="generator" content="mezzo '
+__all__ = ["write_page"]
 
 
-def require_plotly() -> None:
-    """Fail now rather than after a training if pages cannot be written.
+def write_page(comparison: Comparison, path: Path) -> None:
+    """Write verdict, table and curves; five megabytes, of which all but a few are plotly's own.
 
-    Raises:
-        UnsupportedError: plotly or jinja2 is not installed.
+    **Cost**: about a second.
     """
-    require_extra("report", "writing a report needs plotly and jinja2", "plotly.package_data", "jinja2")
+    import jinja2
+    import plotly.io
+
+    heads, rows = cells(comparison, full=True)
+    drawn = [_figure(comparison, "training loss, smoothed", _losses), _figure(comparison, "loss scale", _scales)]
+    figures = [
+        plotly.io.to_html(each, full_html=False, include_plotlyjs=number == 0) for number, each in enumerate(drawn)
+    ]
+    text = files("mezzo.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
+    template = jinja2.Environment(autoescape=True).from_string(text)
+    page = template.render(comparison=comparison, verdict=verdict(comparison), heads=heads, rows=rows, figures=figures)
+    with whole(path) as file:
+        file.write(page.encode())
 
 
-def page(run_directory: Path | str, path: Path | str | None = None) -> Path:
-    """Write a run as one self-contained HTML file.
-
-    Args:
-        run_directory: What ``mezzo compare``, ``mezzo train`` or ``mezzo inspect`` wrote. Of a run that was killed it
-            holds what there was until then; the page says that it is partial.
-        path: Of the file; ``report.html`` in the run directory when ``None``. An older page is replaced.
-
-    Returns:
-        The path.
-
-    Raises:
-        UnsupportedError: plotly or jinja2 is not installed.
-        PolicyError: There is no run in the directory, the path holds a file that is no page of mezzo's, or no file can
-            be written there.
-        StateError: The run is not whole, cannot be read, or another version wrote it.
-
-    **Cost**: less than a second for a run of some thousand steps. The file has plotly's 4.8 MB, and at most a few more
-    whatever the model: steps between others and alike layers are left out or summed up, which the page says.
-    """
-    require_plotly()
-    run = read(run_directory, killed=True)
-    path = run.path / PAGE if path is None else Path(path)
-    _require_own(path)
-    text = rendered(content(run))
-    try:
-        with files.whole(path) as file:
-            file.write(text.encode())
-    except OSError as error:
-        raise PolicyError("the report cannot be written", where=str(path), why=str(error)) from error
-    return path
+def _losses(run: Any) -> list[float | None]:
+    line = smooth(run.losses, len(run.losses) // 60)
+    return [value if math.isfinite(value) else None for value in line]
 
 
-def rendered(said: dict[str, Any]) -> str:
-    """Fill the template: every text is escaped but what belongs to the page itself."""
-    from jinja2 import Environment, StrictUndefined
+def _scales(run: Any) -> list[float | None]:
+    return [value if 0 < value < math.inf else None for value in run.scales]
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(_own("page.html.jinja"))
-    # A script element ends at the first "</script", and "<!--" changes what ends it.
-    data = json.dumps(said["data"], allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    plotly = resources.files("plotly.package_data").joinpath("plotly.min.js").read_text(encoding="utf-8")
-    return template.render(
-        said, json=data, css=_own("page.css"), script=_own("page.js"), plotly=plotly, version=mezzo.__version__
+
+def _figure(comparison: Comparison, title: str, values: Any) -> Any:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    shown = [value for run in comparison.runs for value in values(run) if value is not None]
+    for place, policy in enumerate(comparison.policies):
+        for number, run in enumerate(comparison.of(policy)):
+            line = values(run)
+            figure.add_scatter(
+                x=list(range(1, len(line) + 1)),
+                y=line,
+                mode="lines",
+                name=policy,
+                legendgroup=policy,
+                showlegend=number == 0,
+                line={"color": "black" if place == 0 else COLOURS[(place - 1) % len(COLOURS)], "width": 1.5},
+                hovertemplate=f"%{{y:.5g}}, step %{{x}}, seed {run.seed}" if run.seed is not None else None,
+            )
+    wide = bool(shown) and 0 < 10 * min(shown) <= max(shown)
+    figure.update_layout(
+        template="plotly_white", title=title, height=420, xaxis_title="step", legend={"orientation": "h", "y": -0.2}
     )
-
-
-def _own(name: str) -> str:
-    return resources.files("mezzo.report").joinpath("template", name).read_text(encoding="utf-8")
-
-
-def _require_own(path: Path) -> None:
-    """Refuse to replace what is no page of mezzo's."""
-    try:
-        with files.opened(path) as file:
-            is_own = _MARK in file.read(4096)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise PolicyError("the report cannot be written", where=str(path), why=str(error)) from error
-    if not is_own:
-        raise PolicyError(
-            "the report would replace a file that mezzo did not write",
-            where=str(path),
-            write=f"--out {path.with_name('mezzo-' + path.name)}, or move the file",
-        )
+    figure.update_yaxes(type="log" if wide else "linear")
+    return figure

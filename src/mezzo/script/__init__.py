@@ -3,12 +3,16 @@
 Nothing here decides about numerics or carries a policy out: that is the session's that ``mezzo.attach`` begins.
 """
 
-from mezzo.script.comparison import compare
+from mezzo.script.comparison import Comparison, compare
 from mezzo.script.dry import Rehearsed, rehearse
-from mezzo.script.inspection import inspect
+from mezzo.script.inspection import Inspection, inspect
+from mezzo.script.metric import TRAINING_LOSS, Metric
 from mezzo.script.program import Program
 from mezzo.script.report import ScriptReport
 from mezzo.script.run import ScriptRun, run
 from mezzo.script.tuning import tune
 
-__all__ = ["Program", "Rehearsed", "ScriptReport", "ScriptRun", "compare", "inspect", "rehearse", "run", "tune"]
+__all__ = [
+    "TRAINING_LOSS", "Comparison", "Inspection", "Metric", "Program", "Rehearsed", "ScriptReport", "ScriptRun",
+    "compare", "inspect", "rehearse", "run", "tune",
+]  # fmt: skip

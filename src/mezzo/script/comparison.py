@@ -1,228 +1,456 @@
-"""``mezzo.script.compare``: one script under several policies, each in a process of its own."""
+"""``mezzo.script.compare``: one script in FP32 and under policies, each run in a process of its own."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
+import os
+import re
 import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from mezzo.errors import PolicyError, StateError
+from mezzo.cast.device import default_kinds, fast_format
+from mezzo.documents import jsonable
+from mezzo.errors import PolicyError, StateError, raise_together
+from mezzo.files import whole
 from mezzo.machine import default_device, describe
-from mezzo.numerics.footprint import StateBytes
 from mezzo.policy import Policy
-from mezzo.recipes import Comparison, Metric, RunResult, StepRecord
-from mezzo.recipes.comparison import parse_policies
-from mezzo.recipes.parallel import require_one_process
-from mezzo.recipes.run_directory import RunDirectory
-from mezzo.recipes.training import step_ms
+from mezzo.script.metric import TRAINING_LOSS, Better, Metric, better_of, number_after, printed_last
 from mezzo.script.program import Program
+from mezzo.script.steps import METRICS, StepRecord, never_trains, read_steps, require_one_process, step_ms
+from mezzo.tensors import LOW, dtype_name
 
-__all__ = ["ScriptEnd", "begun", "compare", "never_trains", "result_of", "summed_up"]
+__all__ = ["SUMMARY", "Comparison", "Run", "ablations", "compare", "default_policies", "parse_policies"]
 
+#: The last file of a run, and of a comparison: what has it is whole.
+SUMMARY: Final = "summary.json"
+#: What a run has printed.
+OUTPUT: Final = "output.txt"
+ERRORS: Final = "errors.txt"
 #: The share of a run's steps, at its end, whose losses are averaged.
 _TAIL: Final = 0.1
-#: Digits of a loss that are shown.
-_DIGITS: Final = 5
 #: What ``mezzo run`` ends with besides the script's own codes: it went well, and it went well in FP32.
 _WELL: Final = (0, 4)
 _INTERRUPTED: Final = 130
+#: What argparse and its like exit with where they do not know an option.
+_WRONG_USAGE: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptEnd:
-    """A run that has ended.
+class Run:
+    """What one run of the script came to.
 
     Attributes:
+        policy: The policy's text.
+        seed: What it got as ``--seed``; ``None`` where it got none.
         code: Its exit code.
-        report: Its report, as JSON has it; empty where there is none.
-        records: Its steps.
+        metric: What it is judged by; ``None`` where that is not known.
+        loss: The mean of the losses in the last tenth of its steps.
+        steps: How many it took, skipped ones included.
+        skipped: How many updated nothing.
+        nonfinite: How many losses were infinite or NaN.
+        step_ms: 10th, 50th and 90th percentile of the time of a step.
+        held_bytes: Weights, gradients, low halves and optimizer state.
+        saved_bytes: What was saved for one backward pass.
+        peak_bytes: The most that was allocated at a time, on a GPU.
+        scale: The loss scale at the end.
+        low_share: The share of products that ran low.
+        emulated: Whether products were computed in FP32 from rounded operands.
+        losses: All of them, and ``scales``, the loss scale of each step, for pictures.
+        scales: See ``losses``.
+        folder: Where the run's files are.
     """
 
+    policy: str
+    seed: int | None
     code: int
-    report: dict[str, Any]
-    records: list[StepRecord]
+    metric: float | None
+    loss: float | None
+    steps: int
+    skipped: int
+    nonfinite: int
+    step_ms: tuple[float, float, float] | None
+    held_bytes: int | None
+    saved_bytes: int | None
+    peak_bytes: int | None
+    scale: float | None
+    low_share: float | None
+    emulated: bool
+    losses: tuple[float, ...] = ()
+    scales: tuple[float, ...] = ()
+    folder: Path
+
+    @property
+    def went_well(self) -> bool:
+        """Whether the script came to its end."""
+        return self.code in _WELL
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what ``summary.json`` says of it; the steps are in its own folder."""
+        plain = dataclasses.asdict(self) | {"folder": self.folder.name}
+        return {name: value for name, value in plain.items() if name not in ("losses", "scales")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """A script under several policies.
+
+    Attributes:
+        script: The script and its arguments, as in a shell.
+        metric: What runs are judged by.
+        margin: How far from FP32 a policy may be to be called equal, in the metric's unit; ``None`` for 1 % of FP32's.
+        policies: All that were asked for, FP32 first.
+        seeds: How many; ``None`` where the script seeds by itself.
+        steps: After how many each run was ended; ``None`` where by itself.
+        date: When it ended, ISO 8601 with the time zone.
+        machine: What it ran on.
+        runs: One a policy and seed; fewer after an interruption.
+        interrupted: Whether the user stopped it.
+    """
+
+    script: str
+    metric: Metric
+    margin: float | None
+    policies: tuple[str, ...]
+    seeds: int | None
+    steps: int | None
+    date: str
+    machine: Mapping[str, str | int | bool]
+    runs: tuple[Run, ...]
+    interrupted: bool
+
+    def of(self, policy: str) -> list[Run]:
+        """Return a policy's runs."""
+        return [run for run in self.runs if run.policy == policy]
+
+
+def default_policies() -> tuple[str, ...]:
+    """Return FP32, and O1 and O2 in both formats, that for this machine first.
+
+    Example:
+        >>> default_policies()[0], len(default_policies())
+        ('O0', 5)
+    """
+    fast = fast_format(default_kinds())
+    ordered = sorted(LOW, key=lambda dtype: dtype != fast)
+    return ("O0", *(f"{level},dtype={dtype_name(dtype)}" for dtype in ordered for level in ("O1", "O2")))
+
+
+def ablations() -> tuple[str, ...]:
+    """Return O2 in FP16 without a loss scale, at a scale of 8, and without FP32 values of the weights.
+
+    Example:
+        >>> ablations()[0]
+        'O2,dtype=float16,loss_scale=none'
+    """
+    without = Policy.O3("float16", keep_batchnorm_fp32=True)
+    return ("O2,dtype=float16,loss_scale=none", "O2,dtype=float16,loss_scale=8", str(without))
+
+
+def parse_policies(texts: Sequence[Policy | str]) -> list[Policy]:
+    """Read every policy, FP32 first, and refuse all faulty and repeated ones together."""
+    parsed, problems = list[Policy](), list[PolicyError]()
+    for text in texts:
+        try:
+            policy = Policy.of(text)
+        except PolicyError as error:
+            problems.append(error)
+            continue
+        if policy in parsed:
+            problems.append(PolicyError(f"the policy {policy} is listed twice", write="each policy once"))
+        parsed.append(policy)
+    raise_together(problems)
+    if not any(str(policy) != "O0" for policy in parsed):
+        raise PolicyError("no policy to compare with FP32", write='--policies "O1,bf16; O2,fp16"')
+    return [Policy.O0(), *(policy for policy in parsed if str(policy) != "O0")]
 
 
 def compare(
     program: Program,
     policies: Sequence[Policy | str],
     *,
+    out: Path,
+    seeds: int | None = None,
     steps: int | None = None,
-    out: Path | None = None,
+    metric: str | None = None,
+    better: Better | None = None,
+    margin: float | None = None,
     overwrite: bool = False,
-    begins: Callable[[Policy], None] = lambda policy: None,
+    ended: Callable[[Run, int, int], None] = lambda run, number, count: None,
 ) -> Comparison:
-    """Run a script in FP32 and under each policy, each time in a process of its own, and compare their losses.
+    """Run a script in FP32 and under each policy, each time in a process of its own.
 
     Each run is the script as the interpreter would run it, one after the other, in the same working directory and with
     the same arguments: it writes where the script writes, and is alike as far as the script seeds its random numbers.
-    What it prints goes to stderr.
+    What has finished in ``out`` is not run again.
 
     Args:
         program: The script.
         policies: Policies, their texts, or paths of policy files, each once; FP32 is put in front if it is missing.
+        out: The folder: one below it for each run, with ``metrics.jsonl``, ``output.txt`` and ``errors.txt``.
+        seeds: Runs of each policy, with ``--seed 0``, ``--seed 1`` and so on behind the script's arguments.
         steps: After how many steps each run is ended; by itself when omitted.
-        out: Directory for ``summary.json`` and ``metrics.jsonl``; nothing is written when ``None``.
-        overwrite: Whether a run that is in ``out`` may be replaced.
-        begins: Told of each policy before its run.
+        metric: The words before the number that runs are judged by; when omitted, those of the script's last line, and
+            the training loss where that has no number.
+        better: In which direction that is better; its words say it when omitted.
+        margin: How far from FP32 a policy may be to be called equal, in the metric's unit; 1 % when omitted.
+        overwrite: Whether other results in ``out`` may be replaced.
+        ended: Told of each run, with its number and how many there are.
 
     Returns:
-        The comparison. Its metric is the mean of the losses that backward passes began with in the last tenth of the
-        steps; ``seed`` is ``None``.
+        The comparison; after Ctrl-C of what has finished.
 
     Raises:
-        PolicyError: Policies or directory make no sense, or the script never trains.
-        StateError: The script does not come to its end in FP32.
+        PolicyError: Policies or folder make no sense, the script never trains, takes no ``--seed``, or the metric's
+            words do not say which direction is better.
+        StateError: The script does not come to its end in FP32, or does not print the metric.
     """
     require_one_process("compare")
     parsed = parse_policies(policies)
-    if not any(str(policy) == "O0" for policy in parsed):
-        parsed = [Policy.O0(), *parsed]
-    directory = None if out is None else RunDirectory(out, overwrite=overwrite)
-    comparison = begun(program, parsed, steps, directory)
-    if directory is not None:
-        directory.begin(comparison.to_dict())
-    rows = list[RunResult]()
-    try:
-        for ended, row in _rows(program, parsed, steps, begins):
-            if directory is not None:
-                for record in ended.records:
-                    directory.stepped(record)
-            rows.append(row)
-    finally:
-        if directory is not None:
-            directory.close()
-    comparison = summed_up(comparison, rows)
-    if directory is not None:
-        directory.finish(comparison.to_dict())
-    return comparison
-
-
-def begun(
-    program: Program, policies: Sequence[Policy], steps: int | None, directory: RunDirectory | None
-) -> Comparison:
-    """Return a comparison before its first step."""
-    name = shlex.join([*(["-m"] if program.is_module else []), program.name, *program.arguments])
+    if metric is not None and better is None:
+        better = better_of(metric)
+    plan = _Plan(program, out, steps=steps, seeds=seeds)
+    plan.begin(overwrite)
+    wanted = [(seed, policy) for seed in plan.seeds for policy in parsed]
+    found, judged, interrupted = list[Run](), None if metric is None else (metric, better), False
+    for number, (seed, policy) in enumerate(wanted, start=1):
+        run = plan.run(policy, seed)
+        if run.code == _INTERRUPTED:
+            interrupted = True
+            break
+        if str(policy) == "O0":
+            _require_trained(program, run, seeds)
+        if judged is None:
+            judged = _metric_of(run, better)
+        run = dataclasses.replace(run, metric=_value(run, judged[0]))
+        if metric is not None and run.metric is None and str(policy) == "O0":
+            raise StateError(
+                f"{program.name} prints no number behind {metric!r}",
+                why=f"what it has printed is in {run.folder / OUTPUT}",
+                write="--metric with words that stand before a number, or none for the script's last line",
+            )
+        found.append(run)
+        ended(run, number, len(wanted))
+        if str(policy) == "O0":
+            _require_seeded(program, [each for each in found if each.policy == "O0"])
+    name, direction = judged or (TRAINING_LOSS.name, TRAINING_LOSS.better)
     return Comparison(
-        recipe=name,
-        summary="a script as it is; its final loss is the mean of the last tenth of the steps",
-        metric=_metric(math.nan),
-        steps=steps or 0,
+        script=shlex.join([*(["-m"] if program.is_module else []), program.name, *program.arguments]),
+        metric=Metric(name=name, unit=_unit(found, name), better=direction or TRAINING_LOSS.better),
+        margin=margin,
+        policies=tuple(map(str, parsed)),
+        seeds=seeds,
+        steps=steps,
+        date=datetime.now().astimezone().isoformat(timespec="seconds"),
         machine=describe(default_device()),
-        policies=tuple(map(str, policies)),
-        directory=None if directory is None else directory.path,
+        runs=tuple(found),
+        interrupted=interrupted,
     )
 
 
-def summed_up(comparison: Comparison, rows: Sequence[RunResult]) -> Comparison:
-    """Return a comparison with its results; FP32's, or else the first, say how long it was and how large losses are."""
-    base = next((row for row in rows if row.policy == "O0"), rows[0])
-    return dataclasses.replace(comparison, steps=base.steps, metric=_metric(base.final_metric)).ended(tuple(rows))
+class _Plan:
+    """What is run where, and what of it has finished."""
 
+    def __init__(self, program: Program, out: Path, *, steps: int | None, seeds: int | None) -> None:
+        self._program, self._out, self._steps = program, out, steps
+        self.seeds: Sequence[int | None] = (None,) if seeds is None else range(seeds)
 
-def _rows(
-    program: Program, policies: Sequence[Policy], steps: int | None, begins: Callable[[Policy], None]
-) -> Iterator[tuple[ScriptEnd, RunResult]]:
-    """Run the script under one policy after the other, FP32 first, until the user interrupts."""
-    for policy in sorted(policies, key=lambda each: str(each) != "O0"):
-        begins(policy)
-        ended = _run(program, policy, steps)
-        if str(policy) == "O0" and ended.code != _INTERRUPTED:
-            _require_trained(program, ended)
-        yield ended, result_of(str(policy), ended)
-        if ended.code == _INTERRUPTED:
+    def begin(self, overwrite: bool) -> None:
+        """Make the folder, or go on in it.
+
+        Raises:
+            PolicyError: It has results of another script, or of the same one as it was before.
+        """
+        place, mine = self._out / "comparison.json", self._identity()
+        if place.exists() and not overwrite:
+            theirs = json.loads(place.read_text())
+            if different := [name for name in mine if mine[name] != theirs.get(name)]:
+                raise PolicyError(
+                    f"{self._out} has results of {theirs.get('script')}",
+                    why=f"with another {' and '.join(different)}",
+                    write="--out with another folder, or --overwrite to begin anew",
+                )
             return
+        try:
+            for old in [*self._out.glob(f"*/{SUMMARY}"), self._out / SUMMARY]:
+                old.unlink(missing_ok=True)
+            self._out.mkdir(parents=True, exist_ok=True)
+            with whole(place) as file:
+                file.write(json.dumps(mine, indent=2).encode())
+        except OSError as error:
+            raise PolicyError(f"{self._out} cannot be written", why=error.strerror or str(error)) from error
 
+    def run(self, policy: Policy, seed: int | None) -> Run:
+        """Return a run: what has finished before as it was, else of a process of its own."""
+        folder = self._out / _folder_name(policy, seed)
+        if not _has_finished(folder, is_base=str(policy) == "O0"):
+            self._carry_out(policy, seed, folder)
+        return _read(folder, str(policy), seed)
 
-def _run(program: Program, policy: Policy, steps: int | None) -> ScriptEnd:
-    """Run ``mezzo run`` in a process of its own, and read what it has written."""
-    with tempfile.TemporaryDirectory(prefix="mezzo-") as folder:
-        report, metrics = Path(folder) / "report.json", Path(folder) / "metrics.jsonl"
-        options = ["--policy", str(policy), "--json", str(report), "--metrics", str(metrics)]
-        options += [] if steps is None else ["--steps", str(steps)]
+    def _identity(self) -> dict[str, Any]:
+        program, place = self._program, Path(self._program.name)
+        if program.is_module:
+            spec = find_spec(program.name.partition(".")[0])
+            place = Path(spec.origin) if spec is not None and spec.origin else place
+        text = place.read_bytes() if place.is_file() else b""
+        return {
+            "script": program.name,
+            "arguments": list(program.arguments),
+            "text": hashlib.sha256(text).hexdigest(),
+            "steps": self._steps,
+        }
+
+    def _carry_out(self, policy: Policy, seed: int | None, folder: Path) -> None:
+        program = self._program
+        seeded = [] if seed is None else ["--seed", str(seed)]
+        options = ["--policy", str(policy), "--out", str(folder), "--overwrite"]
+        options += [] if self._steps is None else ["--steps", str(self._steps)]
         options += ["-m"] if program.is_module else []
-        words = [sys.executable, "-m", "mezzo", "run", *options, program.name, *program.arguments]
-        with subprocess.Popen(words, stdout=2) as process:  # where messages go
+        words = [sys.executable, "-m", "mezzo", "run", *options, program.name, *program.arguments, *seeded]
+        folder.mkdir(parents=True, exist_ok=True)
+        with (
+            (folder / OUTPUT).open("wb") as output,
+            (folder / ERRORS).open("wb") as errors,
+            subprocess.Popen(words, stdout=output, stderr=errors) as process,
+        ):
             try:
                 code = process.wait()
             except KeyboardInterrupt:  # which the process has got, too
                 process.wait()
                 code = _INTERRUPTED
-        return ScriptEnd(
-            code=code,
-            report=json.loads(report.read_text()) if report.exists() else {},
-            records=list(map(_record, metrics.read_text().splitlines())) if metrics.exists() else [],
-        )
+        place = folder / SUMMARY
+        summary = json.loads(place.read_text()) if place.exists() else {}
+        with whole(place) as file:
+            file.write(json.dumps(summary | {"code": code}, indent=2).encode())
 
 
-def _record(line: str) -> StepRecord:
-    read = json.loads(line)
-    numbers = {name: float(read[name]) for name in ("loss", "scale", "grad_norm", "ms")}  # "nan" and "inf", too
-    return StepRecord(**read | numbers)
+def _folder_name(policy: Policy, seed: int | None) -> str:
+    text = str(policy)
+    name = re.sub(r"[^\w.,=+-]+", "_", text)[:80]
+    if name != text:  # two texts must not share a folder
+        name += f"-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    return name if seed is None else f"{name}-seed{seed}"
 
 
-def _require_trained(program: Program, ended: ScriptEnd) -> None:
-    if ended.code not in _WELL:
-        raise StateError(
-            f"{program.name} ended with exit code {ended.code} in FP32",
-            why="there is nothing to compare with; what the script says is above",
-        )
-    if not ended.records:
-        raise never_trains(program, ended.report.get("left_alone", {}))
+def _has_finished(folder: Path, *, is_base: bool) -> bool:
+    """Whether a run is not to be repeated: one that failed without a step is, and in FP32 any that failed."""
+    place = folder / SUMMARY
+    if not place.exists():
+        return False
+    summary = json.loads(place.read_text())
+    code = summary.get("code", _INTERRUPTED)
+    return code in _WELL or (code != _INTERRUPTED and not is_base and bool(summary.get("steps")))
 
 
-def never_trains(program: Program, left_alone: Mapping[str, str]) -> PolicyError:
-    """Return the error of a script without a step, with what was left alone and why."""
-    return PolicyError(
-        f"{program.name} never trains: no optimizer over a module's parameters took a step",
-        why="\n".join(f"{what}: {why}" for what, why in left_alone.items()),
-        write="a script that calls loss.backward() and optimizer.step()",
-    )
-
-
-def result_of(policy: str, ended: ScriptEnd) -> RunResult:
-    """Return what a run came to."""
-    records, report = ended.records, ended.report
+def _read(folder: Path, policy: str, seed: int | None) -> Run:
+    summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
+    records: list[StepRecord] = read_steps(folder / METRICS) if (folder / METRICS).exists() else []
     losses = [record.loss for record in records]
-    state = report.get("state_bytes")
-    interrupted, failed = ended.code == _INTERRUPTED, ended.code not in _WELL
-    return RunResult(
+    state, low_share = summary.get("state_bytes"), summary.get("low_share")
+    scale = summary.get("scale")
+    return Run(
         policy=policy,
-        status="interrupted" if interrupted else "stopped" if failed else "finished",
-        note=f"The script ended with exit code {ended.code}." if failed and not interrupted else "",
-        arithmetic="emulated" if report.get("flops", {}).get("emulated") else "native",
-        memory_format="contiguous",
+        seed=seed,
+        code=summary["code"],
+        metric=None,
+        loss=statistics.fmean(losses[-math.ceil(_TAIL * len(losses)) :]) if losses else None,
         steps=len(records),
-        seconds=sum(record.ms for record in records) / 1e3,
-        final_metric=statistics.fmean(losses[-math.ceil(_TAIL * len(losses)) :]) if losses else None,
-        final_loss=losses[-1] if losses else None,
+        skipped=sum(record.skipped for record in records),
+        nonfinite=sum(not math.isfinite(loss) for loss in losses),
         step_ms=step_ms(records),
-        state_bytes=None if state is None else StateBytes(**state),
-        peak_bytes=report.get("peak_bytes"),
-        skipped_steps=sum(record.skipped for record in records),
-        final_scale=report.get("scale"),
-        nonfinite_losses=sum(not math.isfinite(loss) for loss in losses),
-        low_share=report.get("low_share"),
+        held_bytes=None if state is None else sum(state.values()),
+        saved_bytes=summary.get("saved_bytes"),
+        peak_bytes=summary.get("peak_bytes"),
+        scale=None if scale is None else float(scale),
+        low_share=low_share if summary.get("flops") else None,
+        emulated="emulated" in summary.get("flops", {}),
+        losses=tuple(losses),
+        scales=tuple(record.scale for record in records),
+        folder=folder,
     )
 
 
-def _metric(base: float | None) -> Metric:
-    """Return what runs are judged by, with as many decimals as the loss in FP32 asks for."""
-    known = base is not None and math.isfinite(base) and base != 0
-    size = math.floor(math.log10(abs(base))) if known and base is not None else 0
-    return Metric(
-        name="training loss",
-        unit="",
-        unit_of_difference="",
-        higher_is_better=False,
-        decimals=min(max(_DIGITS - 1 - size, 0), 20),
-    )
+def _printed(run: Run) -> str:
+    return (run.folder / OUTPUT).read_text(errors="replace")
+
+
+def _metric_of(run: Run, better: Better | None) -> tuple[str, Better | None]:
+    """Return the words that a run's last line ends with, if their direction is known; else the training loss."""
+    found = printed_last(_printed(run))
+    if found is not None:
+        try:
+            return found[0], better or better_of(found[0])
+        except PolicyError:  # its words are those of no metric
+            pass
+    return TRAINING_LOSS.name, TRAINING_LOSS.better
+
+
+def _value(run: Run, words: str) -> float | None:
+    if words == TRAINING_LOSS.name:
+        return run.loss
+    found = number_after(words, _printed(run))
+    return None if found is None else found[0]
+
+
+def _unit(runs: Sequence[Run], words: str) -> str:
+    found = (number_after(words, _printed(run)) for run in runs if words != TRAINING_LOSS.name)
+    return next((each[1] for each in found if each is not None), "")
+
+
+def _require_trained(program: Program, run: Run, seeds: int | None) -> None:
+    if not run.went_well:
+        tail = (run.folder / ERRORS).read_text(errors="replace").rstrip().splitlines()[-30:]
+        if seeds is not None and run.code == _WRONG_USAGE:
+            raise PolicyError(
+                f"{program.name} takes no --seed",
+                why="\n".join(["--seeds passes it, and the script ended with exit code 2:", *tail[-5:]]),
+                write="a script that seeds its random numbers with --seed; or without --seeds",
+            )
+        raise StateError(
+            f"{program.name} ended with exit code {run.code} in FP32, so that there is nothing to compare with",
+            why="\n".join(tail),
+        )
+    if not run.steps:
+        summary = json.loads((run.folder / SUMMARY).read_text())
+        (run.folder / SUMMARY).unlink()
+        raise never_trains(program.name, summary.get("left_alone", {}))
+
+
+def _require_seeded(program: Program, runs: Sequence[Run]) -> None:
+    """Refuse seeds that change nothing: intervals over them would be zero wide, and prove nothing."""
+    if len(runs) > 1 and runs[-1].losses == runs[0].losses:
+        raise PolicyError(
+            f"{program.name} takes no --seed that changes anything",
+            why=f"seeds {runs[0].seed} and {runs[-1].seed} have the same losses in FP32, to the last digit",
+            write="torch.manual_seed(args.seed) in the script; or without --seeds",
+        )
+
+
+def summary_of(comparison: Comparison, rows: Iterator[dict[str, Any]], verdict: Sequence[str]) -> dict[str, Any]:
+    """Return what ``summary.json`` holds."""
+    plain = {name: getattr(comparison, name) for name in ("script", "margin", "policies", "seeds", "steps", "date")}
+    return {
+        **plain,
+        "metric": dataclasses.asdict(comparison.metric),
+        "interrupted": comparison.interrupted,
+        "verdict": list(verdict),
+        "rows": list(rows),
+        "runs": [run.to_dict() for run in comparison.runs],
+        "machine": dict(comparison.machine),
+    }
+
+
+def save_summary(out: Path, summary: Mapping[str, Any]) -> None:
+    """Write ``summary.json``."""
+    with whole(out / SUMMARY) as file:
+        file.write((json.dumps(jsonable(summary), indent=2, allow_nan=False, ensure_ascii=False) + os.linesep).encode())

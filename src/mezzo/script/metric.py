@@ -22,8 +22,8 @@ _TIMES: Final = frozenset("s sec secs second seconds ms min mins minute minutes 
 #: Words of metrics, by the direction in which they are better.
 _WORDS: Final[dict[Better, frozenset[str]]] = {
     "higher": frozenset(
-        "accuracy acc top1 top5 bleu rouge meteor map ap precision recall f1 auc auroc score matches match iou miou dice "
-        "psnr ssim r2 reward return correct correlation likelihood".split()
+        "accuracy acc top1 top5 bleu rouge meteor map ap precision recall f1 auc auroc score matches match iou miou "
+        "dice psnr ssim r2 reward return correct correlation likelihood".split()
     ),
     "lower": frozenset(
         "loss losses error errors err perplexity ppl distance fid mse mae rmse wer cer bpc bpb bits nats nll entropy "
@@ -52,7 +52,7 @@ TRAINING_LOSS: Final = Metric(name="training loss", better="lower")
 
 
 def printed_last(text: str) -> tuple[str, float, str] | None:
-    """Read the metric off a script's last line.
+    r"""Read the metric off a script's last line.
 
     Args:
         text: What the script printed.
@@ -61,7 +61,7 @@ def printed_last(text: str) -> tuple[str, float, str] | None:
         Words, number and unit; ``None`` where the last line that is not empty has another form, or says a time.
 
     Example:
-        >>> printed_last("epoch 1\\ntest accuracy 99.33 %\\n")
+        >>> printed_last("epoch 1\ntest accuracy 99.33 %\n")
         ('test accuracy', 99.33, '%')
     """
     lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
@@ -73,14 +73,14 @@ def printed_last(text: str) -> tuple[str, float, str] | None:
 
 
 def number_after(words: str, text: str) -> tuple[float, str] | None:
-    """Return the last number that stands behind some words on one line, and what follows it at once.
+    r"""Return the last number that stands behind some words on one line, and what follows it at once.
 
     Args:
         words: Upper and lower case are one.
         text: What the script printed.
 
     Example:
-        >>> number_after("test accuracy", "test accuracy: 98 %\\ntest accuracy: 99.1 %\\ndone\\n")
+        >>> number_after("test accuracy", "test accuracy: 98 %\ntest accuracy: 99.1 %\ndone\n")
         (99.1, '%')
     """
     lowered, sought, place = text.lower(), words.strip().lower(), len(text)

@@ -185,7 +185,8 @@ class StepLog:
         told: Is told of each step; ``None`` where nothing is to be read from the device.
         most: After how many steps the script ends, in its next backward pass; ``None`` where it ends by itself.
 
-    **Cost**: where steps are told of, one transfer from the device for each.
+    **Cost**: where steps are told of, one transfer from the device for each, and in the third one a Python call for
+    each tensor that is saved for the backward pass.
     """
 
     def __init__(self, report: ScriptReport, told: Callable[[StepRecord], None] | None, most: int | None) -> None:
@@ -194,6 +195,7 @@ class StepLog:
         self._first = Counter[str]()
         self._skipped = torch.zeros((), dtype=torch.int64)
         self._loss: Tensor | None = None
+        self._saved: SavedBytes | None = None
         self._began = time.perf_counter()
 
     def count(self) -> None:
@@ -205,11 +207,13 @@ class StepLog:
     def close(self) -> None:
         """Count no more, and say what was counted."""
         self._stop()
+        self._stop_saving()
         self._report.skipped = int(self._skipped)
         self._report.peak_bytes = torch.cuda.max_memory_allocated() or None
 
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
         """End the script in the backward pass after its last step."""
+        self._stop_saving()
         if self._report.steps == self._most:
             raise Enough
 
@@ -234,7 +238,10 @@ class StepLog:
             return
         if report.state_bytes is None and report.steps > 1:  # there is an optimizer's state by now
             weights = engine.weights
-            report.state_bytes = state_bytes(nn.ModuleList(weights.models), *weights.optimizers)
+            models = nn.ModuleList(weights.models)
+            report.state_bytes = state_bytes(models, *weights.optimizers)
+            self._saved = SavedBytes(models)
+            self._saved.__enter__()  # until the next backward pass begins
         loss = step.grad_norm.new_full((), float("nan")) if self._loss is None else self._loss
         numbers = (loss, step.scale, step.skipped, step.grad_norm)
         read = torch.stack([each.detach().to(loss.device, torch.float32) for each in numbers]).tolist()
@@ -245,6 +252,13 @@ class StepLog:
         )  # fmt: skip
         self._loss, self._began = None, now
         self._told(record)
+
+    def _stop_saving(self) -> None:
+        saved, self._saved = self._saved, None
+        top = None if saved is None else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if saved is not None and top is not None and top[0] == saved.pack_hook:  # and not below some of the script's
+            saved.__exit__(None, None, None)
+            self._report.saved_bytes = saved.total or None
 
     def _stop(self) -> None:
         if not self._is_over:

@@ -63,7 +63,7 @@ def _known(name: str) -> str | None:
 def user_line(until: int = 0) -> str | None:
     """Return ``file:line`` of the innermost code that is neither torch's nor mezzo's.
 
-    Code of mezzo's recipes counts as a user's. ``None`` where there is none: ``nn.Sequential`` of torch's layers runs
+    ``None`` where there is none: ``nn.Sequential`` of torch's layers runs
     no line of the user's.
 
     Args:
@@ -72,7 +72,7 @@ def user_line(until: int = 0) -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame) != until:
         name = str(frame.f_globals.get("__name__", ""))
-        if not is_from(name, "torch") and (not is_from(name, "mezzo") or is_from(name, "mezzo.recipes")):
+        if not is_from(name, "torch") and not is_from(name, "mezzo"):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
     return None

@@ -1,0 +1,212 @@
+"""What a comparison came to: a row a policy, with its difference to FP32 and what follows from that."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from mezzo.explanation.words import byte_text, counted
+from mezzo.script.comparison import Comparison, Run
+
+__all__ = ["CONFIDENCE", "Row", "Verdict", "margin_of", "number", "rows", "verdict"]
+
+#: The share of intervals that hold the true mean difference.
+CONFIDENCE: Final = 0.95
+#: The share of FP32's metric that counts as equal where nothing is said.
+_MARGIN: Final = 0.01
+_DIGITS: Final = 4
+
+Verdict = Literal["reference", "equal", "undecided", "worse", "better", "diverged", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One policy over all of its runs; ``None`` for what is not known.
+
+    Attributes:
+        policy: Its text.
+        runs: How many there are.
+        verdict: What it comes to beside FP32.
+        metric: The mean of the metric over seeds.
+        difference: The mean of the differences to FP32 with the same seed.
+        interval: Where that mean lies with 95 % confidence, by Student's t; ``None`` for less than two seeds.
+        loss: The mean loss of the last tenth of the steps.
+        step_ms: The median of the medians of step times, of a run each.
+        held_bytes: Weights, gradients, low halves and optimizer state.
+        saved_bytes: What was saved for one backward pass.
+        peak_bytes: The most that was allocated at a time, on a GPU.
+        skipped: Skipped steps of all runs.
+        steps: Steps of all runs.
+        nonfinite: Losses that were infinite or NaN.
+        scale: The last run's loss scale at its end.
+        low_share: The least share of products that ran low.
+        emulated: Whether products were emulated.
+    """
+
+    policy: str
+    runs: int
+    verdict: Verdict
+    metric: float | None
+    difference: float | None
+    interval: tuple[float, float] | None
+    loss: float | None
+    step_ms: float | None
+    held_bytes: int | None
+    saved_bytes: int | None
+    peak_bytes: int | None
+    skipped: int
+    steps: int
+    nonfinite: int
+    scale: float | None
+    low_share: float | None
+    emulated: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dataclasses.asdict(self)
+
+
+def margin_of(comparison: Comparison) -> float:
+    """Return how far from FP32 a policy may be to be called equal."""
+    if comparison.margin is not None:
+        return comparison.margin
+    known = [run.metric for run in comparison.of("O0") if run.metric is not None and math.isfinite(run.metric)]
+    return _MARGIN * abs(statistics.fmean(known)) if known else 0.0
+
+
+def rows(comparison: Comparison) -> list[Row]:
+    """Return a row for each policy that has run, FP32 first."""
+    margin = margin_of(comparison)
+    return [_row(comparison, policy, margin) for policy in comparison.policies if comparison.of(policy)]
+
+
+def _row(comparison: Comparison, policy: str, margin: float) -> Row:
+    runs = comparison.of(policy)
+    base = {run.seed: run.metric for run in comparison.of("O0")}
+    pairs = [(run.metric, base.get(run.seed)) for run in runs]
+    differences = [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
+    interval = _interval(differences)
+
+    def least(values: Iterator[Any]) -> Any:
+        known = [value for value in values if value is not None]
+        return statistics.median_low(known) if known else None
+
+    times = [run.step_ms[1] for run in runs if run.step_ms is not None]
+    shares = [run.low_share for run in runs if run.low_share is not None]
+    return Row(
+        policy=policy,
+        runs=len(runs),
+        verdict="reference" if policy == "O0" else _judged(runs, interval, margin, comparison.metric.better),
+        metric=_mean([run.metric for run in runs]),
+        difference=None if policy == "O0" or not differences else statistics.fmean(differences),
+        interval=None if policy == "O0" else interval,
+        loss=_mean([run.loss for run in runs]),
+        step_ms=statistics.median(times) if times else None,
+        held_bytes=least(run.held_bytes for run in runs),
+        saved_bytes=least(run.saved_bytes for run in runs),
+        peak_bytes=least(run.peak_bytes for run in runs),
+        skipped=sum(run.skipped for run in runs),
+        steps=sum(run.steps for run in runs),
+        nonfinite=sum(run.nonfinite for run in runs),
+        scale=runs[-1].scale,
+        low_share=min(shares) if shares else None,
+        emulated=any(run.emulated for run in runs),
+    )
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
+
+
+def _interval(differences: Sequence[float]) -> tuple[float, float] | None:
+    """Return the t-interval of a mean of paired differences."""
+    if len(differences) < 2 or not all(map(math.isfinite, differences)):
+        return None
+    from scipy.stats import t
+
+    mean = statistics.fmean(differences)
+    half = float(t.ppf((1 + CONFIDENCE) / 2, len(differences) - 1)) * statistics.stdev(differences)
+    half /= math.sqrt(len(differences))
+    return mean - half, mean + half
+
+
+def _judged(runs: Sequence[Run], interval: tuple[float, float] | None, margin: float, better: str) -> Verdict:
+    if any(_diverged(run) for run in runs):
+        return "diverged"
+    if not all(run.went_well for run in runs):
+        return "failed"
+    if interval is None:
+        return "undecided"
+    low, high = interval if better == "higher" else (-interval[1], -interval[0])
+    if -margin <= low and high <= margin:
+        return "equal"
+    return "worse" if high < 0 else "better" if low > 0 else "undecided"
+
+
+def _diverged(run: Run) -> bool:
+    """Whether a run's losses end in what is no number, or its metric is none, or most of its steps were skipped."""
+    ends_badly = run.loss is not None and not math.isfinite(run.loss)
+    return ends_badly or (run.metric is not None and not math.isfinite(run.metric)) or 2 * run.skipped > run.steps > 0
+
+
+def verdict(comparison: Comparison) -> list[str]:
+    """Return what the comparison came to, in words, the answer first."""
+    found, margin, metric = rows(comparison), margin_of(comparison), comparison.metric
+    base = next((row for row in found if row.policy == "O0"), None)
+    if base is None:
+        return ["No run has finished."]
+    seeds = "one run of each" if comparison.seeds is None else f"{counted(comparison.seeds, 'seed')} of each"
+    unit = f" {metric.unit}".rstrip()
+    lines = [
+        f"FP32 reaches {metric.name} {number(base.metric)}{unit} ({seeds}; equal is within ±{number(margin)}{unit})."
+    ]
+    for row in found:
+        if row is not base:
+            lines.append(f"{row.policy}: {_words(row, comparison)}.")
+    missing = [policy for policy in comparison.policies if not comparison.of(policy)]
+    if missing:
+        lines.append(f"Not run: {'; '.join(missing)}.")
+    if any(row.verdict == "undecided" for row in found):
+        more = 3 if (comparison.seeds or 0) < 3 else 2 * (comparison.seeds or 0)
+        lines.append(f"Undecided needs more seeds: --seeds {more}, for a script that takes --seed.")
+    sized = [(row.held_bytes + row.saved_bytes, row.policy) for row in found if row.held_bytes and row.saved_bytes]
+    whole = next((size for size, policy in sized if policy == "O0"), None)
+    if whole is not None and len(sized) > 1:
+        least, policy = min(sized)
+        lines.append(f"Least memory: {policy}, {byte_text(least)} held and saved, {least / whole:.2f}× that of FP32.")
+    return lines
+
+
+def _words(row: Row, comparison: Comparison) -> str:
+    unit = f" {comparison.metric.unit}".rstrip()
+    away = "" if row.difference is None else f"{number(abs(row.difference))}{unit}"
+    ran = "; nothing ran in low precision" if row.low_share == 0 else ""
+    if row.verdict in ("worse", "better"):
+        return f"{row.verdict} by {away}{_between(row, unit)}{ran}"
+    if row.verdict == "diverged":
+        return f"diverged: {row.nonfinite} of {row.steps} losses were not finite, {row.skipped} steps were skipped"
+    if row.verdict == "failed":
+        codes = ", ".join(str(run.code) for run in comparison.of(row.policy) if not run.went_well)
+        folder = next(run.folder for run in comparison.of(row.policy) if not run.went_well)
+        return f"failed with exit code {codes}; what it said is in {folder / 'errors.txt'}"
+    signed = "" if row.difference is None else f", {number(row.difference, sign=True)}{unit}"
+    return f"{row.verdict}{signed}{_between(row, unit)}{ran}"
+
+
+def _between(row: Row, unit: str) -> str:
+    if row.interval is None:
+        return ""
+    low, high = (number(each, sign=True) for each in row.interval)
+    return f" (95 %: {low} to {high}{unit})"
+
+
+def number(value: float | None, *, sign: bool = False) -> str:
+    """Write a number with four digits that count; ``–`` for what is not known."""
+    if value is None:
+        return "–"
+    return format(value + 0.0, f"{'+' if sign else ''}.{_DIGITS}g")
