@@ -23,13 +23,6 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-def test_what_a_killed_process_left_of_a_summary_is_no_foreign_file(tmp_path):
-    (tmp_path / ".summary.json.0123abcd.partial").write_text("{")
-    directory = RunDirectory(tmp_path, overwrite=True)
-    directory.finish({"rows": []})
-    assert sorted(child.name for child in tmp_path.iterdir()) == ["metrics.jsonl", "summary.json"]
-
-
 def test_steps_are_whole_lines_under_a_partial_name_until_the_end(tmp_path):
     directory = RunDirectory(tmp_path / "deep" / "run")
     assert not (tmp_path / "deep").exists()  # nothing is made before there is something to write
