@@ -8,7 +8,7 @@ Margin: 1.0 points, since it is six of the 597 held-out images, and 99.5 % measu
 error of 0.3 points. Three FP32 seeds gave 99.50, 99.66 and 99.33 %.
 
     python examples/families/digits_cnn.py --seed 1
-    mezzo compare --seeds 3 --margin 1.0 examples/families/digits_cnn.py
+    mezzo compare examples/families/digits_cnn.py
 """
 
 import argparse

@@ -10,7 +10,7 @@ Margin: 1.0 points, since an error of 4 % measured on some 3000 digits has a sta
 Three FP32 seeds gave 3.78, 3.91 and 4.25 %.
 
     python examples/families/digits_ctc.py --seed 1
-    mezzo compare --seeds 3 --margin 1.0 examples/families/digits_ctc.py
+    mezzo compare examples/families/digits_ctc.py
 """
 
 import argparse

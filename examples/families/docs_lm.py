@@ -9,8 +9,8 @@ Margin: 0.03 bits/byte, since that is less than 1 % of the loss. Three FP32 seed
 ``--lstm`` 4.098, 3.850 and 3.830, too far apart to show so small a difference in three seeds.
 
     python examples/families/docs_lm.py --seed 1
-    mezzo compare --seeds 3 --margin 0.03 examples/families/docs_lm.py
-    mezzo compare --seeds 3 --margin 0.03 examples/families/docs_lm.py --lstm
+    mezzo compare examples/families/docs_lm.py
+    mezzo compare examples/families/docs_lm.py --lstm
 """
 
 import argparse
