@@ -53,7 +53,7 @@ def test_a_run_that_stays_in_fp32_is_found(fp32, monkeypatch):
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, 2.2])
 def test_a_loss_that_is_not_fp32_s_is_wrong(number):
-    found = checkup.Training(
+    found = checkup.FormatTraining(
         policy="O1", loss=number, fp32_loss=2.0, weights_error=0.0, tolerance=0.01, low_share=1.0, is_emulated=False
     )
     assert len(found.faults) == 1
@@ -121,7 +121,7 @@ def test_pairs_are_timed_in_turns_and_ratios_taken_pair_by_pair():
     ],
 )
 def test_the_verdict_says_for_which_layers_a_format_pays(medians, says):
-    good = checkup.Training(
+    good = checkup.FormatTraining(
         policy="O1", loss=2.0, fp32_loss=2.0, weights_error=0.001, tolerance=0.01, low_share=1.0, is_emulated=False
     )
     speeds = {width: checkup.Speed(median=m, p10=0.9 * m, p90=1.1 * m) for width, m in medians.items()}

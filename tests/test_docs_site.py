@@ -16,9 +16,9 @@ from .distributed.ranks import on_ranks
 ROOT = Path(__file__).parents[1]
 #: What has public names beside ``mezzo`` itself; other rooms are reached through these.
 MODULES = (
-    *("formats", "numerics", "optim", "overflow", "scale", "explanation", "recipes", "bench"),
+    *("formats", "numerics", "optim", "overflow", "scale", "explanation", "recipes"),
     *(f"integrations.{name}" for name in ("accelerate", "lightning", "transformers") if find_spec(name)),
-    *("selftest", "script", "compat.torch", "compat.apex", "compat.paddle", "compat.fleet"),
+    *("script", "compat.torch", "compat.apex", "compat.paddle", "compat.fleet"),
 )
 
 

@@ -28,7 +28,7 @@ from mezzo.errors import MezzoError, UnsupportedError
 from mezzo.session import MixedPrecision
 from mezzo.trace.products import Products
 
-__all__ = ["WIDTHS", "Checkup", "Speed", "Training", "checked", "speeds", "train"]
+__all__ = ["WIDTHS", "Checkup", "FormatTraining", "Speed", "checked", "speeds", "train"]
 
 #: A layer of a small model, and one of a large one.
 WIDTHS: Final = (128, 2048)
@@ -47,7 +47,7 @@ _TIMEOUT_S: Final = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class FormatTraining:
     """Twenty steps under a policy, held against the same ones in FP32.
 
     Attributes:
@@ -105,7 +105,7 @@ class Checkup:
 
     device: str
     dtype: str
-    trainings: tuple[Training, ...] = ()
+    trainings: tuple[FormatTraining, ...] = ()
     speeds: Mapping[int, Speed] = field(default_factory=dict)
     trouble: str = ""
 
@@ -164,7 +164,9 @@ def checked(device: str, dtype: str, *, timed: bool = True) -> Checkup:
     if "trouble" in said:
         return Checkup(device=device, dtype=dtype, trouble=said["trouble"])
     numbers = ("loss", "fp32_loss", "weights_error", "tolerance", "low_share")
-    trainings = tuple(Training(**each | {name: float(each[name]) for name in numbers}) for each in said["trainings"])
+    trainings = tuple(
+        FormatTraining(**each | {name: float(each[name]) for name in numbers}) for each in said["trainings"]
+    )
     times = {int(width): Speed(**speed) for width, speed in said["speeds"].items()}
     return Checkup(device=device, dtype=dtype, trainings=trainings, speeds=times)
 
@@ -225,12 +227,12 @@ class _Run:
         return sum(self.losses[-_COMPARED:]) / _COMPARED
 
 
-def train(policy: str, device: torch.device, fp32: _Run) -> Training:
+def train(policy: str, device: torch.device, fp32: _Run) -> FormatTraining:
     """Take the steps under a policy, and hold them against FP32's."""
     run = _trained(policy, device)
     way = (fp32.end - fp32.start).norm()
     dtype = getattr(torch, policy.partition("dtype=")[2])
-    return Training(
+    return FormatTraining(
         policy=policy,
         loss=run.loss,
         fp32_loss=fp32.loss,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mezzo.cast.device import Action, DeviceReport, FormatSupport, decide, probing
-from mezzo.checkup import Checkup, Speed, Training
+from mezzo.checkup import Checkup, FormatTraining, Speed
 from mezzo.cli import doctor as doctor_module
 from mezzo.cli import main
 
@@ -25,7 +25,7 @@ CRASHING = DeviceReport(
 
 def training(policy, **changes):
     good = {"loss": 2.0, "fp32_loss": 2.0, "weights_error": 0.004, "tolerance": 0.04, "low_share": 1.0}
-    return Training(policy=policy, is_emulated=False, **(good | changes))
+    return FormatTraining(policy=policy, is_emulated=False, **(good | changes))
 
 
 def speed(median):

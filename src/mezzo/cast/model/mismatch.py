@@ -63,7 +63,7 @@ def explain(
         stored: The tensors of the model that are stored as it says.
         written: Buffers that are FP32 since a forward pass writes them.
     """
-    if not isinstance(error, RuntimeError | ValueError | TypeError | NotImplementedError):
+    if not isinstance(error, RuntimeError | ValueError | TypeError):
         return
     text = str(error)
     differ, lacks = (any(words in text for words in those) for those in (_TWO_DTYPES, _NO_KERNEL))
