@@ -243,9 +243,10 @@ def test_buckets_of_any_dtype_find_their_gradients_in_the_table_of_pass_1(upload
     assert len(uploads) == 1
 
 
-def alike_steps(executor, bucket, update, count):
-    """Steps with gradients that lie elsewhere each time, all of them alive until the last."""
+def alike_steps(executor, bucket, update, count, alive):
+    """Steps with gradients that lie elsewhere each time, since all of them stay in the list of those alive."""
     sets = [gradients_of(bucket, number, BF16) for number in range(count)]
+    alive += sets
     for gradients in sets:
         take(executor, bucket, update, gradients)
 
@@ -255,18 +256,18 @@ def test_the_reserve_is_filled_again_by_an_uncaptured_step(monkeypatch):
     """Five alike steps in a graph, after one rehearsal of them; then a second graph, after another one."""
     monkeypatch.setattr(tables, "RESERVE", 6)
     bucket, executor = bucket_of("adamw", SPLIT, BF16, [(20,), (3, 5)]), Triton()
-    update, theirs = executor.update_of(bucket), moved(bucket, "cpu")
+    update, theirs, alive = executor.update_of(bucket), moved(bucket, "cpu"), []
     for capturing in (False, True, False, True):
         monkeypatch.setattr(tables, "_is_capturing", lambda device, capturing=capturing: capturing)
-        alike_steps(executor, bucket, update, 5)
+        alike_steps(executor, bucket, update, 5, alive)
     assert len(executor._kept) > 4 * 5
     with pytest.raises(UnsupportedError, match=r"(?s)had new addresses 6 times.*at most 6 steps in a graph"):
-        alike_steps(executor, moved(bucket, "cpu"), lambda gradients, verdict: None, 2)
+        alike_steps(executor, moved(bucket, "cpu"), lambda gradients, verdict: None, 2, alive)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
     other = Triton()
     alike = other.update_of(theirs)
     for _ in range(4):
-        alike_steps(other, theirs, alike, 5)
+        alike_steps(other, theirs, alike, 5, alive)
     assert bucket.step == 20
     assert same_bits(tensors_of(bucket), tensors_of(theirs))
 
