@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
 from torch import nn
 
+from mezzo.explanation.fold import folded
 from mezzo.explanation.rows import Finding, Row
+from mezzo.explanation.words import byte_text, format_text, share_text
 from mezzo.policy import Policy, Rule
+from mezzo.policy.ops import OPS
 from mezzo.policy.spelling import both
+from mezzo.tensors import LOW
 from mezzo.trace.trace import Trace
-from mezzo.trace.where import MODEL, place_text
+from mezzo.trace.where import LOSS, MODEL, place_text
 
 __all__ = ["COMPOSITES", "findings"]
 
@@ -50,6 +55,9 @@ COMPOSITES: Final[Mapping[str, frozenset[str]]] = {
     }.items()
 }
 
+#: Of the bytes of all casts, that the cast of the logits is worth a word.
+_LARGE_SHARE: Final = 0.25
+
 _FAST_PATHS: Final[tuple[tuple[type[nn.Module], str], ...]] = (
     (nn.TransformerEncoderLayer, "torch._transformer_encoder_layer_fwd"),
     (nn.MultiheadAttention, "torch._native_multi_head_attention"),
@@ -74,6 +82,9 @@ def findings(
         *_without_effect(model, policy, rows, seen),
         *_unreachable(policy, rows, seen),
         *_fp32_products(policy, seen),
+        *_lost_integers(seen),
+        *_logits(seen),
+        *_tied(model, policy, rows),
         *(() if in_mode else _fast_paths(model, seen)),
     ]
     if not has_backward:
@@ -170,6 +181,96 @@ def _fp32_products(policy: Policy, seen: Trace) -> Iterator[Finding]:
             yield Finding(
                 kind="FP32 product", where=place_text(module, op, line), text=f"{text}; {why}" if why else text
             )
+
+
+# What users ask for: positions, logits, tied weights --------------------------------------------------
+
+
+def _lost_integers(seen: Trace) -> Iterator[Finding]:
+    """Name the low products that read positions, indices or times which their format does not hold."""
+    places = list(seen.integers)
+    for fold in folded(places, lambda place: place[0], lambda place: place[1:]):
+        module, op, line, found = fold.rows[0]
+        lost, path = found.lost, re.sub(r"\{[^}]*\}", "*", fold.path)
+        shape = f"{lost.num_changed:,} of {lost.num_all:,} change in {format_text([lost.dtype])}"
+        cast = f", by the cast at {found.line}" if found.line else ""
+        if found.by not in ("policy", "model", "torch"):
+            write = both(f"fp32_param={found.by}")
+        elif module in ("", LOSS):
+            write = "a function under @mezzo.fp32 for this product"
+        else:
+            write = both(f"fp32_module={path}")
+        if found.by == "model":
+            write += f", and no cast at {found.line}" if found.line else ", and no cast of the model's own"
+        what = "" if found.by in ("policy", "model", "torch") else f" of the buffer {found.by}"
+        text = (
+            f"it reads exact integers{what} up to {lost.largest:,}, of which {shape}{cast}: write {write}; or divide "
+            "them by their largest first, in FP32"
+        )
+        yield Finding(
+            kind="lost integers", where=place_text(fold.text if len(fold.rows) > 1 else module, op, line), text=text
+        )
+
+
+def _logits(seen: Trace) -> Iterator[Finding]:
+    """Name the cast of the logits where it is a large share of what all casts read and write."""
+    total = sum(size for key, size in seen.cast_bytes.items() if key[-1] != "emulation")
+    size = sum(account.num_bytes for account in seen.logits)
+    if not size or size < _LARGE_SHARE * total:
+        return
+    first = max(seen.logits, key=lambda account: account.num_bytes)
+    op = "" if first.place.call is None else first.place.call.op
+    write = "the loss in chunks of rows, for part in hidden.split(1024), which holds a part of the logits at a time"
+    if hasattr(torch.nn.functional, "linear_cross_entropy"):
+        write = f"torch.nn.functional.linear_cross_entropy, which never holds all logits; or {write}"
+    cost = f"{byte_text(size)}, {share_text(size, total)} of what all casts read and write"
+    text = f"the cast of the logits to FP32, and of their gradient back, takes {cost}: write {write}"
+    yield Finding(kind="logits", where=place_text(first.place.module, op, first.line).rstrip(), text=text)
+
+
+def _tied(model: nn.Module, policy: Policy, rows: tuple[Row, ...]) -> Iterator[Finding]:
+    """Name weights of two names, of which a rule keeps one in FP32, and which an op is to read low under the other."""
+    names: dict[int, list[str]] = {}
+    for path, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(path)
+    for paths in names.values():
+        rules = {path: _rule_of(policy, path) for path in paths}
+        kept = [path for path, rule in rules.items() if rule is not None and rule.treatment == "fp32"]
+        low = [path for path in paths if path not in kept and _is_low(policy, path, rules[path], rows)]
+        if kept and low:
+            rule, inside = rules[kept[0]], [path.rpartition(".")[0] for path in (kept[0], low[0])]
+            text = (
+                f"it and {low[0]} are one tensor: the rule {rule} keeps it in FP32 in {inside[0] or MODEL}, and "
+                f"{inside[1] or MODEL} is to read it low; write {both(f'fp32_param={kept[0]}+{low[0]}')} for both, or "
+                f"no rule on either"
+            )
+            yield Finding(kind="tied weights", where=kept[0], text=text)
+
+
+def _rule_of(policy: Policy, path: str) -> Rule | None:
+    """Return the first rule on a parameter or on the module that owns it, wherever it is stored."""
+    module = path.rpartition(".")[0]
+    return next(
+        (
+            rule
+            for rule in policy.rules
+            if rule.matches_param(path)
+            or (rule.op is None and rule.treatment in ("low", "fp32") and rule.matches_module(module))
+        ),
+        None,
+    )
+
+
+def _is_low(policy: Policy, path: str, rule: Rule | None, rows: tuple[Row, ...]) -> bool:
+    """Whether a weight is low under one of its names: by a rule, by its storage, or for an op in its module."""
+    if rule is not None:
+        return rule.treatment == "low"
+    module = path.rpartition(".")[0]
+    ops = {row.op for row in rows if row.module == module}
+    return policy.param_dtype in LOW or any(
+        entry is not None and policy.explain(entry.name, module or None).treatment == "low"
+        for entry in map(OPS.get, ops)
+    )
 
 
 def _fast_paths(model: nn.Module, seen: Trace) -> Iterator[Finding]:

@@ -17,12 +17,12 @@ from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.explanation.explanation import Explanation
 from mezzo.explanation.findings import findings
 from mezzo.explanation.rows import Cast, Misaligned, Padding, Product, Row
-from mezzo.explanation.trips import round_trips
 from mezzo.policy import Policy, Rule
-from mezzo.tensors import each_tensor
+from mezzo.tensors import LOW, each_tensor
 from mezzo.trace.calls import Decider
 from mezzo.trace.frames import here
 from mezzo.trace.kernels import Shape
+from mezzo.trace.measure import LostIntegers, lost_integers
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python, require_scalar
 from mezzo.trace.trace import Trace
@@ -37,9 +37,8 @@ _NO_LOSS: Final = ("loss= must return one floating number", "loss=lambda output:
 
 def explain(
     model: nn.Module,
-    inputs: Any,
-    policy: Policy | str | os.PathLike[str],
-    *,
+    *inputs: Any,
+    policy: Policy | str | os.PathLike[str] | None = None,
     loss: Loss | None = None,
 ) -> Explanation:
     """Say which precision each op in each module gets, and why, from one traced forward and backward pass.
@@ -52,8 +51,9 @@ def explain(
 
     Args:
         model: The model, not prepared yet.
-        inputs: A tensor, the one argument; a tuple, the positional arguments; or a mapping, the keyword arguments.
-        policy: A policy, its text, or the path of a policy file.
+        *inputs: The model's positional arguments. A single tuple stands for all of them, a single mapping for keyword
+            arguments.
+        policy: A policy, its text, or the path of a policy file; it may stand behind the inputs without its name.
         loss: From the model's output to a scalar, run inside the region as in a training step. When omitted the
             backward pass starts from all floating outputs, as for their sum in FP32.
 
@@ -81,8 +81,13 @@ def explain(
         >>> explanation.cast_bytes(what="parameter")  # 8·16 weights and 16 biases, 4 bytes read and 2 written
         864
     """
+    if policy is None:
+        if not inputs or not isinstance(inputs[-1], (Policy, str, os.PathLike)):
+            raise PolicyError("there is no policy to explain", write='mezzo.explain(model, x, policy="O1,bf16")')
+        *given_inputs, policy = inputs
+        inputs = tuple(given_inputs)
     policy = Policy.of(policy)
-    args, kwargs = _arguments(inputs)
+    args, kwargs = _arguments(inputs[0]) if len(inputs) == 1 else (inputs, {})
     if not isinstance(model, nn.Module):
         raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="mezzo.explain(model, …)")
     given = (leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
@@ -100,10 +105,13 @@ def _traced(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, loss: Loss | None, devices: list[torch.device]
 ) -> Explanation:
     trace = Trace(Decider(policy, _ruled(model, policy)), policy.dtype, Where(until=here()))
+    rounded = _rounded_buffers(model, policy)
     handle = Prepared(model, policy, tells=False)  # a finding does
     handle.halves.drop()
     region = handle.autocast()
     trace.learn(model, (args, kwargs))
+    for path, lost in rounded.items():
+        trace.round_buffer(model.get_buffer(path), lost, path)
     with hooked(trace, [model]):
         with region, watching(trace):
             output = model(*args, **kwargs)
@@ -133,7 +141,6 @@ def _traced(
         misaligned=tuple(misaligned),
         findings=findings(model, policy, rows, trace, has_backward=bool(differentiable), in_mode=in_mode),
         products=_products(trace),
-        round_trips=round_trips(trace.trips.done),
         moved_bytes=trace.moved_bytes,
     )
 
@@ -183,6 +190,18 @@ def _ruled(model: nn.Module, policy: Policy) -> dict[int, tuple[Rule, str]]:
         rule = policy.storage(path, path.rpartition(".")[0])[1]
         if rule is not None and id(tensor) not in found:
             found[id(tensor)] = (rule, path)
+    return found
+
+
+def _rounded_buffers(model: nn.Module, policy: Policy) -> dict[str, LostIntegers]:
+    """Find the buffers whose integers are lost where they are stored, before they are."""
+    found = {}
+    for path, buffer in model.named_buffers():
+        module, _, name = path.rpartition(".")
+        if buffer.dtype == torch.float32 and name not in model.get_submodule(module)._non_persistent_buffers_set:
+            dtype, _ = policy.storage(path, module)
+            if dtype in LOW and (lost := lost_integers(buffer, dtype)) is not None:
+                found[path] = lost
     return found
 
 
