@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mezzo.script.verbs import comparison, tuning
 
 from mezzo import report
 from mezzo.cli import main
 from mezzo.policy import Policy
 from mezzo.script import Program
-from mezzo.script.verbs import comparison, tuning
 
 from ..script.conftest import SCRIPTS
 
@@ -130,7 +130,7 @@ def test_a_module_is_a_script_too(mezzo, tmp_path):
         (("docs-lm",), "docs-lm is a recipe, and there is a file of that name"),
     ],
 )
-@pytest.mark.parametrize("verb", ["explain", "compare", "inspect", "tune"])
+@pytest.mark.parametrize("verb", ["compare", "inspect", "tune"])
 def test_what_is_neither_recipe_nor_script_is_refused(mezzo, tmp_path, verb, words, message):
     (tmp_path / "docs-lm").touch()
     code, out, err = mezzo(verb, *words)
@@ -141,8 +141,6 @@ def test_what_is_neither_recipe_nor_script_is_refused(mezzo, tmp_path, verb, wor
 @pytest.mark.parametrize(
     "words",
     [
-        ("explain", "--against", "O2"),
-        ("explain", "--html", "page.html"),
         ("compare", "--seed", "1"),
         ("compare", "--parallel", "ddp"),
         ("inspect", "--seed", "1"),
@@ -154,29 +152,6 @@ def test_options_that_only_a_recipe_has_are_refused(mezzo, tmp_path, words):
     assert (code, out) == (2, "")
     assert f"{words[1]}: not for a script" in err
     assert [*tmp_path.iterdir()] == []
-
-
-# explain --------------------------------------------------------------------------------------------------------
-
-
-def test_explaining_a_script_is_a_dry_run(mezzo):
-    explained = mezzo("explain", "--policy", BF16, PLAIN)
-    assert explained == mezzo("run", "--dry", "--policy", BF16, PLAIN)
-    assert explained[0] == 0
-    assert "run in BF16" in explained[1]
-
-
-def test_every_row_of_a_script_can_be_asked_for(mezzo):
-    few, full = (mezzo("explain", *words, "--policy", BF16, PLAIN)[1] for words in ((), ("--full",)))
-    assert len(full.splitlines()) > len(few.splitlines())
-
-
-def test_json_of_a_script_has_each_of_its_models(mezzo):
-    code, out, _ = mezzo("explain", "--json", "--policy", BF16, SCRIPTS / "gan.py")
-    assert code == 0
-    found = json.loads(out)
-    assert [each["model"] for each in found["models"]] == ["Sequential", "Sequential"]
-    assert found["left_alone"] == {}
 
 
 # compare --------------------------------------------------------------------------------------------------------

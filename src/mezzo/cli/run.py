@@ -11,9 +11,9 @@ import typer
 
 from mezzo import script
 from mezzo.cli.app import app
+from mezzo.cli.explain import explain_script
 from mezzo.cli.output import ALERT, UsualPolicy, note, require_free, usual_policy
 from mezzo.cli.running import ended_lines, ended_with
-from mezzo.cli.script.first_step import explain_script
 from mezzo.errors import printable
 from mezzo.files import whole
 from mezzo.recipes import StepRecord

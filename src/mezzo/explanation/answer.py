@@ -81,7 +81,7 @@ def _other_products(explained: Explained, others: list[Product]) -> Iterator[str
     for (dtype, why), products in dearest[:_MOST_REASONS]:
         share = share_text(_flops(products), _flops(explained.products))
         folds = folded(products, lambda each: each.module, lambda each: each.op)
-        where = some_of([place_text(fold.text, fold.rows[0].op) for fold in folds], 2)
+        where = some_of([place_text(fold.text, fold.rows[0].op) for fold in folds], 1)
         yield f"{_count(products):,} in {format_text([dtype])}, {share} of the FLOPs: {where} ({why})"
     if rest := [each for _, products in dearest[_MOST_REASONS:] for each in products]:
         share = share_text(_flops(rest), _flops(explained.products))
@@ -121,8 +121,7 @@ def _paddings(explained: Explained) -> Iterator[str]:
     if explained.misaligned:
         first = explained.misaligned[0]
         count = counted(sum(entry.count for entry in explained.misaligned), "product")
-        where = place_text(first.module, first.op)
-        yield f"{count} with dimensions that tensor cores do not like, such as {where}: {first.pads}"
+        yield f"{count} with dimensions that tensor cores do not like, such as {first.pads}"
 
 
 def _found(explained: Explained) -> Iterator[str]:

@@ -55,8 +55,10 @@ COMPOSITES: Final[Mapping[str, frozenset[str]]] = {
     }.items()
 }
 
-#: Of the bytes of all casts, that the cast of the logits is worth a word.
+#: The cast of the logits is worth a word where it has such a share of the bytes of all casts, and of all kernels: where
+#: there are few classes and hardly a cast, it would be most of nothing.
 _LARGE_SHARE: Final = 0.25
+_WORTH_A_WORD: Final = 0.01
 
 _FAST_PATHS: Final[tuple[tuple[type[nn.Module], str], ...]] = (
     (nn.TransformerEncoderLayer, "torch._transformer_encoder_layer_fwd"),
@@ -194,15 +196,15 @@ def _lost_integers(seen: Trace) -> Iterator[Finding]:
         lost, path = found.lost, re.sub(r"\{[^}]*\}", "*", fold.path)
         shape = f"{lost.num_changed:,} of {lost.num_all:,} change in {format_text([lost.dtype])}"
         cast = f", by the cast at {found.line}" if found.line else ""
-        if found.by not in ("policy", "model", "torch"):
-            write = both(f"fp32_param={found.by}")
-        elif module in ("", LOSS):
-            write = "a function under @mezzo.fp32 for this product"
+        is_buffer = found.by not in ("policy", "model", "torch")
+        if module not in ("", LOSS):
+            write = both(f"fp32_param={found.by},fp32_module={path}" if is_buffer else f"fp32_module={path}")
         else:
-            write = both(f"fp32_module={path}")
+            write = f"{both(f'fp32_param={found.by}')}, and " if is_buffer else ""
+            write += "a function under @mezzo.fp32 for this product"
         if found.by == "model":
             write += f", and no cast at {found.line}" if found.line else ", and no cast of the model's own"
-        what = "" if found.by in ("policy", "model", "torch") else f" of the buffer {found.by}"
+        what = f" of the buffer {found.by}" if is_buffer else ""
         text = (
             f"it reads exact integers{what} up to {lost.largest:,}, of which {shape}{cast}: write {write}; or divide "
             "them by their largest first, in FP32"
@@ -216,10 +218,10 @@ def _logits(seen: Trace) -> Iterator[Finding]:
     """Name the cast of the logits where it is a large share of what all casts read and write."""
     total = sum(size for key, size in seen.cast_bytes.items() if key[-1] != "emulation")
     size = sum(account.num_bytes for account in seen.logits)
-    if not size or size < _LARGE_SHARE * total:
+    if not size or size < _LARGE_SHARE * total or size < _WORTH_A_WORD * seen.moved_bytes:
         return
     first = max(seen.logits, key=lambda account: account.num_bytes)
-    op = "" if first.place.call is None else first.place.call.op
+    op = "" if first.place.call is None or first.place.call.hidden else first.place.call.op
     write = "the loss in chunks of rows, for part in hidden.split(1024), which holds a part of the logits at a time"
     if hasattr(torch.nn.functional, "linear_cross_entropy"):
         write = f"torch.nn.functional.linear_cross_entropy, which never holds all logits; or {write}"

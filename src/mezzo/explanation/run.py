@@ -28,7 +28,7 @@ from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_py
 from mezzo.trace.trace import Trace
 from mezzo.trace.where import Where
 
-__all__ = ["explain"]
+__all__ = ["explain", "own"]
 
 Loss = Callable[[Any], Tensor]
 
@@ -95,7 +95,7 @@ def explain(
     _check_runs(model, devices)
     # A region that is active where explain is called would act on top of the policy's.
     with as_training_runs(devices), autocast("O0"):
-        args, kwargs = _own((args, kwargs))
+        args, kwargs = own((args, kwargs))
         return _traced(
             copied(model, "mezzo.explain(build_model(), inputs, policy)"), args, kwargs, policy, loss, devices
         )
@@ -162,14 +162,14 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _own(inputs: Any) -> Any:
+def own(inputs: Any) -> Any:
     """Copy the tensors in nested containers, each once, so that no gradient or in-place edit reaches the user's."""
     known: dict[int, Tensor] = {}
 
-    def own(tensor: Tensor) -> Tensor:
+    def copy(tensor: Tensor) -> Tensor:
         return known.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
-    return pytree.tree_map_only(Tensor, own, inputs)
+    return pytree.tree_map_only(Tensor, copy, inputs)
 
 
 def _check_runs(model: nn.Module, devices: list[torch.device]) -> None:
