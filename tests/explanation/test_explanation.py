@@ -14,7 +14,6 @@ from mezzo.explanation import (
     Explanation,
     Finding,
     Misaligned,
-    Padding,
     Product,
     Row,
     explain,
@@ -45,7 +44,7 @@ EXPLANATION = Explanation(
     misaligned=(
         Misaligned(
             module="body.0", op="linear", shape=(("M", 8), ("N", 50257), ("K", 16)), dtype="bfloat16", multiple=8,
-            paddings=(Padding(dimension="N", size=50257, padded=50264),), count=2, line="/model.py:7",
+            count=2, line="/model.py:7",
         ),
     ),
     findings=(Finding(kind="idle rule", where="fp32=log[a-z]", text="it decided nothing"),),

@@ -6,7 +6,7 @@ and JSON are views of one value; printing is ``cli``'s.
 
 from mezzo.explanation.answer import Answer
 from mezzo.explanation.explanation import Explanation
-from mezzo.explanation.rows import Cast, Finding, Misaligned, Padding, Product, Row
+from mezzo.explanation.rows import Cast, Finding, Misaligned, Product, Row
 from mezzo.explanation.run import explain
 
-__all__ = ["Answer", "Cast", "Explanation", "Finding", "Misaligned", "Padding", "Product", "Row", "explain"]
+__all__ = ["Answer", "Cast", "Explanation", "Finding", "Misaligned", "Product", "Row", "explain"]

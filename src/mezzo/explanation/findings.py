@@ -60,14 +60,9 @@ COMPOSITES: Final[Mapping[str, frozenset[str]]] = {
 _LARGE_SHARE: Final = 0.25
 _WORTH_A_WORD: Final = 0.01
 
-_FAST_PATHS: Final[tuple[tuple[type[nn.Module], str], ...]] = (
-    (nn.TransformerEncoderLayer, "torch._transformer_encoder_layer_fwd"),
-    (nn.MultiheadAttention, "torch._native_multi_head_attention"),
-)
-
 
 def findings(
-    model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Trace, *, has_backward: bool, in_mode: bool
+    model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Trace, *, has_backward: bool
 ) -> tuple[Finding, ...]:
     """List what a user should know beside the tables.
 
@@ -77,7 +72,6 @@ def findings(
         rows: Every op.
         seen: What else was measured.
         has_backward: Whether a backward pass could run.
-        in_mode: Whether the region autocasts or has a function mode, either of which keeps torch off its fast paths.
     """
     found = [
         *_disagreements(rows),
@@ -87,7 +81,6 @@ def findings(
         *_lost_integers(seen),
         *_logits(seen),
         *_tied(model, policy, rows),
-        *(() if in_mode else _fast_paths(model, seen)),
     ]
     if not has_backward:
         text = "nothing requires a gradient: parameters are frozen, or the output is detached; casts are the forward's"
@@ -273,18 +266,3 @@ def _is_low(policy: Policy, path: str, rule: Rule | None, rows: tuple[Row, ...])
         entry is not None and policy.explain(entry.name, module or None).treatment == "low"
         for entry in map(OPS.get, ops)
     )
-
-
-def _fast_paths(model: nn.Module, seen: Trace) -> Iterator[Finding]:
-    inside: list[str] = []
-    for path, module in model.named_modules():
-        function = next((name for kind, name in _FAST_PATHS if isinstance(module, kind)), None)
-        if function is None or module.training or path not in seen.where.modules_run:
-            continue
-        if not any(not outer or path.startswith(f"{outer}.") for outer in inside):
-            text = (
-                f"in eval() and under no_grad it may run as {function}, one C++ function which no op rule enters; this "
-                "trace has gradients on, as training has, and shows its parts"
-            )
-            yield Finding(kind="fast path", where=path or MODEL, text=text)
-        inside.append(path)

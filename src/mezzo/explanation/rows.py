@@ -10,7 +10,7 @@ from typing import Literal
 from mezzo.documents import Document
 from mezzo.errors import PolicyError
 
-__all__ = ["Cast", "Explained", "Finding", "FindingKind", "Misaligned", "Padding", "Product", "Row"]
+__all__ = ["Cast", "Explained", "Finding", "FindingKind", "Misaligned", "Product", "Row"]
 
 FindingKind = Literal[
     "disagreement",
@@ -18,7 +18,6 @@ FindingKind = Literal[
     "shadowed rule",
     "unreachable",
     "FP32 product",
-    "fast path",
     "no backward",
     "lost integers",
     "logits",
@@ -115,15 +114,6 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Padding:
-    """One dimension of a product, and the next size that suits the hardware."""
-
-    dimension: str
-    size: int
-    padded: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Misaligned:
     """A matrix product or convolution with a dimension that tensor cores do not like.
 
@@ -134,7 +124,6 @@ class Misaligned:
             (of a linear layer: rows of the input, output features, input features).
         dtype: The format of the operands.
         multiple: What each dimension should be a multiple of: 8 for 16-bit formats, 16 for FP8.
-        paddings: The dimensions that are not.
         count: How many calls.
         line: ``file:line`` in the user's code.
 
@@ -147,14 +136,14 @@ class Misaligned:
     shape: tuple[tuple[str, int], ...]
     dtype: str
     multiple: int
-    paddings: tuple[Padding, ...]
     count: int
     line: str | None
 
     @property
     def pads(self) -> str:
         """What to pad, in a few words: ``N 50257 → 50264``."""
-        return ", ".join(f"{pad.dimension} {pad.size} → {pad.padded}" for pad in self.paddings)
+        short = ((name, size, -size % self.multiple) for name, size in self.shape)
+        return ", ".join(f"{name} {size} → {size + more}" for name, size, more in short if more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +155,7 @@ class Finding:
             this run. ``shadowed rule``: earlier rules match all that it matches. ``unreachable``: a rule names an op
             inside a C++ composite, where nothing reaches. ``FP32 product``: a product ran in FP32 under a policy that
             computes in low precision, by its own decision or not, with its share of the FLOPs of all products in the
-            forward pass. ``fast path``: in inference the module runs as one function. ``no backward``: nothing
+            forward pass. ``no backward``: nothing
             requires a gradient. ``lost integers``: positions, indices or times, exact in FP32, are rounded on their
             way into a low product. ``logits``: their cast is a large share of all casts. ``tied weights``: one tensor
             under two names, of which a rule speaks about one.

@@ -16,12 +16,11 @@ from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.explanation.explanation import Explanation
 from mezzo.explanation.findings import findings
-from mezzo.explanation.rows import Cast, Misaligned, Padding, Product, Row
+from mezzo.explanation.rows import Cast, Misaligned, Product, Row
 from mezzo.policy import Policy, Rule
 from mezzo.tensors import LOW, each_tensor
 from mezzo.trace.calls import Decider
 from mezzo.trace.frames import here
-from mezzo.trace.kernels import Shape
 from mezzo.trace.measure import LostIntegers, lost_integers
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python, require_scalar
@@ -124,12 +123,6 @@ def _traced(
             with watching(trace, backward=True):
                 region.run_backward(differentiable, grad_tensors=ones)  # type: ignore[arg-type]
     rows = tuple(_built(Row, key, count=count) for key, count in trace.rows.items())
-    misaligned = (
-        _built(Misaligned, key, count=count, paddings=_paddings(shape, multiple))
-        for key, count in trace.products.items()
-        for shape, multiple in [(key[2], key[4])]
-    )
-    in_mode = policy.autocast or region.has_differences or policy.param_dtype != torch.float32
     return Explanation(
         model=type(model).__name__,
         policy=str(policy),
@@ -138,8 +131,8 @@ def _traced(
         emulated=region.emulated,
         rows=rows,
         casts=_casts(trace),
-        misaligned=tuple(misaligned),
-        findings=findings(model, policy, rows, trace, has_backward=bool(differentiable), in_mode=in_mode),
+        misaligned=tuple(_built(Misaligned, key, count=count) for key, count in trace.products.items()),
+        findings=findings(model, policy, rows, trace, has_backward=bool(differentiable)),
         products=_products(trace),
         moved_bytes=trace.moved_bytes,
     )
@@ -236,11 +229,3 @@ def _casts(trace: Trace) -> tuple[Cast, ...]:
 def _products(trace: Trace) -> tuple[Product, ...]:
     found = trace.flops.most_common()
     return tuple(_built(Product, key, flops=flops, count=trace.num_products[key]) for key, flops in found)
-
-
-def _paddings(shape: Shape, multiple: int) -> tuple[Padding, ...]:
-    return tuple(
-        Padding(dimension=name, size=size, padded=-(-size // multiple) * multiple)
-        for name, size in shape
-        if size % multiple
-    )

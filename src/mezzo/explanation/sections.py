@@ -71,7 +71,7 @@ def few_rows(explained: Explained) -> Iterator[Section]:
             cast.by, byte_text(cost), share,
         ),
     )  # fmt: skip
-    pads = folded(explained.misaligned, _module, lambda each: (each.op, each.shape, each.paddings))
+    pads = folded(explained.misaligned, _module, lambda each: (each.op, each.shape))
     yield from _section(
         "products whose dimensions tensor cores do not like",
         "where,op,shape,pad".split(","),

@@ -224,17 +224,15 @@ class Trace:
             self._rounded.put(results, None if lost is None else Integers(lost, "model", line))
             return
         if kernels.is_rearranging(kernel):
-            for labels in (self._rounded, self._widened):
-                found = next((label for each in tensors(args) if (label := labels.get(each)) is not None), None)
-                if found is not None:
-                    labels.put(results, found)
+            _carry(self._rounded, args, results)
+            _carry(self._widened, args, results)
             return
         if kernel._schema.is_mutable:
             self._rounded.put(results, None)
         if kernels.flops(kernel, args, kwargs, out) is not None:
             read = kernels.factors(kernel, args)
             self._widened.put(results, (any(self._labels.get(each) == "parameter" for each in read), ()))
-            for found in {self._rounded.get(each) for each in read} - {None}:
+            for found in {label for each in read if (label := self._rounded.get(each)) is not None}:
                 op, line = (kernel_name(kernel), None) if place.call is None else (place.call.op, place.call.line)
                 self.integers[place.module, op, line, found] += 1
         name = str(kernel._schema.name)
@@ -265,3 +263,10 @@ class Trace:
             key = (place.module, op, name, why, line)
             self.flops[key] += amount
             self.num_products[key] += 1
+
+
+def _carry(labels: Storages[Any], args: Any, results: list[Tensor]) -> None:
+    """Label what holds the numbers of a labelled tensor, among others perhaps."""
+    found = next((label for each in tensors(args) if (label := labels.get(each)) is not None), None)
+    if found is not None:
+        labels.put(results, found)
