@@ -55,7 +55,6 @@ def test_the_package_holds_what_its_pages_and_type_checkers_need(builders):
     others = {name for name in held(builders[0]) if not name.endswith(".py")}
     assert others == {
         "mezzo/py.typed",
-        "mezzo/explanation/page.html",
         "mezzo/report/template/page.css",
         "mezzo/report/template/page.html.jinja",
         "mezzo/report/template/page.js",

@@ -1,239 +1,201 @@
-"""``mezzo explain``: a recipe or a factory; the answer, every row, a page or JSON; one policy or two."""
+"""``mezzo explain SCRIPT``: the answer, every row, JSON, a folder; which step, which policies, how a script ends it."""
 
 import json
 import re
-import sys
 
 import pytest
+import torch
+import typer
 
-from mezzo.cli import main
+from mezzo.cli.explain import explain_script
 from mezzo.explanation import Explanation
+from mezzo.policy import Policy
+from mezzo.script import Program, rehearse
 
-FACTORY = """
+from ..script.conftest import SCRIPTS
+
+BF16 = "O1,dtype=bfloat16,emulate=true"
+
+#: Ten words, times up to 599, and a vocabulary whose logits are most of what casts read.
+SCRIPT = """
+import sys
 import torch
 from torch import nn
+
+torch.manual_seed(0)
 
 
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.head = nn.Linear(8, 5)
+        self.embed, self.time, self.head = nn.Embedding(800, 16), nn.Linear(1, 16), nn.Linear(16, 800, bias=False)
+        self.head.weight = self.embed.weight
 
     def forward(self, x):
-        return torch.softmax(self.head(x), -1)
+        return self.head(self.embed(x) + self.time(torch.arange(600).float()[:, None]))
 
 
-def plain():
-    return Net(), torch.ones(4, 8)
-
-
-def with_loss():
-    return Net(), (torch.ones(4, 8),), lambda output: output.float().square().sum()
-
-
-def nothing():
-    return None
-
-
-def alone():
-    return (Net(),)
-
-
-def wrong_loss():
-    return Net(), torch.ones(4, 8), 3.0
-
-
-def fails():
-    raise KeyError("the user's own error")
-
-
-number = 3
+model, criterion = Net(), nn.CrossEntropyLoss()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(4):
+    if sys.argv[1:] == [str(step)]:
+        raise KeyError("the script's own")
+    x = torch.randint(800, (2, 600))
+    criterion(model(x)[:, :-1].reshape(-1, 800), x[:, 1:].reshape(-1)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    print("step", step)
 """
 
 
 @pytest.fixture
-def mezzo(mezzo, tmp_path):
-    """Run `mezzo explain` beside a module with factories: (exit code, stdout, stderr)."""
-    (tmp_path / "explained_models.py").write_text(FACTORY)
-    (tmp_path / "explained_broken.py").write_text("import a_package_that_is_not_there\n")
-    path = list(sys.path)
-
-    def run(*words):
-        found = mezzo("explain", *words)
-        assert sys.path == path
-        return found
-
-    yield run
-    sys.modules.pop("explained_models", None)
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
 
 
-EMULATED = "O1,dtype=bfloat16,emulate=true"
+def explained(mezzo, *words):
+    return mezzo("explain", *words)
 
 
-def test_the_answer_comes_first(mezzo):
-    code, out, err = mezzo("explained_models:plain", "--policy", EMULATED)
+def test_the_answer_comes_first(mezzo, script):
+    code, out, err = explained(mezzo, "--policy", BF16, script)
     assert (code, err) == (0, "")
-    assert "\x1b" not in out
     lines = out.splitlines()
-    assert lines[0] == f"The 1 product of Net runs in BF16 under {EMULATED}: 100 % of its FLOPs"
-    assert "measured in one step on cpu, products emulated in FP32, torch " in out
-    assert ["head", "linear", "1", "FP32", "→", "BF16"] in [line.split()[:6] for line in lines]
-    assert "M 4 · N 5 · K 8" in out
-    assert "M 4 → 8, N 5 → 8" in out
+    assert lines[0] == f"All 2 products of Net run in BF16 under {BF16}: 100 % of their FLOPs"
+    assert ["time", "linear", "1", "FP32", "→", "BF16"] in [line.split()[:6] for line in lines]
     assert not any(line.endswith(" ") or len(line) > 120 for line in lines)
+    full = explained(mezzo, "--full", "--policy", BF16, script)[1].splitlines()
+    (linear,) = [line for line in full if line.split()[:2] == ["time", "linear"] and "table" in line]
+    assert linear.endswith("  train.py:16")
+    assert len(full) > len(lines)
 
 
-def test_every_row(mezzo):
-    code, out, err = mezzo("explained_models:plain", "--policy", EMULATED, "--full")
-    assert (code, err) == (0, "")
-    lines = out.splitlines()
-    (linear,) = [line for line in lines if line.split()[:2] == ["head", "linear"] and "table" in line]
-    assert linear.split()[2:8] == ["1", "float32", "bfloat16,", "emulated", "bfloat16", "low"]
-    assert linear.endswith("  explained_models.py:12")
-    assert lines[-1] == "findings: none"
-    assert not any(line.endswith(" ") for line in lines)
+def test_findings_of_a_script_and_of_the_loss_outside_its_model(mezzo, script):
+    code, out, _ = explained(mezzo, "--json", "--policy", f"{BF16},fp32_module=embed", script)
+    assert code == 0
+    (model,) = json.loads(out)["models"]
+    found = {each["kind"]: each for each in model["findings"]}
+    assert set(found) == {"lost integers", "logits", "tied weights"}
+    assert found["lost integers"]["where"] == f"time linear ({script}:16)"
+    assert found["logits"]["where"] == "(loss) cross_entropy"
+    size = 2 * 2 * 599 * 800 * 6  # the rows that the script's loss reads, there and back
+    assert f"{size / 2**20:.1f} MiB" in found["logits"]["text"]
 
 
 @pytest.mark.parametrize("columns, widest", [(80, 80), (100, 100), (400, 120)])
-def test_a_terminal_is_never_too_narrow(mezzo, monkeypatch, columns, widest):
+def test_a_terminal_is_never_too_narrow(mezzo, monkeypatch, script, columns, widest):
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
-    words = ("explained_models:with_loss", "--policy", EMULATED)
-    for more in ((), ("--against", f"{EMULATED},low=softmax")):
-        _, out, _ = mezzo(*words, *more)
-        plain = re.sub(r"\x1b\[[\d;]*m", "", out)
-        assert plain != out
-        assert widest - 30 < max(map(len, plain.splitlines())) <= widest
-        assert "…" not in plain
+    _, out, _ = explained(mezzo, "--policy", BF16, script)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", out)
+    assert plain != out
+    assert widest - 30 < max(map(len, plain.splitlines())) <= widest
+    assert "…" not in plain
 
 
-def test_a_page(mezzo, tmp_path):
-    words = ("explained_models:plain", "--policy", EMULATED, "--html", "page.html")
-    code, out, err = mezzo(*words)
-    assert (code, err) == (0, "page: page.html\n")
-    page = (tmp_path / "page.html").read_text()
-    assert out.splitlines()[0] in page
-    code, out, err = mezzo(*words, "--against", "O0")
-    assert (code, out) == (2, "")
-    assert err == ("mezzo: there is a file page.html already\n  write  --overwrite, or --html with another name\n")
-    assert (tmp_path / "page.html").read_text() == page
-    assert mezzo(*words, "--against", "O0", "--overwrite")[0] == 0
-    assert f"<h1>O0 instead of {EMULATED}: " in (tmp_path / "page.html").read_text()
-
-
-def test_a_page_that_cannot_be(mezzo, tmp_path, monkeypatch):
-    words = ("explained_models:plain", "--policy", EMULATED, "--html", "nowhere/page.html")
-    code, out, err = mezzo(*words)
-    assert (code, out) == (2, "")
-    assert err.startswith("mezzo: there is no folder nowhere to save in\n")
-    (tmp_path / "folder").mkdir()
-    code, out, err = mezzo(*words[:-1], "folder", "--overwrite")
-    assert (code, out) == (2, "")
-    assert err.startswith("mezzo: there is a folder folder\n")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Explanation, "save_html", full)
-    code, out, err = mezzo(*words[:-1], "page.html")
-    assert (code, out) == (2, "")
-    assert err == "mezzo: the page page.html cannot be written\n  why    No space left on device\n"
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    code, out, err = mezzo(*words)
-    assert (code, out) == (3, "")
-    assert 'write  pip install "jinja2>=3.1" "matplotlib>=3.9" "plotly>=6.0"' in err
-    assert not list(tmp_path.glob("**/*.html"))
-
-
-def test_json_is_the_explanation(mezzo):
-    code, out, _ = mezzo("explained_models:with_loss", "--policy", EMULATED, "--json")
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_step_that_is_asked_for_is_explained_and_no_other_runs(mezzo, script, steps):
+    code, out, _ = explained(mezzo, "--steps", steps, "--policy", BF16, script)
     assert code == 0
-    explanation = Explanation.from_json(out)
-    assert explanation.policy == EMULATED
-    assert json.loads(out)["answer"]["headline"] == explanation.answer.headline
-    assert [(row.module, row.op) for row in explanation.rows] == [
-        ("head", "linear"), ("", "softmax"), ("(loss)", "square"), ("(loss)", "sum"),
-    ]  # fmt: skip
+    assert [line for line in out.splitlines() if line.startswith("step")] == [f"step {n}" for n in range(steps - 1)]
+    assert "All 2 products of Net" in out
 
 
-def test_two_policies(mezzo):
-    other = f"{EMULATED},low=softmax"
-    code, out, _ = mezzo("explained_models:plain", "--policy", EMULATED, "--against", other)
-    assert code == 0
-    assert out.replace("\n", " ").startswith(f"{other} instead of {EMULATED}: 1 of 2 ops run in another precision ")
-    assert ["(model)", "softmax", "BF16", "→", "FP32", "BF16"] in [line.split() for line in out.splitlines()]
-    full = mezzo("explained_models:plain", "--policy", EMULATED, "--against", other, "--full")[1]
-    assert "low by low=softmax" in full
-    assert mezzo("explained_models:plain", "--policy", EMULATED, "--against", EMULATED)[1] == (
-        f"{EMULATED} and {EMULATED} explain the same\n"
-    )
+def test_what_a_script_prints_goes_to_stderr_beside_json(mezzo, script):
+    code, out, err = explained(mezzo, "--json", "--steps", "2", "--policy", BF16, script)
+    assert (code, err) == (0, "step 0\n")
+    assert json.loads(out)["program"] == str(script)
 
 
-def test_differences_as_json(mezzo):
-    words = ("explained_models:plain", "--policy", EMULATED, "--against", "O0", "--json")
-    found = json.loads(mezzo(*words)[1])
-    assert found[0] == {"about": "policy", "where": "policy", "this": EMULATED, "other": "O0"}
-    assert {each["about"] for each in found} == {"policy", "run", "op", "casts", "alignment"}
-
-
-def test_a_recipe(mezzo):
-    code, out, _ = mezzo("digits-cnn", "--policy", "O2,dtype=float16,emulate=true", "--json")
-    assert code == 0
-    explanation = Explanation.from_json(out)
-    rows = {(row.module, row.op): row for row in explanation.rows}
-    assert rows["stem", "conv2d"].computes_in == ("float16",)
-    assert rows["stem_norm", "batch_norm"].computes_in == ("float16", "float32")
-    assert rows["stem", "conv2d"].line.rpartition(":")[0].endswith("recipes/digits_cnn.py")
-    assert rows["(loss)", "cross_entropy"].returns == ("float32",)
-    assert {(entry.module, pad.dimension) for entry in explanation.misaligned for pad in entry.paddings} == {
-        ("stem", "channels in"), ("head", "N"),
+def test_a_folder_has_each_explanation_and_a_summary(mezzo, script, tmp_path):
+    words = ("--policy", BF16, "--out", "why", SCRIPTS / "gan.py")
+    assert explained(mezzo, *words)[0] == 0
+    folder = tmp_path / "why"
+    assert {each.name for each in folder.iterdir()} == {"explanation-1.json", "explanation-2.json", "summary.json"}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [each["file"] for each in summary["models"]] == ["explanation-1.json", "explanation-2.json"]
+    code, out, err = explained(mezzo, *words)
+    assert (code, out) == (2, "")
+    assert err.startswith("mezzo: why has results already\n  write  --overwrite")
+    assert explained(mezzo, "--policy", BF16, "--out", "why", "--overwrite", script)[0] == 0
+    assert {each.name for each in folder.iterdir()} == {"explanation.json", "summary.json"}
+    found = Explanation.from_json((folder / "explanation.json").read_text())
+    (model,) = json.loads((folder / "summary.json").read_text())["models"]
+    assert model == {
+        "file": "explanation.json", "model": "Net", "policy": BF16, "headline": found.answer.headline,
     }  # fmt: skip
-    assert explanation.findings == ()
 
 
-def test_help_leads_with_examples(mezzo):
-    code, out, _ = mezzo("--help")
-    assert code == 0
-    assert out.index("mezzo explain digits-cnn") < out.index("A factory takes no argument")
-    assert "--against" in out
+def test_dry_is_what_it_does_and_run_has_the_same(mezzo, script):
+    plain = explained(mezzo, "--policy", BF16, script)
+    assert explained(mezzo, "--dry", "--policy", BF16, script) == plain
+    assert mezzo("run", "--dry", "--policy", BF16, script) == plain
+
+
+def test_several_policies_and_one_run_of_the_script(script, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    policies = [Policy.of(text) for text in ("O0", BF16, "O2,dtype=float16,emulate=true")]
+    with pytest.raises(typer.Exit) as left:
+        explain_script(Program(name=str(script)), policies, steps=2, out=tmp_path / "three")
+    assert left.value.exit_code == 0
+    out = capsys.readouterr().out
+    assert out.count("step 0") == 1
+    headlines = [line for line in out.splitlines() if " products of Net run" in line]
+    assert [f"under {policy}" in line for policy, line in zip(policies, headlines, strict=True)] == [True] * 3
+    assert len(list((tmp_path / "three").glob("explanation-*.json"))) == 3
+
+
+def test_a_model_is_explained_as_it_was_at_its_call(script):
+    """What a step does to weights and random numbers does not show: twice the same, and the script's losses stay."""
+    policy = Policy.of(BF16)
+    first, second = (rehearse(Program(name=str(script)), policy, steps=2).explanations for _ in range(2))
+    assert first == second
+    before = torch.nn.Module.__call__, torch.nn.functional.cross_entropy
+    rehearse(Program(name=str(script)), policy)
+    assert (torch.nn.Module.__call__, torch.nn.functional.cross_entropy) == before
+
+
+# How it ends ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_low_is_four(mezzo, script):
+    code, out, _ = explained(mezzo, "--policy", "O0", script)
+    assert code == 4
+    assert "All 2 products of Net run in FP32 under O0" in out
+
+
+@pytest.mark.parametrize("steps, code", [(2, 0), (3, 1)])
+def test_an_error_before_the_step_is_the_script_s(mezzo, script, steps, code):
+    found, out, err = explained(mezzo, "--steps", steps, "--policy", BF16, script, "2")
+    assert found == code
+    assert ('KeyError: "the script\'s own"' in err) == (code == 1)
+    assert ("All 2 products" in out) == (code == 0)
 
 
 @pytest.mark.parametrize(
-    "subject, what, hint",
+    "words, message",
     [
-        ("digits-cn", "unknown recipe 'digits-cn'", "did you mean 'digits-cnn'?"),
-        ("no_such_package.models:tiny", "there is no module 'no_such_package.models'", "No module named"),
-        ("explained_models:plane", "explained_models has no 'plane'", "did you mean 'plain'?"),
-        ("explained_models:", "explained_models has no ''", "def factory():"),
-        (":plain", "':plain' names no module", "mezzo explain package.module:factory"),
-        (".models:plain", "'.models:plain' names no module", "mezzo explain package.module:factory"),
-        ("explained_models:number", "explained_models:number is no function but of type int", "def factory():"),
-        ("explained_models:nothing", "explained_models:nothing returned NoneType", "return model, inputs"),
-        ("explained_models:alone", "explained_models:alone returned ('Net',)", "return model, inputs"),
-        (
-            "explained_models:wrong_loss",
-            "the loss that explained_models:wrong_loss returned is a float",
-            "lambda output",
-        ),
+        (["nowhere.py"], "there is no script 'nowhere.py'"),
+        (["--policy", "O9", SCRIPTS / "untrained.py"], "unknown level 'O9'"),
+        (["digits-cnn"], "there is no script 'digits-cnn'"),
     ],
 )
-def test_what_cannot_be_explained(mezzo, subject, what, hint):
-    code, out, err = mezzo(subject)
+def test_what_cannot_be_explained(mezzo, words, message):
+    code, out, err = explained(mezzo, *words)
     assert (code, out) == (2, "")
-    assert err.startswith(f"mezzo: {what}")
-    assert hint in err
+    assert message in err
 
 
-def test_a_wrong_policy_is_found_before_anything_is_imported(mezzo):
-    code, _, err = mezzo("no_such_package:tiny", "--policy", "O9")
-    assert code == 2
-    assert "unknown level 'O9'" in err
-    code, _, err = mezzo("no_such_package:tiny", "--against", "O9")
-    assert "unknown level 'O9'" in err
+def test_several_processes_are_refused(mezzo, script, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, out, err = explained(mezzo, "--policy", BF16, script)
+    assert (code, out) == (2, "")
+    assert "mezzo explain works in one process, and 2 were started" in err
 
 
-def test_the_user_s_own_errors_pass_through(mezzo):
-    with pytest.raises(KeyError, match="the user's own error"):
-        main(["explain", "explained_models:fails"])
-    with pytest.raises(ModuleNotFoundError, match="a_package_that_is_not_there"):
-        main(["explain", "explained_broken:tiny"])
+def test_help_leads_with_examples(mezzo):
+    code, out, _ = explained(mezzo, "--help")
+    assert code == 0
+    assert out.index("mezzo explain train.py") < out.index("The script runs in FP32")

@@ -164,7 +164,7 @@ def test_a_dry_run_explains_the_first_step_and_stops_there(mezzo, tmp_path):
 def test_a_dry_run_without_a_model_alarms(mezzo):
     code, out, err = mezzo("run", "--dry", "--policy", BF16, SCRIPTS / "functional_only.py")
     assert (code, out) == (4, "")
-    assert err.endswith("functional_only.py called no model to train before its first step\n")
+    assert err.endswith("functional_only.py called no model to train before its step 1 was done\n")
 
 
 @pytest.mark.parametrize(

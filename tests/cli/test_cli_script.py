@@ -9,10 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from mezzo.script.verbs import comparison
+from mezzo.script.verbs import comparison, tuning
 
 from mezzo import report
 from mezzo.cli import main
+from mezzo.policy import Policy
+from mezzo.script import Program
 
 from ..script.conftest import SCRIPTS
 
@@ -128,7 +130,7 @@ def test_a_module_is_a_script_too(mezzo, tmp_path):
         (("docs-lm",), "docs-lm is a recipe, and there is a file of that name"),
     ],
 )
-@pytest.mark.parametrize("verb", ["explain", "compare", "inspect"])
+@pytest.mark.parametrize("verb", ["compare", "inspect", "tune"])
 def test_what_is_neither_recipe_nor_script_is_refused(mezzo, tmp_path, verb, words, message):
     (tmp_path / "docs-lm").touch()
     code, out, err = mezzo(verb, *words)
@@ -139,11 +141,10 @@ def test_what_is_neither_recipe_nor_script_is_refused(mezzo, tmp_path, verb, wor
 @pytest.mark.parametrize(
     "words",
     [
-        ("explain", "--against", "O2"),
-        ("explain", "--html", "page.html"),
         ("compare", "--seed", "1"),
         ("compare", "--parallel", "ddp"),
         ("inspect", "--seed", "1"),
+        ("tune", "--seed", "1"),
     ],
 )
 def test_options_that_only_a_recipe_has_are_refused(mezzo, tmp_path, words):
@@ -151,29 +152,6 @@ def test_options_that_only_a_recipe_has_are_refused(mezzo, tmp_path, words):
     assert (code, out) == (2, "")
     assert f"{words[1]}: not for a script" in err
     assert [*tmp_path.iterdir()] == []
-
-
-# explain --------------------------------------------------------------------------------------------------------
-
-
-def test_explaining_a_script_is_a_dry_run(mezzo):
-    explained = mezzo("explain", "--policy", BF16, PLAIN)
-    assert explained == mezzo("run", "--dry", "--policy", BF16, PLAIN)
-    assert explained[0] == 0
-    assert "run in BF16" in explained[1]
-
-
-def test_every_row_of_a_script_can_be_asked_for(mezzo):
-    few, full = (mezzo("explain", *words, "--policy", BF16, PLAIN)[1] for words in ((), ("--full",)))
-    assert len(full.splitlines()) > len(few.splitlines())
-
-
-def test_json_of_a_script_has_each_of_its_models(mezzo):
-    code, out, _ = mezzo("explain", "--json", "--policy", BF16, SCRIPTS / "gan.py")
-    assert code == 0
-    found = json.loads(out)
-    assert [each["model"] for each in found["models"]] == ["Sequential", "Sequential"]
-    assert found["left_alone"] == {}
 
 
 # compare --------------------------------------------------------------------------------------------------------
@@ -300,3 +278,70 @@ def test_a_script_that_never_trains_cannot_be_inspected(mezzo, tmp_path, name):
     assert (code, out) == (2, "")
     assert "never trains: no optimizer over a module's parameters took a step" in err
     assert not (tmp_path / "run").exists()
+
+
+# tune -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("emulating", "here")
+def test_tuning_a_script_finds_what_tuning_its_model_finds_and_the_script_runs_under_it(mezzo, tmp_path):
+    (tmp_path / "masked.py").write_text(MASKED)
+    code, out, err = mezzo("tune", "--no-compare", "--dtype", "fp16", "masked.py")
+    assert code == 0
+    assert out.startswith("float16: 1 of ")
+    assert err.splitlines()[-1] == "policy file: masked-float16.policy"
+    assert "done" not in out + err  # it ended once three calls had gradients
+    assert [str(rule) for rule in Policy.load("masked-float16.policy").rules] == ["fp32=softmax"]
+    code, out, err = mezzo("run", "--policy", "masked-float16.policy", "masked.py")
+    assert (code, out) == (0, "done\n")
+    assert "  steps        6, none skipped" in err
+
+
+def test_trials_begin_with_the_scripts_own_gradients(noisy, monkeypatch):
+    kept = {}
+
+    def tuned(model, loss_fn, batches, *, optimizer, **options):
+        loss_fn(model, batches[0]).backward()
+        kept.update(model=model, batches=batches, optimizer=optimizer(model.parameters()), options=options)
+
+    monkeypatch.setattr(tuning, "tuned", tuned)
+    tuning.tune(Program(name=str(noisy)), steps=2, after=3)
+    model, (x,) = kept["model"], kept["batches"][0].args
+    found = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    assert all(
+        torch.allclose(a, param.grad, rtol=1e-5, atol=1e-7) for a, param in zip(found, model.parameters(), strict=True)
+    )
+    assert isinstance(kept["optimizer"], torch.optim.AdamW)
+    assert (kept["optimizer"].param_groups[0]["lr"], len(kept["batches"])) == (1e-2, 2)
+    assert kept["options"] == {"dtype": "float16", "steps": 2, "objective": "speed"}
+    torch.manual_seed(0)
+    first = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    assert not torch.equal(model[0].weight, first[0].weight)  # it has taken three steps
+
+
+@pytest.mark.parametrize(
+    "words, code, message",
+    [
+        (("gan",), 3, "tuning finds rules for one model"),
+        (("untrained",), 2, "never trains"),
+        (("crashes",), 1, "ValueError: the script's own"),
+        (("plain", "--out", "absent/policy.policy"), 2, "there is no folder absent to save in"),
+        (("plain", "--dtype", "float61"), 2, "nothing can be tuned in 'float61'"),
+    ],
+)
+def test_a_script_that_cannot_be_tuned_is_refused_and_no_file_written(mezzo, tmp_path, words, code, message):
+    name, *options = words
+    found = mezzo("tune", "--no-compare", *options, SCRIPTS / f"{name}.py")
+    assert found[:2] == (code, "")
+    assert message in found[2]
+    assert [*tmp_path.iterdir()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("emulating", "here")
+def test_what_was_found_for_a_script_is_compared(mezzo, noisy):
+    code, out, _ = mezzo("tune", "--json", "--compare-steps", "8", noisy)
+    assert code == 0
+    assert [row["steps"] for row in json.loads(out)["comparison"]["rows"]] == [8, 8, 8]

@@ -19,10 +19,11 @@ POLICIES = [
 MODELS = ["two-layers", "conv", "gpt", "attention", "lstm"]
 
 
-def cast(module, phase, what, before, after, count, num_bytes, by="policy"):
+def cast(module, phase, what, before, after, count, num_bytes, by="policy", op="linear"):
     return Cast(
-        module=module, phase=phase, what=what, before=before, after=after, by=by, count=count, num_bytes=num_bytes
-    )
+        module=module, op=op, phase=phase, what=what, before=before, after=after, by=by, count=count,
+        num_bytes=num_bytes,
+    )  # fmt: skip
 
 
 # Casts ----------------------------------------------------------------------------------------------
@@ -62,9 +63,9 @@ def test_emulation_is_told_apart_from_the_policy(two_layers):
 def test_a_model_stored_low_casts_what_its_first_module_takes_in_and_what_it_gives_out(two_layers):
     explanation = explain(*two_layers, "O2,dtype=bfloat16,emulate=false")
     assert set(explanation.casts) == {
-        cast("first", "forward", "activation", "float32", "bfloat16", 1, 12 * 6),
-        cast("", "forward", "activation", "bfloat16", "float32", 1, 6 * 6),
-        cast("", "backward", "gradient", "float32", "bfloat16", 1, 6 * 6),
+        cast("first", "forward", "activation", "float32", "bfloat16", 1, 12 * 6, op=""),
+        cast("", "forward", "activation", "bfloat16", "float32", 1, 6 * 6, op=""),
+        cast("", "backward", "gradient", "float32", "bfloat16", 1, 6 * 6, op=""),
     }
 
 
@@ -82,11 +83,11 @@ def test_whose_cast_it_is():
     explanation = explain(Mixed(), torch.randn(3, 4), BF16)
     by = {name: {each for each in explanation.casts if each.by == name} for name in ("policy", "model", "torch")}
     assert by["model"] == {
-        cast("", "forward", "activation", "bfloat16", "float32", 1, 72, "model"),
-        cast("", "backward", "gradient", "float32", "bfloat16", 1, 72, "model"),
+        cast("", "forward", "activation", "bfloat16", "float32", 1, 72, "model", "float"),
+        cast("", "backward", "gradient", "float32", "bfloat16", 1, 72, "model", "float"),
     }
     # The product of both dtypes is FP32; the gradient of its low factor has to go back.
-    assert by["torch"] == {cast("", "backward", "gradient", "float32", "bfloat16", 1, 72, "torch")}
+    assert by["torch"] == {cast("", "backward", "gradient", "float32", "bfloat16", 1, 72, "torch", "mul")}
     assert {(each.module, each.what) for each in by["policy"]} == {
         ("layer", "activation"), ("layer", "parameter"), ("layer", "gradient"),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The explanation as a value: JSON and back, differences, text at any width."""
+"""The explanation as a value: JSON and back, sums, text at any width."""
 
 import io
 import json
@@ -14,9 +14,7 @@ from mezzo.explanation import (
     Explanation,
     Finding,
     Misaligned,
-    Padding,
     Product,
-    RoundTrip,
     Row,
     explain,
     table,
@@ -36,29 +34,23 @@ EXPLANATION = Explanation(
         ),
     ),
     casts=(
-        Cast(module="body.0", phase="forward", what="parameter", before="float32", after="bfloat16", by="policy",
-             count=2, num_bytes=6144),
-        Cast(module="", phase="backward", what="gradient", before="float32", after="bfloat16", by="model",
+        Cast(module="body.0", op="linear", phase="forward", what="parameter", before="float32", after="bfloat16",
+             by="policy", count=2, num_bytes=6144),
+        Cast(module="", op="exp", phase="backward", what="gradient", before="float32", after="bfloat16", by="model",
              count=1, num_bytes=60),
-        Cast(module="body.0", phase="forward", what="parameter", before="bfloat16", after="float32", by="emulation",
-             count=2, num_bytes=6144),
+        Cast(module="body.0", op="linear", phase="forward", what="parameter", before="bfloat16", after="float32",
+             by="emulation", count=2, num_bytes=6144),
     ),
     misaligned=(
         Misaligned(
             module="body.0", op="linear", shape=(("M", 8), ("N", 50257), ("K", 16)), dtype="bfloat16", multiple=8,
-            paddings=(Padding(dimension="N", size=50257, padded=50264),), count=2, line="/model.py:7",
+            count=2, line="/model.py:7",
         ),
     ),
     findings=(Finding(kind="idle rule", where="fp32=log[a-z]", text="it decided nothing"),),
     products=(
         Product(module="body.0", op="linear", dtype="bfloat16", count=1, flops=300, why="gemm", line=None),
         Product(module="", op="matmul", dtype="float32", count=1, flops=100, why="rule fp32=matmul", line=None),
-    ),
-    round_trips=(
-        RoundTrip(
-            module="", ops=("exp",), low="bfloat16", rules=(), by="policy", count=1, num_bytes=60, write="low=exp",
-            risk="exponential range", line=None,
-        ),
     ),
     moved_bytes=10_000,
 )  # fmt: skip
@@ -85,7 +77,6 @@ def test_json_and_back(explanation):
 def test_a_real_one_goes_to_json_and_back(make, name, policy):
     explanation = explain(*make(name), policy)
     assert Explanation.from_json(explanation.to_json()) == explanation
-    assert explanation.differences(Explanation.from_json(explanation.to_json())) == ()
 
 
 @pytest.mark.parametrize(
@@ -93,26 +84,8 @@ def test_a_real_one_goes_to_json_and_back(make, name, policy):
     [
         ("{", "not JSON"),
         ("[]", "it names no version"),
-        ("{}", "it names no version"),
-        ('{"version": 1}', "a field is wrong: it has no .*, rows, "),
-        (EMPTY.to_json().replace('"policy"', '"polcy"'), "a field is wrong: .*polcy"),
         (EXPLANATION.to_json().replace('"op"', '"opp"'), "a field is wrong: 'opp' is no field of rows 0"),
-        (
-            EXPLANATION.to_json().replace('"count": 2', '"count": "2"'),
-            "rows 0, count is '2', not a count",
-        ),
-        (EXPLANATION.to_json().replace('"count": 2', '"count": -2'), "rows 0, count is -2, not a count"),
-        (EXPLANATION.to_json().replace('"emulated": false', '"emulated": 0'), "emulated is 0, not true or false"),
-        (EMPTY.to_json().replace('"rows": []', '"rows": "abc"'), "a field is wrong: rows is 'abc', not a list"),
-        (EMPTY.to_json().replace('"rows": []', '"rows": [3]'), "a field is wrong: rows 0 is 3, not an object"),
-        (
-            EXPLANATION.to_json().replace('"kind": "', '"kind": "un'),
-            "findings 0, kind is 'un.*, not one of dis",
-        ),
-        (
-            EXPLANATION.to_json().replace('"M",', '"M", 8,'),
-            "misaligned 0, shape 0 has 3 values, not 2",
-        ),
+        (EXPLANATION.to_json().replace('"kind": "', '"kind": "un'), "findings 0, kind is 'un.*, not one of dis"),
     ],
 )
 def test_what_is_no_explanation(text, why):
@@ -137,36 +110,6 @@ def test_sums_leave_emulation_out_unless_asked():
     assert EXPLANATION.num_casts(phase="backward", what="parameter") == 0
     with pytest.raises(PolicyError, match="a cast has no direction\n  write  one of after, before, by, count"):
         EXPLANATION.num_casts(direction="forward")
-
-
-# Differences ----------------------------------------------------------------------------------------
-
-
-def test_differences_name_both_sides():
-    lines = {str(each) for each in EXPLANATION.differences(EMPTY)}
-    assert lines == {
-        "policy policy: O1,dtype=bfloat16 → O0",
-        "op body.0 linear (/model.py:7): 2 × float32 → bfloat16 → bfloat16, low by op table → –",
-        "op (model) exp: 1 × bfloat16 → float32 → float32, low by low=exp → –",
-        "casts body.0 forward parameter: 2 × bfloat16→float32 by emulation, 6144 bytes; "
-        "2 × float32→bfloat16 by policy, 6144 bytes → –",
-        "casts (model) backward gradient: 1 × float32→bfloat16 by model, 60 bytes → –",
-        "alignment body.0 linear: 2 × bfloat16 N 50257 → 50264 → –",
-        "finding idle rule, fp32=log[a-z]: it decided nothing → –",
-    }
-    assert EMPTY.differences(EXPLANATION)[0].this == "O0"
-    assert EXPLANATION.differences(EXPLANATION) == ()
-
-
-def test_differences_of_two_policies(two_layers):
-    first = explain(*two_layers, "O1,dtype=bfloat16,emulate=true")
-    second = explain(*two_layers, "O1,dtype=bfloat16,emulate=true,fp32_module=second")
-    ops = [each for each in first.differences(second) if each.about == "op"]
-    assert len(ops) == 1
-    assert ops[0].where.startswith("second linear (")
-    assert "fp32 by fp32_module=second" in ops[0].other
-    assert {each.where for each in first.differences(second) if each.about == "casts"} >= {"second forward parameter"}
-    assert not any(each.where.startswith("first") for each in first.differences(second))
 
 
 # Text -----------------------------------------------------------------------------------------------
@@ -216,7 +159,7 @@ def test_one_empty_line_lies_between_two_parts(explanation, full):
 
 def test_empty_tables_are_named_only_among_all_rows():
     assert EMPTY.text(full=True).split("\n\n")[1:] == [
-        "ops, forward: none", "products, forward: none", "casts: none", "round trips: none",
+        "ops, forward: none", "products, forward: none", "casts: none",
         "products whose dimensions tensor cores do not like: none", "findings: none",
     ]  # fmt: skip
     assert "none" not in str(EMPTY)

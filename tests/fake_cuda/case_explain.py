@@ -21,12 +21,10 @@ def explained(device):
     return mezzo.explain(model, torch.ones(2, 8, 16, device=device), "O1,dtype=bfloat16,emulate=false")
 
 
-def test_round_trips_products_and_casts_are_those_of_a_cpu(machine, monkeypatch):
+def test_products_and_casts_are_those_of_a_cpu(machine, monkeypatch):
     monkeypatch.setattr("mezzo.explanation.run.copied", lambda model, *_: model)  # no copies of what computes nothing
     there, here = explained("cuda"), explained("cpu")
     assert there.devices == ("cuda",)
-    assert there.round_trips == here.round_trips != ()
     assert there.products == here.products
-    assert there.answer.write == here.answer.write == "O1,dtype=bfloat16,emulate=false,low=layer_norm+softmax"
     for phase in ("forward", "backward"):
         assert there.cast_bytes(phase=phase) == here.cast_bytes(phase=phase)

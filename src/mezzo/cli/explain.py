@@ -1,10 +1,11 @@
-"""``mezzo explain SCRIPT``: what a policy would make of a script's first step; and ``--dry`` of the other verbs."""
+"""``mezzo explain SCRIPT``: which precision each op in each module gets, and why."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,6 +22,7 @@ from mezzo.cli.options import (
     Out,
     Overwrite,
     PolicyText,
+    Steps,
     Words,
     free_folder,
 )  # fmt: skip
@@ -30,7 +32,9 @@ from mezzo.documents import jsonable
 from mezzo.explanation.table import renderables
 from mezzo.files import whole
 from mezzo.policy import Policy
-from mezzo.script import Program, rehearse
+from mezzo.script.dry import Rehearsed, rehearse
+from mezzo.script.program import Program
+from mezzo.script.steps import require_one_process
 from mezzo.tensors import LOW, dtype_name
 
 __all__ = ["explain", "explain_script"]
@@ -41,60 +45,101 @@ def explain(
     words: Words,
     is_module: IsModule = False,
     policy: PolicyText = None,
+    steps: Steps = None,
     out: Out = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
     full: Full = False,
     dry: Dry = False,
 ) -> None:
-    """Say what of a script runs in low precision, what does not and why, what casts cost, and what to write.
+    """Say what a script would run in low precision, what not and why, what casts cost, and what to write.
 
-    [bold]mezzo explain train.py --epochs 3[/bold]                   --epochs is the script's
+    [bold]mezzo explain train.py --epochs 3[/bold]            at level O1; --epochs is the script's
 
-    [bold]mezzo explain --policy O1,bf16,fp32=softmax train.py[/bold]
+    [bold]mezzo explain --policy O2,bf16 train.py[/bold]
 
-    [bold]mezzo explain --full train.py[/bold]                       every op, every cast
+    [bold]mezzo explain --full train.py[/bold]                every op, every cast
 
-    The script runs in FP32 until an optimizer has stepped; each model that it has called is explained, by one forward
-    and backward pass of a copy of it. The answer comes first, then the rows that matter, alike modules folded: products
-    left in FP32, the dearest casts, products whose dimensions should be padded, findings, and the precision of each op
-    with who decided; (!) marks ops where what was measured is not what was decided.
+    [bold]mezzo explain --steps 100 train.py[/bold]           the step after 99 others
+
+    [bold]mezzo explain --json --out why train.py[/bold]      for a program, and in a folder
+
+    The script runs in FP32 until an optimizer has stepped, or has taken the step that --steps names. Each model that it
+    calls there is explained by one watched forward and backward pass of a copy, cross-entropy on its output included.
+
+    The answer comes first, then the rows that matter, alike modules folded: products left in FP32, the dearest casts,
+    products whose dimensions should be padded, findings, and the precision of each op with who decided; (!) marks ops
+    where what was measured is not what was decided. --out has explanation.json, numbered where there are several
+    models, and summary.json. The exit code is the script's where it ends before its step, and 4 where nothing would run
+    low.
     """
+    del dry  # it is what this verb always does
     program = Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
-    folder = None if out is None else free_folder(out, overwrite)
-    explain_script(program, usual_policy(policy), full=full, as_json=as_json, out=folder)
+    chosen = usual_policy(policy)
+    explain_script(program, [chosen], steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)
 
 
 def explain_script(
-    program: Program, policy: Policy, *, full: bool = False, as_json: bool = False, out: Path | None = None
+    program: Program,
+    policies: Policy | Sequence[Policy],
+    *,
+    steps: int | None = None,
+    out: Path | None = None,
+    overwrite: bool = False,
+    full: bool = False,
+    as_json: bool = False,
 ) -> NoReturn:
-    """Run a script in FP32 until its first step is done, explain each model that it has called, and leave.
+    """Run a script in FP32 until a step is done, explain each model that it has called under each policy, and leave.
 
     Args:
-        program: The script.
-        policy: The policy.
+        program: The script, which runs once.
+        policies: The policy, or several.
+        steps: The step to explain; the first when omitted.
+        out: A folder for what was found.
+        overwrite: Whether results that are in it may be replaced.
         full: Whether to show every row.
         as_json: Whether to print JSON; what the script prints goes to stderr then.
-        out: A folder that is there: it gets the JSON as ``summary.json``.
 
     Raises:
-        typer.Exit: With the script's exit code if it has ended before its first step; with 4 if nothing would run low.
+        PolicyError: There are several processes, or results in the folder.
+        typer.Exit: With the script's exit code if it has ended before the step; with 4 if nothing would run low.
     """
+    require_one_process("explain")
+    folder = None if out is None else free_folder(out, overwrite)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), ended_lines():
-        found = rehearse(program, policy)
-    models = [json.loads(each.to_json()) for each in found.explanations]
-    summary = {"program": program.name, "models": models, "left_alone": found.left_alone}
-    if out is not None:
-        with whole(out / SUMMARY) as file:
-            file.write(json.dumps(jsonable(summary), indent=2, allow_nan=False).encode())
+        found = rehearse(program, policies, steps=steps or 1)
+    ran_low = any(product.dtype in map(dtype_name, LOW) for each in found.explanations for product in each.products)
+    code = ended_with(program, found.error) or (0 if ran_low else ALERT)
+    if folder is not None:
+        _write(folder, program, found, code)
     if as_json:
-        show_json(summary)
+        models = [json.loads(each.to_json()) for each in found.explanations]
+        show_json({"program": program.name, "models": models, "left_alone": found.left_alone})
     else:
         for each in found.explanations:
             show_explanation(list(renderables(each, full=full)), full)
     for what, why in found.left_alone.items():
         note(f"{what} cannot be explained: {why}")
-    ran_low = any(product.dtype in map(dtype_name, LOW) for each in found.explanations for product in each.products)
     if not found.explanations and found.error is None:
-        note(f"{program.name} called no model to train before its first step")
-    raise typer.Exit(ended_with(program, found.error) or (0 if ran_low else ALERT))
+        note(f"{program.name} called no model to train before its step {steps or 1} was done")
+    raise typer.Exit(code)
+
+
+def _write(folder: Path, program: Program, found: Rehearsed, code: int) -> None:
+    """Write each explanation, then the summary; files of earlier results are gone."""
+    for old in folder.glob("explanation*.json"):
+        old.unlink()
+    names = [
+        f"explanation-{number}.json" if len(found.explanations) > 1 else "explanation.json"
+        for number in range(1, len(found.explanations) + 1)
+    ]
+    for name, each in zip(names, found.explanations, strict=True):
+        with whole(folder / name) as file:
+            file.write(each.to_json().encode())
+    models = [
+        {"file": name, "model": each.model, "policy": each.policy, "headline": each.answer.headline}
+        for name, each in zip(names, found.explanations, strict=True)
+    ]
+    summary = {"program": program.name, "models": models, "left_alone": found.left_alone, "exit_code": code}
+    with whole(folder / SUMMARY) as file:
+        file.write(json.dumps(jsonable(summary), indent=2, ensure_ascii=False).encode())

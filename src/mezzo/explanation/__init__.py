@@ -1,15 +1,12 @@
 """Which precision each op in each module gets, and why: one traced forward and backward pass.
 
-Watches only: the policy decides, ``mezzo.cast`` carries it out. The answer in words, tables, a page
-of HTML and JSON are views of one value; printing is ``cli``'s.
+Watches only: the policy decides, ``mezzo.cast`` carries it out. The answer in words, tables
+and JSON are views of one value; printing is ``cli``'s.
 """
 
 from mezzo.explanation.answer import Answer
 from mezzo.explanation.explanation import Explanation
-from mezzo.explanation.rows import Cast, Difference, Finding, Misaligned, Padding, Product, RoundTrip, Row
+from mezzo.explanation.rows import Cast, Finding, Misaligned, Product, Row
 from mezzo.explanation.run import explain
 
-__all__ = [
-    "Answer", "Cast", "Difference", "Explanation", "Finding", "Misaligned", "Padding", "Product", "RoundTrip", "Row",
-    "explain",
-]  # fmt: skip
+__all__ = ["Answer", "Cast", "Explanation", "Finding", "Misaligned", "Product", "Row", "explain"]

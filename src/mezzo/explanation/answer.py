@@ -11,17 +11,16 @@ import torch
 
 from mezzo.errors import some_of
 from mezzo.explanation.fold import folded
-from mezzo.explanation.rows import Explained, Product, RoundTrip
-from mezzo.explanation.sections import changed_ops
+from mezzo.explanation.rows import Explained, Product
 from mezzo.explanation.words import byte_text, counted, format_text, share_text
 from mezzo.policy import Policy
 from mezzo.tensors import dtype_name
 from mezzo.trace.where import place_text
 
-__all__ = ["Answer", "answer_to", "comparison"]
+__all__ = ["Answer", "answer_to"]
 
-#: Round trips below this share of all bytes are not worth a rule.
-_WORTH_A_RULE: Final = 0.01
+#: Why products are in another format: that many reasons are told apart.
+_MOST_REASONS: Final = 2
 _UNLISTED: Final = "no list names this op"
 
 
@@ -31,9 +30,9 @@ class Answer:
 
     Attributes:
         headline: How many products run in the policy's format, and their share of the FLOPs.
-        points: A sentence for each thing to know: products in another format, casts, round trips, dimensions.
+        points: A sentence for each thing to know: products in another format, casts, dimensions, findings.
         write: The policy to use instead; ``""`` where there is nothing to change.
-        why: What it changes, or why nothing should be.
+        why: What it changes.
     """
 
     headline: str
@@ -47,7 +46,9 @@ def answer_to(explained: Explained) -> Answer:
     policy = Policy.parse(explained.policy)
     low = dtype_name(policy.dtype)
     others = [each for each in explained.products if each.dtype != low]
-    points = (*_other_products(explained, others), *_casts(explained), *_trips(explained), *_paddings(explained))
+    points = (
+        *_other_products(explained, others), *_casts(explained), *_paddings(explained), *_found(explained),
+    )  # fmt: skip
     write, why = _advice(explained, policy, others)
     return Answer(headline=_headline(explained, low, others), points=points, write=write, why=why)
 
@@ -76,11 +77,15 @@ def _other_products(explained: Explained, others: list[Product]) -> Iterator[str
     reasons: defaultdict[tuple[str, str], list[Product]] = defaultdict(list)
     for each in others:
         reasons[each.dtype, each.why].append(each)
-    for (dtype, why), products in reasons.items():
+    dearest = sorted(reasons.items(), key=lambda each: -_flops(each[1]))
+    for (dtype, why), products in dearest[:_MOST_REASONS]:
         share = share_text(_flops(products), _flops(explained.products))
         folds = folded(products, lambda each: each.module, lambda each: each.op)
-        where = some_of([place_text(fold.text, fold.rows[0].op) for fold in folds], 3)
+        where = some_of([place_text(fold.text, fold.rows[0].op) for fold in folds], 1)
         yield f"{_count(products):,} in {format_text([dtype])}, {share} of the FLOPs: {where} ({why})"
+    if rest := [each for _, products in dearest[_MOST_REASONS:] for each in products]:
+        share = share_text(_flops(rest), _flops(explained.products))
+        yield f"{_count(rest):,} more for other reasons, {share} of the FLOPs"
 
 
 def _count(products: Iterable[Product]) -> int:
@@ -112,26 +117,18 @@ def _of_all(explained: Explained, size: int) -> str:
     return f", {share_text(size, explained.moved_bytes)} of all bytes" if explained.moved_bytes else ""
 
 
-def _trips(explained: Explained) -> Iterator[str]:
-    by_format: defaultdict[str, list[RoundTrip]] = defaultdict(list)
-    for trip in explained.round_trips:
-        by_format[format_text([trip.low])].append(trip)
-    for low, trips in by_format.items():
-        size = sum(trip.num_bytes for trip in trips)
-        asked: Counter[str] = Counter()
-        for trip in trips:
-            asked[trip.asked_by] += trip.count
-        causes = some_of([f"{cause} ×{count}" if count > 1 else cause for cause, count in asked.most_common()], 4)
-        what = counted(sum(asked.values()), "round trip")
-        yield f"{what} {low} → FP32 → {low}, {byte_text(size)}{_of_all(explained, size)}, for {causes}"
-
-
 def _paddings(explained: Explained) -> Iterator[str]:
     if explained.misaligned:
         first = explained.misaligned[0]
         count = counted(sum(entry.count for entry in explained.misaligned), "product")
-        where = place_text(first.module, first.op)
-        yield f"{count} with dimensions that tensor cores do not like, such as {where}: {first.pads}"
+        yield f"{count} with dimensions that tensor cores do not like, such as {first.pads}"
+
+
+def _found(explained: Explained) -> Iterator[str]:
+    """Count what the findings below say, products apart, which are said above."""
+    kinds = Counter(each.kind for each in explained.findings if each.kind != "FP32 product")
+    if kinds:
+        yield f"findings below: {', '.join(f'{kind} ×{count}' if count > 1 else kind for kind, count in kinds.items())}"
 
 
 # What to write ------------------------------------------------------------------------------------------
@@ -139,52 +136,7 @@ def _paddings(explained: Explained) -> Iterator[str]:
 
 def _advice(explained: Explained, policy: Policy, others: list[Product]) -> tuple[str, str]:
     """Return a better policy, and what it changes; only what costs no accuracy in itself."""
-    trips = [trip for trip in explained.round_trips if trip.write.startswith("low=") and not trip.risk]
-    size = sum(trip.num_bytes for trip in trips)
-    if size < _WORTH_A_RULE * explained.moved_bytes:
-        trips = []
-    unlisted = [each for each in others if each.why == _UNLISTED]
-    ops = list(dict.fromkeys([*(op for trip in trips for op in trip.ops), *(each.op for each in unlisted)]))
-    if policy.dtype == torch.float32:
+    unlisted = list(dict.fromkeys(each.op for each in others if each.why == _UNLISTED))
+    if policy.dtype == torch.float32 or not unlisted:
         return "", ""
-    if not ops:
-        return "", "no rule saves a hundredth of the bytes at no risk"
-    why = [f"saves round trips of {byte_text(size)}: these kernels compute in FP32 whatever they read"] * bool(trips)
-    why += [f"products that no list names run low: {some_of([each.op for each in unlisted])}"] * bool(unlisted)
-    return str(policy.low(*ops)), "; ".join(why)
-
-
-# Two explanations ---------------------------------------------------------------------------------------
-
-
-def comparison(first: Explained, second: Explained) -> Answer:
-    """Say in words what a second policy changes."""
-    changed, num_ops = len(changed_ops(first, second)), len({(row.module, row.op, row.line) for row in second.rows})
-    headline = (
-        f"{second.policy} instead of {first.policy}: {changed:,} of {counted(num_ops, 'op')} run in another precision"
-    )
-    points = (
-        f"products: {_low_products(first)} → {_low_products(second)}",
-        f"casts: {_cast_costs(first)} → {_cast_costs(second)}",
-        f"round trips: {_trip_costs(first)} → {_trip_costs(second)}",
-        f"bytes that kernels read and write: {byte_text(first.moved_bytes)} → {byte_text(second.moved_bytes)}",
-    )
-    return Answer(headline=headline, points=points, write="", why="")
-
-
-def _low_products(explained: Explained) -> str:
-    formats: Counter[str] = Counter()
-    for each in explained.products:
-        formats[each.dtype] += each.flops
-    total = _flops(explained.products)
-    shares = (f"{share_text(flops, total)} of FLOPs in {format_text([name])}" for name, flops in formats.most_common())
-    return ", ".join(shares) or "none"
-
-
-def _cast_costs(explained: Explained) -> str:
-    return f"{explained.num_casts():,}, {byte_text(explained.cast_bytes())}"
-
-
-def _trip_costs(explained: Explained) -> str:
-    trips = explained.round_trips
-    return f"{sum(trip.count for trip in trips):,}, {byte_text(sum(trip.num_bytes for trip in trips))}"
+    return str(policy.low(*unlisted)), f"products that no list names run low: {some_of(unlisted)}"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mezzo.explanation.answer import Answer, answer_to
-from mezzo.explanation.differences import differences
-from mezzo.explanation.page import save
-from mezzo.explanation.rows import Difference, Explained
-from mezzo.explanation.sections import all_rows, few_rows
-from mezzo.explanation.table import WIDEST, plain, renderables, terms
+from mezzo.explanation.rows import Explained
+from mezzo.explanation.table import WIDEST, plain, renderables
 
 __all__ = ["Explanation"]
 
@@ -35,7 +31,6 @@ class Explanation(Explained):
         misaligned: Products and convolutions in a low format whose dimensions should be padded.
         findings: What else there is to know.
         products: The matrix products and convolutions of the forward pass, those with the most operations first.
-        round_trips: What is cast up and its result down again, the dearest first.
         moved_bytes: What all kernels of both passes read and write, casts included.
     """
 
@@ -54,31 +49,6 @@ class Explanation(Explained):
             width: In which lines are folded; ``None`` puts each row in one line, so that ``grep`` works.
         """
         return plain(renderables(self, full=full), width)
-
-    def differences(self, other: Explanation) -> tuple[Difference, ...]:
-        """List what differs between two explanations, meant of one model under two policies.
-
-        Ops are matched by module, op and line; casts by module, phase and what is cast.
-
-        Args:
-            other: The explanation to compare with.
-
-        Returns:
-            The differences, those of the policy first. Empty when both say the same.
-        """
-        return differences(self, other)
-
-    def save_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a page with the answer, its tables, and every row behind them; it needs nothing beside it.
-
-        Args:
-            path: The file, which appears whole or not at all.
-
-        Raises:
-            UnsupportedError: jinja2 is not installed (extra ``report``).
-            OSError: The file cannot be written.
-        """
-        save(path, self.answer, terms(self), few_rows(self), all_rows(self))
 
     def __str__(self) -> str:
         return self.text()

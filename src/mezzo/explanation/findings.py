@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 import torch
 from torch import nn
 
+from mezzo.explanation.fold import folded
 from mezzo.explanation.rows import Finding, Row
+from mezzo.explanation.words import byte_text, format_text, share_text
 from mezzo.policy import Policy, Rule
+from mezzo.policy.ops import OPS
 from mezzo.policy.spelling import both
+from mezzo.tensors import LOW
 from mezzo.trace.trace import Trace
-from mezzo.trace.where import MODEL, place_text
+from mezzo.trace.where import LOSS, MODEL, place_text
 
 __all__ = ["COMPOSITES", "findings"]
 
@@ -50,14 +55,14 @@ COMPOSITES: Final[Mapping[str, frozenset[str]]] = {
     }.items()
 }
 
-_FAST_PATHS: Final[tuple[tuple[type[nn.Module], str], ...]] = (
-    (nn.TransformerEncoderLayer, "torch._transformer_encoder_layer_fwd"),
-    (nn.MultiheadAttention, "torch._native_multi_head_attention"),
-)
+#: The cast of the logits is worth a word where it has such a share of the bytes of all casts, and of all kernels: where
+#: there are few classes and hardly a cast, it would be most of nothing.
+_LARGE_SHARE: Final = 0.25
+_WORTH_A_WORD: Final = 0.01
 
 
 def findings(
-    model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Trace, *, has_backward: bool, in_mode: bool
+    model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Trace, *, has_backward: bool
 ) -> tuple[Finding, ...]:
     """List what a user should know beside the tables.
 
@@ -67,14 +72,15 @@ def findings(
         rows: Every op.
         seen: What else was measured.
         has_backward: Whether a backward pass could run.
-        in_mode: Whether the region autocasts or has a function mode, either of which keeps torch off its fast paths.
     """
     found = [
         *_disagreements(rows),
         *_without_effect(model, policy, rows, seen),
         *_unreachable(policy, rows, seen),
         *_fp32_products(policy, seen),
-        *(() if in_mode else _fast_paths(model, seen)),
+        *_lost_integers(seen),
+        *_logits(seen),
+        *_tied(model, policy, rows),
     ]
     if not has_backward:
         text = "nothing requires a gradient: parameters are frozen, or the output is detached; casts are the forward's"
@@ -172,16 +178,91 @@ def _fp32_products(policy: Policy, seen: Trace) -> Iterator[Finding]:
             )
 
 
-def _fast_paths(model: nn.Module, seen: Trace) -> Iterator[Finding]:
-    inside: list[str] = []
-    for path, module in model.named_modules():
-        function = next((name for kind, name in _FAST_PATHS if isinstance(module, kind)), None)
-        if function is None or module.training or path not in seen.where.modules_run:
-            continue
-        if not any(not outer or path.startswith(f"{outer}.") for outer in inside):
+# What users ask for: positions, logits, tied weights --------------------------------------------------
+
+
+def _lost_integers(seen: Trace) -> Iterator[Finding]:
+    """Name the low products that read positions, indices or times which their format does not hold."""
+    places = list(seen.integers)
+    for fold in folded(places, lambda place: place[0], lambda place: place[1:]):
+        module, op, line, found = fold.rows[0]
+        lost, path = found.lost, re.sub(r"\{[^}]*\}", "*", fold.path)
+        shape = f"{lost.num_changed:,} of {lost.num_all:,} change in {format_text([lost.dtype])}"
+        cast = f", by the cast at {found.line}" if found.line else ""
+        is_buffer = found.by not in ("policy", "model", "torch")
+        if module not in ("", LOSS):
+            write = both(f"fp32_param={found.by},fp32_module={path}" if is_buffer else f"fp32_module={path}")
+        else:
+            write = f"{both(f'fp32_param={found.by}')}, and " if is_buffer else ""
+            write += "a function under @mezzo.fp32 for this product"
+        if found.by == "model":
+            write += f", and no cast at {found.line}" if found.line else ", and no cast of the model's own"
+        what = f" of the buffer {found.by}" if is_buffer else ""
+        text = (
+            f"it reads exact integers{what} up to {lost.largest:,}, of which {shape}{cast}: write {write}; or divide "
+            "them by their largest first, in FP32"
+        )
+        yield Finding(
+            kind="lost integers", where=place_text(fold.text if len(fold.rows) > 1 else module, op, line), text=text
+        )
+
+
+def _logits(seen: Trace) -> Iterator[Finding]:
+    """Name the cast of the logits where it is a large share of what all casts read and write."""
+    total = sum(size for key, size in seen.cast_bytes.items() if key[-1] != "emulation")
+    size = sum(account.num_bytes for account in seen.logits)
+    if not size or size < _LARGE_SHARE * total or size < _WORTH_A_WORD * seen.moved_bytes:
+        return
+    first = max(seen.logits, key=lambda account: account.num_bytes)
+    op = "" if first.place.call is None or first.place.call.hidden else first.place.call.op
+    write = "the loss in chunks of rows, for part in hidden.split(1024), which holds a part of the logits at a time"
+    if hasattr(torch.nn.functional, "linear_cross_entropy"):
+        write = f"torch.nn.functional.linear_cross_entropy, which never holds all logits; or {write}"
+    cost = f"{byte_text(size)}, {share_text(size, total)} of what all casts read and write"
+    text = f"the cast of the logits to FP32, and of their gradient back, takes {cost}: write {write}"
+    yield Finding(kind="logits", where=place_text(first.place.module, op, first.line).rstrip(), text=text)
+
+
+def _tied(model: nn.Module, policy: Policy, rows: tuple[Row, ...]) -> Iterator[Finding]:
+    """Name weights of two names, of which a rule keeps one in FP32, and which an op is to read low under the other."""
+    names: dict[int, list[str]] = {}
+    for path, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(path)
+    for paths in names.values():
+        rules = {path: _rule_of(policy, path) for path in paths}
+        kept = [path for path, rule in rules.items() if rule is not None and rule.treatment == "fp32"]
+        low = [path for path in paths if path not in kept and _is_low(policy, path, rules[path], rows)]
+        if kept and low:
+            rule, inside = rules[kept[0]], [path.rpartition(".")[0] for path in (kept[0], low[0])]
             text = (
-                f"in eval() and under no_grad it may run as {function}, one C++ function which no op rule enters; this "
-                "trace has gradients on, as training has, and shows its parts"
+                f"it and {low[0]} are one tensor: the rule {rule} keeps it in FP32 in {inside[0] or MODEL}, and "
+                f"{inside[1] or MODEL} is to read it low; write {both(f'fp32_param={kept[0]}+{low[0]}')} for both, or "
+                f"no rule on either"
             )
-            yield Finding(kind="fast path", where=path or MODEL, text=text)
-        inside.append(path)
+            yield Finding(kind="tied weights", where=kept[0], text=text)
+
+
+def _rule_of(policy: Policy, path: str) -> Rule | None:
+    """Return the first rule on a parameter or on the module that owns it, wherever it is stored."""
+    module = path.rpartition(".")[0]
+    return next(
+        (
+            rule
+            for rule in policy.rules
+            if rule.matches_param(path)
+            or (rule.op is None and rule.treatment in ("low", "fp32") and rule.matches_module(module))
+        ),
+        None,
+    )
+
+
+def _is_low(policy: Policy, path: str, rule: Rule | None, rows: tuple[Row, ...]) -> bool:
+    """Whether a weight is low under one of its names: by a rule, by its storage, or for an op in its module."""
+    if rule is not None:
+        return rule.treatment == "low"
+    module = path.rpartition(".")[0]
+    ops = {row.op for row in rows if row.module == module}
+    return policy.param_dtype in LOW or any(
+        entry is not None and policy.explain(entry.name, module or None).treatment == "low"
+        for entry in map(OPS.get, ops)
+    )

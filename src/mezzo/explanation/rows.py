@@ -1,4 +1,4 @@
-"""What an explanation is made of, as values: rows, casts, misaligned products, findings, differences."""
+"""What an explanation is made of, as values: rows, casts, misaligned products, findings."""
 
 from __future__ import annotations
 
@@ -10,12 +10,18 @@ from typing import Literal
 from mezzo.documents import Document
 from mezzo.errors import PolicyError
 
-__all__ = [
-    "Cast", "Difference", "Explained", "Finding", "FindingKind", "Misaligned", "Padding", "Product", "RoundTrip", "Row",
-]  # fmt: skip
+__all__ = ["Cast", "Explained", "Finding", "FindingKind", "Misaligned", "Product", "Row"]
 
 FindingKind = Literal[
-    "disagreement", "idle rule", "shadowed rule", "unreachable", "FP32 product", "fast path", "no backward"
+    "disagreement",
+    "idle rule",
+    "shadowed rule",
+    "unreachable",
+    "FP32 product",
+    "no backward",
+    "lost integers",
+    "logits",
+    "tied weights",
 ]
 
 
@@ -61,6 +67,7 @@ class Cast:
 
     Attributes:
         module: Path of the module in whose forward or backward pass they happen.
+        op: The op whose argument it is, or whose gradient; ``""`` at the doors of modules and between ops.
         phase: ``forward`` or ``backward``; recomputation of checkpoints belongs to ``backward``.
         what: ``parameter``, ``buffer``, ``activation`` or ``gradient``.
         before: The dtype that is read.
@@ -73,6 +80,7 @@ class Cast:
     """
 
     module: str
+    op: str
     phase: str
     what: str
     before: str
@@ -106,51 +114,6 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoundTrip:
-    """A tensor that is cast up from a low format, and the result down again, in the forward pass.
-
-    Attributes:
-        module: Path of the module that asks for the wide format.
-        ops: The ops that ask for it, in order; empty where code converts there and back.
-        low: The format at both ends.
-        rules: The policy's rules among what asks for it.
-        by: Whose first cast it is, as in :class:`Cast`.
-        count: How many results are cast down.
-        num_bytes: What its casts read and write, those of the gradients included.
-        write: The rule that saves it, or what to leave out; ``""`` where no rule can.
-        risk: What that rule gives up; ``""`` where the kernels compute in FP32 whatever they read.
-        line: ``file:line`` of the first op in the user's code.
-    """
-
-    module: str
-    ops: tuple[str, ...]
-    low: str
-    rules: tuple[str, ...]
-    by: str
-    count: int
-    num_bytes: int
-    write: str
-    risk: str
-    line: str | None
-
-    @property
-    def asked_by(self) -> str:
-        """What asks for the wide format, in a few words."""
-        if self.rules:
-            return ", ".join(self.rules)
-        return "+".join(self.ops) or ("the model's own conversions" if self.by == "model" else f"casts of {self.by}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Padding:
-    """One dimension of a product, and the next size that suits the hardware."""
-
-    dimension: str
-    size: int
-    padded: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Misaligned:
     """A matrix product or convolution with a dimension that tensor cores do not like.
 
@@ -161,7 +124,6 @@ class Misaligned:
             (of a linear layer: rows of the input, output features, input features).
         dtype: The format of the operands.
         multiple: What each dimension should be a multiple of: 8 for 16-bit formats, 16 for FP8.
-        paddings: The dimensions that are not.
         count: How many calls.
         line: ``file:line`` in the user's code.
 
@@ -174,14 +136,14 @@ class Misaligned:
     shape: tuple[tuple[str, int], ...]
     dtype: str
     multiple: int
-    paddings: tuple[Padding, ...]
     count: int
     line: str | None
 
     @property
     def pads(self) -> str:
         """What to pad, in a few words: ``N 50257 → 50264``."""
-        return ", ".join(f"{pad.dimension} {pad.size} → {pad.padded}" for pad in self.paddings)
+        short = ((name, size, -size % self.multiple) for name, size in self.shape)
+        return ", ".join(f"{name} {size} → {size + more}" for name, size, more in short if more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,8 +155,10 @@ class Finding:
             this run. ``shadowed rule``: earlier rules match all that it matches. ``unreachable``: a rule names an op
             inside a C++ composite, where nothing reaches. ``FP32 product``: a product ran in FP32 under a policy that
             computes in low precision, by its own decision or not, with its share of the FLOPs of all products in the
-            forward pass. ``fast path``: in inference the module runs as one function. ``no backward``: nothing
-            requires a gradient.
+            forward pass. ``no backward``: nothing
+            requires a gradient. ``lost integers``: positions, indices or times, exact in FP32, are rounded on their
+            way into a low product. ``logits``: their cast is a large share of all casts. ``tied weights``: one tensor
+            under two names, of which a rule speaks about one.
         where: A rule, or a module and an op.
         text: What was found, and what to do about it.
     """
@@ -202,26 +166,6 @@ class Finding:
     kind: FindingKind
     where: str
     text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """One line in which two explanations differ.
-
-    Attributes:
-        about: ``policy``, ``run``, ``op``, ``casts``, ``alignment`` or ``finding``.
-        where: The module, the op and the line, or what is cast.
-        this: What the first explanation says; ``–`` where it has nothing.
-        other: What the second one says.
-    """
-
-    about: str
-    where: str
-    this: str
-    other: str
-
-    def __str__(self) -> str:
-        return f"{self.about} {self.where}: {self.this} → {self.other}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +183,6 @@ class Explained(Document):
         misaligned: Products and convolutions in a low format whose dimensions should be padded.
         findings: What else there is to know.
         products: The matrix products and convolutions of the forward pass, those with the most operations first.
-        round_trips: What is cast up and its result down again, the dearest first.
         moved_bytes: What all kernels of both passes read and write, casts included.
     """
 
@@ -253,7 +196,6 @@ class Explained(Document):
     misaligned: tuple[Misaligned, ...]
     findings: tuple[Finding, ...]
     products: tuple[Product, ...] = ()
-    round_trips: tuple[RoundTrip, ...] = ()
     moved_bytes: int = 0
 
     def num_casts(self, **fields: str) -> int:

@@ -16,19 +16,18 @@ from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.explanation.explanation import Explanation
 from mezzo.explanation.findings import findings
-from mezzo.explanation.rows import Cast, Misaligned, Padding, Product, Row
-from mezzo.explanation.trips import round_trips
+from mezzo.explanation.rows import Cast, Misaligned, Product, Row
 from mezzo.policy import Policy, Rule
-from mezzo.tensors import each_tensor
+from mezzo.tensors import LOW, each_tensor
 from mezzo.trace.calls import Decider
 from mezzo.trace.frames import here
-from mezzo.trace.kernels import Shape
+from mezzo.trace.measure import LostIntegers, lost_integers
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python, require_scalar
 from mezzo.trace.trace import Trace
 from mezzo.trace.where import Where
 
-__all__ = ["explain"]
+__all__ = ["explain", "own"]
 
 Loss = Callable[[Any], Tensor]
 
@@ -37,9 +36,8 @@ _NO_LOSS: Final = ("loss= must return one floating number", "loss=lambda output:
 
 def explain(
     model: nn.Module,
-    inputs: Any,
-    policy: Policy | str | os.PathLike[str],
-    *,
+    *inputs: Any,
+    policy: Policy | str | os.PathLike[str] | None = None,
     loss: Loss | None = None,
 ) -> Explanation:
     """Say which precision each op in each module gets, and why, from one traced forward and backward pass.
@@ -52,8 +50,9 @@ def explain(
 
     Args:
         model: The model, not prepared yet.
-        inputs: A tensor, the one argument; a tuple, the positional arguments; or a mapping, the keyword arguments.
-        policy: A policy, its text, or the path of a policy file.
+        *inputs: The model's positional arguments. A single tuple stands for all of them, a single mapping for keyword
+            arguments.
+        policy: A policy, its text, or the path of a policy file; it may stand behind the inputs without its name.
         loss: From the model's output to a scalar, run inside the region as in a training step. When omitted the
             backward pass starts from all floating outputs, as for their sum in FP32.
 
@@ -81,8 +80,13 @@ def explain(
         >>> explanation.cast_bytes(what="parameter")  # 8·16 weights and 16 biases, 4 bytes read and 2 written
         864
     """
+    if policy is None:
+        if not inputs or not isinstance(inputs[-1], (Policy, str, os.PathLike)):
+            raise PolicyError("there is no policy to explain", write='mezzo.explain(model, x, policy="O1,bf16")')
+        *given_inputs, policy = inputs
+        inputs = tuple(given_inputs)
     policy = Policy.of(policy)
-    args, kwargs = _arguments(inputs)
+    args, kwargs = _arguments(inputs[0]) if len(inputs) == 1 else (inputs, {})
     if not isinstance(model, nn.Module):
         raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="mezzo.explain(model, …)")
     given = (leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
@@ -90,7 +94,7 @@ def explain(
     _check_runs(model, devices)
     # A region that is active where explain is called would act on top of the policy's.
     with as_training_runs(devices), autocast("O0"):
-        args, kwargs = _own((args, kwargs))
+        args, kwargs = own((args, kwargs))
         return _traced(
             copied(model, "mezzo.explain(build_model(), inputs, policy)"), args, kwargs, policy, loss, devices
         )
@@ -100,10 +104,13 @@ def _traced(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, loss: Loss | None, devices: list[torch.device]
 ) -> Explanation:
     trace = Trace(Decider(policy, _ruled(model, policy)), policy.dtype, Where(until=here()))
+    rounded = _rounded_buffers(model, policy)
     handle = Prepared(model, policy, tells=False)  # a finding does
     handle.halves.drop()
     region = handle.autocast()
     trace.learn(model, (args, kwargs))
+    for path, lost in rounded.items():
+        trace.round_buffer(model.get_buffer(path), lost, path)
     with hooked(trace, [model]):
         with region, watching(trace):
             output = model(*args, **kwargs)
@@ -116,12 +123,6 @@ def _traced(
             with watching(trace, backward=True):
                 region.run_backward(differentiable, grad_tensors=ones)  # type: ignore[arg-type]
     rows = tuple(_built(Row, key, count=count) for key, count in trace.rows.items())
-    misaligned = (
-        _built(Misaligned, key, count=count, paddings=_paddings(shape, multiple))
-        for key, count in trace.products.items()
-        for shape, multiple in [(key[2], key[4])]
-    )
-    in_mode = policy.autocast or region.has_differences or policy.param_dtype != torch.float32
     return Explanation(
         model=type(model).__name__,
         policy=str(policy),
@@ -130,10 +131,9 @@ def _traced(
         emulated=region.emulated,
         rows=rows,
         casts=_casts(trace),
-        misaligned=tuple(misaligned),
-        findings=findings(model, policy, rows, trace, has_backward=bool(differentiable), in_mode=in_mode),
+        misaligned=tuple(_built(Misaligned, key, count=count) for key, count in trace.products.items()),
+        findings=findings(model, policy, rows, trace, has_backward=bool(differentiable)),
         products=_products(trace),
-        round_trips=round_trips(trace.trips.done),
         moved_bytes=trace.moved_bytes,
     )
 
@@ -155,14 +155,14 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
-def _own(inputs: Any) -> Any:
+def own(inputs: Any) -> Any:
     """Copy the tensors in nested containers, each once, so that no gradient or in-place edit reaches the user's."""
     known: dict[int, Tensor] = {}
 
-    def own(tensor: Tensor) -> Tensor:
+    def copy(tensor: Tensor) -> Tensor:
         return known.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
-    return pytree.tree_map_only(Tensor, own, inputs)
+    return pytree.tree_map_only(Tensor, copy, inputs)
 
 
 def _check_runs(model: nn.Module, devices: list[torch.device]) -> None:
@@ -183,6 +183,18 @@ def _ruled(model: nn.Module, policy: Policy) -> dict[int, tuple[Rule, str]]:
         rule = policy.storage(path, path.rpartition(".")[0])[1]
         if rule is not None and id(tensor) not in found:
             found[id(tensor)] = (rule, path)
+    return found
+
+
+def _rounded_buffers(model: nn.Module, policy: Policy) -> dict[str, LostIntegers]:
+    """Find the buffers whose integers are lost where they are stored, before they are."""
+    found = {}
+    for path, buffer in model.named_buffers():
+        module, _, name = path.rpartition(".")
+        if buffer.dtype == torch.float32 and name not in model.get_submodule(module)._non_persistent_buffers_set:
+            dtype, _ = policy.storage(path, module)
+            if dtype in LOW and (lost := lost_integers(buffer, dtype)) is not None:
+                found[path] = lost
     return found
 
 
@@ -217,11 +229,3 @@ def _casts(trace: Trace) -> tuple[Cast, ...]:
 def _products(trace: Trace) -> tuple[Product, ...]:
     found = trace.flops.most_common()
     return tuple(_built(Product, key, flops=flops, count=trace.num_products[key]) for key, flops in found)
-
-
-def _paddings(shape: Shape, multiple: int) -> tuple[Padding, ...]:
-    return tuple(
-        Padding(dimension=name, size=size, padded=-(-size // multiple) * multiple)
-        for name, size in shape
-        if size % multiple
-    )

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from mezzo.explanation.differences import differences
 from mezzo.explanation.fold import Fold, folded
-from mezzo.explanation.rows import Cast, Explained, Misaligned, RoundTrip, Row
+from mezzo.explanation.rows import Cast, Explained, Misaligned, Row
 from mezzo.explanation.words import byte_text, format_text, share_text
 from mezzo.policy import Policy
 from mezzo.tensors import dtype_name
 from mezzo.trace.where import MODEL
 
-__all__ = ["NUMBERS", "WORDS", "Section", "all_rows", "changed_ops", "different_rows", "few_rows"]
+__all__ = ["NUMBERS", "WORDS", "Section", "all_rows", "few_rows"]
 
 #: Columns that hold numbers.
 NUMBERS: Final = frozenset("count,calls,bytes,share,flops,of FLOPs,multiple of".split(","))
 #: Columns that hold words, which may be folded.
-WORDS: Final = frozenset("what,because,decided by,asked for by,what saves it,shape,pad".split(","))
+WORDS: Final = frozenset("what,because,decided by,shape,pad".split(","))
 #: Rows of a table that is sorted by cost, before the rest is added up.
 _MOST_ROWS: Final = 8
 
@@ -42,16 +41,6 @@ class Section:
     rest: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
-    """What two explanations say about one thing; the path does not count where changes are compared."""
-
-    path: str = field(compare=False)
-    op: str
-    this: str
-    other: str
-
-
 # The few rows that matter ---------------------------------------------------------------------------------
 
 
@@ -67,29 +56,22 @@ def few_rows(explained: Explained) -> Iterator[Section]:
         cells=lambda product, cost, share: (product.op, format_text([product.dtype]), share, product.why),
     )
     yield from _dearest(
-        "round trips: cast up, and the result down again",
-        "where,asked for by,bytes,share,what saves it".split(","),
-        folded(explained.round_trips, _module, lambda trip: (trip.asked_by, trip.low, trip.write, trip.by)),
-        cost=lambda trip: trip.num_bytes,
-        whole=explained.moved_bytes,
-        cells=lambda trip, cost, share: (trip.asked_by, byte_text(cost), share, _cure(trip)),
-    )
-    yield from _dearest(
         "casts, forward and backward",
-        "where,what,by,bytes,share".split(","),
+        "where,for,what,by,bytes,share".split(","),
         folded(
             (cast for cast in explained.casts if cast.by != "emulation"),
             _module,
-            lambda cast: (cast.phase, cast.what, cast.before, cast.after, cast.by),
+            lambda cast: (cast.op, cast.phase, cast.what, cast.before, cast.after, cast.by),
         ),
         cost=lambda cast: cast.num_bytes,
         whole=explained.moved_bytes,
         cells=lambda cast, cost, share: (
+            cast.op or "–",
             f"{cast.what} {format_text([cast.before])} → {format_text([cast.after])}, {cast.phase}",
             cast.by, byte_text(cost), share,
         ),
     )  # fmt: skip
-    pads = folded(explained.misaligned, _module, lambda each: (each.op, each.shape, each.paddings))
+    pads = folded(explained.misaligned, _module, lambda each: (each.op, each.shape))
     yield from _section(
         "products whose dimensions tensor cores do not like",
         "where,op,shape,pad".split(","),
@@ -138,12 +120,6 @@ def _where(fold: Fold[Any]) -> str:
     return fold.text or MODEL
 
 
-def _cure(trip: RoundTrip) -> str:
-    if not trip.write:
-        return "no rule; the kernel has no low form" if trip.ops else f"no rule; {trip.line or 'the code'} converts"
-    return f"{trip.write}, at the risk of: {trip.risk}" if trip.risk else trip.write
-
-
 def _folded_op(fold: Fold[Row]) -> tuple[str, ...]:
     row = fold.rows[0]
     return _where(fold), row.op, str(sum(each.count for each in fold.rows)), _precision(row), _decider(row)
@@ -174,10 +150,8 @@ def all_rows(explained: Explained) -> Iterator[Section]:
         ("products, forward", "module,op,count,runs in,flops,because,line".split(","),
          ((p.module or MODEL, p.op, str(p.count), p.dtype, f"{p.flops:,}", p.why, p.line or "–")
           for p in explained.products)),
-        (_casts_title(explained), "module,phase,what,from,to,by,count,bytes".split(","), map(_cast, explained.casts)),
-        ("round trips", "module,asked for by,low,by,count,bytes,what saves it,line".split(","),
-         ((t.module or MODEL, t.asked_by, t.low, t.by, str(t.count), byte_text(t.num_bytes), _cure(t), t.line or "–")
-          for t in explained.round_trips)),
+        (_casts_title(explained), "module,for,phase,what,from,to,by,count,bytes".split(","),
+         map(_cast, explained.casts)),
         ("products whose dimensions tensor cores do not like",
          "module,op,count,format,shape,multiple of,pad,line".split(","), map(_product, explained.misaligned)),
         ("findings", "kind,where,what".split(","), ((each.kind, each.where, each.text) for each in explained.findings)),
@@ -206,7 +180,7 @@ def _casts_title(explained: Explained) -> str:
 
 
 def _cast(cast: Cast) -> Sequence[str]:
-    where = (cast.module or MODEL, cast.phase, cast.what, cast.before, cast.after, cast.by)
+    where = (cast.module or MODEL, cast.op or "–", cast.phase, cast.what, cast.before, cast.after, cast.by)
     return (*where, str(cast.count), byte_text(cast.num_bytes))
 
 
@@ -217,51 +191,3 @@ def _product(entry: Misaligned) -> Sequence[str]:
 
 def _shape(entry: Misaligned) -> str:
     return " · ".join(f"{name} {size}" for name, size in entry.shape)
-
-
-# Two explanations -------------------------------------------------------------------------------------------
-
-
-def different_rows(first: Explained, second: Explained, *, full: bool = False) -> Iterator[Section]:
-    """Yield what differs between two explanations: precisions and costs of casts, or with ``full`` every difference."""
-    heads = ("where", first.policy, second.policy)
-    if not full:
-        changes = [Change(path, op, *both) for (path, op, _), both in changed_ops(first, second).items()]
-        folds = folded(changes, lambda change: change.path, lambda change: change)
-        cells = ((f"{_where(fold)} {fold.rows[0].op}", fold.rows[0].this, fold.rows[0].other) for fold in folds)
-        yield from _section("ops in another precision", heads, cells)
-        yield from _changed_casts(first, second, heads)
-    found = [each for each in differences(first, second) if full or each.about not in ("policy", "op", "casts")]
-    for about in dict.fromkeys(each.about for each in found):
-        rows = ((each.where, each.this, each.other) for each in found if each.about == about)
-        yield from _section(about, heads, rows)
-
-
-def changed_ops(first: Explained, second: Explained) -> dict[tuple[str, str, str | None], tuple[str, str]]:
-    """Return the precisions of the ops that run in another one, by module, op and line."""
-    sides = _precisions(first), _precisions(second)
-    pairs = {key: (sides[0].get(key, "–"), sides[1].get(key, "–")) for key in dict.fromkeys((*sides[0], *sides[1]))}
-    return {key: both for key, both in pairs.items() if both[0] != both[1]}
-
-
-def _precisions(explained: Explained) -> dict[tuple[str, str, str | None], str]:
-    found: dict[tuple[str, str, str | None], dict[str, None]] = {}
-    for row in explained.rows:
-        found.setdefault((row.module, row.op, row.line), {})[_precision(row)] = None
-    return {key: ", ".join(precisions) for key, precisions in found.items()}
-
-
-def _changed_casts(first: Explained, second: Explained, heads: tuple[str, ...]) -> Iterator[Section]:
-    sizes: dict[tuple[str, str], list[int]] = {}
-    for side, explained in enumerate((first, second)):
-        for cast in explained.casts:
-            if cast.by != "emulation":
-                sizes.setdefault((cast.module, f"{cast.what}, {cast.phase}"), [0, 0])[side] += cast.num_bytes
-    changed = [key for key, both in sizes.items() if both[0] != both[1]]
-    folds = folded(changed, lambda key: key[0], lambda key: key[1])
-    sums = [(fold, [sum(sizes[key][side] for key in fold.rows) for side in (0, 1)]) for fold in folds]
-    sums.sort(key=lambda each: -abs(each[1][0] - each[1][1]))
-    num_shown = len(sums) if len(sums) <= _MOST_ROWS + 1 else _MOST_ROWS
-    cells = ((f"{_where(fold)} {fold.rows[0][1]}", *map(byte_text, both)) for fold, both in sums[:num_shown])
-    rest = f"and {len(sums) - num_shown} more rows, which differ by less" if len(sums) > num_shown else ""
-    yield from _section("what casts read and write", heads, cells, rest)

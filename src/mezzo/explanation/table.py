@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal
 
@@ -17,12 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.errors import printable
-from mezzo.explanation.answer import Answer, answer_to, comparison
-from mezzo.explanation.differences import differences
+from mezzo.explanation.answer import Answer, answer_to
 from mezzo.explanation.rows import Explained
-from mezzo.explanation.sections import NUMBERS, WORDS, Section, all_rows, different_rows, few_rows
+from mezzo.explanation.sections import NUMBERS, WORDS, Section, all_rows, few_rows
 
-__all__ = ["WIDEST", "difference_renderables", "differences_json", "plain", "renderables", "table", "terms"]
+__all__ = ["WIDEST", "plain", "renderables", "table", "terms"]
 
 #: The columns that the answer and its few rows take at most.
 WIDEST: Final = 120
@@ -84,21 +82,6 @@ def renderables(explanation: Explained, *, full: bool = False) -> Iterator[Rende
     yield from map(_section, all_rows(explanation) if full else few_rows(explanation))
 
 
-def difference_renderables(first: Explained, second: Explained, *, full: bool = False) -> Iterator[RenderableType]:
-    """Yield what a second explanation changes, in words and in tables, only where the two differ."""
-    if not differences(first, second):
-        yield Text(printable(f"{first.policy} and {second.policy} explain the same"))
-        return
-    yield from (*_answer(comparison(first, second)), Text())
-    yield from map(_section, different_rows(first, second, full=full))
-
-
-def differences_json(first: Explained, second: Explained) -> str:
-    """Write the differences as a JSON list."""
-    found = [dataclasses.asdict(each) for each in differences(first, second)]
-    return json.dumps(found, indent=2, ensure_ascii=False)
-
-
 def terms(explanation: Explained) -> str:
     """Say on what an explanation was measured."""
     arithmetic = "products emulated in FP32" if explanation.emulated else "native arithmetic"
@@ -112,9 +95,9 @@ def _answer(answer: Answer) -> Iterator[RenderableType]:
     for point in answer.points:
         lines.add_row(Text("·"), Text(printable(point), overflow="fold"))
     yield Padding(lines, (0, 0, 0, 2))
-    if answer.write or answer.why:
+    if answer.write:
         advice = Table.grid(padding=(0, 2))
-        for label, text in (("write", answer.write or "this policy"), ("", answer.why)):
+        for label, text in (("write", answer.write), ("", answer.why)):
             advice.add_row(Text(label), Text(printable(text), overflow="fold"))
         yield Padding(advice, (0, 0, 0, 2))
 

@@ -118,10 +118,6 @@ class OpCall:
         """Whether the call is there to convert: ``x.float()``."""
         return self.op in _CONVERSIONS
 
-    def made(self, tensor: Tensor) -> bool:
-        """Whether a tensor was made inside this call."""
-        return self._made_here.get(tensor) is not None
-
     def asks_for(self, before: Tensor, after: Tensor) -> bool:
         """Whether a cast of an argument is what the policy's decision about this call asks for."""
         if self.is_conversion or self._made_here.get(before) is not None:

@@ -12,12 +12,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mezzo.tensors import LOW, tensors
 
 __all__ = [
-    "Storages", "flops", "is_allocation", "is_cast", "is_view", "moved_bytes", "multiple_of", "product",
-    "same_storage",
+    "Storages", "factors", "flops", "is_allocation", "is_cast", "is_rearranging", "is_rounding", "is_view",
+    "moved_bytes", "multiple_of", "product", "same_storage",
 ]  # fmt: skip
 
 _FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ALLOCATIONS: Final = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
+
+#: Kernels that put the same numbers elsewhere, and no others.
+_REARRANGING: Final = frozenset("clone cat repeat index_select gather index constant_pad_nd flip roll".split())
+#: Products that add a term, which stands first.
+_ADDING: Final = frozenset("addmm baddbmm addbmm addmv addr".split())
 
 Shape = tuple[tuple[str, int], ...]
 Label = TypeVar("Label")
@@ -31,6 +36,16 @@ def is_cast(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:
         and args[0].dtype.is_floating_point
         and out.dtype.is_floating_point
     )
+
+
+def is_rounding(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:
+    """Whether a kernel converts floating numbers or integers to a low format."""
+    return kernel is torch.ops.aten._to_copy.default and out.dtype in LOW and args[0].dtype != out.dtype
+
+
+def is_rearranging(kernel: Any) -> bool:
+    """Whether what a kernel returns are numbers that it has read."""
+    return str(kernel._schema.name).removeprefix("aten::") in _REARRANGING
 
 
 def is_view(kernel: Any) -> bool:
@@ -133,6 +148,13 @@ def flops(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
         return own(args), dtype
     formula = flop_registry.get(kernel.overloadpacket)
     return None if formula is None else (int(formula(*args, **kwargs, out_val=out)), dtype)
+
+
+def factors(kernel: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Return what a product multiplies: no bias that it adds, and no mask."""
+    name = str(kernel._schema.name).removeprefix("aten::")
+    last = 3 if "scaled_dot_product" in name else 2
+    return list(tensors(args[1:3] if name in _ADDING else args[:last]))
 
 
 def _grouped_flops(args: tuple[Any, ...]) -> int:

@@ -10,17 +10,49 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from mezzo.tensors import dtype_name, tensors
+from mezzo.tensors import LOW, dtype_name, has_fraction, tensors
 from mezzo.trace import kernels
-from mezzo.trace.calls import Decider, OpCall
+from mezzo.trace.calls import Decider
 from mezzo.trace.frames import Doing, doing, kernel_name
 from mezzo.trace.kernels import Storages
-from mezzo.trace.trips import Account, Trips
+from mezzo.trace.measure import LostIntegers, lost_integers
 from mezzo.trace.where import Place, Where
 
-__all__ = ["Trace"]
+__all__ = ["Account", "Integers", "Trace"]
 
 _NO_TORCH_FUNCTION: Final = torch._C.DisableTorchFunction
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One cast of the forward pass, with that of its gradient.
+
+    Attributes:
+        by: Whose cast it is.
+        place: Where it is made.
+        line: The user's line.
+        num_bytes: What both read and write.
+    """
+
+    by: str
+    place: Place
+    line: str | None
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Exact integers that are rounded to a low format.
+
+    Attributes:
+        lost: What that changes.
+        by: Whose cast it is, or the path of the buffer that is stored low.
+        line: The line of a cast that the model's own code makes.
+    """
+
+    lost: LostIntegers
+    by: str
+    line: str | None = None
 
 
 @dataclass(slots=True)
@@ -38,8 +70,9 @@ class Trace:
         flops: The operations of products in the forward pass, by module, op, dtype, reason and line.
         num_products: How many products these are.
         moved_bytes: What all kernels read and write, casts included, without what only emulation does.
-        trips: What is cast up, and its result down again, in the forward pass.
         inner_ops: The kernels of each op, by module.
+        integers: Exact integers that a product reads rounded to a low format, by its module, op and line.
+        logits: The casts that widen what a softmax over the last dimension reads, of a loss or of a product's result.
     """
 
     decider: Decider
@@ -52,9 +85,12 @@ class Trace:
     flops: Counter[tuple[str, str, str, str, str | None]] = field(default_factory=Counter)
     num_products: Counter[tuple[str, str, str, str, str | None]] = field(default_factory=Counter)
     moved_bytes: int = 0
-    trips: Trips = field(default_factory=Trips)
     inner_ops: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    integers: Counter[tuple[str, str, str | None, Integers]] = field(default_factory=Counter)
+    logits: list[Account] = field(default_factory=list)
     _labels: Storages[str] = field(default_factory=Storages)
+    _rounded: Storages[Integers | None] = field(default_factory=Storages)
+    _widened: Storages[tuple[bool, tuple[Account, ...]]] = field(default_factory=Storages)
     _accounts: dict[int, Account] = field(default_factory=dict)
 
     def learn(self, model: nn.Module, inputs: Any) -> None:
@@ -63,6 +99,10 @@ class Trace:
         self._labels.put(model.buffers(), "buffer")
         self._labels.put(model.parameters(), "parameter")
         self.where.learn_owners(model)
+
+    def round_buffer(self, buffer: Tensor, lost: LostIntegers, path: str) -> None:
+        """Learn of a buffer whose integers were rounded where it is stored."""
+        self._rounded.put([buffer], Integers(lost, path))
 
     # Calls --------------------------------------------------------------------------------------------
 
@@ -95,7 +135,7 @@ class Trace:
     # Kernels ------------------------------------------------------------------------------------------
 
     def before(self, kernel: Any, args: Any, kwargs: Any) -> None:
-        """Need nothing of what a kernel reads: numbers are not looked at."""
+        """Need nothing before a kernel runs: what is read is still there afterwards."""
 
     def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: Any) -> None:
         """Take note of one kernel."""
@@ -115,12 +155,12 @@ class Trace:
             if kernels.is_cast(kernel, args, out):
                 self._cast(args[0], out, place, made_by)
             else:
+                if not self.where.is_backward:
+                    self._follow(kernel, args, kwargs, out, place)
                 self._labels.put(tensors(out), self._new_label(), replace=False)
                 self.moved_bytes += kernels.moved_bytes(kernel, args, kwargs, out, self.dtype if emulated else None)
                 if not self.where.is_backward:
                     self._product(kernel, args, kwargs, out, place, emulated=emulated)
-                    if not emulated:
-                        self.trips.kernel(kernel, (args, kwargs), out, place.module, place.call)
             if place.call is not None:
                 place.call.kernel(kernel, args, kwargs, out, emulated=emulated)
                 if is_alone:
@@ -130,36 +170,77 @@ class Trace:
     def _cast(self, before: Tensor, after: Tensor, place: Place, made_by: Doing) -> None:
         what = self._labels.get(before) or self._new_label()
         self._labels.put([after], what)
-        account = self._account(before, after, place.call, made_by)
+        account = self._account(before, after, place, made_by)
         phase = "backward" if self.where.is_backward else "forward"
-        key = (place.module, phase, what, dtype_name(before.dtype), dtype_name(after.dtype), account.by)
+        op = "" if place.call is None or place.call.hidden else place.call.op
+        key = (place.module, op, phase, what, dtype_name(before.dtype), dtype_name(after.dtype), account.by)
+        if not self.where.is_backward:
+            self._rounded.put([after], self._rounded.get(before) or self._rounding(before, after, account))
+            is_product, accounts = self._widened.get(before) or (False, ())
+            if made_by != "emulation" and before.element_size() < after.element_size():
+                accounts = (*accounts, account)
+            self._widened.put([after], (is_product, accounts))
         num_bytes = before.numel() * (before.element_size() + after.element_size())
         account.num_bytes += num_bytes
         self.casts[key] += 1
         self.cast_bytes[key] += num_bytes
         if made_by != "emulation":
             self.moved_bytes += num_bytes
-            if not self.where.is_backward:
-                self.trips.cast(before, after, account, place.module, place.call)
 
-    def _account(self, before: Tensor, after: Tensor, call: OpCall | None, made_by: Doing) -> Account:
+    def _account(self, before: Tensor, after: Tensor, place: Place, made_by: Doing) -> Account:
         """Say whose cast it is: emulation's, the policy's, the model's own code's, or torch's inside a function."""
+        call = place.call
+        line = None if call is None else call.line
         if made_by == "emulation":
-            return Account("emulation")
+            return Account("emulation", place, line)
         node: Any = torch._C._current_autograd_node() if self.where.is_gradient else None
         if node is not None:
             # The gradient of a cast is cast back on the same account; others follow from mixed dtypes.
             account = self._accounts.get(node._sequence_nr()) if node.name() == "ToCopyBackward0" else None
-            return account or Account("model" if isinstance(node, BackwardCFunction) else "torch")
+            return account or Account("model" if isinstance(node, BackwardCFunction) else "torch", place, line)
         if made_by == "cast" or (call is not None and (call.hidden or call.asks_for(before, after))):
             by = "policy"
         else:
             by = "model" if call is None or call.is_conversion else "torch"
         # Autograd numbers the node of a cast just before the kernel runs. A cast without a node comes after the owner
         # of the last number, which therefore is not overwritten.
-        account = Account(by)
+        account = Account(by, place, line)
         self._accounts.setdefault(torch._C._autograd._get_sequence_nr() - 1, account)
         return account
+
+    def _rounding(self, before: Tensor, after: Tensor, account: Account) -> Integers | None:
+        """Say which integers a cast changes."""
+        lost = lost_integers(before, after.dtype) if after.dtype in LOW else None
+        return None if lost is None else Integers(lost, account.by, account.line if account.by == "model" else None)
+
+    def _follow(self, kernel: Any, args: Any, kwargs: Any, out: Any, place: Place) -> None:
+        """Follow rounded integers into products, and what products make into the softmax of a loss."""
+        results = [each for each in tensors(out) if has_fraction(each.dtype)]
+        if kernels.is_view(kernel) or not results:
+            return
+        if kernels.is_rounding(kernel, args, out):  # of integers
+            line = self.where.line() if place.call is None else place.call.line
+            lost = lost_integers(args[0], out.dtype)
+            self._rounded.put(results, None if lost is None else Integers(lost, "model", line))
+            return
+        if kernels.is_rearranging(kernel):
+            _carry(self._rounded, args, results)
+            _carry(self._widened, args, results)
+            return
+        if kernel._schema.is_mutable:
+            self._rounded.put(results, None)
+        if kernels.flops(kernel, args, kwargs, out) is not None:
+            read = kernels.factors(kernel, args)
+            self._widened.put(results, (any(self._labels.get(each) == "parameter" for each in read), ()))
+            for found in {label for each in read if (label := self._rounded.get(each)) is not None}:
+                op, line = (kernel_name(kernel), None) if place.call is None else (place.call.op, place.call.line)
+                self.integers[place.module, op, line, found] += 1
+        name = str(kernel._schema.name)
+        if name in ("aten::_log_softmax", "aten::_softmax") and args[1] % max(1, args[0].dim()) == args[0].dim() - 1:
+            is_product, accounts = self._widened.get(args[0]) or (False, ())
+            for account in accounts if is_product or name == "aten::_log_softmax" else ():
+                if account not in self.logits:
+                    self.logits.append(account)
 
     def _new_label(self) -> str:
         return "gradient" if self.where.is_gradient else "activation"
@@ -182,3 +263,10 @@ class Trace:
             key = (place.module, op, name, why, line)
             self.flops[key] += amount
             self.num_products[key] += 1
+
+
+def _carry(labels: Storages[Any], args: Any, results: list[Tensor]) -> None:
+    """Label what holds the numbers of a labelled tensor, among others perhaps."""
+    found = next((label for each in tensors(args) if (label := labels.get(each)) is not None), None)
+    if found is not None:
+        labels.put(results, found)

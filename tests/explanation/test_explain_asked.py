@@ -1,0 +1,345 @@
+"""What users ask for: integers that a low format does not hold, the cast of logits, tied weights."""
+
+import math
+import re
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from mezzo import explain
+
+SIGNIFICAND = {"bfloat16": 8, "float16": 11}
+BOTH = [(level, dtype) for level in ("O1", "O2") for dtype in SIGNIFICAND]
+
+
+def policy(level, dtype, *rules):
+    return ",".join([f"{level},dtype={dtype},emulate=true", *rules])
+
+
+def found(kind, model, *inputs, policy, loss=None):
+    return [each for each in explain(model, *inputs, policy=policy, loss=loss).findings if each.kind == kind]
+
+
+def num_changed(values, dtype):
+    """How many integers change when they are rounded to so many bits, ties to even, in exact arithmetic."""
+    changed = 0
+    for value in map(abs, values):
+        unit = 2 ** max(0, value.bit_length() - SIGNIFICAND[dtype])
+        changed += round(Fraction(value, unit)) * unit != value or (dtype == "float16" and value >= 65520)
+    return changed
+
+
+# Exact integers -------------------------------------------------------------------------------------------
+
+
+class Through(nn.Module):
+    """Numbers through a linear layer, whatever makes them."""
+
+    def __init__(self, make, width=1):
+        super().__init__()
+        self.make, self.embed, self.head = make, nn.Linear(width, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.embed(self.make(x))))
+
+
+def times(largest):
+    return lambda x: torch.arange(largest + 1).float()[:, None]
+
+
+@pytest.mark.parametrize("level, dtype", BOTH)
+@pytest.mark.parametrize("largest", [257, 999, 5000, 70_000])
+def test_positions_that_enter_a_low_product_rounded(level, dtype, largest):
+    places = found("lost integers", Through(times(largest)), torch.ones(1), policy=policy(level, dtype))
+    changed = num_changed(range(largest + 1), dtype)
+    if not changed:
+        assert places == []
+        return
+    (finding,) = places
+    assert re.fullmatch(r"embed linear \(.*test_explain_asked.py:\d+\)", finding.where)
+    name = {"bfloat16": "BF16", "float16": "FP16"}[dtype]
+    said = f"up to {largest:,}, of which {changed:,} of {largest + 1:,} change in {name}"
+    assert said in finding.text
+    assert 'policy.keep_fp32(modules=["embed"]), the text fp32_module=embed' in finding.text
+    cured = policy(level, dtype, "fp32_module=embed")
+    assert found("lost integers", Through(times(largest)), torch.ones(1), policy=cured) == []
+
+
+@pytest.mark.parametrize("level, dtype", BOTH)
+@pytest.mark.parametrize(
+    "largest", [lambda bits: 2**bits, lambda bits: 2**bits + 1], ids=["the last that fits", "one more"]
+)
+def test_the_bound_is_two_to_the_significand(level, dtype, largest):
+    largest = largest(SIGNIFICAND[dtype])
+    places = found("lost integers", Through(times(largest)), torch.ones(1), policy=policy(level, dtype))
+    assert bool(places) == bool(num_changed(range(largest + 1), dtype)) == (largest % 2 == 1)
+
+
+class Rotary(nn.Module):
+    """Angles by an outer product, in the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.register_buffer("frequencies", 10_000.0 ** -torch.linspace(0, 1, 4), persistent=False)
+
+    def forward(self, x):
+        angles = torch.arange(3000, device=x.device).float()[:, None] @ self.frequencies[None].to(x.dtype)
+        return self.proj(angles.sin())
+
+
+class OwnCast(nn.Module):
+    """Integers that the model's own code casts to the dtype of its weights, and then joins with others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.low = nn.Linear(2, 4), torch.bfloat16
+
+    def forward(self, x):
+        steps = torch.arange(3000)[:, None]
+        joined = torch.cat([steps.to(self.low), torch.rand(3000, 1).to(self.low)], 1)
+        return self.embed(joined)
+
+
+class Table(nn.Module):
+    """Positions in a buffer, which O2 stores low."""
+
+    def __init__(self, persistent=True):
+        super().__init__()
+        self.embed = nn.Linear(1, 4)
+        self.register_buffer("positions", torch.arange(3000.0)[:, None], persistent=persistent)
+
+    def forward(self, x):
+        return self.embed(self.positions)
+
+
+@pytest.mark.parametrize("dtype", SIGNIFICAND)
+def test_an_outer_product_of_positions_in_the_model_itself(dtype):
+    (finding,) = found("lost integers", Rotary(), torch.ones(1), policy=policy("O1", dtype))
+    assert finding.where.startswith("(model) matmul (")
+    assert f"{num_changed(range(3000), dtype):,} of 3,000" in finding.text
+    assert "a function under @mezzo.fp32" in finding.text
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_integers_that_the_model_itself_casts_are_followed_through_cat(level):
+    (finding,) = found("lost integers", OwnCast(), torch.ones(1), policy=policy(level, "bfloat16"))
+    line = OwnCast.forward.__code__.co_firstlineno + 2
+    assert f"{num_changed(range(3000), 'bfloat16'):,} of 3,000 change in BF16, by the cast at {__file__}:{line}" in (
+        finding.text
+    )
+
+
+@pytest.mark.parametrize("dtype", SIGNIFICAND)
+def test_a_buffer_that_is_stored_low(dtype):
+    (finding,) = found("lost integers", Table(), torch.ones(1), policy=policy("O2", dtype))
+    assert "of the buffer positions up to 2,999" in finding.text
+    cure = "fp32_param=positions,fp32_module=embed"
+    assert f"the text {cure};" in finding.text
+    cured = policy("O2", dtype, cure)
+    assert found("lost integers", Table(), torch.ones(1), policy=cured) == []
+
+
+def test_alike_modules_are_one_finding():
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(1, 4) for _ in range(3))
+
+        def forward(self, t):
+            return sum(block(t) for block in self.blocks)
+
+    (finding,) = found("lost integers", Blocks(), torch.arange(600.0)[:, None], policy=policy("O1", "bfloat16"))
+    assert finding.where.startswith("blocks.{0..2} ×3 linear (")
+    assert "the text fp32_module=blocks.*;" in finding.text
+
+
+def one_hot(x):
+    return functional.one_hot(torch.arange(600), 600).float()
+
+
+NEAR = {
+    "fractions": lambda x: torch.cat([torch.arange(600.0), torch.tensor([0.5])])[:, None],
+    "integers among fractions": lambda x: torch.linspace(0, 999, 600).index_fill(0, torch.tensor([5, 9]), 301)[:, None],
+    "normalised": lambda x: torch.arange(600).float()[:, None] / 600,
+    "zeros": lambda x: torch.zeros(600, 1),
+    "multiples that the format holds": lambda x: 16 * torch.arange(200.0)[:, None],
+    "pixels": lambda x: torch.arange(256.0)[:, None],
+    "too large to be exact": lambda x: (torch.arange(600.0)[:, None] + 2.0**24) * 3,
+    "not finite": lambda x: torch.arange(600.0)[:, None].index_fill(0, torch.tensor([3]), math.inf),
+}
+
+
+@pytest.mark.parametrize("level, dtype", BOTH)
+@pytest.mark.parametrize("name", NEAR)
+def test_near_misses_are_no_finding(level, dtype, name):
+    assert found("lost integers", Through(NEAR[name]), torch.ones(1), policy=policy(level, dtype)) == []
+
+
+@pytest.mark.parametrize("level, dtype", BOTH)
+def test_one_hot_masks_and_biases_are_no_finding(level, dtype):
+    assert found("lost integers", Through(one_hot, 600), torch.ones(1), policy=policy(level, dtype)) == []
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+            self.head = nn.Linear(8, 8)
+            nn.init.constant_(self.head.bias, 4097.0)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+            mask = (torch.arange(6) < 3).to(q.dtype) * -10_001.0
+            return self.head(functional.scaled_dot_product_attention(q, k, v, mask[None, None, None]))
+
+    assert found("lost integers", Masked(), torch.randn(2, 6, 8), policy=policy(level, dtype)) == []
+
+
+def test_what_is_changed_in_place_after_its_cast_is_something_else():
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Linear(1, 4)
+
+        def forward(self, x):
+            steps = torch.arange(600.0)[:, None].bfloat16()
+            steps.fill_(0.5)
+            return self.embed(steps)
+
+    assert found("lost integers", InPlace(), torch.ones(1), policy=policy("O1", "bfloat16")) == []
+
+
+def test_fp32_has_no_such_finding():
+    assert found("lost integers", Through(times(5000)), torch.ones(1), policy="O0") == []
+
+
+# The cast of the logits -----------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    def __init__(self, classes, width=16):
+        super().__init__()
+        self.body, self.head = nn.Linear(16, width), nn.Linear(width, classes)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.body(x)))
+
+
+def cross_entropy(output):
+    return functional.cross_entropy(output, torch.zeros(len(output), dtype=torch.long))
+
+
+@pytest.mark.parametrize("level, dtype", BOTH)
+def test_the_cast_of_logits_is_named_with_its_bytes_and_share(level, dtype):
+    model, x, rule = Head(1000), torch.randn(64, 16), policy(level, dtype)
+    explanation = explain(model, x, policy=rule, loss=cross_entropy)
+    (finding,) = [each for each in explanation.findings if each.kind == "logits"]
+    size = 2 * 64 * 1000 * (4 + 2)  # there and back, read and written
+    share = 100 * size / sum(cast.num_bytes for cast in explanation.casts if cast.by != "emulation")
+    assert share > 25
+    assert f"takes {size / 1024:.3g} KiB, {share:.3g} % of what all casts" in finding.text
+    assert ("linear_cross_entropy" in finding.text) == hasattr(functional, "linear_cross_entropy")
+    assert "chunks" in finding.text
+
+
+def test_without_linear_cross_entropy_chunks_are_what_to_write(monkeypatch):
+    monkeypatch.delattr(functional, "linear_cross_entropy", raising=False)
+    rule = policy("O1", "bfloat16")
+    (finding,) = found("logits", Head(1000), torch.randn(64, 16), policy=rule, loss=cross_entropy)
+    assert "linear_cross_entropy" not in finding.text
+    assert "write the loss in chunks of rows" in finding.text
+
+
+class Attending(nn.Module):
+    """Scores of 64 by 64, whose cast is most of all casts, and which no loss reads."""
+
+    def forward(self, x):
+        return torch.softmax(x @ x.mT, -1) @ x
+
+
+class AttendingHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.mix = nn.Linear(4, 4), Attending()
+
+    def forward(self, x):
+        return self.mix(self.body(x))
+
+
+@pytest.mark.parametrize("level, dtype", BOTH)
+@pytest.mark.parametrize(
+    "model, shape, loss",
+    [
+        (Head(4, 256), (64, 16), cross_entropy),
+        (AttendingHead(), (2, 64, 4), None),
+        (Head(1000), (64, 16), lambda output: output.float().square().mean()),
+        (Head(1000), (64, 16), lambda output: torch.log_softmax(output, 0).mean()),
+    ],
+    ids=["few classes", "scores of attention", "another loss", "over the first dimension"],
+)
+def test_what_is_no_cast_of_logits_or_a_small_one(level, dtype, model, shape, loss):
+    assert found("logits", model, torch.randn(shape), policy=policy(level, dtype), loss=loss) == []
+
+
+# Tied weights ---------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self, tied=True):
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(24, 8), nn.Linear(8, 8), nn.Linear(8, 24, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return self.head(self.body(x.to(self.body.weight.dtype)).to(self.head.weight.dtype))
+
+
+TOKENS = torch.arange(24)[None]
+
+
+@pytest.mark.parametrize(
+    "level, rule",
+    [
+        ("O1", "fp32_module=embed"),
+        ("O2", "fp32_module=embed"),
+        ("O2", "fp32_module=head"),
+        ("O1", "fp32_param=embed.weight"),
+        ("O2", "fp32_param=embed.weight"),
+        ("O2", "fp32_param=head.weight"),
+    ],
+)
+@pytest.mark.parametrize("dtype", SIGNIFICAND)
+def test_one_tensor_under_two_treatments(level, rule, dtype):
+    (finding,) = found("tied weights", Tied(), TOKENS, policy=policy(level, dtype, rule))
+    here, there = ("embed", "head") if "embed" in rule else ("head", "embed")
+    assert finding.where == f"{here}.weight"
+    assert (
+        f"it and {there}.weight are one tensor: the rule {rule} keeps it in FP32 in {here}, and {there}" in finding.text
+    )
+    cure = f"fp32_param={here}.weight+{there}.weight"
+    assert f"the text {cure} for both" in finding.text
+    assert found("tied weights", Tied(), TOKENS, policy=policy(level, dtype, cure)) == []
+
+
+@pytest.mark.parametrize("dtype", SIGNIFICAND)
+@pytest.mark.parametrize(
+    "level, rules, tied",
+    [
+        ("O1", (), True),
+        ("O2", (), True),
+        ("O1", ("fp32_module=head",), True),  # an embedding is FP32 under O1 in any case
+        ("O1", ("fp32_module=body",), True),
+        ("O2", ("fp32_module=body",), True),
+        ("O2", ("fp32_module=embed+head",), True),
+        ("O1", ("fp32_module=embed",), False),
+        ("O2", ("fp32_module=head",), False),
+        ("O2", ("fp32=log",), True),
+    ],
+)
+def test_one_treatment_or_two_tensors(dtype, level, rules, tied):
+    assert found("tied weights", Tied(tied), TOKENS, policy=policy(level, dtype, *rules)) == []
