@@ -1,18 +1,19 @@
 """Find and name handwritten digits on a canvas: a small single-shot detector (SSD).
 
 Data: scikit-learn's 1797 digits. A canvas of 48×48 pixels holds 1 to 4 of them, stretched to 12 to 28 pixels, apart from
-each other. 4000 canvases to train on are made of 1200 images, 1000 to test on of the other 597, the same for every seed.
+each other. 3000 canvases to train on are made of 1200 images, 800 to test on of the other 597, the same for every seed.
 Judged by: mAP at IoU 0.5 as in VOC 2010 and later, the area under the interpolated precision–recall curve, the mean of ten
 digits. In the paper (Micikevicius et al. 2018, section 4.2): SSD on VOC 2007, 76.9 % in FP32; FP16 without a loss scale
 diverges, 77.1 % at a scale of 8.
-Margin: 1.5 points, since two seeds in FP32 differ by about half a point, and the mean of three must not hide twice that.
+Margin: 2.0 points, since two seeds in FP32 differed by 1.3 points (88.82 and 90.16 %).
 
     python examples/families/digits_ssd.py --seed 1
-    mezzo compare --seeds 3 --margin 1.5 examples/families/digits_ssd.py
+    mezzo compare --seeds 3 --margin 2.0 examples/families/digits_ssd.py
 """
 
 import argparse
 
+import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
@@ -26,26 +27,24 @@ VARIANCE = torch.tensor([0.1, 0.1, 0.2, 0.2])  # as in SSD: offsets of centre an
 
 def make_canvases(images, labels, number, seed):
     """Canvases (number, 1, 48, 48), boxes (number, 4, 4) as x1 y1 x2 y2, classes (number, 4); class 0 is an empty place."""
-    rng = torch.Generator().manual_seed(seed)
+    rng = np.random.default_rng(seed)
     canvases = torch.zeros(number, 1, SIDE, SIDE)
     boxes, classes = torch.zeros(number, 4, 4), torch.zeros(number, 4, dtype=torch.long)
-    for canvas, box, cls in zip(canvases, boxes, classes, strict=True):
-        wanted = int(torch.randint(1, 5, (), generator=rng))
-        for _ in range(20):  # places tried
-            if (placed := int((cls > 0).sum())) == wanted:
+    for canvas, box, cls, wanted in zip(canvases, boxes, classes, rng.integers(1, 5, number), strict=True):
+        placed = 0
+        for chosen in rng.integers(len(labels), size=12):  # places tried
+            if placed == wanted:
                 break
-            height = int(torch.randint(12, 29, (), generator=rng))
-            width = int(height * (0.6 + 0.4 * torch.rand((), generator=rng)))
-            x = int(torch.randint(SIDE - width + 1, (), generator=rng))
-            y = int(torch.randint(SIDE - height + 1, (), generator=rng))
+            height = int(rng.integers(12, 29))
+            width = int(height * rng.uniform(0.6, 1.0))
+            x, y = (int(corner) for corner in rng.integers(0, (SIDE - width + 1, SIDE - height + 1)))
             region = canvas[:, y : y + height, x : x + width]
-            if region.any():
-                continue  # another digit is there
-            chosen = int(torch.randint(len(labels), (), generator=rng))
-            region += functional.interpolate(images[chosen][None], (height, width), mode="bilinear")[0]
-            box[placed] = torch.tensor([x, y, x + width, y + height])
-            cls[placed] = labels[chosen] + 1
-    canvases += 0.1 * torch.randn(canvases.shape, generator=rng)
+            if not region.any():  # no other digit is there
+                region += functional.interpolate(images[chosen, None], (height, width), mode="bilinear")[0]
+                box[placed] = torch.tensor([x, y, x + width, y + height])
+                cls[placed] = labels[chosen] + 1
+                placed += 1
+    canvases += torch.from_numpy(rng.normal(0.0, 0.1, canvases.shape)).float()
     return canvases, boxes, classes
 
 
@@ -108,9 +107,9 @@ def hard_negatives(losses, positive):
 class Detector(nn.Module):
     def __init__(self):
         super().__init__()
-        self.fine = nn.Sequential(*self.block(1, 16, 2), *self.block(16, 32, 2), *self.block(32, 48, 1))  # stride 4
-        self.coarse = nn.Sequential(*self.block(48, 64, 2), *self.block(64, 64, 1))  # stride 8
-        self.heads = nn.ModuleList(nn.Conv2d(c, ANCHORS_PER_CELL * (11 + 4), 3, padding=1) for c in (48, 64))
+        self.fine = nn.Sequential(*self.block(1, 16, 2), *self.block(16, 32, 2), *self.block(32, 32, 1))  # stride 4
+        self.coarse = nn.Sequential(*self.block(32, 64, 2), *self.block(64, 64, 1))  # stride 8
+        self.heads = nn.ModuleList(nn.Conv2d(c, ANCHORS_PER_CELL * (11 + 4), 3, padding=1) for c in (32, 64))
 
     @staticmethod
     def block(channels_in, channels, stride):
@@ -130,15 +129,18 @@ def detection_loss(scores, offsets, boxes, classes, anchors):
     losses = functional.cross_entropy(scores.transpose(1, 2), target, reduction="none")
     chosen = positive | hard_negatives(losses.detach(), positive)
     wanted = encode(box[positive], anchors.expand_as(box)[positive])
-    return (losses[chosen].sum() + functional.smooth_l1_loss(offsets[positive], wanted, reduction="sum")) / positive.sum()
+    return (
+        losses[chosen].sum() + functional.smooth_l1_loss(offsets[positive], wanted, reduction="sum")
+    ) / positive.sum()
 
 
 def nms(boxes, scores, threshold=0.45):
     """Indices of the boxes that stay, best first: none overlaps a better one by more than the threshold."""
-    overlap, kept = iou(boxes, boxes), []
-    for candidate in scores.argsort(descending=True).tolist():
-        if not (overlap[candidate, kept] > threshold).any():
-            kept.append(candidate)
+    free, kept = iou(boxes, boxes) <= threshold, []
+    order = scores.argsort(descending=True)
+    while len(order):
+        kept.append(int(order[0]))
+        order = order[1:][free[order[0], order[1:]]]
     return kept
 
 
@@ -147,11 +149,11 @@ def detect(model, canvases, anchors):
     model.eval()
     rows = []
     with torch.no_grad():
-        for start in range(0, len(canvases), 250):
-            scores, offsets = model(canvases[start : start + 250])
+        for start in range(0, len(canvases), 200):
+            scores, offsets = model(canvases[start : start + 200])
             probabilities, boxes = scores.float().softmax(2).cpu(), decode(offsets.float(), anchors).cpu()
             for i, (probability, box) in enumerate(zip(probabilities, boxes, strict=True)):
-                anchor, cls = (probability[:, 1:] > 0.02).nonzero(as_tuple=True)
+                anchor, cls = (probability[:, 1:] > 0.05).nonzero(as_tuple=True)
                 score = probability[anchor, cls + 1]
                 apart = box[anchor] + 1000.0 * cls.unsqueeze(1)  # digits of two classes never overlap
                 kept = nms(apart, score)
@@ -188,13 +190,13 @@ def data():
     labels = torch.from_numpy(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(1797))
     test, train = order[:597], order[597:]
-    return make_canvases(images[train], labels[train], 4000, 1), make_canvases(images[test], labels[test], 1000, 2)
+    return make_canvases(images[train], labels[train], 3000, 1), make_canvases(images[test], labels[test], 800, 2)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=300)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     train, (test_canvases, *test_digits) = data()
