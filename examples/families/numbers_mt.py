@@ -107,6 +107,11 @@ def translate(model, source):
     return torch.cat(written, 1)
 
 
+def bleu(found, wanted):
+    """Return the corpus's BLEU, 0 to 100; each sentence has one reference."""
+    return sacrebleu.corpus_bleu(found, [wanted]).score
+
+
 def exact_matches(found, wanted):
     """Return the share of sentences that are right in every word, in per cent."""
     return 100.0 * sum(a == b for a, b in zip(found, wanted, strict=True)) / len(wanted)
@@ -161,7 +166,7 @@ def main():
     with torch.no_grad():
         source = encode(test_english, english).to(device)
         found = [sentence for part in source.split(500) for sentence in decode(translate(model, part), french)]
-    print(f"test BLEU {sacrebleu.corpus_bleu(found, [test_french]).score:.2f} points")
+    print(f"test BLEU {bleu(found, test_french):.2f} points")
     print(f"exact matches {exact_matches(found, test_french):.2f} %")
 
 
