@@ -1,0 +1,174 @@
+"""Train a translator of numbers from English words to French: recurrent encoder and decoder with attention.
+
+Data: 10000 different numbers below a million as num2words spells them, hyphens and commas left out; a fixed permutation
+holds out 2000 of them. "Two hundred thousand and eighty" is "deux cent mille quatre vingts".
+Judged by: BLEU of greedy decoding on the held-out numbers (sacrebleu) and, on the last line, the share of sentences
+that are right in every word; higher is better.
+In the paper (Micikevicius et al. 2018, section 4.4): LSTM encoder–decoders with attention, English to French, by BLEU.
+
+Margin: 1.0 points, since a share of 99 % measured on 2000 sentences has a standard error of 0.22 points.
+Three FP32 seeds gave 99.05, 99.15 and 99.20 %; their BLEU was 99.87, 99.90 and 99.91.
+
+    python examples/families/numbers_mt.py --seed 1
+    mezzo compare --seeds 3 --margin 1.0 examples/families/numbers_mt.py
+"""
+
+import argparse
+import math
+
+import sacrebleu
+import torch
+from num2words import num2words
+from torch import nn
+from torch.nn import functional
+
+NUM_TRAIN, NUM_TEST = 8000, 2000
+BATCH_SIZE = 64
+WIDTH = 128
+LONGEST = 16  # words of a translation, its end among them
+PAD, START, END = 0, 1, 2  # the first words of each vocabulary
+
+
+class Translator(nn.Module):
+    """A bidirectional LSTM reads, a second one writes, and each word written looks at all words read (Luong 2015)."""
+
+    def __init__(self, num_source, num_target):
+        super().__init__()
+        self.source_embed = nn.Embedding(num_source, WIDTH // 2)
+        self.target_embed = nn.Embedding(num_target, WIDTH // 2)
+        self.encoder = nn.LSTM(WIDTH // 2, WIDTH // 2, bidirectional=True, batch_first=True)
+        self.decoder = nn.LSTM(WIDTH // 2, WIDTH, batch_first=True)
+        self.query = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.mix = nn.Linear(2 * WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, num_target)
+
+    def encode(self, source):  # (batch, read)
+        """Return the words read, where they are padding, and the decoder's first state."""
+        memory, (hidden, cell) = self.encoder(self.source_embed(source))  # (batch, read, width)
+        state = tuple(both.transpose(0, 1).flatten(1)[None] for both in (hidden, cell))  # each (1, batch, width)
+        return memory, source == PAD, state
+
+    def decode(self, memory, padding, state, target):  # target: (batch, written)
+        """Return the scores of the word after each written one, and the decoder's last state."""
+        x, state = self.decoder(self.target_embed(target), state)  # (batch, written, width)
+        scores = torch.bmm(self.query(x), memory.transpose(1, 2)) / math.sqrt(WIDTH)  # (batch, written, read)
+        shares = scores.masked_fill(padding[:, None], -math.inf).softmax(2)
+        x = torch.tanh(self.mix(torch.cat([x, torch.bmm(shares, memory)], 2)))
+        return self.head(x), state
+
+    def forward(self, source, target):
+        memory, padding, state = self.encode(source)
+        return self.decode(memory, padding, state, target)[0]
+
+
+def load():
+    """Return the English and French sentences of the training numbers, then those of the held-out ones."""
+    order = torch.randperm(1_000_000, generator=torch.Generator().manual_seed(1797))
+    numbers = order[: NUM_TEST + NUM_TRAIN].tolist()
+    english, french = ([spell(number, language) for number in numbers] for language in ("en", "fr"))
+    return english[NUM_TEST:], french[NUM_TEST:], english[:NUM_TEST], french[:NUM_TEST]
+
+
+def spell(number, language):
+    return num2words(number, lang=language).replace("-", " ").replace(",", "")
+
+
+def vocabulary(sentences):
+    """Return all words, a word's place being its number; filled up to a multiple of eight."""
+    words = ["<pad>", "<start>", "<end>", *sorted({word for sentence in sentences for word in sentence.split()})]
+    return words + [f"<unused{place}>" for place in range(-len(words) % 8)]
+
+
+def encode(sentences, words):
+    """Return the numbers of the words of each sentence and its end, padded to the longest."""
+    places = {word: place for place, word in enumerate(words)}
+    rows = [torch.tensor([places[word] for word in sentence.split()] + [END]) for sentence in sentences]
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+
+
+def decode(rows, words):
+    """Return sentences: the words of each row before its first end."""
+    sentences = []
+    for row in rows.tolist():
+        end = row.index(END) if END in row else len(row)
+        sentences.append(" ".join(words[place] for place in row[:end]))
+    return sentences
+
+
+def translate(model, source):
+    """Return the best word after the best words so far, over and over: (batch, LONGEST)."""
+    memory, padding, state = model.encode(source)
+    word = torch.full((len(source), 1), START, device=source.device)
+    written = []
+    for _ in range(LONGEST):
+        scores, state = model.decode(memory, padding, state, word)
+        word = scores.argmax(2)
+        written.append(word)
+    return torch.cat(written, 1)
+
+
+def bleu(found, wanted):
+    """Return the corpus's BLEU, 0 to 100; each sentence has one reference."""
+    return sacrebleu.corpus_bleu(found, [wanted]).score
+
+
+def exact_matches(found, wanted):
+    """Return the share of sentences that are right in every word, in per cent."""
+    return 100.0 * sum(a == b for a, b in zip(found, wanted, strict=True)) / len(wanted)
+
+
+def batches(source, target, seed):
+    """Yield batches for ever; each epoch in a new order, its incomplete last batch left out."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(source), generator=generator)
+        for taken in order[: len(order) // BATCH_SIZE * BATCH_SIZE].split(BATCH_SIZE):
+            yield source[taken], target[taken]
+
+
+def warmup_cosine(step, steps, warmup):
+    """Return the share of the peak learning rate: it rises along a line, then falls to nothing along a cosine."""
+    rising = max(1, round(warmup * steps))
+    if step < rising:
+        return (step + 1) / rising
+    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - rising) / max(1, steps - 1 - rising))))
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Train a translator of numbers from English words to French.")
+    parser.add_argument("--seed", type=int, default=0, help="of initial weights and batches")
+    parser.add_argument("--steps", type=int, default=150)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(args.seed)
+    train_english, train_french, test_english, test_french = load()
+    english, french = vocabulary(train_english), vocabulary(train_french)
+
+    model = Translator(len(english), len(french)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps, 0.1))
+
+    stream = batches(encode(train_english, english), encode(train_french, french), args.seed)
+    for step in range(1, args.steps + 1):
+        source, target = (side.to(device) for side in next(stream))
+        given = functional.pad(target[:, :-1], (1, 0), value=START)
+        scores = model(source, given)
+        loss = functional.cross_entropy(scores.flatten(0, 1), target.flatten(), ignore_index=PAD)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 50 == 0:
+            print(f"step {step}: loss {loss.item():.4f}")
+
+    model.eval()
+    with torch.no_grad():
+        source = encode(test_english, english).to(device)
+        found = [sentence for part in source.split(500) for sentence in decode(translate(model, part), french)]
+    print(f"test BLEU {bleu(found, test_french):.2f} points")
+    print(f"exact matches {exact_matches(found, test_french):.2f} %")
+
+
+if __name__ == "__main__":
+    main()

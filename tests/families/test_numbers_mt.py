@@ -1,0 +1,169 @@
+"""numbers_mt: the sentences and their split, what the models may see, greedy decoding, and the two scores."""
+
+import ast
+import math
+import re
+
+import pytest
+import torch
+
+from .conftest import FOLDER
+
+
+@pytest.fixture(scope="module")
+def script(load_family):
+    return load_family("numbers_mt")
+
+
+@pytest.fixture(scope="module")
+def sentences(script):
+    return script.load()
+
+
+@pytest.fixture
+def model(script):
+    torch.manual_seed(0)
+    return script.Translator(40, 32).eval()
+
+
+@pytest.mark.parametrize(
+    "number, english, french",
+    [
+        (0, "zero", "zéro"),
+        (81, "eighty one", "quatre vingt un"),
+        (200_080, "two hundred thousand and eighty", "deux cent mille quatre vingts"),
+        (1_271, "one thousand two hundred and seventy one", "mille deux cent soixante et onze"),
+    ],
+)
+def test_spelling_by_hand(script, number, english, french):
+    assert (script.spell(number, "en"), script.spell(number, "fr")) == (english, french)
+
+
+def test_held_out_numbers_are_not_trained_on(sentences):
+    assert [len(side) for side in sentences] == [8000, 8000, 2000, 2000]
+    for train, held_out in (sentences[::2], sentences[1::2]):
+        assert len(set(train)) == 8000
+        assert len({*train, *held_out}) == 10000
+
+
+def test_the_split_does_not_depend_on_the_seed(script, monkeypatch):
+    monkeypatch.setattr(script, "spell", lambda number, language: number)  # the numbers themselves: spelling is slow
+    drawn = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        drawn.append(script.load())
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] == drawn[0][1]  # the two languages say the same numbers
+    assert max(drawn[0][0]) < 1_000_000
+
+
+def test_each_word_of_the_test_is_known_and_each_translation_fits(script, sentences):
+    for train, held_out in (sentences[::2], sentences[1::2]):
+        words = script.vocabulary(train)
+        assert {word for sentence in held_out for word in sentence.split()} <= set(words)
+        assert len(words) == len(set(words))
+        assert len(words) % 8 == 0
+    assert max(len(sentence.split()) + 1 for sentence in sentences[1] + sentences[3]) <= script.LONGEST
+
+
+def test_encoding_by_hand_and_back(script):
+    words = script.vocabulary(["b a", "c"])
+    assert words[:6] == ["<pad>", "<start>", "<end>", "a", "b", "c"]
+    rows = script.encode(["b a", "c", "a b c"], words)
+    assert rows.tolist() == [[4, 3, 2, 0], [5, 2, 0, 0], [3, 4, 5, 2]]
+    assert script.decode(rows, words) == ["b a", "c", "a b c"]
+
+
+def test_decoding_stops_at_the_first_end_and_takes_all_where_there_is_none(script):
+    words = ["<pad>", "<start>", "<end>", "a", "b"]
+    assert script.decode(torch.tensor([[3, 2, 4, 2], [3, 4, 4, 3], [2, 3, 3, 3]]), words) == ["a", "a b b a", ""]
+
+
+def test_a_sentence_travels_with_its_translation_and_an_epoch_shows_none_twice(script):
+    source = torch.arange(1000)[:, None]
+    stream = script.batches(source, source + 5000, 0)
+    taken = [next(stream) for _ in range(1000 // script.BATCH_SIZE)]
+    assert all(torch.equal(a + 5000, b) for a, b in taken)
+    shown = torch.cat([a for a, _ in taken])
+    assert len(shown.unique()) == len(shown) == 1000 // script.BATCH_SIZE * script.BATCH_SIZE
+
+
+def test_the_decoder_does_not_look_ahead(script, model):
+    draw = torch.Generator().manual_seed(0)
+    source, target = (torch.randint(3, 30, (4, 9), generator=draw) for _ in range(2))
+    changed = target.clone()
+    changed[:, 5:] = (changed[:, 5:] + 1) % 30
+    with torch.no_grad():
+        before, after = model(source, target), model(source, changed)
+    assert torch.allclose(before[:, :5], after[:, :5], atol=1e-6)
+    assert not torch.allclose(before[:, 5], after[:, 5])
+
+
+def test_attention_agrees_with_its_formula_and_gives_padding_no_share(script, model):
+    draw = torch.Generator().manual_seed(0)
+    source, target = (torch.randint(3, 30, (2, 5), generator=draw) for _ in range(2))
+    source[1, 3:] = script.PAD
+    with torch.no_grad():
+        found = model(source, target)
+        memory, _, state = model.encode(source)
+        written = model.decoder(model.target_embed(target), state)[0]
+        for row, read in enumerate([5, 3]):
+            for place in range(5):
+                x = written[row, place]
+                weights = [math.exp(model.query(x) @ memory[row, i] / math.sqrt(script.WIDTH)) for i in range(read)]
+                context = sum(w * memory[row, i] for i, w in enumerate(weights)) / sum(weights)
+                wanted = model.head(torch.tanh(model.mix(torch.cat([x, context]))))
+                assert torch.allclose(found[row, place], wanted, atol=1e-5)
+
+
+def test_greedy_decoding_agrees_with_writing_each_sentence_anew(script, model):
+    """The slow way: no state is carried, each word is chosen after all words before it."""
+    model.head.weight.data *= 20.0  # an untrained model's choices are close: spread them
+    source = torch.randint(3, 30, (3, 6), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = script.translate(model, source)
+        for row, sentence in zip(found, source, strict=True):
+            written = [script.START]
+            for _ in range(script.LONGEST):
+                written.append(int(model(sentence[None], torch.tensor([written]))[0, -1].argmax()))
+            assert row.tolist() == written[1:]
+    assert len(found.unique()) > 2
+
+
+def test_exact_matches_by_hand(script):
+    assert script.exact_matches(["a b", "a", "", "c d"], ["a b", "a b", "c", "c d"]) == 50.0
+    assert script.exact_matches(["a", "b", "c"], ["a", "b", "d"]) == pytest.approx(200 / 3)
+
+
+def test_bleu_of_a_corpus_by_hand(script):
+    found, wanted = ["cent vingt et un", "deux cent mille six"], ["cent vingt et un", "deux cent mille dix sept"]
+    # shared of found: 7 of 8 words, 5 of 6 pairs, 3 of 4 triples, 1 of 2 fours; 8 words for 9
+    hand = 100 * math.exp(1 - 9 / 8) * (7 / 8 * 5 / 6 * 3 / 4 * 1 / 2) ** 0.25
+    assert script.bleu(found, wanted) == pytest.approx(hand, abs=1e-6)
+
+
+def test_a_run_ends_with_its_metrics(run_family):
+    bleu, matches = run_family("numbers_mt", "--steps", "1")[-2:]
+    assert re.fullmatch(r"test BLEU \d+\.\d\d points", bleu)
+    assert re.fullmatch(r"exact matches \d+\.\d\d %", matches)
+
+
+@pytest.mark.slow
+def test_a_seed_repeats_its_run_and_another_gives_another(run_family):
+    first, again, other = (run_family("numbers_mt", "--steps", "50", "--seed", seed) for seed in ("0", "0", "1"))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.slow
+def test_a_full_run_learns(run_family):
+    assert float(run_family("numbers_mt")[-1].split()[-2]) >= 97.0
+
+
+def test_the_script_has_no_line_of_mezzo_and_states_its_margin():
+    source = (FOLDER / "numbers_mt.py").read_text()
+    docstring = ast.get_docstring(ast.parse(source), clean=False)
+    assert "mezzo" not in source.replace(docstring, "")
+    margin = re.search(r"^Margin: ([\d.]+) points, since \w", docstring, re.MULTILINE)
+    assert margin
+    assert f"--margin {margin[1]} examples/families/numbers_mt.py" in docstring
