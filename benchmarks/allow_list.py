@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from harness import DEVICE, write_dated
-from mezzo.bench.facts import facts
+from stepping.facts import facts
 
 ROOT = Path(__file__).parents[1]
 

@@ -33,12 +33,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from harness import write_dated
-from mezzo.bench.facts import facts
-from mezzo.bench.timing import against, rounds, seconds
 from mezzo.numerics.footprint import state_bytes
 from mezzo.numerics.traffic import Traffic
 from mezzo.tensors import local
 from mezzo.trace.kernels import is_cast
+from stepping.facts import facts
+from stepping.timing import against, rounds, seconds
 from training.nets import NETS, loss_of
 
 _LEARNING_RATE: Final = 1e-4

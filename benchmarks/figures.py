@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness import write_dated
-from mezzo.bench.facts import facts
 from mezzo.numerics import ExponentHistogram, Recorder
+from stepping.facts import facts
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

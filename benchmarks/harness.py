@@ -16,8 +16,8 @@ from rich.table import Table
 
 import mezzo
 from mezzo import files
-from mezzo.bench.facts import facts
-from mezzo.bench.timing import Spread, against, rounds, seconds, spread
+from stepping.facts import facts
+from stepping.timing import Spread, against, rounds, seconds, spread
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WARM_UP = 3

@@ -43,10 +43,10 @@ if FAKE:
 
 import mezzo
 from harness import write_dated
-from mezzo.bench.facts import facts
-from mezzo.bench.timing import against
 from mezzo.compat import torch as compat
 from mezzo.files import cache_folder
+from stepping.facts import facts
+from stepping.timing import against
 
 #: By name: the policy, and the optimizer; none for torch.amp's own program with its import changed.
 CASES: dict[str, tuple[str, Callable[..., torch.optim.Optimizer] | None]] = {

@@ -15,9 +15,9 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import vocabulary
-from mezzo.bench.contenders import CONTENDERS
 from mezzo.explanation.words import counted
 from mezzo.report import to_markdown
+from stepping.contenders import CONTENDERS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -277,7 +277,6 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "scales": vocabulary.scale_fields,
             "presets": vocabulary.presets,
         },
-        "docs/recipes.md": {"recipes": vocabulary.tasks},
         "docs/speed.md": {"speed": speed},
     }
 )

@@ -16,9 +16,9 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
 import torch
 
+import lm
 import mezzo
 from harness import DEVICE, Row, paired, show, write
-from mezzo import recipes
 from mezzo.numerics import Recorder, exponent_histogram
 
 Loop = Callable[[], None]
@@ -26,19 +26,18 @@ ELEMENTS = 1 << 26
 
 
 class Run:
-    """The recipe ``docs-lm``, step by step."""
+    """The model of ``lm.py``, step by step."""
 
     def __init__(self, policy: str) -> None:
-        recipe = recipes.get("docs-lm")
-        self.model = recipe.build(0).to(DEVICE)
-        self.optimizer = recipe.optimizer(self.model)
-        self._amp = mezzo.MixedPrecision(self.model, self.optimizer, policy, max_grad_norm=recipe.max_grad_norm)
-        self._batches, self._loss = recipe.batches(recipe.load(), 0), recipe.loss
+        self.model = lm.build(0).to(DEVICE)
+        self.optimizer = torch.optim.AdamW(lm.groups(self.model), lr=2.5e-3, betas=(0.9, 0.99))
+        self._amp = mezzo.MixedPrecision(self.model, self.optimizer, policy, max_grad_norm=1.0)
+        self._batches = lm.batches(0)
 
     def step(self) -> None:
         inputs, targets = (each.to(DEVICE) for each in next(self._batches))
         with self._amp.autocast():
-            loss = self._loss(self.model(inputs), targets)
+            loss = lm.loss(self.model(inputs), targets)
         self._amp.backward(loss)
         self._amp.step()
         self._amp.zero_grad()

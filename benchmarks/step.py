@@ -1,6 +1,6 @@
 """The optimizer step against torch.amp's path, at several sizes: writes one dated JSON file.
 
-Run with ``make bench``; the same as ``mezzo bench step``, for all shapes and both dtypes.
+Run with ``make bench``; all shapes and both dtypes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from harness import DEVICE, write_dated
-from mezzo.bench import bench_step
+from stepping import bench_step
 
 
 def main() -> None:

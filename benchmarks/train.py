@@ -22,8 +22,8 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 from rich.console import Console
 
 from harness import DEVICE, write_dated
-from mezzo.bench.facts import checked_device
 from mezzo.errors import MezzoError
+from stepping.facts import checked_device
 from training import bench_train
 from training.nets import NETS
 from training.ways import WAYS

@@ -1,4 +1,4 @@
-"""Tables of the pages that say what the code takes: a policy's fields, rules and loss scales, levels, recipes."""
+"""Tables of the pages that say what the code takes: a policy's fields, rules and loss scales, levels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from mezzo import LossScale, Policy, Rule, recipes
+from mezzo import LossScale, Policy, Rule
 from mezzo.policy import fields
 from mezzo.policy.ops import OPS, TREATMENTS
 from mezzo.scale.config import PRESETS
@@ -25,7 +25,6 @@ __all__ = [
     "policy_file",
     "presets",
     "scale_fields",
-    "tasks",
     "treatments",
 ]
 
@@ -121,12 +120,3 @@ def _number(value: Any) -> str:
 def presets() -> str:
     """A row for each other system's rule, as text."""
     return table(("system", "text"), [(f"`{name}`", f"`{scale}`") for name, scale in PRESETS.items()])
-
-
-def tasks() -> str:
-    """A row for each recipe."""
-    rows = [
-        (f"`{each.name}`", each.summary, f"{each.metric.name}, {each.metric.unit}", str(each.steps))
-        for each in recipes.RECIPES.values()
-    ]
-    return table(("recipe", "task", "metric", "steps"), rows)

@@ -5,13 +5,14 @@
 
 import functools
 import math
+import statistics
 import sys
+import time
 
 import torch
 from torch.nn import functional
 
 import mezzo
-from mezzo.bench.timing import against, rounds, seconds
 from mezzo.numerics.footprint import SavedBytes
 
 #: What is low, and the policy. O1 as it is leaves gelu in the dtype of its input, as torch does: behind a linear, low.
@@ -79,6 +80,16 @@ class Training:
         return saved.total
 
 
+def seconds(step):
+    """Return how long a step takes, the device's work included."""
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    synchronize()
+    start = time.perf_counter()
+    step()
+    synchronize()
+    return time.perf_counter() - start
+
+
 def measured(tokens=256, repetitions=12):
     """Take steps under every policy in turns, all from the same weights on the same batches; a row for each."""
     trainings = {low: Training(policy) for low, policy in POLICIES.items()}
@@ -90,18 +101,20 @@ def measured(tokens=256, repetitions=12):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
-    calls = {
-        low: (functools.partial(before, low), functools.partial(training.step, batch))
-        for low, training in trainings.items()
-    }
-    taken = rounds(calls, functools.partial(seconds, device=device), repetitions)
-    rows = []
+    taken = {low: [] for low in trainings}
+    for number in range(3 + repetitions):  # the first three warm up
+        for low, training in trainings.items():
+            before(low)
+            took = seconds(functools.partial(training.step, batch))
+            taken[low] += [took] * (number >= 3)
+    rows, fp32 = [], next(iter(taken.values()))
     for low, training in trainings.items():
-        ratio = against(taken[low], next(iter(taken.values())))
+        ratios = sorted(mine / theirs for mine, theirs in zip(taken[low], fp32, strict=True))
+        tenth = repetitions // 10
         rows.append(
             {
                 "low": low, "policy": POLICIES[low], "seconds": sorted(taken[low])[repetitions // 2],
-                "ratio": ratio.median, "ratio_p10": ratio.p10, "ratio_p90": ratio.p90,
+                "ratio": statistics.median(ratios), "ratio_p10": ratios[tenth], "ratio_p90": ratios[-1 - tenth],
                 "saved_bytes": training.saved_bytes(batch), "peak_bytes": training.peak_bytes,
                 "loss": training.loss.item(), "emulated": training.amp.emulated,
             }

@@ -13,9 +13,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mezzo.cli.formats import landmarks
 
 from mezzo import formats
-from mezzo.cli.formats import landmarks
 from mezzo.errors import PolicyError
 from mezzo.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, TF32, Coverage, Format, by_name
 

@@ -76,7 +76,7 @@ def alone(name: str, *, dry: bool, out: Path) -> Path:
 
     import mezzo
     from harness import write_dated
-    from mezzo.bench.facts import facts
+    from stepping.facts import facts
 
     from .parts import PARTS
     from .plan import Plan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import mezzo
-from mezzo.bench.timing import Behind, copying, seconds, spread
+from stepping.timing import Behind, copying, seconds, spread
 
 from .plan import Plan
 

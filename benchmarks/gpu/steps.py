@@ -1,4 +1,4 @@
-"""The optimizer step: ``mezzo bench step``, and the kernels that it consists of."""
+"""The optimizer step: ``benchmarks/step.py``, and the kernels that it consists of."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from unittest.mock import patch
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from mezzo.bench import bench_step
-from mezzo.bench.contenders import CONTENDERS
-from mezzo.bench.shapes import shapes
-from mezzo.bench.step import COPY_BYTES
+from stepping import bench_step
+from stepping.bench import COPY_BYTES
+from stepping.contenders import CONTENDERS
+from stepping.shapes import shapes
 
 from .plan import Plan
 

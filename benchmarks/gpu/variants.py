@@ -14,12 +14,12 @@ from torch import Tensor
 
 import mezzo.step.executors.triton.launch as executor_of
 import mezzo.step.executors.triton.source as source_of
-from mezzo.bench.shapes import shapes
-from mezzo.bench.timing import Behind, copying, spread
 from mezzo.step.passes import Bucket, Verdict
 from mezzo.step.split import encode
 from mezzo.step.storage import SPLIT
 from mezzo.step.update import rule
+from stepping.shapes import shapes
+from stepping.timing import Behind, copying, spread
 
 from .plan import Plan
 from .steps import on_device

@@ -14,9 +14,9 @@ import torch
 
 import mezzo
 from harness import in_turns
-from mezzo.bench.facts import checked_device, facts
-from mezzo.bench.timing import against, seconds, spread
 from mezzo.errors import MezzoError, NumericsError, PolicyError, UnsupportedError, nearest
+from stepping.facts import checked_device, facts
+from stepping.timing import against, seconds, spread
 
 from .events import SYNCS, Events, observe
 from .nets import NETS

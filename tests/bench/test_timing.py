@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from harness import in_turns, write_dated
-from mezzo.bench import timing
-from mezzo.bench.facts import facts
-from mezzo.bench.timing import Spread, against
+from stepping import timing
+from stepping.facts import facts
+from stepping.timing import Spread, against
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-import mezzo.bench
+import mezzo
+import stepping
 from mezzo.errors import NumericsError, PolicyError, UnsupportedError
 from training import bench_train, events, ways
 from training import train as bench
@@ -346,8 +347,8 @@ def test_the_command_says_what_it_does_not_know(command):
 
 
 def test_the_package_holds_no_networks():
-    assert not [name for name in dir(mezzo.bench) if "train" in name]
-    assert {path.stem for path in Path(mezzo.bench.__path__[0]).glob("*.py")}.isdisjoint({"train", "nets", "ways"})
+    assert not [name for name in dir(stepping) if "train" in name]
+    assert {path.stem for path in Path(stepping.__path__[0]).glob("*.py")}.isdisjoint({"train", "nets", "ways"})
 
 
 def test_what_the_counter_s_docstring_shows():

@@ -47,7 +47,7 @@ def test_help_is_folded_where_the_terminal_ends_and_nowhere_else(capsys, monkeyp
         assert len(f"{line} {after.split()[0]}") > 96
 
 
-@pytest.mark.parametrize("words", [("comprae",), ("formats", "--jsno")])
+@pytest.mark.parametrize("words", [("comprae",), ("doctor", "--jsno")])
 def test_usage_errors_exit_with_2_and_name_the_word(capsys, words):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")

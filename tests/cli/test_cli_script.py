@@ -9,12 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from mezzo.script.verbs import comparison, tuning
 
 from mezzo import report
 from mezzo.cli import main
 from mezzo.policy import Policy
 from mezzo.script import Program
-from mezzo.script.verbs import comparison, tuning
 
 from ..script.conftest import SCRIPTS
 

@@ -7,7 +7,8 @@ import types
 import pytest
 import torch
 
-from mezzo.bench import contenders, layers, timing
+from mezzo import checkup
+from stepping import contenders, timing
 
 from .machine import Graph
 
@@ -49,7 +50,7 @@ def measured(machine, monkeypatch):
     for name in ("steps", "variants"):
         monkeypatch.setattr(gpu[name], "on_device", on_device)
     monkeypatch.setattr(gpu["variants"], "_same", lambda one, other: True)
-    for module in (gpu["steps"], importlib.import_module("mezzo.bench.step")):
+    for module in (gpu["steps"], importlib.import_module("stepping.bench")):
         monkeypatch.setattr(module, "shapes", lambda name: [(64, 64), (64,)])
     plan = gpu["plan"].Plan(device=torch.device("cuda", 0), dry=True)
     yield lambda part: gpu["parts"].PARTS[part].measure(plan)
@@ -70,7 +71,7 @@ def test_steps_are_timed_by_events_and_their_kernels_listed(measured, dtype):
 
 
 def test_captured_steps_are_contenders_on_cuda(measured):
-    from mezzo.bench import bench_step
+    from stepping import bench_step
 
     names = [next(iter(contenders.CONTENDERS)), *contenders.CAPTURED]
     found = bench_step("200-tiny", device="cuda", repetitions=1, contenders=names)
@@ -86,7 +87,7 @@ def test_variants_are_compiled_for_the_device(measured):
     assert len(rows) == 4
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_doctor_s_steps_run_and_read_nothing(machine, dtype):
     reads = []
 
@@ -96,6 +97,6 @@ def test_the_doctor_s_steps_run_and_read_nothing(machine, dtype):
         reads.append(record.reads)
         return 1.0
 
-    found = layers.measured("cuda", dtype, widths=(8,), repetitions=1, clock=clock)
-    assert found == {8: timing.Spread(median=1.0, p10=1.0, p90=1.0)}
+    found = checkup.speeds(torch.device("cuda"), dtype, widths=(8,), repetitions=1, clock=clock)
+    assert found == {8: checkup.Speed(median=1.0, p10=1.0, p90=1.0)}
     assert reads[-2:] == [[], []]

@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch.func import functional_call
 
+import lm
 import mezzo.optim.optimizer
 from mezzo import optim
-from mezzo.recipes import get
-from mezzo.recipes.recipe import decayed_groups
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Portable
 from mezzo.weights import encode
@@ -19,23 +18,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor
 EXECUTORS = {"portable": Portable, "cpp": Cpp}
 
 
-@pytest.fixture(scope="module")
-def split():
-    return get("docs-lm").load()
-
-
 def adamw(groups):
     return optim.AdamW(groups, lr=2.5e-3, betas=(0.9, 0.99))
 
 
-def losses(split, model, steps, step):
+def losses(model, steps, step):
     """Train in FP32 arithmetic on low weights, whose gradients are low, too; return the losses."""
-    recipe, found = get("docs-lm"), []
-    batches = recipe.batches(split, 0)
+    found, batches = [], lm.batches(0)
     for _ in range(steps):
         inputs, targets = next(batches)
         wide = {name: param.float() for name, param in model.named_parameters()}
-        loss = recipe.loss(functional_call(model, wide, (inputs,)), targets)
+        loss = lm.loss(functional_call(model, wide, (inputs,)), targets)
         loss.backward()
         found.append(loss.item())
         step()
@@ -43,17 +36,17 @@ def losses(split, model, steps, step):
     return found
 
 
-def in_halves(split, dtype, steps):
-    model = get("docs-lm").build(0)
-    optimizer = adamw(decayed_groups(model, 0.1))
+def in_halves(dtype, steps):
+    model = lm.build(0)
+    optimizer = adamw(lm.groups(model))
     halves = halved(list(model.parameters()), dtype, optimizer)
-    return losses(split, model, steps, optimizer.step), [halves.read(param) for param in model.parameters()]
+    return losses(model, steps, optimizer.step), [halves.read(param) for param in model.parameters()]
 
 
-def beside_masters(split, dtype, steps):
+def beside_masters(dtype, steps):
     """Gradients go to FP32 copies of the weights, which an optimizer updates, and the weights are these, rounded."""
-    model, wide = get("docs-lm").build(0), get("docs-lm").build(0)
-    optimizer, masters = adamw(decayed_groups(wide, 0.1)), list(wide.parameters())
+    model, wide = lm.build(0), lm.build(0)
+    optimizer, masters = adamw(lm.groups(wide)), list(wide.parameters())
 
     def rounded():
         for param, master in zip(model.parameters(), masters, strict=True):
@@ -66,12 +59,12 @@ def beside_masters(split, dtype, steps):
         rounded()
 
     rounded()
-    return losses(split, model, steps, step), [master.detach() for master in masters]
+    return losses(model, steps, step), [master.detach() for master in masters]
 
 
-def same_curves(split, steps):
-    curves, weights = in_halves(split, torch.bfloat16, steps)
-    expected, masters = beside_masters(split, torch.bfloat16, steps)
+def same_curves(steps):
+    curves, weights = in_halves(torch.bfloat16, steps)
+    expected, masters = beside_masters(torch.bfloat16, steps)
     assert len(curves) == steps
     assert curves[-1] < 0.9 * curves[0]  # it learned something
     assert curves == expected
@@ -79,21 +72,21 @@ def same_curves(split, steps):
         assert torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def test_six_steps_are_those_of_masters(split):
-    same_curves(split, 6)
+def test_six_steps_are_those_of_masters():
+    same_curves(6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_two_thousand_steps_are_those_of_masters(split, executor, monkeypatch):
+def test_two_thousand_steps_are_those_of_masters(executor, monkeypatch):
     made = EXECUTORS[executor]()
     monkeypatch.setattr(mezzo.optim.optimizer, "executor_for", lambda *_: made)
-    same_curves(split, 2000)
+    same_curves(2000)
 
 
 @pytest.mark.slow
-def test_two_thousand_steps_in_fp16_end_where_masters_do(split):
-    curves, _ = in_halves(split, torch.float16, 2000)
-    expected, _ = beside_masters(split, torch.float16, 2000)
+def test_two_thousand_steps_in_fp16_end_where_masters_do():
+    curves, _ = in_halves(torch.float16, 2000)
+    expected, _ = beside_masters(torch.float16, 2000)
     one, other = (sum(curve[-200:]) / 200 for curve in (curves, expected))
     assert abs(one - other) < 0.01 * other  # weights below 2^-16 are kept to within 2^-40

@@ -1,6 +1,5 @@
 """mezzo.save: whatever happens while it writes, the last complete checkpoint is there."""
 
-import contextlib
 import errno
 import io
 import os
@@ -173,24 +172,6 @@ def test_permissions_are_kept_also_while_writing(mode, path, monkeypatch):
     assert Looks.modes == [0o600]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_owner_and_group_are_kept_where_that_is_allowed(path, monkeypatch):
-    os.chown(path, 12345, 54321)
-    path.chmod(0o640)
-    mezzo.save(path, **NEW)
-    facts = path.stat()
-    assert (facts.st_uid, facts.st_gid, stat.S_IMODE(facts.st_mode)) == (12345, 54321, 0o640)
-
-    def refuse(*_):
-        raise PermissionError(1, "Operation not permitted")
-
-    monkeypatch.setattr(os, "fchown", refuse)
-    mezzo.save(path, **OLD)
-    facts = path.stat()
-    assert (facts.st_uid, facts.st_gid) == (os.geteuid(), os.getegid())
-    assert stat.S_IMODE(facts.st_mode) == 0o600, "no other group gets what the old one had"
-
-
 def test_a_new_file_has_the_permissions_of_any_other(tmp_path):
     before = os.umask(0o027)
     try:
@@ -295,7 +276,7 @@ def saved_until_killed(path, parts, line):
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 @pytest.mark.parametrize("step", [13, pytest.param(1, marks=pytest.mark.slow)], ids=["some lines", "all"])
 def test_a_process_that_is_killed_at_any_line_leaves_one_whole_checkpoint(step, tmp_path):
-    """The old one or, once it is renamed, the new one; training goes on from it, and the rest is cleared away."""
+    """The old one or, once it is renamed, the new one; training goes on from it; what lies beside is no checkpoint."""
     path = tmp_path / "last.pt"
     model, made, amp = session("O2,emulate=true,loss_scale=dynamic(init=1024)", "AdamW")
     parts = {"model": model, "optimizer": made, "amp": amp}
@@ -316,90 +297,11 @@ def test_a_process_that_is_killed_at_any_line_leaves_one_whole_checkpoint(step, 
     assert [*seen, path.read_bytes()] == sorted([*seen, new], key=new.__eq__)
     found = mezzo.load(path, **parts)
     assert found["number"] == 1
-    mezzo.save(path, **parts, number=1)
-    assert names(path) == ["last.pt"]
+    assert all(files.is_partial(each) for each in names(path) if each != "last.pt")
     assert not train(amp, model, 2).skipped
 
 
-# What killed processes left, and what others are writing ------------------------------------------------
-
-
-@pytest.fixture
-def writer(path):
-    """Another process, in the middle of writing the same checkpoint."""
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            with files.whole(path) as file:
-                file.write(b"half")
-                file.flush()
-                os.write(writes, next(path.parent.glob(".*.partial")).name.encode())
-                signal.pause()
-        finally:
-            os._exit(1)  # never back into the code of its parent
-    name = os.read(reads, 255).decode()
-    assert name in names(path)
-
-    def kill():
-        if os.waitpid(child, os.WNOHANG) == (0, 0):
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-
-    yield kill, name
-    with contextlib.suppress(ChildProcessError):
-        kill()
-    os.close(reads)
-    os.close(writes)
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-def test_only_what_dead_processes_left_is_removed(path, writer):
-    kill, name = writer
-    mezzo.save(path, **NEW)
-    assert names(path) == [name, "last.pt"]  # it lives
-    kill()
-    others = [
-        ".last1.pt.00000000.partial",
-        ".last.pt.00000000.partial~",
-        ".last.pt.0000.partial",
-        ".other.pt.00000000.partial",
-        "last.pt.bak",
-    ]
-    for other in others:  # which mezzo did not write, or not for this checkpoint
-        path.with_name(other).touch()
-    path.with_name(".last[1].pt.00000000.partial").touch()
-    mezzo.save(path.with_name("last[1].pt"), **OLD)
-    assert name in names(path)
-    mezzo.save(path, **OLD)
-    assert names(path) == sorted([*others, "last.pt", "last[1].pt"])
-
-
-def test_a_file_taken_for_abandoned_before_it_was_locked_is_made_anew(path, monkeypatch):
-    lock, taken = files._lock, []
-
-    def late(descriptor, **options):
-        if not taken:  # another process cleans up between the opening and the locking
-            taken.extend(path.parent.glob(".*.partial"))
-            taken[0].unlink()
-        return lock(descriptor, **options)
-
-    monkeypatch.setattr(files, "_lock", late)
-    mezzo.save(path, **NEW)
-    assert len(taken) == 1
-    assert content(path)["step"] == 4
-    assert names(path) == ["last.pt"]
-
-
-def test_a_file_system_without_locks_saves_and_removes_nothing(path, monkeypatch):
-    def flock(descriptor, operation):
-        raise OSError(95, "Operation not supported")
-
-    path.with_name(".last.pt.0123abcd.partial").touch()
-    monkeypatch.setattr("fcntl.flock", flock)
-    mezzo.save(path, **NEW)
-    assert content(path)["step"] == 4
-    assert names(path) == [".last.pt.0123abcd.partial", "last.pt"]
+# Saves that meet ---------------------------------------------------------------------------------------
 
 
 class SavedMeanwhile:

@@ -12,19 +12,17 @@ from inspect import getdoc
 from typer.models import CommandInfo
 
 from mezzo.cli import (  # noqa: F401  (each verb registers itself)
-    bench,
     compare,
+    doctor,
     explain,
-    formats,
     inspect,
-    ops,
     report,
     run,
+    show,
     train,
     tune,
 )
 from mezzo.cli.app import app
-from mezzo.cli.machine import check, doctor, env  # noqa: F401
 from mezzo.errors import MezzoError, NumericsError, PolicyError, UnsupportedError
 
 __all__ = ["app", "main"]

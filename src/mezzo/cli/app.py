@@ -35,12 +35,9 @@ def _show_version(wanted: bool) -> None:
     mezzo inspect digits-cnn        which formats are safe, at which loss scale
     mezzo report runs/demo          a run as one HTML file
     mezzo explain digits-cnn        what runs low, what does not, and why
-    mezzo ops softmax               what the lists say about an op
-    mezzo formats float16           the numbers of a format
-    mezzo doctor                    what this machine can do
-    mezzo test                      does mixed precision work on this machine
-    mezzo env                       facts for a bug report
-    mezzo bench step                optimizer steps against torch.amp
+    mezzo show ops softmax          what the lists say about an op
+    mezzo show formats float16      the numbers of a format
+    mezzo doctor                    what works and pays on this machine
     """,
     epilog="Pages, in mezzo's repository: docs/start.md to begin, docs/nan.md if a loss is NaN, docs/index.md for all.",
 )

@@ -160,7 +160,7 @@ class Decision:
         reason: Why, in words.
         source: Who decided: ``policy`` (one of its rules), ``op table``, ``level O2`` (it casts no single op), a field
             such as ``lists=device``, or ``torch``, to which the op is left. Whose lists name the op, which decides
-            nothing, is in the table (``mezzo ops``).
+            nothing, is in the table (``mezzo show ops``).
     """
 
     treatment: Treatment

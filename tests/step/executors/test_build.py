@@ -179,46 +179,13 @@ def test_without_a_compiler(monkeypatch, platform, setting, where):
     assert "apt install g++" in str(caught.value)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-@pytest.mark.parametrize("which", ["folder", "mezzo", "cache home"])
-def test_a_folder_that_others_may_write_to_is_nothing_to_load_from(folder, compilations, mode, which):
-    run()
-    {"folder": folder, "mezzo": folder.parent, "cache home": folder.parent.parent}[which].chmod(mode)
-    assert as_another_process() == [0.5, -1.0]
-    assert len(compilations) == 2
-    assert len(list(folder.iterdir())) == 1
-
-
-@pytest.mark.skipif(build.os.geteuid() != 0, reason="only root gives files away")
-@pytest.mark.parametrize("which", ["file", "folder", "mezzo", "cache home"])
-def test_another_user_s_program_is_not_loaded(folder, compilations, which):
-    run()
-    (path,) = folder.iterdir()
-    mine = path.read_bytes()
-    whose = {"file": path, "folder": folder, "mezzo": folder.parent, "cache home": folder.parent.parent}[which]
-    build.os.chown(whose, 12345, -1)
-    assert as_another_process() == [0.5, -1.0]
-    assert len(compilations) == 2
-    assert which == "file" or path.read_bytes() == mine
-
-
-def test_a_link_to_a_program_is_not_followed(folder, compilations, tmp_path):
-    run()
-    (path,) = folder.iterdir()
-    path.rename(tmp_path / "elsewhere.so")
-    path.symlink_to(tmp_path / "elsewhere.so")
-    assert as_another_process() == [0.5, -1.0]
-    assert len(compilations) == 2
-    assert not path.is_symlink()
-
-
 def test_our_folder_is_for_us_alone(folder):
     before = build.os.umask(0)
     try:
         run()
     finally:
         build.os.umask(before)
-    assert folder.stat().st_mode & 0o777 == folder.parent.stat().st_mode & 0o777 == 0o700
+    assert folder.parent.stat().st_mode & 0o777 == 0o700
     (path,) = folder.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -253,10 +220,10 @@ def test_the_compiler_works_where_no_other_user_can_write(folder, monkeypatch):
 
 
 def test_nowhere_to_be(monkeypatch, tmp_path):
-    def refuse(**_):
+    def refuse(*_, **__):
         raise OSError("no space")
 
-    monkeypatch.setattr(build.files.tempfile, "mkdtemp", refuse)
+    monkeypatch.setattr(build.tempfile, "mkdtemp", refuse)
     with pytest.raises(UnsupportedError, match=r"nowhere to be compiled\n  why    no space\n  write  TMPDIR="):
         run()
 

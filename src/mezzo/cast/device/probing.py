@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -191,27 +191,48 @@ def accelerator_report(device_type: str) -> DeviceReport:
 
 def _ask_child(dtype: torch.dtype, limit: str | None) -> FormatSupport:
     """Examine a format in a fresh interpreter, under a limit."""
-    if not sys.executable or getattr(sys, "frozen", False):
-        # A frozen program's executable is the program: starting it would run the user's work again.
-        return _unknown("this Python has no executable of its own to start another with")
     environment = {key: value for key, value in os.environ.items() if key not in (ISA_VARIABLE, "DNNL_MAX_CPU_ISA")}
     environment |= {ISA_VARIABLE: limit} if limit else {}
-    command, nothing = [*CHILD_COMMAND, dtype_name(dtype)], subprocess.DEVNULL
-    try:
-        # It must find the torch that this process found, wherever that was; imports pass over what is no text.
-        environment["PYTHONPATH"] = os.pathsep.join(each or os.getcwd() for each in sys.path if isinstance(each, str))
-        done = subprocess.run(command, env=environment, stdin=nothing, capture_output=True, timeout=CHILD_TIMEOUT_S)
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        return _unknown(f"another process could not be started or did not end ({error})")
-    logger.debug("stderr of the probe's child: %s", done.stderr.decode(errors="replace")[-2000:])
-    fault = {number.value: number.name for number in signal.Signals}.get(-done.returncode, "")
+    said, ended, fault = answered([*CHILD_COMMAND, dtype_name(dtype)], environment, CHILD_TIMEOUT_S)
+    if said is not None:
+        return FormatSupport(**said)
     if fault in child.FAULTS:
         return FormatSupport(status="dead", detail=f"another process that tried it was killed by {fault}")
+    return _unknown(ended)
+
+
+def answered(
+    command: Sequence[str], environment: Mapping[str, str], timeout_s: float
+) -> tuple[dict[str, Any] | None, str, str]:
+    """Run another Python, which may die, and return what it printed for its parent.
+
+    Args:
+        command: The program: it prints one line that begins with ``child.PREFIX``, then JSON.
+        environment: Its variables; it finds what this process imports from.
+        timeout_s: After which it is ended.
+
+    Returns:
+        What it said, or None where it died or could not be started; how it ended, in words; and the signal by which it
+        was killed, or ``""``.
+    """
+    if not sys.executable or getattr(sys, "frozen", False):
+        # A frozen program's executable is the program: starting it would run the user's work again.
+        return None, "this Python has no executable of its own to start another with", ""
+    try:
+        # It must find the torch that this process found, wherever that was; imports pass over what is no text.
+        path = os.pathsep.join(each or os.getcwd() for each in sys.path if isinstance(each, str))
+        given, nothing = {**environment, "PYTHONPATH": path}, subprocess.DEVNULL
+        done = subprocess.run(command, env=given, stdin=nothing, capture_output=True, timeout=timeout_s)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return None, f"another process could not be started or did not end ({error})", ""
+    logger.debug("stderr of another process: %s", done.stderr.decode(errors="replace")[-2000:])
+    fault = {number.value: number.name for number in signal.Signals}.get(-done.returncode, "")
     said = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith(child.PREFIX)]
     if done.returncode != 0 or not said:
         ended = f"was killed by {fault}" if fault else f"ended with exit code {done.returncode}"
-        return _unknown(f"another process {ended} and had said nothing")
-    return FormatSupport(**json.loads(said[-1].removeprefix(child.PREFIX)))
+        return None, f"another process {ended} and had said nothing", fault
+    found: dict[str, Any] = json.loads(said[-1].removeprefix(child.PREFIX))
+    return found, "", ""
 
 
 def _unknown(why: str) -> FormatSupport:

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -124,8 +125,8 @@ def _as_file(program: bytes) -> Iterator[str]:
     try:
         descriptor = os.memfd_create("mezzo-kernel")
     except (AttributeError, OSError):  # an old C library, or a system that forbids it
-        with files.private_folder() as folder:
-            path = folder / "kernel.so"
+        with tempfile.TemporaryDirectory(prefix="mezzo-") as temporary:
+            path = Path(temporary) / "kernel.so"
             path.write_bytes(program)
             yield str(path)
         return
@@ -201,7 +202,8 @@ def _run(command: list[str], source: str = "", folder: Path | None = None) -> su
 def _compiled(command: list[str], source: str) -> bytes:
     """Return the program that the compiler makes, in a folder where nobody can exchange it meanwhile."""
     try:
-        with files.private_folder() as folder:
+        with tempfile.TemporaryDirectory(prefix="mezzo-") as temporary:
+            folder = Path(temporary)
             path = folder / "kernel.so"
             done = _run([*command, "-x", "c++", "-", "-o", str(path)], source, folder)
             if done.returncode == 0:
@@ -210,7 +212,7 @@ def _compiled(command: list[str], source: str) -> bytes:
         raise UnsupportedError(
             "optimizer kernels have nowhere to be compiled",
             why=str(error),
-            write="TMPDIR=, or XDG_CACHE_HOME=, a folder that you can write to, and no other user",
+            write="TMPDIR=a folder that you can write to",
         ) from error
     lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
     raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""``mezzo ops`` prints the op table, and what a policy makes of it."""
+"""``mezzo show ops`` prints the op table, and what a policy makes of it."""
 
 import json
 
@@ -12,7 +12,7 @@ from mezzo.policy.ops import OPS
 def printed(capsys, *words):
     """What a shell sees: the exit code, stdout, stderr."""
     with pytest.raises(SystemExit) as caught:
-        main(["ops", *words])
+        main(["show", "ops", *words])
     out, err = capsys.readouterr()
     return caught.value.code, out, err
 
@@ -23,11 +23,12 @@ def rows_of(out):
 
 
 def test_the_whole_table(capsys):
-    code, out, err = printed(capsys)
+    code, out, err = printed(capsys, "--full")
     assert (code, err) == (0, "")
     rows = rows_of(out)
     assert set(OPS) <= set(rows)
-    assert rows["op"] == "O1,dtype=bfloat16 torch CUDA torch CPU reason whose lists name it".split()
+    assert out.startswith("O1,dtype=bfloat16\n")
+    assert rows["op"] == "treatment torch CUDA torch CPU reason whose lists name it".split()
     assert rows["softmax"][:5] == ["fp32", "fp32", "native", "exponential", "range"]
     assert rows["linear"][:4] == ["low", "low", "low", "gemm"]
     assert rows["relu"] == "native native native bandwidth-bound no list names it".split()
@@ -38,9 +39,9 @@ def test_the_whole_table(capsys):
     "spelling", ["softmax", "F.softmax", "aten::softmax.int", "nn.Softmax", "Tensor.softmax", "torch.special.softmax"]
 )
 def test_one_op_by_any_spelling(capsys, spelling):
-    code, out, err = printed(capsys, spelling)
+    code, out, err = printed(capsys, spelling, "--full")
     assert (code, err) == (0, "")
-    assert set(rows_of(out)) - {"op"} == {"softmax", "─" * len(out.splitlines()[2].strip())}
+    assert set(rows_of(out)) & set(OPS) == {"softmax"}
     assert "Fleet black list" in out
 
 
@@ -55,7 +56,7 @@ def test_a_policy_decides(capsys):
     code, out, _ = printed(capsys, "conv?d", "--policy", policy)
     rows = rows_of(out)
     assert code == 0
-    assert rows["op"][0] == policy
+    assert out.startswith(f"{policy}\n")
     assert rows["conv1d"][:3] == ["fp32", "low", "low"]
     assert rows["conv2d"][:3] == ["low", "low", "low"]
     assert "the rule fp32=conv1d matches first" in out
@@ -156,5 +157,5 @@ def test_a_glob_without_a_match_is_a_usage_error_like_an_unknown_name(capsys):
 def test_help_leads_with_examples(capsys):
     code, out, _ = printed(capsys, "--help")
     assert code == 0
-    assert out.index("mezzo ops softmax") < out.index("--json")
-    assert "mezzo ops paddle:mul" in out
+    assert out.index("mezzo show ops softmax") < out.index("--json")
+    assert "mezzo show ops paddle:mul" in out

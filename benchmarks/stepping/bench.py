@@ -11,11 +11,11 @@ from typing import Any, Final
 import torch
 from rich.table import Table
 
-from mezzo.bench.contenders import CAPTURED, CONTENDERS, Contender
-from mezzo.bench.facts import checked_device, facts
-from mezzo.bench.shapes import shapes
-from mezzo.bench.timing import Behind, against, copying, nothing, rounds, spread
 from mezzo.errors import PolicyError, UnsupportedError, nearest
+from stepping.contenders import CAPTURED, CONTENDERS, Contender
+from stepping.facts import checked_device, facts
+from stepping.shapes import shapes
+from stepping.timing import Behind, against, copying, nothing, rounds, spread
 
 __all__ = ["StepResult", "StepRow", "bench_step"]
 
@@ -113,11 +113,11 @@ def bench_step(
     """Time one optimizer step in each way that a user could take it, each in turns with the first and with a copy.
 
     Args:
-        name: Shapes to step on: see :func:`mezzo.bench.shapes.shapes`.
+        name: Shapes to step on: see :func:`stepping.shapes.shapes`.
         dtype: The low precision, ``"bfloat16"`` or ``"float16"``.
         device: Where.
         repetitions: Rounds.
-        contenders: Names of :data:`mezzo.bench.contenders.CONTENDERS`, on CUDA of ``CAPTURED`` too; all when omitted.
+        contenders: Names of :data:`stepping.contenders.CONTENDERS`, on CUDA of ``CAPTURED`` too; all when omitted.
             The first is the rival.
 
     Returns:

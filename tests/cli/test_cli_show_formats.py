@@ -1,13 +1,14 @@
-"""``mezzo formats`` prints the table of formats and the landmarks of one."""
+"""``mezzo show formats`` prints the table of formats and the landmarks of one."""
 
 import json
 import math
 import re
 
 import pytest
+import torch
 
 from mezzo.cli import main
-from mezzo.cli.formats import landmarks
+from mezzo.cli.show import landmarks
 from mezzo.formats import FORMATS
 
 FACTS_A = """\
@@ -30,7 +31,7 @@ FACTS_A = """\
 def printed(capsys, *arguments):
     """What a shell sees: the exit code, stdout, stderr."""
     with pytest.raises(SystemExit) as caught:
-        main(["formats", *arguments])
+        main(["show", "formats", *arguments])
     out, err = capsys.readouterr()
     return caught.value.code, out, err
 
@@ -89,6 +90,9 @@ def test_json_of_all(capsys):
     assert [entry["name"] for entry in entries] == list(FORMATS)
     for entry in entries:
         number_format = FORMATS[entry["name"]]
+        if number_format.dtype is not None:
+            finfo = torch.finfo(number_format.dtype)
+            assert (entry["max"], entry["eps"], entry["smallest_normal"]) == (finfo.max, finfo.eps, finfo.tiny)
         for field in ("max", "smallest_normal", "smallest_subnormal", "eps", "bias", "has_inf", "num_bits"):
             assert entry[field] == getattr(number_format, field)
         assert entry["dtype"] == (None if number_format.dtype is None else entry["name"])
@@ -109,12 +113,12 @@ def test_an_unknown_name_is_a_usage_error(capsys):
     assert (code, out) == (2, "")
     assert "unknown number format 'flaot16'" in err
     assert "did you mean 'float16'?" in err
-    assert "write  mezzo formats float16" in err
+    assert "write  mezzo show formats float16" in err
     assert "by_name" not in err
 
 
 def test_help_leads_with_examples(capsys):
     code, out, _ = printed(capsys, "--help")
     assert code == 0
-    assert "mezzo formats fp16" in out
+    assert "mezzo show formats fp16" in out
     assert "--json" in out

@@ -1,0 +1,171 @@
+"""``mezzo doctor``: what works and pays on each device, and what mezzo will do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mezzo.cast import device
+from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, intended
+from mezzo.checkup import WIDTHS, Checkup, checked
+from mezzo.cli.app import app
+from mezzo.cli.output import ALERT, console_for, show_json
+from mezzo.errors import printable
+from mezzo.explanation.table import table
+from mezzo.machine import describe, environment, tf32
+from mezzo.tensors import dtype_name
+
+__all__ = ["doctor"]
+
+WHAT_MEZZO_DOES: dict[Action, str] = {
+    "native": "compute natively",
+    "limit": f"set {ISA_VARIABLE}={ISA_LIMIT}, then compute natively",
+    "emulate": "emulate in FP32",
+}
+#: What a shell sees where a training died or was refused: the format that a user would train in is not there.
+UNSUPPORTED = 3
+
+#: A device type's report, a format, and the checkup of each device of that type; none where they were left out.
+Row = tuple[DeviceReport, torch.dtype, Checkup | None]
+
+
+@app.command("doctor")
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object: the facts of a bug report.")] = False,
+    full: Annotated[bool, typer.Option("--full", help="Show the numbers of each training, too.")] = False,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Probe products again, whatever is known.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Train and time nothing: products only.")] = False,
+) -> None:
+    """Say of each device and format whether it trains as FP32 does, whether it pays, and what mezzo will do.
+
+    [bold]mezzo doctor[/bold]            half a minute a device: a verdict, then a table
+
+    [bold]mezzo doctor --quick[/bold]    in a second: products only
+
+    [bold]mezzo doctor --refresh[/bold]  after a driver, kernel or hypervisor changed
+
+    [bold]mezzo doctor --json[/bold]     for a bug report, with all that was found
+
+    Products are compared with FP32's and timed. Then twenty training steps in each format, under O1 and O2, are
+    held against FP32's, and whole steps of layers 128 and 2048 wide are timed: casts can make the step of a small model
+    slower where products are faster. Each format has a process of its own, which may die. The exit code is 4 where a
+    format trains wrongly, 3 where a training died or was refused.
+    """
+    with Console(stderr=True).status("measuring products in each format; the first time takes seconds"):
+        reports = [device.probe(kind, refresh=refresh) for kind in device.devices()]
+    with Console(stderr=True).status("training in each format; some twenty seconds each"):
+        rows: list[Row] = [
+            (report, dtype, None if quick else checked(each, dtype_name(dtype)))
+            for report in reports
+            for each in _devices(report.device_type)
+            for dtype in report.formats
+        ]
+    if as_json:
+        show_json(_told(reports, rows))
+    else:
+        _show(reports, rows, full)
+    found = {checkup.status for _, _, checkup in rows if checkup is not None}
+    if found & {"wrong", "failed"}:
+        raise typer.Exit(ALERT if "wrong" in found else UNSUPPORTED)
+
+
+def _devices(kind: str) -> list[str]:
+    return [kind] if kind == "cpu" else [f"{kind}:{index}" for index in range(torch.accelerator.device_count())]
+
+
+def _told(reports: list[DeviceReport], rows: list[Row]) -> dict[str, Any]:
+    """Return the facts, and under ``devices`` each report, whose formats say what mezzo will do and their trainings."""
+    devices = []
+    for report in reports:
+        told = report.to_dict()
+        for entry, dtype in zip(told["formats"], report.formats, strict=True):
+            mine = [each for of, format_, each in rows if of is report and format_ is dtype and each is not None]
+            entry |= {"intention": intended(report, dtype), "checkups": [each.to_dict() for each in mine]}
+        devices.append(told)
+    return {"verdict": [_verdict(row) for row in rows], **environment(), "devices": devices}
+
+
+def _verdict(row: Row) -> str:
+    report, dtype, checkup = row
+    support = report.formats[dtype]
+    if checkup is not None:
+        said = checkup.verdict
+    elif support.speed_ratio is not None:
+        said = f"products {support.speed_ratio:.2g}× as fast as in FP32, {support.detail}"
+    else:
+        said = support.detail
+    where = report.device_type if checkup is None else checkup.device
+    return f"{where}: {dtype_name(dtype)} {said}; mezzo will {WHAT_MEZZO_DOES[intended(report, dtype)]}"
+
+
+def _show(reports: list[DeviceReport], rows: list[Row], full: bool) -> None:
+    console = console_for(120)
+    for row in rows:
+        console.print(Text(printable(_verdict(row)), style="bold"))
+    faults = [f"{each.device} {fault}" for _, _, each in rows if each is not None for fault in each.faults]
+    for number, fault in enumerate(faults, start=1):
+        console.print(f"\n{number}. {printable(fault)}", markup=False, highlight=False)
+    here, limit = describe(torch.device("cpu")), device.isa_setting()
+    console.print(f"\ntorch {here['torch']}, python {here['python']}, {here['threads']} threads", highlight=False)
+    for report in reports:
+        console.print(f"{report.device_type}: {report.name}", markup=False, highlight=False)
+    if limit:
+        console.print(f"{ISA_VARIABLE}={limit}", markup=False, highlight=False)
+    if any(report.device_type == "cuda" for report in reports):
+        states = ", ".join(f"{name} {'on' if on else 'off'}" for name, on in tf32().items())
+        console.print(f"TF32: {states} (float32 is measured so)", highlight=False)
+    console.print()
+    console.print(_table(rows))
+    if full:
+        console.print()
+        console.print(_trainings([each for _, _, each in rows if each is not None]))
+
+
+def _table(rows: list[Row]) -> Table:
+    timed = any(checkup is not None for _, _, checkup in rows)
+    numbers = ("products", *(f"steps, {width}" for width in (WIDTHS if timed else ())))
+    heads = ("device", "format", "products are", *numbers, *(["training"] if timed else []), "mezzo will", "because")
+    caption = Text("products, steps: times as fast as in FP32; the slowest product counts", style="dim")
+    cells = (_cells(row, WIDTHS if timed else ()) for row in rows)
+    return table(heads, cells, right=numbers, caption=caption, caption_justify="left")
+
+
+def _cells(row: Row, widths: Sequence[int]) -> tuple[str, ...]:
+    report, dtype, checkup = row
+    support = report.formats[dtype]
+    speeds = [None if checkup is None else checkup.speeds.get(width) for width in widths]
+    return (
+        report.device_type if checkup is None else checkup.device,
+        dtype_name(dtype),
+        support.status,
+        "–" if support.speed_ratio is None else f"{support.speed_ratio:.2g}×",
+        *("–" if each is None else f"{each.median:.2g}× ({each.p10:.2g}–{each.p90:.2g})" for each in speeds),
+        *([] if checkup is None else [checkup.status]),
+        WHAT_MEZZO_DOES[intended(report, dtype)],
+        support.detail,
+    )
+
+
+def _trainings(checkups: list[Checkup]) -> Table:
+    numbers = ("loss", "FP32's", "ran low", "weights off", "rounding explains")
+    rows = (
+        (
+            checkup.device,
+            each.policy,
+            "emulated" if each.is_emulated else "native",
+            f"{each.loss:.4f}",
+            f"{each.fp32_loss:.4f}",
+            f"{100 * each.low_share:.3g} %",
+            f"{100 * each.weights_error:.2g} %",
+            f"{100 * each.tolerance:.2g} %",
+        )
+        for checkup in checkups
+        for each in checkup.trainings
+    )
+    return table(("device", "policy", "arithmetic", *numbers), rows, right=numbers)

@@ -1,1 +1,0 @@
-"""The verbs that speak of the machine and not of a training."""

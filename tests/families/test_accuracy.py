@@ -1,0 +1,18 @@
+"""What the families learn, at full length: minutes."""
+
+import pytest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, options, lowest, highest",
+    [
+        ("digits_cnn", [], 98.0, 100.0),
+        ("digits_ctc", [], 0.0, 10.0),
+        # The bytes' own frequencies take 4.75 bits; the recurrent model begins more slowly.
+        ("docs_lm", [], 0.0, 3.9),
+        ("docs_lm", ["--lstm"], 0.0, 4.2),
+    ],
+)
+def test_a_full_run_learns(run_family, name, options, lowest, highest):
+    assert lowest <= float(run_family(name, *options)[-1].split()[-2]) <= highest

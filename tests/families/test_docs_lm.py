@@ -1,0 +1,114 @@
+"""docs_lm: the text, its split, the metric, and the models' sense of time."""
+
+import hashlib
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+#: By fingerprint of the topics, which change with Python's documentation: bytes of both sides.
+KNOWN = {
+    "6c7d68cee92383c2d38e91c095bc7f45b93d936d39b8d4c5fe1b718baf09dc63": (349824, 24326),  # CPython 3.11.7
+}
+
+
+@pytest.fixture(scope="module")
+def script(load_family):
+    return load_family("docs_lm")
+
+
+@pytest.fixture(scope="module")
+def text(script):
+    return torch.tensor(list(script.divide(script.topics)[1].encode()), dtype=torch.uint8)
+
+
+def test_golden_facts_of_the_text(script):
+    whole = "".join(f"{title}\0{script.topics[title]}\0" for title in sorted(script.topics))
+    known = KNOWN.get(hashlib.sha256(whole.encode()).hexdigest())
+    if known is None:
+        pytest.skip(f"no golden facts written down for the documentation of Python {sys.version.split()[0]}")
+    assert tuple(len(side.encode()) for side in script.divide(script.topics)) == known
+
+
+def test_no_paragraph_is_on_both_sides_and_none_is_lost(script):
+    sides = [[p.strip("\n") for p in side.split("\n\n")] for side in script.divide(script.topics)]
+    train, held_out = map(set, sides)
+    assert [len(train), len(held_out)] == [len(side) for side in sides]
+    assert not train & held_out
+    assert {p.strip("\n") for topic in script.topics.values() for p in topic.split("\n\n")} <= train | held_out | {""}
+
+
+def test_every_tenth_topic_in_alphabetical_order_is_held_out(script):
+    topics = {f"t{number:02}": f"text {number}" for number in reversed(range(25))}
+    train, held_out = script.divide(topics)
+    assert held_out == "text 0\n\n\ntext 10\n\n\ntext 20"
+    assert train.split("\n\n\n") == [f"text {n}" for n in range(25) if n % 10]
+
+
+def test_a_paragraph_counts_where_it_first_appears(script):
+    assert script.divide({"b": "two\n\nthree", "a": "one\n\ntwo"}) == ("three", "one\n\ntwo")
+
+
+def test_targets_are_the_inputs_one_byte_later(script, text):
+    inputs, following = next(script.batches(text, 0))
+    assert inputs.shape == following.shape == (16, 64)
+    assert torch.equal(inputs[:, 1:], following[:, :-1])
+    whole = bytes(text.tolist())
+    for given, last in zip(inputs, following[:, -1], strict=True):
+        assert bytes([*given.tolist(), int(last)]) in whole
+
+
+@pytest.mark.parametrize("name", ["ByteGPT", "ByteLSTM"])
+def test_the_models_look_back_and_not_ahead(script, name):
+    torch.manual_seed(0)
+    model = getattr(script, name)().eval()
+    given = torch.randint(256, (2, 64), generator=torch.Generator().manual_seed(0))
+    changed = given.clone()
+    changed[:, 40:] = (changed[:, 40:] + 1) % 256
+    with torch.no_grad():
+        before, after = model(given), model(changed)
+        assert torch.allclose(before[:, :40], after[:, :40], atol=1e-6)
+        assert not torch.allclose(before[:, 40], after[:, 40])
+        changed[:, 40:] = given[:, 40:]
+        changed[:, 30] = (changed[:, 30] + 1) % 256
+        assert not torch.allclose(before[:, 39], model(changed)[:, 39])
+
+
+class Constant(nn.Module):
+    """Scores that do not depend on the text."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.scores = scores
+
+    def forward(self, text):
+        return self.scores.expand(*text.shape, 256)
+
+
+def test_bits_per_byte_of_models_whose_score_is_known(script, text):
+    assert script.bits_per_byte(Constant(torch.zeros(256)), text, "cpu") == pytest.approx(8.0, abs=1e-5)
+    # byte frequencies of exactly the scored bytes give their entropy
+    end = (len(text) - 1) // 64 * 64
+    shares = np.bincount(text.numpy()[1 : end + 1], minlength=256) / end
+    entropy = -(shares[shares > 0] * np.log2(shares[shares > 0])).sum()
+    scores = torch.from_numpy(np.log(np.maximum(shares, 1e-30))).float()
+    assert script.bits_per_byte(Constant(scores), text, "cpu") == pytest.approx(entropy, abs=1e-4)
+
+
+def test_bits_per_byte_of_a_model_agree_with_float64(script, text):
+    torch.manual_seed(0)
+    model = script.ByteGPT().eval()
+    with torch.no_grad():
+        found = script.bits_per_byte(model, text[:3000], "cpu")
+        scores = torch.cat([model(text[at : at + 64].long()[None])[0] for at in range(0, 2944, 64)]).double().numpy()
+    chosen = scores[np.arange(2944), text.numpy()[1:2945]]
+    top = scores.max(1)
+    bits = (np.log(np.exp(scores - top[:, None]).sum(1)) + top - chosen) / np.log(2)
+    assert found == pytest.approx(bits.mean(), rel=1e-5)  # scores of FP32, in batches of another size
+
+
+def test_dimensions_are_multiples_of_eight(script):
+    for model in (script.ByteGPT(), script.ByteLSTM()):
+        assert all(size % 8 == 0 for param in model.parameters() for size in param.shape)
