@@ -49,8 +49,8 @@ class Critic(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(1, 32, 4, 2, padding=1), nn.LeakyReLU(0.2),  # (batch, 32, 8, 8)
-            nn.Conv2d(32, 64, 4, 2, padding=1), nn.LeakyReLU(0.2),  # (batch, 64, 4, 4)
+            nn.Conv2d(1, 16, 4, 2, padding=1), nn.LeakyReLU(0.2),  # (batch, 16, 8, 8)
+            nn.Conv2d(16, 64, 4, 2, padding=1), nn.LeakyReLU(0.2),  # (batch, 64, 4, 4)
             nn.Flatten(), nn.Linear(64 * 4 * 4, 1),
         )  # fmt: skip
 
@@ -87,7 +87,7 @@ def gradient_penalty(critic, images):
     """Return half the mean squared norm of the critic's gradient at the images (R1)."""
     images = images.detach().requires_grad_()
     (gradient,) = torch.autograd.grad(critic(images).sum(), images, create_graph=True)
-    return 0.5 * gradient.float().flatten(1).square().sum(1).mean()
+    return 0.5 * gradient.flatten(1).square().sum(1).mean()
 
 
 def draw(generator, count, device):
@@ -101,7 +101,7 @@ def draw(generator, count, device):
 def main():
     parser = argparse.ArgumentParser(description="Train a DCGAN to draw handwritten digits.")
     parser.add_argument("--seed", type=int, default=0, help="of initial weights, batches and noise")
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--gp", action="store_true", help="add a gradient penalty")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
