@@ -11,6 +11,7 @@ METRICS = {
     "digits_cnn": r"test accuracy \d+\.\d\d %",
     "docs_lm": r"test loss \d+\.\d{4} bits/byte",
     "digits_ctc": r"test character error rate \d+\.\d\d %",
+    "digits_gan": r"Fréchet distance \d+\.\d\d",
 }
 
 
@@ -19,6 +20,7 @@ METRICS = {
     [
         ("digits_cnn", ["--steps", "50"]),
         ("digits_ctc", ["--steps", "50"]),
+        ("digits_gan", ["--steps", "20", "--gp"]),
         ("docs_lm", ["--steps", "3"]),
         ("docs_lm", ["--steps", "3", "--lstm"]),
     ],
@@ -41,6 +43,6 @@ def test_a_script_has_no_line_of_mezzo_and_states_its_margin(name):
     source = (FOLDER / f"{name}.py").read_text()
     docstring = ast.get_docstring(ast.parse(source), clean=False)
     assert "mezzo" not in source.replace(docstring, "")
-    margin = re.search(r"^Margin: ([\d.]+) (points|bits/byte), since \w", docstring, re.MULTILINE)
+    margin = re.search(r"^Margin: ([\d.]+) (points|bits/byte|units), since \w", docstring, re.MULTILINE)
     assert margin
     assert f"--margin {margin[1]} examples/families/{name}.py" in docstring

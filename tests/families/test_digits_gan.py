@@ -1,0 +1,156 @@
+"""digits_gan: the split, the Fréchet distance, the classifier behind it, and the gradient penalty."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def script(load_family):
+    return load_family("digits_gan")
+
+
+@pytest.fixture(scope="module")
+def data(script):
+    return script.load()
+
+
+@pytest.fixture(scope="module")
+def classifier(data):
+    from sklearn.neural_network import MLPClassifier
+
+    return MLPClassifier((64,), random_state=0, max_iter=200).fit(data[0].flatten(1).numpy(), data[1].numpy())
+
+
+def rows_with(mean, variances):
+    """Rows whose mean and covariance are exactly these: two for each axis, opposite each other."""
+    width = len(variances)
+    spread = np.sqrt(np.array(variances) * (2 * width - 1) / 2)
+    return np.concatenate([np.diag(spread), -np.diag(spread)]) + np.array(mean)
+
+
+def test_frechet_distance_agrees_with_scipys_matrix_root(script):
+    rng = np.random.default_rng(0)
+    for size_b in (300, 40):
+        a = rng.normal(size=(200, 12)) @ rng.normal(size=(12, 12))
+        b = rng.normal(size=(size_b, 12)) @ rng.normal(size=(12, 12)) + rng.normal(size=12)
+        cov_a, cov_b = np.cov(a.T), np.cov(b.T)
+        root = scipy.linalg.sqrtm(cov_a @ cov_b).real
+        wanted = np.sum((a.mean(0) - b.mean(0)) ** 2) + np.trace(cov_a + cov_b - 2 * root)
+        assert script.frechet_distance(a, b) == pytest.approx(wanted, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "mean, variances, other_mean, other_variances, distance",
+    [
+        ([0, 0], [1, 4], [0, 0], [1, 4], 0.0),
+        ([3, 0], [1, 4], [0, 4], [1, 4], 25.0),
+        ([0, 0], [1, 4], [0, 0], [9, 25], (1 - 3) ** 2 + (2 - 5) ** 2),
+        ([1, 2], [1, 0], [1, 4], [0, 16], 4 + 1 + 16),  # an axis on which nothing varies
+    ],
+)
+def test_frechet_distance_of_independent_axes_is_the_closed_form(
+    script, mean, variances, other_mean, other_variances, distance
+):
+    a, b = rows_with(mean, variances), rows_with(other_mean, other_variances)
+    assert script.frechet_distance(a, b) == pytest.approx(distance, abs=1e-6)
+    assert script.frechet_distance(b, a) == pytest.approx(distance, abs=1e-6)
+
+
+def test_a_hidden_unit_that_never_fires_leaves_the_distance_finite(script):
+    a = np.random.default_rng(0).normal(size=(100, 5))
+    a[:, 2] = 0.0
+    assert script.frechet_distance(a, a) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_features_are_the_hidden_units_that_the_classifier_decides_by(script, data, classifier):
+    hidden = script.features(classifier, data[2])
+    assert hidden.dtype == np.float64
+    assert hidden.shape == (597, 64)
+    scores = hidden @ classifier.coefs_[1] + classifier.intercepts_[1]
+    assert np.array_equal(scores.argmax(1), classifier.predict(data[2].flatten(1).numpy()))
+    assert (scores.argmax(1) == data[3].numpy()).mean() > 0.95
+
+
+def test_the_distance_tells_real_digits_from_worse_ones(script, data, classifier):
+    images, labels, held_out, _ = data
+    wanted = script.features(classifier, held_out)
+    noise = torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
+    floor, noisy, one_digit = (
+        script.frechet_distance(script.features(classifier, drawn), wanted)
+        for drawn in (images, images + 0.3 * noise, images[labels == 3])
+    )
+    assert 0.0 < 3 * floor < noisy
+    assert 10 * floor < one_digit  # a generator that draws one digit only
+
+
+def test_no_held_out_image_is_also_trained_on(data):
+    images, labels, held_out, held_out_labels = data
+    assert images.shape == (1200, 1, 16, 16)
+    assert held_out.shape == (597, 1, 16, 16)
+    assert (len(labels), len(held_out_labels)) == (1200, 597)
+    assert (images.min(), images.max()) == (-1.0, 1.0)
+    trained = {tuple(image.flatten().tolist()) for image in images}
+    assert not any(tuple(image.flatten().tolist()) in trained for image in held_out)
+
+
+def test_the_split_and_the_noise_drawn_from_do_not_depend_on_the_seed(script):
+    generator, seen = script.Generator(), []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        seen.append((*script.load(), script.draw(generator, 20, "cpu")))
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+def test_drawn_images_are_what_the_critic_is_shown(script, data):
+    drawn = script.draw(script.Generator(), 501, "cpu")
+    assert drawn.shape == (501, *data[0].shape[1:])
+    assert drawn.abs().max() <= 1.0
+    assert script.Critic()(drawn).shape == (501,)
+
+
+class Sums(nn.Module):
+    """A critic with a gradient known by hand: 2·weight·pixel at each pixel."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, images):
+        return self.weight * images.square().flatten(1).sum(1)
+
+
+def test_the_penalty_is_half_the_mean_squared_norm_of_the_gradient(script):
+    critic = Sums()
+    images = torch.tensor([[1.0, 2.0], [0.0, 3.0]]).view(2, 1, 1, 2)
+    penalty = script.gradient_penalty(critic, images)
+    squared_norms = (36 * (1 + 4), 36 * 9)  # (2·3·pixel)², summed over the pixels of each image
+    assert penalty.item() == pytest.approx(sum(squared_norms) / 2 / 2)
+    penalty.backward()
+    assert critic.weight.grad.item() == pytest.approx(2 * penalty.item() / 3)  # it grows as weight²
+    assert images.grad is None
+
+
+def test_the_penalty_reaches_every_weight_of_the_critic_that_shapes_its_gradient(script):
+    torch.manual_seed(0)
+    critic = script.Critic().double()
+    images = torch.randn(4, 1, 16, 16, dtype=torch.float64)
+    weight = critic.layers[2].weight
+    script.gradient_penalty(critic, images).backward()
+    place, step = (5, 3, 1, 2), 1e-5
+    nearby = []
+    for moved in (step, -2 * step):
+        with torch.no_grad():
+            weight[place] += moved
+        nearby.append(script.gradient_penalty(critic, images).item())
+    slope = (nearby[0] - nearby[1]) / (2 * step)
+    assert weight.grad[place].item() == pytest.approx(slope, rel=1e-3)
+
+
+def test_the_option_trains_with_the_penalty(run_family):
+    plain, penalised = (run_family("digits_gan", "--steps", "2", *more) for more in ([], ["--gp"]))
+    assert plain[0] == penalised[0]  # the floor: the classifier is the same
+    assert plain[0].startswith("training images: Fréchet distance ")
+    assert plain[-1] != penalised[-1]
