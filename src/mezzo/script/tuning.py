@@ -76,7 +76,7 @@ def tune(
         raise ended.failure
     batches = [call for call in kept.made if any(gradient is not None for gradient in call.gradients)][:steps]
     if kept.model is None or not batches:
-        raise never_trains(program, ended.report.left_alone)
+        raise never_trains(program.name, ended.report.left_alone)
     make = None if kept.optimizer is None else _maker(kept.optimizer)
     options: Any = {"policy": kept_policy, "steps": len(batches), "objective": objective}
     return tuned(kept.model, _loss, batches, optimizer=make, **options)
