@@ -17,7 +17,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all faults check lint format docs dist bench gpu clean
+.PHONY: help demo test test-all faults check lint format docs dist suite bench gpu clean
 
 help:  ## list the commands
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -42,7 +42,8 @@ $(READY): pyproject.toml $(VERSIONS)
 	touch $(DEMO) $(DOCS) $(READY)
 
 demo: $(DEMO)  ## train a real model in FP32 and in mixed precision, side by side
-	$(BIN)/mezzo compare digits-cnn --out runs/demo --overwrite
+	$(BIN)/mezzo compare --seeds 3 --margin 1.0 --policies 'O1,bf16; O2,fp16' --out runs/demo --overwrite \
+		examples/families/digits_cnn.py --steps 150
 
 test: $(READY)  ## run every test that needs neither GPU nor minutes
 	$(TESTING) $(BIN)/pytest -n 2 --dist worksteal -m 'not slow'
@@ -83,9 +84,12 @@ bench: $(DEMO)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/host.py
 	$(BIN)/torchrun --nproc-per-node 2 benchmarks/distributed.py
 
+suite: $(READY)  ## the six families under every policy, three seeds each; an hour, and again until nothing is missing
+	PYTHONPATH=benchmarks OMP_NUM_THREADS=1 $(BIN)/python -m suite $(SUITE)
+
 # With this environment's Python, or where there is none, as on a machine where nothing can be installed, with any.
 gpu:  ## measure what only a GPU can tell, and hold it against the goals; again after an interruption it goes on
 	PYTHONPATH=src:benchmarks $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m gpu $(if $(OUT),--out $(OUT)) $(GPU)
 
-clean:  ## remove the environment and run directories
+clean:  ## remove the environment and results
 	rm -rf .venv .venv-torch-* runs dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import io
 import json
 import math
@@ -16,8 +17,10 @@ from typing import Any, Final
 
 import vocabulary
 from mezzo.explanation.words import counted
-from mezzo.report import to_markdown
+from mezzo.report.verdict import number
 from stepping.contenders import CONTENDERS
+from suite import page as suite
+from suite.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,12 +29,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 def newest(pattern: str) -> Any:
     """What the newest result that matches holds."""
     return json.loads(sorted(RESULTS.glob(pattern))[-1].read_text())
-
-
-def compared(name: str) -> dict[str, Any]:
-    """The summary of one ``mezzo compare`` on a CPU."""
-    summary: dict[str, Any] = json.loads((RESULTS / f"{name}-cpu" / "summary.json").read_text())
-    return summary
 
 
 def where(result: dict[str, Any]) -> str:
@@ -53,13 +50,12 @@ def the(rows: Iterable[dict[str, Any]], **wanted: str) -> dict[str, Any]:
 def figures() -> str:
     """The README's own table: the eight figures that matter, each beside its rival."""
     lines = ["| | mezzo | its rival |", "|---|---:|---:|"]
-    for name, short, dtype in (("digits-cnn", "accuracy in %", "float16"), ("docs-lm", "bits per byte", "bfloat16")):
-        summary = compared(name)
-        mine, fp32 = (the(summary["rows"], policy=policy) for policy in (f"O2,dtype={dtype}", "O0"))
-        metric = [f"{row['final_metric']:.{summary['metric']['decimals']}f}" for row in (mine, fp32)]
+    for name, short, dtype in (("digits_cnn", "accuracy in %", "float16"), ("docs_lm", "bits per byte", "bfloat16")):
+        mine, fp32 = _rows(name, f"O2,dtype={dtype}", "O0")
+        metric = [number(row["metric"]) for row in (mine, fp32)]
         lines.append(f"| {name}, held-out {short}, O2 in {dtype} | {metric[0]} | FP32: {metric[1]} |")
     saved = [f"{row['saved_bytes'] / 2**20:.3g} MiB" for row in (mine, fp32)]
-    lines.append(f"| docs-lm, saved for the backward pass, O2 in bfloat16 | {saved[0]} | FP32: {saved[1]} |")
+    lines.append(f"| docs_lm, saved for the backward pass, O2 in bfloat16 | {saved[0]} | FP32: {saved[1]} |")
 
     steps, trainings = newest("step-cpu-*.json"), newest("train-cpu-*.json")
     for dtype in ("bfloat16", "float16"):
@@ -72,6 +68,13 @@ def figures() -> str:
         rows = the(trainings, net=net)["rows"]
         lines.append(_timed(f"training step of {net}, {level} in bfloat16", the(rows, way=f"mezzo {level}")))
     return "\n".join([*lines, "", f"{where(steps[0])}; times in turns, 80 % of the ratios in parentheses."])
+
+
+def _rows(name: str, *policies: str) -> list[dict[str, Any]]:
+    """Rows of a family's comparison; none of it is known while it has not run."""
+    unknown = {"metric": None, "saved_bytes": float("nan")}
+    rows = (suite.compared(name) or {"rows": []})["rows"]
+    return [next((row for row in rows if row["policy"] == policy), unknown) for policy in policies]
 
 
 def _timed(what: str, row: dict[str, Any]) -> str:
@@ -155,9 +158,8 @@ def kept() -> str:
     ):
         lines.append(f"| {name} | {the(rows, name=name)['kept_bytes']:.3g} |")
     lines += ["", "| for the backward pass | FP32 | O1 in BF16 | O2 in BF16 |", "|---|---:|---:|---:|"]
-    for name in ("digits-cnn", "docs-lm"):
-        rows = [the(compared(name)["rows"], policy=each) for each in ("O0", "O1,dtype=bfloat16", "O2,dtype=bfloat16")]
-        saved = [row["saved_bytes"] / 2**20 for row in rows]
+    for name in ("digits_cnn", "docs_lm"):
+        saved = [row["saved_bytes"] / 2**20 for row in _rows(name, "O0", "O1,dtype=bfloat16", "O2,dtype=bfloat16")]
         lines.append(f"| {name} | {' | '.join(f'{each:.3g} MiB' for each in saved)} |")
     return "\n".join(lines)
 
@@ -205,32 +207,6 @@ def hosts() -> str:
     return "\n".join([*lines, "", f"{where(result)}; {each}; {shared}."])
 
 
-def gradients() -> str:
-    """The table of the newest ``benchmarks/figures.py``: what FP16 makes of a detector's activation gradients."""
-    result = newest("figures-cpu-*.json")
-    total, zeros = result["total"], result["zeros"]
-    lines = ["| loss scale | flushed to zero | of the values that are not zero | subnormal | overflow |"]
-    lines += ["|---:|---:|---:|---:|---:|"]
-    for row in result["float16"]:
-        shares = [row["underflow"] / total, row["underflow"] / (total - zeros), row["subnormal"] / total]
-        cells = " | ".join(f"{100 * share:.3g} %" for share in shares)
-        lines.append(f"| {row['scale']:,.0f} | {cells} | {row['overflow']:,} |")
-    small = sum(result["bins"].get(str(exponent), 0) for exponent in (-32, -31))
-    unscaled = result["float16"][0]
-    flushed, few_bits = (100 * unscaled[name] / (total - zeros) for name in ("underflow", "subnormal"))
-    idle = 15 - math.floor(math.log2(result["max_abs"]))
-    said = (
-        f"Of {total:,} values {100 * zeros / total:.3g} % are zero, and {100 * small / total:.2g} % lie from 2⁻³² to "
-        f"2⁻³⁰ (in SSD 66.5 % and 4 %). Of those that are not zero FP16 flushes {flushed:.2g} % unscaled, and "
-        f"{few_bits:.2g} % are subnormal, with fewer bits the smaller they are: this network is smaller than SSD, "
-        f"which lost 31 % of all values. The largest is {result['max_abs']:.2g}: {idle} of FP16's 40 powers of two lie "
-        f"idle above it, and a constant scale may be as large as 2^{math.log2(result['best_scale']):.0f}."
-    )
-    trained = f"{result['steps']} steps, then {result['recorded']} that were recorded"
-    loss = " to ".join(f"{each:.3g}" for each in result["losses"])
-    return "\n".join([said, "", *lines, "", f"{where(result)}; {trained}; loss from {loss}."])
-
-
 def allow_list() -> str:
     """The table of the newest ``benchmarks/allow_list.py``, a row for each allow list of an encoder."""
     result = newest("allow-list-*.json")
@@ -256,8 +232,6 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
         "README.md": {"overflow": overflow, "figures": figures},
         "CONTRIBUTING.md": {"tests": guards},
         "docs/benchmarks.md": {
-            "digits-cnn": lambda: to_markdown(compared("digits-cnn")),
-            "docs-lm": lambda: to_markdown(compared("docs-lm")),
             "session": lambda: ratios("session-cpu-*.json"),
             "scaler": lambda: ratios("scaler-cpu-*.json"),
             "step": steps,
@@ -266,7 +240,11 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "engine": lambda: ratios("engine-cpu-*.json"),
             "host": hosts,
         },
-        "docs/figures.md": {"gradients": gradients},
+        "docs/families.md": {
+            "coverage": suite.coverage,
+            **{each.name: functools.partial(suite.family, each.name) for each in FAMILIES},
+            "numbers": suite.numbers,
+        },
         "docs/allow_list.md": {"allow-list": allow_list},
         "docs/levels.md": {"levels": vocabulary.levels},
         "docs/memory.md": {"memory": kept},

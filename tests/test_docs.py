@@ -109,7 +109,7 @@ COMMANDS = sorted(
 
 
 def test_commands_are_found():
-    assert {"inspect digits-cnn", "doctor", "explain --policy O2,bf16 train.py"} <= {*COMMANDS}
+    assert {"inspect --steps 500 --every 50 train.py", "doctor", "explain --policy O2,bf16 train.py"} <= {*COMMANDS}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -16,7 +16,7 @@ from .distributed.ranks import on_ranks
 ROOT = Path(__file__).parents[1]
 #: What has public names beside ``mezzo`` itself; other rooms are reached through these.
 MODULES = (
-    *("formats", "numerics", "optim", "overflow", "scale", "explanation", "recipes"),
+    *("formats", "numerics", "optim", "overflow", "scale", "explanation"),
     *(f"integrations.{name}" for name in ("accelerate", "lightning", "transformers") if find_spec(name)),
     *("script", "compat.torch", "compat.apex", "compat.paddle", "compat.fleet"),
 )

@@ -122,4 +122,4 @@ def test_few_files_read_stack_frames():
 def test_one_file_knows_how_to_write_files_whole():
     known = {"os.replace(", "os.rename(", "os.fsync("}
     writers = {path for path, text in sources().items() if any(call in text for call in known)}
-    assert writers <= {"files.py", "recipes/run_directory.py"}  # which only gives a stream its name in the end
+    assert writers <= {"files.py"}

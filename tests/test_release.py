@@ -101,7 +101,7 @@ def named_extras():
 
 def test_extras_that_errors_name_exist(core):
     named = list(named_extras())
-    assert {"recipes", "report", "lightning"} <= {extra for extra, _ in named}
+    assert {"families", "report", "lightning"} <= {extra for extra, _ in named}
     assert {each for each in named if each[0] not in core.optional_dependencies} == set()
 
 
@@ -169,7 +169,7 @@ def test_the_wheel_works_in_an_empty_environment(builders, tmp_path):
     assert len(told["results"]) == 8
     env = json.loads(run(bin_ / "mezzo", "env", "--json"))
     assert env["machine"]["mezzo"] == mezzo.__version__
-    assert env["extras"]["recipes"]["scikit-learn"] is None
+    assert env["extras"]["families"]["scikit-learn"] is None
     run(
         bin_ / "python", "-c",
         "import pkgutil, importlib, mezzo; assert 'site-packages' in mezzo.__file__;"

@@ -13,7 +13,9 @@ VERBS = ("run", "compare", "explain", "inspect", "tune")
 def test_each_verb_has_the_same_options(mezzo, verb):
     code, out, _ = mezzo(verb, "--help")
     assert code == 0
-    assert all(f" {option} " in out for option in ("--steps", "--out", "--overwrite", "--json", "--full", "--dry", "-m"))
+    assert all(
+        f" {option} " in out for option in ("--steps", "--out", "--overwrite", "--json", "--full", "--dry", "-m")
+    )
     assert "--polic" in out
 
 
