@@ -7,7 +7,6 @@ import contextlib
 import functools
 import io
 import json
-import math
 import re
 import runpy
 from collections.abc import Callable, Iterable, Mapping
@@ -244,6 +243,7 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "coverage": suite.coverage,
             **{each.name: functools.partial(suite.family, each.name) for each in FAMILIES},
             "numbers": suite.numbers,
+            "without": suite.without,
         },
         "docs/allow_list.md": {"allow-list": allow_list},
         "docs/levels.md": {"levels": vocabulary.levels},

@@ -68,23 +68,21 @@ FAMILIES: Final = (
         name="digits_ctc",
         title="Speech recognition",
         script="digits_ctc.py",
-        paper="DeepSpeech 2, character error rate: English 2.20 % in FP32 and 1.99 % in FP16, Mandarin 15.82 and 15.01. "
-        "Without FP32 weights beside the halves accuracy fell.",
+        paper="DeepSpeech 2, character error rate: English 2.20 % in FP32 and 1.99 % in FP16, Mandarin 15.82 and 15.01.",
     ),
     Family(
         name="numbers_mt",
         title="Machine translation",
         script="numbers_mt.py",
-        paper="English to French with LSTMs of 3 and 5 layers: curves of FP16 with a loss scale lie on those of FP32; the "
-        "paper has no table.",
+        paper="English to French with LSTMs: curves of FP16 with a loss scale lie on those of FP32.",
     ),
     Family(
         name="docs_lm_lstm",
         title="Language modelling, LSTM",
         script="docs_lm.py",
         arguments=("--lstm",),
-        paper="bigLSTM on the 1 Billion Word benchmark: in FP16 as in FP32 at a loss scale of 128, and divergence late in "
-        "training without one; a curve, no table.",
+        paper="bigLSTM on the 1 Billion Word benchmark: as in FP32 at a loss scale of 128, divergence late in training "
+        "without one; a curve, no table.",
     ),
     Family(
         name="docs_lm",

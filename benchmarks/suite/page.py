@@ -1,4 +1,4 @@
-"""What ``docs/families.md`` shows of the suite: a table a family, what FP16 makes of its numbers, and what is missing."""
+"""What ``docs/families.md`` shows of the suite: a table a family, what FP16 makes of numbers, and what is missing."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from mezzo.explanation.words import byte_text, scale_text
+from mezzo.explanation.words import byte_text, counted, scale_text
 from mezzo.report.verdict import number
 from suite.families import FAMILIES, POLICIES, ROOT, SEEDS, Family
-from suite.numbers import GRADIENTS
+from suite.numbers import GRADIENTS, SCALES
 
 RESULTS: Final = ROOT / "benchmarks" / "results" / "suite-cpu"
-#: What the first line of an ablation's policy does without.
+#: Policies that do without something.
 WITHOUT: Final = {
     "O2,dtype=float16,loss_scale=none": "no loss scale",
-    "O2,dtype=float16,loss_scale=8": "loss scale 8",
+    "O2,dtype=float16,loss_scale=constant(8)": "loss scale 8",
     "O3,dtype=float16,keep_batchnorm_fp32=true": "no FP32 weights",
 }
 
@@ -30,89 +30,95 @@ def _read(path: Path) -> Any:
 
 
 def family(name: str) -> str:
-    """A family's table, its verdict in numbers, its picture, and what the paper says."""
+    """A family's table, its picture, where it was measured, and what the paper says."""
     (this,) = (each for each in FAMILIES if each.name == name)
     lines = [f"The paper: {this.paper}", ""]
     summary = compared(name)
     if summary is None:
         return "\n".join([*lines, "Not run yet: `make suite`."])
     metric, unit = summary["metric"], f", {summary['metric']['unit']}".rstrip(", ")
-    lines += [
-        f"| policy | {metric['name']}{unit} | difference to FP32, 95 % | | loss | ms | held | saved | skipped | scale |"
+    heads = [
+        f"{metric['name']}{unit}",
+        "difference to FP32, 95 %",
+        "",
+        "loss",
+        "ms",
+        "held",
+        "saved",
+        "skipped",
+        "scale",
     ]
-    lines += ["|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"]
+    lines += [f"| policy | {' | '.join(heads)} |", "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"]
     lines += [_row(row) for row in summary["rows"]]
-    lines += [
-        "",
-        _said(this, summary),
-        "",
-        f"![Curves of {this.title.lower()}](../benchmarks/results/suite-cpu/{name}/curves.png)",
-    ]
-    return "\n".join(lines)
+    curves = f"../benchmarks/results/suite-cpu/{name}/curves.png"
+    return "\n".join([*lines, "", _said(this, summary), "", f"![Curves: {this.title.lower()}]({curves})"])
 
 
 def _row(row: dict[str, Any]) -> str:
-    policy = f"`{row['policy']}`" + (f": {WITHOUT[row['policy']]}" if row["policy"] in WITHOUT else "")
-    difference = "" if row["difference"] is None else number(row["difference"], sign=True)
+    difference = "" if row["difference"] is None else _number(row["difference"], sign=True)
     if row["interval"] is not None:
-        difference += " ({} to {})".format(*(number(float(each), sign=True) for each in row["interval"]))
+        difference += " ({} to {})".format(*(_number(each, sign=True) for each in row["interval"]))
     sizes = ["–" if row[name] is None else byte_text(row[name]) for name in ("held_bytes", "saved_bytes")]
     time = "–" if row["step_ms"] is None else f"{row['step_ms']:.3g}"
     verdict = "" if row["verdict"] == "reference" else row["verdict"]
-    cells = [policy, _number(row["metric"]), difference, verdict, _number(row["loss"]), time, *sizes]
+    cells = [_short(row["policy"]), _number(row["metric"]), difference, verdict, _number(row["loss"]), time, *sizes]
     return f"| {' | '.join(cells)} | {row['skipped']} | {scale_text(row['scale'])} |"
 
 
-def _number(value: float | str | None) -> str:
-    return "–" if value is None else number(float(value))
+def _short(policy: str) -> str:
+    text = policy.replace("dtype=float16", "fp16").replace("dtype=bfloat16", "bf16")
+    return f"`{text}`" + (f": {WITHOUT[policy]}" if policy in WITHOUT else "")
+
+
+def _number(value: float | str | None, *, sign: bool = False) -> str:
+    return number(None if value is None else float(value), sign=sign)  # JSON has texts for what is not finite
 
 
 def _said(this: Family, summary: dict[str, Any]) -> str:
     """Where it was measured, what equal means, and what is missing."""
     machine = summary["machine"]
     command = " ".join(["python", str(this.path), *this.arguments])
-    text = f"`{command}`, {summary['seeds']} seeds; equal is within {summary['margin']:g}; {machine['name']}, torch {machine['torch']}, {summary['date'][:10]}."
+    where = (
+        f"{machine['cpu']}, {counted(machine['threads'], 'thread')}, torch {machine['torch']}, {summary['date'][:10]}"
+    )
+    text = f"`{command}`, {summary['seeds']} seeds; equal is within {summary['margin']:g}; {where}."
     runs = {(run["policy"], run["seed"]) for run in summary["runs"]}
-    missing = [
-        f"`{policy}` seed {seed}"
-        for policy in summary["policies"]
-        for seed in range(SEEDS)
-        if (policy, seed) not in runs
-    ]
+    wanted = [(policy, seed) for policy in summary["policies"] for seed in range(SEEDS)]
+    missing = [f"{_short(policy)} seed {seed}" for policy, seed in wanted if (policy, seed) not in runs]
     return text + (f" Missing: {', '.join(missing)}." if missing else "")
 
 
 def numbers() -> str:
-    """What FP16 makes of each family's activation gradients and updates, and what came of doing without."""
-    lines = [
-        "| | activation gradients flushed, unscaled | at 8 | at 32,768 | idle above | updates swallowed | no loss scale | scale 8 | no FP32 weights |"
-    ]
-    lines += ["|---|---:|---:|---:|---:|---:|---|---|---|"]
+    """What FP16 makes of each family's activation gradients and updates."""
+    scales = " | ".join("unscaled" if scale == 1 else f"× {scale:,.0f}" for scale in SCALES)
+    lines = [f"| gradients flushed | {scales} | largest scale | updates swallowed |", "|---|---:|---:|---:|---:|---:|"]
     for each in FAMILIES:
-        found, summary = _read(RESULTS / each.name / "numbers.json"), compared(each.name)
+        found = _read(RESULTS / each.name / "numbers.json")
         if found is None:
-            lines.append(f"| {each.title} | not run yet | | | | | | | |")
+            lines.append(f"| {each.title} | not run yet | | | | |")
             continue
         gradients = found["kinds"][GRADIENTS]
         alive = gradients["total"] - gradients["zeros"]
         shares = [f"{100 * row['underflow'] / alive:.2g} %" for row in gradients["float16"]]
-        idle = f"{gradients['best_scale']:,.0f}×"
         swallowed = f"{100 * found['kinds']['updates']['swallowed']['float16']:.2g} %"
-        rows = {row["policy"]: row for row in summary["rows"]} if summary else {}
-        verdicts = [_ablated(rows.get(policy)) for policy in WITHOUT]
-        lines.append(f"| {each.title} | {' | '.join([*shares, idle, swallowed, *verdicts])} |")
+        lines.append(f"| {each.title} | {' | '.join(shares)} | {scale_text(gradients['best_scale'])} | {swallowed} |")
     return "\n".join(lines)
 
 
-def _ablated(row: dict[str, Any] | None) -> str:
+def without() -> str:
+    """What came of doing without each technique."""
+    lines = [f"| | {' | '.join(WITHOUT.values())} |", "|---|---|---|---|"]
+    for each in FAMILIES:
+        rows = {row["policy"]: row for row in (compared(each.name) or {"rows": []})["rows"]}
+        lines.append(f"| {each.title} | {' | '.join(_came_to(rows.get(policy)) for policy in WITHOUT)} |")
+    return "\n".join(lines)
+
+
+def _came_to(row: dict[str, Any] | None) -> str:
     if row is None:
         return "not run yet"
-    away = (
-        ""
-        if row["difference"] is None or row["verdict"] == "diverged"
-        else f", {number(float(row['difference']), sign=True)}"
-    )
-    return f"{row['verdict']}{away}"
+    is_known = row["difference"] is not None and row["verdict"] != "diverged"
+    return row["verdict"] + (f", {_number(row['difference'], sign=True)}" if is_known else "")
 
 
 def coverage() -> str:

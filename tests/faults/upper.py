@@ -28,13 +28,6 @@ _CAST = (
             "tests/cast/test_emulate.py::test_dropout_inside_attention_is_the_same_in_the_backward_pass",
             "the backward pass of attention would drop other elements",
         ),
-        (
-            "emulation: modes do not see what runs again",
-            "contextlib.nullcontext() if runs_again else",
-            "contextlib.nullcontext() if False else",
-            "tests/numerics/test_tune.py::test_dropout_as_it_is_drawn_beside_a_gpu",
-            "a mode that draws the masks of dropout would draw others for the backward pass",
-        ),
     ),
     *in_file(
         "cast/weight_casts.py",

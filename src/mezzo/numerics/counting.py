@@ -85,12 +85,13 @@ def _count_wide(row: Tensor, values: Tensor) -> None:
     counts = _occurrences(keys)
     is_on_cpu = row.device.type == "cpu"
     if not is_on_cpu or counts[1]:  # a GPU is not asked
-        small = _occurrences(_keys(_as_float(torch.where(keys == 1, bits, 0))))
-        small[0] = counts[1] = 0
+        small = _occurrences(_keys(_as_float(bits.masked_fill(keys != 1, 0))))
+        small[:1].zero_()  # assigning a number to an element would copy it to a GPU, and wait
+        counts[1:2].zero_()
         row.index_add_(0, _key_slots(str(row.device), True), small)
     row.index_add_(0, _key_slots(str(row.device), False), counts)
     if not is_on_cpu or counts[2 * 255 :].any():
-        bits = torch.where(bits < _INFINITE, bits, 0)
+        bits = bits.masked_fill(bits >= _INFINITE, 0)  # where() would copy its 0 to a GPU, and wait
     torch.maximum(row[LARGEST], bits.max(), out=row[LARGEST])
 
 
@@ -120,9 +121,10 @@ def _key_slots(device: str, is_subnormal: bool) -> Tensor:
         device: Of the row.
         is_subnormal: Whether keys are of subnormals times 2^149; else no subnormal is among them.
     """
-    key = torch.arange(_KEYS)
+    key = torch.arange(_KEYS, device=device)
     exponent = key // 2 - 127 + (FIRST if is_subnormal else 0)
-    slots = (exponent - FIRST).clamp(0, BINS - 1) + torch.where(key % 2 == 0, BINS, 0)
+    slots = (exponent - FIRST).clamp(0, BINS - 1) + (key % 2 == 0) * BINS
     if not is_subnormal:
-        slots[0], slots[2 * 255], slots[2 * 255 + 1] = ZEROS, INFS, NANS
-    return slots.to(device)
+        for place, slot in ((0, ZEROS), (2 * 255, INFS), (2 * 255 + 1, NANS)):
+            slots[place : place + 1].fill_(slot)
+    return slots

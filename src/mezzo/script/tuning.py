@@ -83,7 +83,7 @@ def tune(
 
 
 @dataclass(slots=True)
-class _Call:
+class _KeptCall:
     """A call of the model: its arguments, and the gradients of the tensors that it returned."""
 
     args: tuple[Any, ...]
@@ -104,7 +104,7 @@ class _Weighted(torch.autograd.Function):
         return None, *(gradient * factor for gradient in ctx.gradients)
 
 
-def _loss(model: nn.Module, call: _Call) -> Tensor:
+def _loss(model: nn.Module, call: _KeptCall) -> Tensor:
     """Return what has the gradients of the script's own loss, in the model's outputs."""
     output = model(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))
     pairs = [(g, t) for t, g in zip(tensors(output), call.gradients, strict=True) if g is not None]
@@ -129,7 +129,7 @@ class _OwnCalls:
     def __init__(self, calls: int, after: int) -> None:
         self.model: nn.Module | None = None
         self.optimizer: Optimizer | None = None
-        self.made: list[_Call] = []
+        self.made: list[_KeptCall] = []
         self.problem: UnsupportedError | None = None
         self._calls, self._after, self._taken = calls, after, 0
 
@@ -165,7 +165,7 @@ class _OwnCalls:
         try:
             if self.model is None:
                 self.model = copied(model, _WRITE)
-            self.made.append(_Call(*copy.deepcopy((args, kwargs))))
+            self.made.append(_KeptCall(*copy.deepcopy((args, kwargs))))
         except UnsupportedError as error:
             self.problem = error
         except RuntimeError as error:
@@ -182,7 +182,7 @@ class _OwnCalls:
                 tensor.register_hook(_keeping(call, place))  # type: ignore[no-untyped-call]
 
 
-def _keeping(call: _Call, place: int) -> Callable[[Tensor], None]:
+def _keeping(call: _KeptCall, place: int) -> Callable[[Tensor], None]:
     def keep(gradient: Tensor) -> None:
         before = call.gradients[place]
         call.gradients[place] = gradient.detach().clone() if before is None else before + gradient.detach()
