@@ -68,7 +68,7 @@ FAMILIES: Final = (
         name="digits_ctc",
         title="Speech recognition",
         script="digits_ctc.py",
-        paper="DeepSpeech 2, character error rate: English 2.20 % in FP32 and 1.99 % in FP16, Mandarin 15.82 and 15.01.",
+        paper="DeepSpeech 2, character error rate: English 2.20 % in FP32 and 1.99 % in FP16, Mandarin 15.82, 15.01.",
     ),
     Family(
         name="numbers_mt",
