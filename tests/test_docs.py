@@ -109,7 +109,7 @@ COMMANDS = sorted(
 
 
 def test_commands_are_found():
-    assert {"inspect --steps 500 --every 50 train.py", "doctor", "explain --policy O2,bf16 train.py"} <= {*COMMANDS}
+    assert {"compare --seeds 3 --margin 0.5 --out runs/mine train.py", "doctor", "explain --policy O2,bf16 train.py"} <= {*COMMANDS}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -139,7 +139,7 @@ def test_make_installs_for_the_demo_what_it_needs_and_nothing_twice(tmp_path):
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {re.match(r"[\w-]+", needed)[0] for needed in extras["demo"]} == {
-        "scikit-learn", "matplotlib", "plotly", "jinja2"
+        "scikit-learn", "matplotlib", "plotly", "jinja2", "scipy"
     }  # fmt: skip
     assert (installed("demo"), installed("docs"), installed("test")) == (["demo"], ["docs"], ["dev"])
     (tmp_path / "constraints.txt").touch()
