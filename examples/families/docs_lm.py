@@ -58,11 +58,16 @@ class ByteGPT(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 256, bias=False)
-        self.apply(initialise)
-        for block in self.blocks:
-            # Each block adds twice to the residual stream: keep its variance independent of the depth.
-            for layer in (block.proj, block.down):
-                nn.init.normal_(layer.weight, std=0.3 / math.sqrt(layer.in_features * 2 * NUM_BLOCKS))
+        for module in self.modules():
+            if isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.1)
+            elif isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.5 / math.sqrt(module.in_features))
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        # Each block adds twice to the residual stream: keep its variance independent of the depth.
+        for layer in (layer for block in self.blocks for layer in (block.proj, block.down)):
+            nn.init.normal_(layer.weight, std=0.3 / math.sqrt(layer.in_features * 2 * NUM_BLOCKS))
 
     def forward(self, text):  # (batch, bytes) → (batch, bytes, 256)
         x = self.embed(text) + self.position.weight[: text.shape[1]]
@@ -84,27 +89,15 @@ class ByteLSTM(nn.Module):
         return self.head(self.lstm(self.embed(text))[0])
 
 
-def initialise(module):
-    if isinstance(module, nn.Linear):
-        nn.init.normal_(module.weight, std=0.5 / math.sqrt(module.in_features))
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
-    elif isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=0.1)
-
-
 def divide(topics):
     """Return training and held-out text. Topics repeat whole sections: a paragraph counts where it first appears."""
-    seen = set()
-    texts = []
+    seen, texts = {""}, []
     for _, text in sorted(topics.items()):
         paragraphs = dict.fromkeys(paragraph.strip("\n") for paragraph in text.split("\n\n"))
-        fresh = [paragraph for paragraph in paragraphs if paragraph and paragraph not in seen]
+        fresh = [paragraph for paragraph in paragraphs if paragraph not in seen]
         seen.update(fresh)
-        if fresh:
-            texts.append("\n\n".join(fresh))
-    train = [text for number, text in enumerate(texts) if number % 10]
-    return "\n\n\n".join(train), "\n\n\n".join(texts[::10])
+        texts += ["\n\n".join(fresh)] if fresh else []
+    return "\n\n\n".join(text for i, text in enumerate(texts) if i % 10), "\n\n\n".join(texts[::10])
 
 
 def batches(text, seed):
@@ -119,13 +112,9 @@ def batches(text, seed):
 def bits_per_byte(model, text, device):
     """Score a text in windows that do not overlap."""
     end = (len(text) - 1) // CONTEXT * CONTEXT
-    inputs = text[:end].long().view(-1, CONTEXT).to(device)
-    following = text[1 : end + 1].long().view(-1, CONTEXT).to(device)
-    nats = 0.0
-    for given, wanted in zip(inputs.split(64), following.split(64), strict=True):
-        scores = model(given).float()
-        nats += functional.cross_entropy(scores.flatten(0, 1), wanted.flatten(), reduction="sum").item()
-    return nats / end / math.log(2)
+    given, following = (part.long().to(device) for part in (text[:end], text[1 : end + 1]))
+    scores = model(given.view(-1, CONTEXT)).float()
+    return functional.cross_entropy(scores.flatten(0, 1), following).item() / math.log(2)
 
 
 def warmup_cosine(step, steps, warmup):
@@ -153,9 +142,7 @@ def main():
     optimizer = torch.optim.AdamW(groups, lr=1e-2 if args.lstm else 2.5e-3, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps, 1 / 15))
 
-    stream = batches(train_text, args.seed)
-    for step in range(1, args.steps + 1):
-        given, following = next(stream)
+    for step, (given, following) in zip(range(1, args.steps + 1), batches(train_text, args.seed), strict=False):
         scores = model(given.to(device))
         loss = functional.cross_entropy(scores.flatten(0, 1), following.to(device).flatten())
         optimizer.zero_grad()

@@ -9,6 +9,8 @@ import pytest
     [
         ("digits_cnn", [], 98.0, 100.0),
         ("digits_ctc", [], 0.0, 10.0),
+        ("digits_ssd", [], 80.0, 100.0),
+        ("numbers_mt", [], 97.0, 100.0),
         # The bytes' own frequencies take 4.75 bits; the recurrent model begins more slowly.
         ("docs_lm", [], 0.0, 3.9),
         ("docs_lm", ["--lstm"], 0.0, 4.2),

@@ -11,6 +11,8 @@ METRICS = {
     "digits_cnn": r"test accuracy \d+\.\d\d %",
     "docs_lm": r"test loss \d+\.\d{4} bits/byte",
     "digits_ctc": r"test character error rate \d+\.\d\d %",
+    "digits_ssd": r"test mAP \d+\.\d\d %",
+    "numbers_mt": r"exact matches \d+\.\d\d %",
     "digits_gan": r"Fréchet distance \d+\.\d\d",
 }
 
@@ -21,6 +23,8 @@ METRICS = {
         ("digits_cnn", ["--steps", "50"]),
         ("digits_ctc", ["--steps", "50"]),
         ("digits_gan", ["--steps", "20", "--gp"]),
+        ("digits_ssd", ["--steps", "50"]),
+        ("numbers_mt", ["--steps", "50"]),
         ("docs_lm", ["--steps", "3"]),
         ("docs_lm", ["--steps", "3", "--lstm"]),
     ],

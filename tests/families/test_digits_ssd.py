@@ -1,0 +1,176 @@
+"""digits_ssd: canvases of disjoint images, anchors and their digits, the loss by hand, suppression, and the mAP."""
+
+import itertools
+import types
+
+import pytest
+import torch
+from sklearn.metrics import average_precision_score
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def script(load_family):
+    return load_family("digits_ssd")
+
+
+def overlap_of(a, b):
+    """Intersection over union by counting pixels of whole numbers."""
+    inside = [
+        {(x, y) for x in range(int(box[0]), int(box[2])) for y in range(int(box[1]), int(box[3]))} for box in (a, b)
+    ]
+    return len(inside[0] & inside[1]) / max(1, len(inside[0] | inside[1]))
+
+
+def draw_boxes(number, generator):
+    corner, size = (torch.randint(1, 12, (number, 2), generator=generator) for _ in range(2))
+    return torch.cat([corner, corner + size], 1).float()
+
+
+def test_iou_agrees_with_counted_pixels(script):
+    generator = torch.Generator().manual_seed(0)
+    a, b = draw_boxes(20, generator), draw_boxes(15, generator)
+    b[3] = 0.0  # no digit
+    wanted = torch.tensor([[overlap_of(one, other) for other in b.tolist()] for one in a.tolist()])
+    assert torch.allclose(script.iou(a, b), wanted)
+    assert torch.allclose(script.iou(torch.stack([a, a + 1]), torch.stack([b, b + 1])), wanted.expand(2, 20, 15))
+
+
+def test_a_canvas_shows_each_digit_in_its_box_and_no_held_out_image_is_trained_on(script, monkeypatch):
+    pixels = torch.arange(1797.0).add(1000).view(-1, 1, 1).expand(-1, 8, 8)  # an image is known by its level
+    known = types.SimpleNamespace(images=16 * pixels.double().numpy(), target=(torch.arange(1797) % 10).numpy())
+    monkeypatch.setattr(script, "load_digits", lambda: known)
+    seen = {}
+    for held_out in (False, True):
+        canvases, boxes, classes = script.draw(200, held_out)
+        assert set((classes > 0).sum(1).tolist()) == {1, 2, 3, 4}
+        levels = seen[held_out] = set()
+        for canvas, box, cls in zip(canvases, boxes.int().tolist(), classes.tolist(), strict=True):
+            for (x, y, right, bottom), name in zip(box, cls, strict=True):
+                level = canvas[0, y:bottom, x:right].median().round() if name else 0
+                canvas[0, y:bottom, x:right] -= level
+                assert not name or (
+                    name == (int(level) - 1000) % 10 + 1 and {right - x, bottom - y} <= {*range(12, 25)}
+                )
+                levels.add(int(level))
+            assert canvas.abs().max() < 1.0  # nothing but noise is left
+    assert seen[False] & seen[True] == {0}
+
+
+class Corners(nn.Module):
+    """A head whose offsets are the corners of its anchors, by the cell's row and column."""
+
+    def __init__(self, stride, sides):
+        super().__init__()
+        self.stride, self.sides = stride, sides
+
+    def forward(self, x):  # (1, channels, rows, columns) → (1, 30, rows, columns)
+        out = x.new_zeros(1, 2, 15, *x.shape[2:])
+        for row, column, anchor in itertools.product(*map(range, x.shape[2:]), (0, 1)):
+            middle_x, middle_y, side = (column + 0.5) * self.stride, (row + 0.5) * self.stride, self.sides[anchor]
+            corners = [middle_x - side / 2, middle_y - side / 2, middle_x + side / 2, middle_y + side / 2]
+            out[0, anchor, 11:, row, column] = torch.tensor(corners)
+        return out.flatten(1, 2)
+
+
+def test_anchors_are_in_the_order_of_the_networks_outputs(script):
+    model = script.Detector().eval()
+    model.heads = nn.ModuleList([Corners(4, (13, 17)), Corners(8, (20, 24))])
+    with torch.no_grad():
+        scores, offsets = model(torch.zeros(1, 1, 48, 48))
+    assert scores.shape == (1, 360, 11)
+    assert torch.equal(offsets[0], script.make_anchors())
+
+
+def test_matching_by_hand(script):
+    anchors = torch.tensor(
+        [[0, 0, 10, 10], [0, 0, 10, 4], [20, 20, 30, 30], [20, 20, 24, 24], [40, 40, 48, 48]]
+    ).float()
+    boxes = torch.tensor([[[0, 0, 10, 8], [20, 20, 22, 24], [0, 0, 0, 0]]]).float()
+    # the first digit has two anchors of IoU 0.8 and 0.5; the second has the best of two, 0.5, and an IoU of 0.08 else
+    cls, box = script.match(boxes, torch.tensor([[3, 9, 0]]), anchors)
+    assert cls.tolist() == [[3, 3, 0, 9, 0]]
+    assert torch.equal(box[0, [0, 1, 3]], boxes[0, [0, 0, 1]])
+    boxes[0, 1, 2:] = 21.0  # the best anchor of a digit is the digit's at an IoU of 1/16
+    assert script.match(boxes, torch.tensor([[3, 9, 0]]), anchors)[0].tolist() == [[3, 3, 0, 9, 0]]
+
+
+def test_the_loss_by_hand_counts_three_hard_negatives_for_a_positive(script):
+    anchors = torch.tensor([[10.0 * i, 0, 10 * i + 8, 8] for i in range(7)])
+    boxes, classes = torch.tensor([[[2.0, 0, 10, 8]], [[0.0, 0, 8, 8]]]), torch.tensor([[4], [1]])
+    surprise = torch.tensor([[9.0, 0.5, 3.0, 2.0, 0.1, 2.5, 0.2], [0.0, 1.0, 4.0, 3.0, 2.0, 0.3, 0.4]])  # in scores
+    scores = torch.zeros(2, 7, 11)
+    scores[:, :, 5] = surprise  # which is nowhere right
+    naming = -scores.log_softmax(2)
+    wanted = naming[0, 0, 4] + naming[0, [2, 5, 3], 0].sum() + naming[1, 0, 1] + naming[1, [2, 3, 4], 0].sum()
+    misplaced = 2 * 0.5 * (2 / script.UNIT) ** 2  # two corners lie two pixels off, below the kink of the loss
+    found = script.detection_loss(scores, torch.zeros(2, 7, 4), boxes, classes, anchors)
+    assert found.item() == pytest.approx((wanted.item() + misplaced) / 2, rel=1e-6)
+
+
+def test_detection_gives_back_what_matching_asks_for_and_suppresses_what_overlaps_a_surer_one(script):
+    anchors = script.make_anchors()
+    boxes, classes = torch.tensor([[[3.0, 4, 18, 16], [25, 25, 47, 48]]]), torch.tensor([[7, 2]])
+    cls, box = script.match(boxes, classes, anchors)
+    of_seven = (cls[0] == 7).nonzero()[:, 0]
+    assert len(of_seven) > 1
+    scores = 9.0 * nn.functional.one_hot(cls, 11).float()
+    scores[0, of_seven[1]] = 10.0 * nn.functional.one_hot(torch.tensor(3), 11)  # surer, of another class
+    kept, score, found = script.detect(scores, (box - anchors) / script.UNIT, anchors)
+    named = (score > 0.5) & (kept > 0)
+    assert kept[named].tolist() == [3, 2]
+    assert torch.allclose(found[named], boxes[0], atol=1e-4)
+    assert score[0].tolist() == sorted(score[0].tolist(), reverse=True)
+
+
+def plain_mean_average_precision(detections, digits):
+    """VOC 2010 in plain loops; detections: canvas, class, score, box; digits: canvas, class, box."""
+    results = []
+    for name in {digit[1] for digit in digits}:
+        taken, right, curve = set(), 0, []
+        found = sorted((d for d in detections if d[1] == name), key=lambda d: -d[2])
+        wanted = [i for i, digit in enumerate(digits) if digit[1] == name]
+        for rank, (canvas, _, _, box) in enumerate(found, 1):
+            there = [(overlap_of(box, digits[i][2]), i) for i in wanted if digits[i][0] == canvas]
+            overlap, best = max(there, default=(0.0, None), key=lambda pair: pair[0])
+            if overlap >= 0.5 and best not in taken:
+                taken.add(best)
+                right += 1
+            curve.append((right / len(wanted), right / rank))
+        area, before = 0.0, 0.0
+        for i, (recall, _) in enumerate(curve):
+            area += (recall - before) * max(precision for _, precision in curve[i:])
+            before = recall
+        results.append(area)
+    return sum(results) / len(results)
+
+
+def test_map_agrees_with_plain_loops(script):
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        boxes = draw_boxes(4 * 6, generator).view(6, 4, 4)
+        classes = torch.randint(4, (6, 4), generator=generator)
+        near = boxes[:, torch.randint(4, (9,), generator=generator)]
+        found_boxes = near + torch.randint(-1, 2, near.shape, generator=generator)
+        found = torch.randint(4, (6, 9), generator=generator)
+        score = torch.rand(6, 9, generator=generator).sort(1, descending=True).values
+        detections = [
+            (i, int(found[i, k]), float(score[i, k]), found_boxes[i, k].tolist()) for i in range(6) for k in range(9)
+        ]
+        digits = [(i, int(classes[i, k]), boxes[i, k].tolist()) for i in range(6) for k in range(4) if classes[i, k]]
+        wanted = plain_mean_average_precision(detections, digits)
+        assert script.mean_average_precision(found, score, found_boxes, classes, boxes) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    "right, area",
+    [([1, 1, 1], 1.0), ([0, 1, 0], 1 / 6), ([1, 0, 1], (1 + 2 / 3) / 3), ([0, 0, 0], 0.0), ([0, 1, 1], 4 / 9)],
+)
+def test_map_of_one_digit_a_canvas_by_hand(script, right, area):
+    boxes = torch.tensor([[0.0, 0, 8, 8]]).expand(3, 1, 4)
+    found_boxes = boxes + 20.0 * (1 - torch.tensor(right)).view(3, 1, 1)  # a wrong one lies elsewhere
+    score, one = torch.tensor([[0.9], [0.8], [0.7]]), torch.ones(3, 1, dtype=torch.long)
+    found = script.mean_average_precision(one, score, found_boxes, one, boxes)
+    assert found == pytest.approx(area)
+    if right == sorted(right, reverse=True) and any(right):  # the step-wise area is the same one where it falls
+        assert found == pytest.approx(average_precision_score(right, score[:, 0]))
