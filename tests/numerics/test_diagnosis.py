@@ -137,30 +137,6 @@ def test_eight_bits_are_judged_tensor_by_tensor():
     assert diagnose(made(weights=ONES, activations=ONES)).formats[2].is_safe
 
 
-@pytest.mark.parametrize(
-    "policy, spoilt, why, suggested",
-    [
-        ("O0", "nan", "not the loss, or its gradient", None),
-        ("O1,dtype=float16,loss_scale=16777216", "nan", "not the loss, or its gradient", None),
-        ("O1,dtype=float16,loss_scale=16777216", "inf", "at loss scale 16,777,216.", "O1,dtype=float16"),
-        ("O1,dtype=float16", "inf", "at loss scale 16,777,216.", None),
-    ],
-)
-def test_of_steps_that_were_all_skipped_the_cause_is_said_and_nothing_of_formats(policy, spoilt, why, suggested):
-    gradients = torch.cat([ONES, torch.full((5,), float(spoilt))])
-    evidence = made(policy=policy, dtype="float16", skipped=True, activations=ONES, activation_gradients=gradients)
-    (step,) = evidence.steps
-    at_the_end = dataclasses.replace(step.tensors[1], module="")
-    step = dataclasses.replace(step, loss_scales=(2.0**24,), tensors=(step.tensors[0], at_the_end))
-    mode = Policy.parse(policy).loss_scale.mode
-    header = dataclasses.replace(evidence.header, compute_dtype=str(Policy.parse(policy).dtype)[6:], loss_scale=mode)
-    found = diagnose(dataclasses.replace(evidence, header=header, steps=(step,)))
-    assert found.formats == ()
-    assert found.alerts[0].what == "The recorded step was skipped."
-    assert why in found.alerts[0].why
-    assert found.policy == (None if suggested is None else Policy.parse(suggested))
-
-
 def test_nothing_recorded_is_said():
     empty = made()
     assert diagnose(dataclasses.replace(empty, steps=())).lines == ("No step was recorded.",)

@@ -1,4 +1,4 @@
-"""Runs that are sick, trained and recorded: what is said of each, and that what it says to write cures it."""
+"""Runs that are sick, trained and recorded: what is said of each."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ from torch import nn
 
 import mezzo
 from mezzo.numerics import Recorder, diagnose
-from mezzo.policy import Policy
 
 pytestmark = pytest.mark.usefixtures("emulating")
 
@@ -33,85 +32,20 @@ def trained(policy, factor, steps=8, sick=(), **options):
     return recorder.evidence
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_constant_scale_that_is_too_high_is_told_from_one_that_fits(level):
-    found = diagnose(trained(f"{level},dtype=float16,loss_scale=65536,emulate=true", 4.0))
-    (alert,) = found.alerts
-    assert (alert.level, alert.what) == ("bad", "All 8 recorded steps were skipped.")
-    assert alert.where == "gradient of the output of 1.1 (float16), the first at step 1"
-    assert "at loss scale 65,536" in alert.why
-    assert alert.write == f'MixedPrecision(model, optimizer, "{found.policy}")'
-    assert "loss_scale=dynamic(init=32768)" in str(found.policy)
-    cured = trained(found.policy, 4.0)
-    assert diagnose(cured).alerts == ()
-    assert not cured.steps[-1].skipped
-
-
 @pytest.mark.parametrize(
-    "kinds, where",
-    [("weight_gradients", "gradient of 1.1.weight (float32), the first at step 1"), ("weights", "step 1")],
+    "policy, factor, scale", [("O1,dtype=float16,loss_scale=65536", 4.0, "65,536"), ("O2,dtype=float16", 1e6, "512")]
 )
-def test_the_first_gradient_backward_is_named_as_far_as_it_was_recorded(kinds, where):
-    policy = "O1,dtype=float16,loss_scale=2**20,emulate=true"
-    (alert,) = diagnose(trained(policy, 1.0, steps=2, kinds=(kinds,))).alerts
-    assert alert.where == where
-    assert "at loss scale 1,048,576" in alert.why
-
-
-def test_where_some_steps_are_taken_the_constant_scale_that_fits_those_is_said():
-    policy = "O1,dtype=float16,loss_scale=4096,emulate=true"
-    evidence = trained(policy, 4.0, sick=(3,))
-    found = diagnose(evidence)
+def test_where_all_steps_are_skipped_it_is_said_and_nothing_of_formats(policy, factor, scale):
+    found = diagnose(trained(f"{policy},emulate=true", factor))
     (alert,) = found.alerts
-    assert (alert.level, alert.what) == ("warn", "1 of 8 recorded steps were skipped.")
-    largest = max(
-        tensor.histogram.max_abs
-        for step in evidence.steps
-        for tensor in step.tensors
-        if not step.skipped and tensor.kind.endswith("gradients")
-    )
-    assert f"gradients reach {largest:.4g}, in the skipped ones more than 15.99" in alert.why
-    assert "loss_scale=dynamic(init=2048)" in alert.write
-    # What a dynamic scale skips until it fits is no fault: only where it fits is there nothing to say.
-    assert diagnose(trained(found.policy, 4.0, sick=(3,))).alerts == ()
+    assert (alert.level, alert.what) == ("bad", "All recorded steps were skipped.")
+    assert alert.where == "gradient of the output of 1.1 (float16)"
+    assert f"the last ones at loss scale {scale}:" in alert.why
+    assert (found.formats, found.policy) == ((), None)
 
 
-def test_a_scale_that_skips_again_and_again_is_told_which_constant_one_fits():
-    policy = "O1,dtype=float16,loss_scale=dynamic(init=8192,interval=1),emulate=true"
-    (alert,) = diagnose(trained(policy, 4.0, steps=9)).alerts
-    assert (alert.level, alert.what) == ("warn", "4 of 9 recorded steps were skipped.")
-    assert alert.why.endswith("the highest constant scale that fits them is loss_scale=8192.")
-    cured = trained("O1,dtype=float16,loss_scale=8192,emulate=true", 4.0)
-    assert diagnose(cured).alerts == ()
-
-
-@pytest.mark.parametrize("scale", ["none", "1", "dynamic(init=2)"])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_where_gradients_are_not_finite_by_themselves_locate_is_what_to_write(level, scale):
-    policy = f"{level},dtype=float16,loss_scale={scale},emulate=true"
-    found = diagnose(trained(policy, 1e6))
-    (alert,) = found.alerts
-    assert alert.level == "bad"
-    assert "Gradients are not finite although the loss scale is 1: no lower scale cures that" in alert.why
-    assert alert.write.startswith("mezzo.overflow.locate(")
-    assert found.policy == Policy.parse(f"{level},dtype=bfloat16,emulate=true")
-    assert diagnose(trained(found.policy, 1e6)).alerts == ()
-    model = network()
-
-    def loss_fn(model, batch):
-        with mezzo.autocast(Policy.parse(policy)):
-            return model(batch).float().sum() * 1e6
-
-    names = {"model": model, "loss_fn": loss_fn, "batch": torch.ones(1, 16), "mezzo": mezzo}
-    if level == "O1":
-        assert eval(alert.write, names).phase == "backward"
-
-
-def test_a_loss_that_is_not_finite_is_not_blamed_on_the_scale():
-    found = diagnose(trained("O1,dtype=float16,emulate=true", float("inf")))
-    (alert,) = found.alerts
-    assert "not the loss, or its gradient, at loss scale 65,536: no lower scale cures that" in alert.why
-    assert "loss_scale=65536, policy=" in alert.write
+def test_what_a_scale_skips_until_it_fits_is_no_fault():
+    assert diagnose(trained("O1,dtype=float16,emulate=true", 4.0, sick=(3,))).alerts == ()
 
 
 def plain(dtype, factor, steps=3):
@@ -192,7 +126,6 @@ def test_a_mask_in_an_early_step_does_not_hide_what_spoils_a_later_one():
     # Where steps are skipped for the sake of the scale, infinities of the mask are not why.
     found = run("O1,dtype=float16,loss_scale=2**22,emulate=true", False)
     assert [(alert.level, alert.what) for alert in found.alerts] == [
-        ("bad", "All 3 recorded steps were skipped."),
+        ("bad", "All recorded steps were skipped."),
         ("warn", "4 activations are infinite or NaN at step 1."),
     ]
-    assert found.policy == Policy.parse("O1,dtype=float16,emulate=true")

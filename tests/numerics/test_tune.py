@@ -232,6 +232,32 @@ def test_an_op_that_takes_no_two_dtypes_is_pinned_itself():
     assert pin.reason.startswith("it fails in float16; without this rule the forward pass of step 1 fails with Runtime")
 
 
+def test_an_error_that_comes_once_comes_out_of_whichever_pass_it_is_raised_in():
+    """Of a model that low precision makes fail: its own failure is expected there, and no other."""
+
+    def added(x):
+        return x + torch.zeros(32, WIDTH).index_add(1, torch.zeros(WIDTH, dtype=torch.long), 3 * x) * 0.1
+
+    def run(error, at):
+        passes = 0
+
+        def failing(model, batch):
+            nonlocal passes
+            passes += 1
+            if passes == at:
+                raise error
+            return loss_fn(model, batch)
+
+        tuned(net(added), loss_fn=failing, steps=1)
+        return passes
+
+    for at in range(1, 1 + run(None, 0)):
+        for error in (RuntimeError("mine"), KeyboardInterrupt()):
+            with pytest.raises(type(error)) as told:
+                run(error, at)
+            assert error in (told.value, told.value.__cause__), at  # beside the model's own, where both came
+
+
 def test_only_what_loses_by_itself_is_suspected():
     found = tuned(net(PLANTS["a masked row"][0]))
     lost = {each.name for each in found.evidence.candidates if each.local_db < 30}

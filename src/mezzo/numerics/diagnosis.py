@@ -27,7 +27,7 @@ from mezzo.numerics.faults import (
     better_scale,
     first_not_finite,
     flushed,
-    is_idle,
+    idle,
     lost_updates,
     name_of,
     near,
@@ -37,7 +37,6 @@ from mezzo.numerics.faults import (
     stored_low,
 )  # fmt: skip
 from mezzo.numerics.histogram import ExponentHistogram
-from mezzo.numerics.skips import fitting_policy, in_bfloat16, skips
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 
@@ -146,10 +145,10 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if not any(step.tensors for step in evidence.steps):
         line = "The recorded steps had no tensor of 32 bits or less." if evidence.steps else "No step was recorded."
         return Diagnosis(lines=(line,))
-    faults, lost = [*not_finite(evidence), *skips(evidence)], lost_updates(evidence)
+    faults, lost = [*not_finite(evidence), *idle(evidence)], lost_updates(evidence)
     alerts = [*faults, *flushed(evidence), *stopped(evidence, lost), *near(evidence)]
     alerts.sort(key=lambda alert: alert.level != "bad")
-    if is_idle(evidence) or any(alert.level == "bad" for alert in faults):
+    if any(alert.level == "bad" for alert in faults):
         policy, why = _advice(evidence, (), alerts)
         return Diagnosis(alerts=tuple(alerts), policy=policy, why=why)
     totals = _totals(evidence)
@@ -342,10 +341,6 @@ def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequenc
     if current is None or header.compute_dtype not in (FP16.name, BF16.name):
         safe = [each for each in formats if each.policy is not None]
         return (safe[0].policy, safe[0].line) if safe else (None, "")
-    if (fitting := fitting_policy(evidence)) is not None:
-        is_other = fitting.dtype != current.dtype
-        why = "BF16 has FP32's range." if is_other else "Its loss scale fits the gradients."
-        return (None, "") if fitting == current else (fitting, why)
     spoilt = first_not_finite(evidence)[1]
     if header.compute_dtype == FP16.name and any(each.kind in GRADIENTS for each in spoilt):
         return rescaled(current, LossScale.dynamic()), "Its loss scale skips steps whose gradients are not finite."
@@ -361,5 +356,7 @@ def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequenc
     if not beyond and scale is not None and any(flushed(evidence)):
         return rescaled(current, scale), "The loss scale moves the gradients into FP16's range."
     if beyond or any(flushed(evidence)):
-        return in_bfloat16(current), "BF16 has FP32's range, and needs no loss scale."
+        level = Policy.O1 if current.autocast else Policy.O2
+        bfloat16 = level(BF16.name, rules=current.rules, emulate=current.emulate)
+        return bfloat16, "BF16 has FP32's range, and needs no loss scale."
     return None, ""

@@ -20,9 +20,8 @@ from mezzo.policy.spelling import both
 from mezzo.scale import LossScale
 
 __all__ = [
-    "CEILING", "GRADIENTS", "INIT", "SUBNORMAL", "SWALLOWED", "Alert", "Level", "better_scale", "first_in_backward",
-    "first_not_finite", "flushed", "gradient_text", "is_finite", "is_idle", "lost_updates", "masks_of", "name_of",
-    "near", "not_finite", "rescaled", "stopped", "stored_low",
+    "CEILING", "GRADIENTS", "INIT", "SUBNORMAL", "SWALLOWED", "Alert", "better_scale", "first_not_finite", "flushed",
+    "idle", "lost_updates", "name_of", "near", "not_finite", "rescaled", "stopped", "stored_low",
 ]  # fmt: skip
 
 Level = Literal["ok", "warn", "bad"]
@@ -303,9 +302,19 @@ def stored_low(evidence: Evidence) -> dict[str, str]:
     }
 
 
-def is_idle(evidence: Evidence) -> bool:
-    """Whether every recorded step was skipped."""
-    return bool(evidence.steps) and all(step.skipped for step in evidence.steps)
+def idle(evidence: Evidence) -> Iterator[Alert]:
+    """Say that every recorded step was skipped, so that nothing was trained."""
+    if not all(step.skipped for step in evidence.steps):
+        return
+    first, scale = first_in_backward(evidence.steps[0]), min(evidence.steps[-1].loss_scales, default=1.0)
+    yield Alert(
+        level="bad",
+        what="All recorded steps were skipped.",
+        where="" if first is None else gradient_text(first),
+        why=f"Their gradients are not finite, the last ones at loss scale {scale:,.10g}: what formats would lose of "
+        "others is not known.",
+        write='MixedPrecision(…, on_overflow="explain"), which names the op that made the first of them, and a cure',
+    )
 
 
 def gradients_in_fp16(evidence: Evidence) -> list[tuple[float, ExponentHistogram]]:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Final, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from mezzo.numerics.footprint import SavedBytes
 from mezzo.numerics.tuning.pins import all_low, before, pins
 from mezzo.numerics.tuning.shadow import Shadow
 from mezzo.numerics.tuning.survey import SUSPECT_DB, Sensitivity, Spot, sensitivities, survey
-from mezzo.numerics.tuning.trial import DEFAULT_SCALE, FAULT_DB, Outcome, Trials, ratio_text
+from mezzo.numerics.tuning.trial import DEFAULT_SCALE, FAULT_DB, Outcome, Trials, fails_again, ratio_text
 from mezzo.numerics.tuning.tuned import Candidate, Objective, Tuned, TuningEvidence
 from mezzo.policy import Policy, Rule
 from mezzo.policy.spelling import both
@@ -112,7 +113,7 @@ class Selection:
         """Find what to pin, and say why."""
         kept: list[list[Spot]] = []
         if self.start.is_fault:
-            self._sensitivities = sensitivities(self.shadow, self.base, self.start.step - 1)
+            self._sensitivities = sensitivities(self.shadow, self.base, self.start)
             kept = self._kept()
         chosen = [spot for group in kept for spot in group]
         rules = pins(self.base, chosen, self._numbers)
@@ -273,7 +274,11 @@ class Selection:
         found = {}
         for name, policy in policies.items():
             saved = SavedBytes(self.shadow.model)
-            with suppress(Exception):  # a forward pass fails in low precision, or has a banned op; outcomes say so
+            try:
                 self.shadow.forward(policy, 0, inside=saved)
+            except Exception as error:  # it fails in low precision, or has a banned op
+                if not fails_again(partial(self.shadow.forward, policy, 0), error):
+                    raise
+            else:
                 found[name] = saved.total
         return found

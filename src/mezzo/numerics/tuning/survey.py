@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
 from mezzo.numerics.tuning.shadow import Shadow, sqnr
+from mezzo.numerics.tuning.trial import Outcome, failure_text
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
 from mezzo.tensors import CASTABLE, tensors
@@ -130,13 +131,21 @@ def survey(shadow: Shadow, dtype: torch.dtype, step: int, *, keeps: bool = False
     return watch.calls
 
 
-def _failing(shadow: Shadow, base: Policy, step: int) -> Spot | None:
-    """Find the op at which a step's forward pass fails under a policy: where dtypes do not go together, say."""
+def _failing(shadow: Shadow, base: Policy, start: Outcome) -> Spot | None:
+    """Find the op at which a forward pass fails in low precision, as where dtypes do not go together.
+
+    Raises:
+        Exception: It fails in another way than it did in the trial: that is no matter of precision.
+    """
+    if not start.note:
+        return None
     watch = _Watch(Decider(everything_fp32(base.dtype), {}), False)
     try:
         with hooked(watch, [shadow.model]):
-            shadow.forward(base, step, inside=watching(watch))
-    except Exception:
+            shadow.forward(base, start.step - 1, inside=watching(watch))
+    except Exception as error:
+        if failure_text(error) != start.note:
+            raise
         return next((call.spot for call in reversed(watch.unfinished.values()) if call.spot is not None), None)
     return None
 
@@ -167,19 +176,19 @@ class Sensitivity:
         return min(self.forward_db, self.backward_db)
 
 
-def sensitivities(shadow: Shadow, base: Policy, step: int) -> dict[Spot, Sensitivity]:
+def sensitivities(shadow: Shadow, base: Policy, start: Outcome) -> dict[Spot, Sensitivity]:
     """Run each call of a step again by itself, with operands rounded to low precision, and compare.
 
     Args:
         shadow: The FP32 steps.
         base: The policy with every op low.
-        step: The step.
+        start: What the trial of that policy came to; its step is run.
 
     **Cost**: the step's activations are kept; each call runs twice more, forward and backward.
     """
-    calls = survey(shadow, base.dtype, step, keeps=True)
+    calls = survey(shadow, base.dtype, start.step - 1, keeps=True)
     low, wide = autocast(base, shadow.devices[0].type), autocast(everything_fp32(base.dtype), shadow.devices[0].type)
-    failing, random = _failing(shadow, base, step), RandomStates.now(shadow.devices)
+    failing, random = _failing(shadow, base, start), RandomStates.now(shadow.devices)
     found: dict[Spot, Sensitivity] = {}
     makers: dict[int, Spot] = {}  # of results, which live as long as their calls
     feeding = set[Spot]()
@@ -208,6 +217,8 @@ def _alone(call: Call, dtype: torch.dtype, random: RandomStates, low: autocast, 
         random.restore()
         try:
             replayed.append(_replayed(call, region, to))
+        except torch.OutOfMemoryError:
+            raise
         except Exception:  # no such kernel, or a constant beyond the format
             return -math.inf, math.inf
     (wide_results, wide_gradients), (results, gradients) = replayed

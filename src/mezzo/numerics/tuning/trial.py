@@ -84,6 +84,26 @@ def ratio_text(ratio: float) -> str:
     return f"{ratio:.0f} dB"
 
 
+def failure_text(error: Exception) -> str:
+    """Write an error in one line."""
+    return printable(f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def fails_again(run: Callable[[], object], error: Exception) -> bool:
+    """Whether what has failed fails in the same way a second time, as it does where precision is why.
+
+    Raises:
+        Exception: It fails in another way.
+    """
+    try:
+        run()
+    except Exception as again:
+        if failure_text(again) != failure_text(error):
+            raise again from error
+        return True
+    return False
+
+
 class Trials:
     """Policies tried one after the other from the same states, batches and random numbers.
 
@@ -161,12 +181,10 @@ class Trials:
             raise
         except Exception as error:
             self.shadow.forward(Policy.O0(), step).gradients(1.0)
-            try:
-                self._step(policy, step, scale, may_rise, kept)
-            except Exception as again:
-                note = printable(f"{type(again).__name__}: {again}".splitlines()[0])
-                return Outcome(sqnr_db=-math.inf, tensor="loss", step=step + 1, loss_scale=scale, note=note)
-            raise error from None
+            if not fails_again(lambda: self._step(policy, step, scale, may_rise, kept), error):
+                raise
+            note = failure_text(error)
+            return Outcome(sqnr_db=-math.inf, tensor="loss", step=step + 1, loss_scale=scale, note=note)
 
     def _step(self, policy: Policy, step: int, scale: float, may_rise: bool, kept: dict[int, Gradients]) -> Outcome:
         run = self.shadow.forward(policy, step)
