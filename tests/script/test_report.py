@@ -1,7 +1,5 @@
 """What a run is told to have come to: why nothing ran low, what was left alone and why, what is no alarm."""
 
-import json
-
 import pytest
 
 from mezzo.script import Program, run
@@ -68,7 +66,7 @@ def test_a_run_in_which_nothing_ran_low_says_why_and_what_to_do(ran, name):
     assert first.endswith(f"under {policy}: nothing ran in low precision: {why}")
     assert second.startswith("  write        ")
     assert write in second
-    assert json.loads(report.to_json())["alarm"] == report.alarm
+    assert report.to_dict()["alarm"] == report.alarm
 
 
 def test_a_pass_without_a_step_is_an_alarm_though_it_ran_low(ran):

@@ -152,6 +152,8 @@ def default_policies() -> tuple[str, ...]:
 def ablations() -> tuple[str, ...]:
     """Return O2 in FP16 without a loss scale, at a scale of 8, and without FP32 values of the weights.
 
+    The last is at a scale of 1: gradients in FP16 cannot be unscaled in FP16.
+
     Example:
         >>> ablations()[0]
         'O2,dtype=float16,loss_scale=none'
@@ -437,7 +439,7 @@ def _require_trained(program: Program, run: Run, seeds: int | None, out: Path) -
         raise StateError(
             f"{program.name} ended with exit code {run.code} in FP32{seeded}, so that there is nothing to compare with",
             why="\n".join(tail) or f"it printed nothing to stderr; {run.folder / OUTPUT} has the rest",
-            write=f"--out {out} once it is mended elsewhere: what has finished there stays" if run.seed else "",
+            write=f"the same command with --out {out} to try again: what has finished there stays" if run.seed else "",
         )
     if not run.steps:
         summary = json.loads((run.folder / SUMMARY).read_text())
