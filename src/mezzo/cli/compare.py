@@ -17,7 +17,15 @@ from mezzo.cli.options import BEFORE_SCRIPT, Dry, Full, IsModule, Json, Out, Ove
 from mezzo.cli.output import console_for, leave, note, show_json, usual_format
 from mezzo.errors import PolicyError, printable
 from mezzo.report.verdict import number, short
-from mezzo.script.comparison import Run, ablations, default_policies, parse_policies, save_summary, summary_of
+from mezzo.script.comparison import (
+    Run,
+    ablations,
+    default_policies,
+    last_printed,
+    parse_policies,
+    save_summary,
+    summary_of,
+)
 
 __all__ = ["compare"]
 
@@ -119,11 +127,10 @@ def compare(
         shown.print(report.table(comparison, full=full, width=shown.width))
         if any(row.emulated for row in found):
             shown.print("Products were emulated: their time says nothing about the format.", highlight=False)
-    if metric is None and comparison.metric == script.TRAINING_LOSS:
-        note(
-            "its last line has no metric in words, number and unit, so runs are judged by the training loss; "
-            '--metric "test accuracy" names another'
-        )
+    if metric is None and comparison.runs and comparison.metric == script.TRAINING_LOSS:
+        last = last_printed(comparison.runs[0])
+        why = f"its last line, {last!r}, has no metric in words, number and unit" if last else "it prints nothing"
+        note(f'{why}, so runs are judged by the training loss; --metric "test accuracy" names another')
     note(f"results: {place}" + ("; the same command with --out goes on there" if comparison.interrupted else ""))
     alarms = any(row.verdict in ("worse", "diverged", "failed") or row.low_share == 0 for row in found[1:])
     leave(interrupted=comparison.interrupted, alarms=alarms)

@@ -241,7 +241,7 @@ def compare(
         if metric is not None and run.metric is None and str(policy) == "O0":
             raise StateError(
                 f"{program.name} prints no number behind {metric!r}",
-                why=f"what it has printed is in {run.folder / OUTPUT}; its last line is {last_line(_printed(run))!r}"
+                why=f"what it has printed is in {run.folder / OUTPUT}; its last line is {last_printed(run)!r}"
                 + ("; --steps ends it before it is through" if steps is not None else ""),
                 write="--metric with words that stand before a number, or none for the script's last line",
             )
@@ -397,6 +397,11 @@ def _read(folder: Path, policy: str, seed: int | None) -> Run:
         scales=tuple(record.scale for record in records),
         folder=folder,
     )
+
+
+def last_printed(run: Run) -> str:
+    """Return the last line that a run has printed."""
+    return last_line(_printed(run))
 
 
 def _printed(run: Run) -> str:
