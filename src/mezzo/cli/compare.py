@@ -16,9 +16,16 @@ from mezzo.cli.explain import explain_script
 from mezzo.cli.options import BEFORE_SCRIPT, Dry, Full, IsModule, Json, Out, Overwrite, Steps, Words
 from mezzo.cli.output import console_for, leave, note, show_json, usual_format
 from mezzo.errors import PolicyError, printable
-from mezzo.policy import Policy
-from mezzo.report.verdict import number
-from mezzo.script.comparison import Run, ablations, default_policies, save_summary, summary_of
+from mezzo.report.verdict import number, short
+from mezzo.script.comparison import (
+    Run,
+    ablations,
+    default_policies,
+    last_printed,
+    parse_policies,
+    save_summary,
+    summary_of,
+)
 
 __all__ = ["compare"]
 
@@ -86,9 +93,9 @@ def compare(
     if better not in (None, "higher", "lower"):
         raise PolicyError(f"--better is higher or lower, not {better!r}")
     if dry:
-        low = [Policy.of(text) for text in texts if text != "O0"]
-        explain_script(program, low[0], full=full, as_json=as_json)
-    place = out or Path("runs") / f"{Path(words[0]).stem}-{datetime.now():%Y%m%d-%H%M%S}"
+        explain_script(program, parse_policies(texts)[1:], full=full, as_json=as_json)
+    name = words[0] if is_module else Path(words[0]).resolve().stem
+    place = out or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     console = Console(stderr=True)
     progress = Progress(
         TextColumn("runs"), BarColumn(), MofNCompleteColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -99,7 +106,7 @@ def compare(
     def ended(run: Run, index: int, count: int) -> None:
         seed = "" if run.seed is None else f", seed {run.seed}"
         value = number(run.metric) if run.went_well else f"exit code {run.code}"
-        note(f"{index} of {count}: {run.policy}{seed}: {value} after {run.steps} steps")
+        note(f"{index} of {count}: {short(run.policy)}{seed}: {value} after {run.steps} steps")
         progress.update(task, completed=index, total=count)
 
     options: Any = {"seeds": seeds, "steps": steps, "metric": metric, "better": better, "margin": margin}
@@ -117,14 +124,13 @@ def compare(
         for line in verdict:
             shown.print(printable(line), highlight=False, markup=False, soft_wrap=not shown.is_terminal)
         shown.print()
-        shown.print(report.table(comparison, full=full))
+        shown.print(report.table(comparison, full=full, width=shown.width))
         if any(row.emulated for row in found):
             shown.print("Products were emulated: their time says nothing about the format.", highlight=False)
-    if metric is None and comparison.metric == script.TRAINING_LOSS:
-        note(
-            "its last line has no metric in words, number and unit, so runs are judged by the training loss; "
-            '--metric "test accuracy" names another'
-        )
+    if metric is None and comparison.runs and comparison.metric == script.TRAINING_LOSS:
+        last = last_printed(comparison.runs[0])
+        why = f"its last line, {last!r}, has no metric in words, number and unit" if last else "it prints nothing"
+        note(f'{why}, so runs are judged by the training loss; --metric "test accuracy" names another')
     note(f"results: {place}" + ("; the same command with --out goes on there" if comparison.interrupted else ""))
     alarms = any(row.verdict in ("worse", "diverged", "failed") or row.low_share == 0 for row in found[1:])
     leave(interrupted=comparison.interrupted, alarms=alarms)

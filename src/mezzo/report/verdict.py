@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from mezzo.explanation.words import byte_text, counted
 from mezzo.script.comparison import Comparison, Run
 
-__all__ = ["CONFIDENCE", "Row", "Verdict", "margin_of", "number", "rows", "verdict"]
+__all__ = ["CONFIDENCE", "Row", "Verdict", "margin_of", "number", "rows", "short", "verdict"]
 
 #: The share of intervals that hold the true mean difference.
 CONFIDENCE: Final = 0.95
@@ -87,6 +87,7 @@ def rows(comparison: Comparison) -> list[Row]:
 def _row(comparison: Comparison, policy: str, margin: float) -> Row:
     runs = comparison.of(policy)
     base = {run.seed: run.metric for run in comparison.of("O0")}
+    is_judged = not any(map(_diverged, comparison.of("O0")))
     pairs = [(run.metric, base.get(run.seed)) for run in runs]
     differences = [mine - theirs for mine, theirs in pairs if mine is not None and theirs is not None]
     interval = _interval(differences)
@@ -100,7 +101,9 @@ def _row(comparison: Comparison, policy: str, margin: float) -> Row:
     return Row(
         policy=policy,
         runs=len(runs),
-        verdict="reference" if policy == "O0" else _judged(runs, interval, margin, comparison.metric.better),
+        verdict="reference"
+        if policy == "O0"
+        else _judged(runs, interval if is_judged else None, margin, comparison.metric.better),
         metric=_mean([run.metric for run in runs]),
         difference=None if policy == "O0" or not differences else statistics.fmean(differences),
         interval=None if policy == "O0" else interval,
@@ -138,7 +141,7 @@ def _interval(differences: Sequence[float]) -> tuple[float, float] | None:
 def _judged(runs: Sequence[Run], interval: tuple[float, float] | None, margin: float, better: str) -> Verdict:
     if any(_diverged(run) for run in runs):
         return "diverged"
-    if not all(run.went_well for run in runs):
+    if any(map(_failed, runs)):
         return "failed"
     if interval is None:
         return "undecided"
@@ -146,6 +149,10 @@ def _judged(runs: Sequence[Run], interval: tuple[float, float] | None, margin: f
     if -margin <= low and high <= margin:
         return "equal"
     return "worse" if high < 0 else "better" if low > 0 else "undecided"
+
+
+def _failed(run: Run) -> bool:
+    return not run.went_well or run.metric is None
 
 
 def _diverged(run: Run) -> bool:
@@ -160,42 +167,56 @@ def verdict(comparison: Comparison) -> list[str]:
     base = next((row for row in found if row.policy == "O0"), None)
     if base is None:
         return ["No run has finished."]
-    seeds = "one run of each" if comparison.seeds is None else f"{counted(comparison.seeds, 'seed')} of each"
-    unit = f" {metric.unit}".rstrip()
-    lines = [
-        f"FP32 reaches {metric.name} {number(base.metric)}{unit} ({seeds}; equal is within ±{number(margin)}{unit})."
-    ]
+    runs = "one run of each" if comparison.seeds is None else f"{counted(comparison.seeds, 'seed')} of each"
+    unit, away = f" {metric.unit}".rstrip(), f" {_away(metric.unit)}".rstrip()
+    share = f", {_MARGIN:.0%} of it".replace("%", " %") if comparison.margin is None else ""
+    equal = f"equal means within ±{number(margin)}{away}{share}"
+    lines = [f"FP32 reaches {metric.name} {number(base.metric)}{unit} ({runs}; {equal})."]
+    diverged = any(map(_diverged, comparison.of("O0")))
+    if diverged:
+        lines.append(f"FP32 itself diverged: {_lost(base)}; nothing can be said of policies beside it.")
     for row in found:
         if row is not base:
-            lines.append(f"{row.policy}: {_words(row, comparison)}.")
+            lines.append(f"{short(row.policy)}: {_words(row, comparison)}.")
     missing = [policy for policy in comparison.policies if not comparison.of(policy)]
     if missing:
-        lines.append(f"Not run: {'; '.join(missing)}.")
-    if any(row.verdict == "undecided" for row in found):
+        lines.append(f"Not run: {'; '.join(map(short, missing))}.")
+    if not diverged and any(row.verdict == "undecided" for row in found):
         more = 3 if (comparison.seeds or 0) < 3 else 2 * (comparison.seeds or 0)
         lines.append(f"Undecided needs more seeds: --seeds {more}, for a script that takes --seed.")
     sized = [(row.held_bytes + row.saved_bytes, row.policy) for row in found if row.held_bytes and row.saved_bytes]
     whole = next((size for size, policy in sized if policy == "O0"), None)
     if whole is not None and len(sized) > 1:
         least, policy = min(sized)
-        lines.append(f"Least memory: {policy}, {byte_text(least)} held and saved, {least / whole:.2f}× that of FP32.")
+        lines.append(
+            f"Least memory: {short(policy)}, {byte_text(least)} held and saved, {least / whole:.2f}× that of FP32."
+        )
     return lines
 
 
 def _words(row: Row, comparison: Comparison) -> str:
-    unit = f" {comparison.metric.unit}".rstrip()
+    unit = f" {_away(comparison.metric.unit)}".rstrip()
     away = "" if row.difference is None else f"{number(abs(row.difference))}{unit}"
     ran = "; nothing ran in low precision" if row.low_share == 0 else ""
     if row.verdict in ("worse", "better"):
         return f"{row.verdict} by {away}{_between(row, unit)}{ran}"
     if row.verdict == "diverged":
-        return f"diverged: {row.nonfinite} of {row.steps} losses were not finite, {row.skipped} steps were skipped"
+        return f"diverged: {_lost(row)}"
     if row.verdict == "failed":
-        codes = ", ".join(str(run.code) for run in comparison.of(row.policy) if not run.went_well)
-        folder = next(run.folder for run in comparison.of(row.policy) if not run.went_well)
-        return f"failed with exit code {codes}; what it said is in {folder / 'errors.txt'}"
+        run = next(run for run in comparison.of(row.policy) if _failed(run))
+        seed = "" if run.seed is None else f"seed {run.seed} "
+        if run.went_well:
+            return (
+                f"failed: {seed}printed no {comparison.metric.name}; what it printed is in {run.folder / 'output.txt'}"
+            )
+        return f"failed: {seed}ended with exit code {run.code}; what it said is in {run.folder / 'errors.txt'}"
     signed = "" if row.difference is None else f", {number(row.difference, sign=True)}{unit}"
     return f"{row.verdict}{signed}{_between(row, unit)}{ran}"
+
+
+def _lost(row: Row) -> str:
+    metric = "" if row.metric is None or math.isfinite(row.metric) else f", its metric is {number(row.metric)}"
+    return f"{row.nonfinite} of {row.steps} losses were not finite, {counted(row.skipped, 'step')} skipped{metric}"
 
 
 def _between(row: Row, unit: str) -> str:
@@ -205,8 +226,23 @@ def _between(row: Row, unit: str) -> str:
     return f" (95 %: {low} to {high}{unit})"
 
 
-def number(value: float | None, *, sign: bool = False) -> str:
-    """Write a number with four digits that count; ``–`` for what is not known."""
+def _away(unit: str) -> str:
+    """Return the unit of a difference: between two percentages it is no percentage."""
+    return "points" if unit == "%" else "" if unit.startswith("/") else unit
+
+
+def short(policy: str) -> str:
+    """Spell a policy as one would type it; both spellings are read.
+
+    Example:
+        >>> short("O2,dtype=float16,loss_scale=8")
+        'O2,fp16,loss_scale=8'
+    """
+    return policy.replace("dtype=bfloat16", "bf16").replace("dtype=float16", "fp16")
+
+
+def number(value: float | None, *, sign: bool = False, digits: int = _DIGITS) -> str:
+    """Write a number with the digits that count; ``–`` for what is not known."""
     if value is None:
         return "–"
-    return format(value + 0.0, f"{'+' if sign else ''}.{_DIGITS}g")
+    return format(value + 0.0, f"{'+' if sign else ''}.{digits}g")

@@ -9,13 +9,13 @@ import math
 import os
 import re
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +25,7 @@ from mezzo.errors import PolicyError, StateError, raise_together
 from mezzo.files import whole
 from mezzo.machine import default_device, describe
 from mezzo.policy import Policy
-from mezzo.script.metric import TRAINING_LOSS, Better, Metric, better_of, number_after, printed_last
+from mezzo.script.metric import TRAINING_LOSS, Better, Metric, better_of, last_line, number_after, printed_last
 from mezzo.script.program import Program
 from mezzo.script.steps import METRICS, StepRecord, never_trains, read_steps, require_one_process, step_ms
 from mezzo.tensors import LOW, dtype_name
@@ -42,6 +42,8 @@ _TAIL: Final = 0.1
 #: What ``mezzo run`` ends with besides the script's own codes: it went well, and it went well in FP32.
 _WELL: Final = (0, 4)
 _INTERRUPTED: Final = 130
+#: Seconds that a run has for its own answer to Ctrl-C.
+_PATIENCE: Final = 3.0
 #: What argparse and its like exit with where they do not know an option.
 _WRONG_USAGE: Final = 2
 
@@ -55,7 +57,8 @@ class Run:
         seed: What it got as ``--seed``; ``None`` where it got none.
         code: Its exit code.
         metric: What it is judged by; ``None`` where that is not known.
-        loss: The mean of the losses in the last tenth of its steps.
+        loss: The mean of the losses in the last tenth of its steps, without those that updated nothing; NaN where
+            none of them did.
         steps: How many it took, skipped ones included.
         skipped: How many updated nothing.
         nonfinite: How many losses were infinite or NaN.
@@ -149,6 +152,8 @@ def default_policies() -> tuple[str, ...]:
 def ablations() -> tuple[str, ...]:
     """Return O2 in FP16 without a loss scale, at a scale of 8, and without FP32 values of the weights.
 
+    The last is at a scale of 1: gradients in FP16 cannot be unscaled in FP16.
+
     Example:
         >>> ablations()[0]
         'O2,dtype=float16,loss_scale=none'
@@ -229,14 +234,15 @@ def compare(
             interrupted = True
             break
         if str(policy) == "O0":
-            _require_trained(program, run, seeds)
+            _require_trained(program, run, seeds, out)
         if judged is None:
             judged = _metric_of(run, better)
         run = dataclasses.replace(run, metric=_value(run, judged[0]))
         if metric is not None and run.metric is None and str(policy) == "O0":
             raise StateError(
                 f"{program.name} prints no number behind {metric!r}",
-                why=f"what it has printed is in {run.folder / OUTPUT}",
+                why=f"what it has printed is in {run.folder / OUTPUT}; its last line is {last_printed(run)!r}"
+                + ("; --steps ends it before it is through" if steps is not None else ""),
                 write="--metric with words that stand before a number, or none for the script's last line",
             )
         found.append(run)
@@ -269,20 +275,24 @@ class _Plan:
         """Make the folder, or go on in it.
 
         Raises:
-            PolicyError: It has results of another script, or of the same one as it was before.
+            PolicyError: It has results of another script, of the same one as it was before, or of another verb.
         """
         place, mine = self._out / "comparison.json", self._identity()
-        if place.exists() and not overwrite:
+        is_ours, write = place.exists(), "--out with another folder, or --overwrite to begin anew"
+        if is_ours and not overwrite:
             theirs = json.loads(place.read_text())
             if different := [name for name in mine if mine[name] != theirs.get(name)]:
                 raise PolicyError(
                     f"{self._out} has results of {theirs.get('script')}",
                     why=f"with another {' and '.join(different)}",
-                    write="--out with another folder, or --overwrite to begin anew",
+                    write=write,
                 )
             return
+        if not is_ours and not overwrite and (self._out / SUMMARY).exists():
+            raise PolicyError(f"{self._out} has results of something else than a comparison", write=write)
         try:
-            for old in [*self._out.glob(f"*/{SUMMARY}"), self._out / SUMMARY]:
+            runs = [each.with_name(SUMMARY) for each in self._out.glob(f"*/{OUTPUT}")] if is_ours else []
+            for old in [*runs, self._out / SUMMARY]:
                 old.unlink(missing_ok=True)
             self._out.mkdir(parents=True, exist_ok=True)
             with whole(place) as file:
@@ -298,11 +308,8 @@ class _Plan:
         return _read(folder, str(policy), seed)
 
     def _identity(self) -> dict[str, Any]:
-        program, place = self._program, Path(self._program.name)
-        if program.is_module:
-            spec = find_spec(program.name.partition(".")[0])
-            place = Path(spec.origin) if spec is not None and spec.origin else place
-        text = place.read_bytes() if place.is_file() else b""
+        program, place = self._program, self._program.file
+        text = place.read_bytes() if place is not None and place.is_file() else b""
         return {
             "script": program.name,
             "arguments": list(program.arguments),
@@ -318,20 +325,31 @@ class _Plan:
         options += ["-m"] if program.is_module else []
         words = [sys.executable, "-m", "mezzo", "run", *options, program.name, *program.arguments, *seeded]
         folder.mkdir(parents=True, exist_ok=True)
+        for old in (SUMMARY, METRICS, OUTPUT, ERRORS):  # what still writes into them, since it was not killed, is alone
+            (folder / old).unlink(missing_ok=True)
         with (
             (folder / OUTPUT).open("wb") as output,
             (folder / ERRORS).open("wb") as errors,
-            subprocess.Popen(words, stdout=output, stderr=errors) as process,
+            subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=errors) as process,
         ):
             try:
                 code = process.wait()
-            except KeyboardInterrupt:  # which the process has got, too
-                process.wait()
+            except KeyboardInterrupt:
+                _interrupt(process)
                 code = _INTERRUPTED
         place = folder / SUMMARY
         summary = json.loads(place.read_text()) if place.exists() else {}
         with whole(place) as file:
             file.write(json.dumps(summary | {"code": code}, indent=2).encode())
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a run that a terminal's Ctrl-C has reached, too, and pass it on where it has not."""
+    try:
+        process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        process.wait()
 
 
 def _folder_name(policy: Policy, seed: int | None) -> str:
@@ -356,6 +374,7 @@ def _read(folder: Path, policy: str, seed: int | None) -> Run:
     summary: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
     records: list[StepRecord] = read_steps(folder / METRICS) if (folder / METRICS).exists() else []
     losses = [record.loss for record in records]
+    ends = [record.loss for record in records[-math.ceil(_TAIL * len(records)) :] if not record.skipped]
     state, low_share = summary.get("state_bytes"), summary.get("low_share")
     scale = summary.get("scale")
     return Run(
@@ -363,7 +382,7 @@ def _read(folder: Path, policy: str, seed: int | None) -> Run:
         seed=seed,
         code=summary["code"],
         metric=None,
-        loss=statistics.fmean(losses[-math.ceil(_TAIL * len(losses)) :]) if losses else None,
+        loss=(statistics.fmean(ends) if ends else math.nan) if losses else None,
         steps=len(records),
         skipped=sum(record.skipped for record in records),
         nonfinite=sum(not math.isfinite(loss) for loss in losses),
@@ -378,6 +397,11 @@ def _read(folder: Path, policy: str, seed: int | None) -> Run:
         scales=tuple(record.scale for record in records),
         folder=folder,
     )
+
+
+def last_printed(run: Run) -> str:
+    """Return the last line that a run has printed."""
+    return last_line(_printed(run))
 
 
 def _printed(run: Run) -> str:
@@ -407,18 +431,20 @@ def _unit(runs: Sequence[Run], words: str) -> str:
     return next((each[1] for each in found if each is not None), "")
 
 
-def _require_trained(program: Program, run: Run, seeds: int | None) -> None:
+def _require_trained(program: Program, run: Run, seeds: int | None, out: Path) -> None:
     if not run.went_well:
         tail = (run.folder / ERRORS).read_text(errors="replace").rstrip().splitlines()[-30:]
-        if seeds is not None and run.code == _WRONG_USAGE:
+        if seeds is not None and run.code == _WRONG_USAGE and any("--seed" in line for line in tail[-5:]):
             raise PolicyError(
                 f"{program.name} takes no --seed",
                 why="\n".join(["--seeds passes it, and the script ended with exit code 2:", *tail[-5:]]),
                 write="a script that seeds its random numbers with --seed; or without --seeds",
             )
+        seeded = f" with --seed {run.seed}" if run.seed is not None else ""
         raise StateError(
-            f"{program.name} ended with exit code {run.code} in FP32, so that there is nothing to compare with",
-            why="\n".join(tail),
+            f"{program.name} ended with exit code {run.code} in FP32{seeded}, so that there is nothing to compare with",
+            why="\n".join(tail) or f"it printed nothing to stderr; {run.folder / OUTPUT} has the rest",
+            write=f"the same command with --out {out} to try again: what has finished there stays" if run.seed else "",
         )
     if not run.steps:
         summary = json.loads((run.folder / SUMMARY).read_text())

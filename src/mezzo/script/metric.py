@@ -8,28 +8,50 @@ from typing import Final, Literal
 
 from mezzo.errors import PolicyError
 
-__all__ = ["TRAINING_LOSS", "Better", "Metric", "better_of", "number_after", "printed_last"]
+__all__ = ["TRAINING_LOSS", "Better", "Metric", "better_of", "last_line", "number_after", "printed_last"]
 
 Better = Literal["higher", "lower"]
 
-_NUMBER: Final = r"[-+]?(?:\d[\d_,]*\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|inf(?:inity)?\b|nan\b)"
-#: Words, a number, and perhaps a unit: ``test accuracy 99.33 %``, ``loss: 0.25``.
-_LAST: Final = re.compile(rf"^(.*[^\W\d_].*?)[\s:=]+({_NUMBER})(?:\s*([^\s\d]\S*))?\s*\.?$", re.IGNORECASE)
-_BEHIND: Final = re.compile(rf"[^\d\n]*?(?<![\w.])({_NUMBER})[^\S\n]*(%|[^\W\d]\S*)?", re.IGNORECASE)
-#: What a line ends with that says how long something took.
-_TIMES: Final = frozenset("s sec secs second seconds ms min mins minute minutes h hour hours".split())
+_DIGITS: Final = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?(?![\d,])|\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
+#: A number that stands by itself: not one in ``top-1``, ``mAP@0.5``, ``model_2.pt``, ``3/10`` or ``99,33``.
+_NUMBER: Final = re.compile(
+    rf"(?<![\w.@/-])(?<!\d,)([-+]?(?:{_DIGITS}|(?:inf(?:inity)?|nan)\b))(?!\d|[.,]\d)", re.IGNORECASE
+)
+#: What stands behind a number at once: its unit, or of how many it is.
+_UNIT: Final = re.compile(r"\s*(%|/\s*\d+)|([^\W\d_][^\s\d,;|()\[\]{}]*)|\s+([^\W\d_][^\s\d,;|()\[\]{}]*)[\s.)\]}]*$")
+#: All that may stand behind the last number of a line: a unit, a spread, a remark in brackets, what closes the line.
+_END: Final = re.compile(
+    rf"(?:\s*(?:%|/\s*\d+|[^\W\d_][^\s\d()\[\]]*))?(?:\s*(?:±|\+/?-)\s*{_DIGITS}\s*%?)?"
+    r"(?:\s*[(\[][^()\[\]]*[)\]])?[\s\"'\])}|.,;!*]*"
+)
+#: How long something took, at the end of a line.
+_TIME: Final = re.compile(
+    rf"[\s,;|(\[-]*(?:\b(?:in|after|took|time|elapsed)\b)?[\s:=]*(?<![\w.]){_DIGITS}\s*"
+    r"(?:s|secs?|seconds?|ms|mins?|minutes?|h|hours?)[\s)\].]*$",
+    re.IGNORECASE,
+)
+#: What terminals do not show, and numbers as torch and NumPy write them.
+_COLOUR: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+_WRAPPED: Final = re.compile(rf"\b(?:tensor|array|(?:np|numpy)\.\w+)\(\s*([-+]?(?:{_DIGITS}|inf|nan))[^()]*\)")
+#: What parts the metrics of one line, and what a log writes in front.
+_BETWEEN: Final = re.compile(r",(?!\d{3})|[;|\t\]{}]|\s[-–—•·]+\s")
+_FRONT: Final = re.compile(r"^\W*(?:INFO|DEBUG|WARNING)\b")
+_BEHIND: Final = re.compile(r"(?:[\s:=~≈>→.(\[\"'*-]|\b(?:is|was|of)$)+$", re.IGNORECASE)
 
 #: Words of metrics, by the direction in which they are better.
 _WORDS: Final[dict[Better, frozenset[str]]] = {
     "higher": frozenset(
-        "accuracy acc top1 top5 bleu rouge meteor map ap precision recall f1 auc auroc score matches match iou miou "
-        "dice psnr ssim r2 reward return correct correlation likelihood".split()
+        "accuracy acc acc1 acc5 top1 top5 bleu chrf rouge meteor map ap ap50 precision recall f1 auc auroc score match "
+        "matches em iou miou dice psnr ssim snr sdr r2 r² reward return correct correlation likelihood elbo mrr ndcg "
+        "kappa mcc success wins similarity".split()
     ),
     "lower": frozenset(
-        "loss losses error errors err perplexity ppl distance fid mse mae rmse wer cer bpc bpb bits nats nll entropy "
-        "divergence".split()
+        "loss losses error errors err perplexity ppl distance fid kid lpips mse mae rmse mape wer cer ter bpc bpb bits "
+        "nats nll bce xent kl cost regret residual ece brier entropy divergence".split()
     ),
 }
+#: Those that end longer words, too: ``valloss``, ``TestAccuracy``.
+_ENDINGS: Final = ("accuracy", "acc", "score", "reward", "loss", "error", "perplexity")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +73,13 @@ class Metric:
 TRAINING_LOSS: Final = Metric(name="training loss", better="lower")
 
 
+def last_line(text: str) -> str:
+    """Return the last line of what a script printed that is not empty."""
+    return next((line for line in reversed(_lines(text)) if line), "")
+
+
 def printed_last(text: str) -> tuple[str, float, str] | None:
-    r"""Read the metric off a script's last line.
+    r"""Read the metric off a script's last line; of several on that line it is the last.
 
     Args:
         text: What the script printed.
@@ -63,30 +90,37 @@ def printed_last(text: str) -> tuple[str, float, str] | None:
     Example:
         >>> printed_last("epoch 1\ntest accuracy 99.33 %\n")
         ('test accuracy', 99.33, '%')
+        >>> printed_last("Average loss: 0.0285, Accuracy: 9911/10000 (99%)")
+        ('Accuracy', 9911.0, '/10000')
     """
-    lines = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    found = _LAST.match(lines[-1]) if lines else None
-    if found is None or (found[3] or "").rstrip(".").lower() in _TIMES:
-        return None
-    words = re.split(r"[,;|]\s*|:\s+", found[1].strip(" :=\t"))[-1]  # "epoch 3: val loss"
-    return words, _number(found[2]), (found[3] or "").rstrip(".,;")
+    line = _TIME.sub("", last_line(text))
+    for found in _NUMBER.finditer(line):
+        if _END.fullmatch(line, found.end()) and (name := _name(line[: found.start()])):
+            return name, _value(found[1]), _unit(line, found.end())
+    return None
 
 
 def number_after(words: str, text: str) -> tuple[float, str] | None:
     r"""Return the last number that stands behind some words on one line, and what follows it at once.
 
     Args:
-        words: Upper and lower case are one.
+        words: Upper and lower case are one, as are blanks, hyphens and underscores between words.
         text: What the script printed.
 
     Example:
         >>> number_after("test accuracy", "test accuracy: 98 %\ntest accuracy: 99.1 %\ndone\n")
         (99.1, '%')
     """
-    lowered, sought, place = text.lower(), words.strip().lower(), len(text)
-    while (place := lowered.rfind(sought, 0, place)) >= 0:
-        if found := _BEHIND.match(text, place + len(sought)):
-            return _number(found[1]), found[2] or ""
+    last = printed_last(text)
+    if last is not None and _alike(last[0]) == _alike(words):  # "best accuracy at epoch 7" in one run, 8 in another
+        return last[1], last[2]
+    sought, lines = r"[\s_-]+".join(map(re.escape, words.split())), _lines(text)
+    ends = "" if re.search(r"\W$", words.strip()) else r"(?![^\W_])"
+    for pattern in (rf"(?<![^\W_]){sought}{ends}", sought):  # whole words before parts of words
+        for line in reversed(lines):
+            for place in reversed([match.end() for match in re.finditer(pattern, line, re.IGNORECASE)]):
+                if found := _first(line, place):
+                    return _value(found[1]), _unit(line, found.end())
     return None
 
 
@@ -100,11 +134,8 @@ def better_of(name: str) -> Better:
         >>> better_of("test accuracy"), better_of("character error rate")
         ('higher', 'lower')
     """
-    words = re.findall(r"[^\W_]+", name.lower())
-    for word in reversed(words):  # the noun is behind: "accuracy loss" is a loss
-        for better, known in _WORDS.items():
-            if word in known:
-                return better
+    if (found := _direction(name)) is not None:
+        return found
     raise PolicyError(
         f"is a higher or a lower {name!r} better?",
         why="its words do not say",
@@ -112,5 +143,64 @@ def better_of(name: str) -> Better:
     )
 
 
-def _number(text: str) -> float:
-    return float(text.replace(",", "").replace("_", ""))
+def _direction(name: str) -> Better | None:
+    words = re.findall(r"[^\W_]+", name.lower())
+    flipped: dict[Better, Better] = {"higher": "lower", "lower": "higher"}
+    for word in reversed(words):  # the noun is behind: "accuracy loss" is a loss
+        parts = {word, *(each for each in _ENDINGS if word.endswith(each))}
+        for better, known in _WORDS.items():
+            if parts & known:
+                return flipped[better] if {"negative", "neg"} & set(words) else better
+    return None
+
+
+def _lines(text: str) -> list[str]:
+    """Return the lines as they were seen, each state of a progress bar as one of its own."""
+    plain = _WRAPPED.sub(r"\1", _COLOUR.sub("", text).replace("−", "-"))
+    return [line.strip() for line in re.split(r"[\r\n\b\v\f]+", plain)]
+
+
+def _name(before: str) -> str:
+    """Return the words of the number that comes next; empty where there are none.
+
+    Numbers part the metrics of a line, but belong to its words where only a colon says which number is meant:
+    ``accuracy on the 10000 test images: 55 %``.
+    """
+    is_marked = re.search(r"[:=]\W*$|\b(?:is|was)\s*$", before) is not None
+    parts = [_BEHIND.sub("", part) for part in _BETWEEN.split(before)]
+    part = next((each for each in reversed(parts) if re.search(r"\w", each)), "")
+    chunk = _clean(re.split(r"[:=]", part)[-1])
+    piece = _clean(_NUMBER.split(chunk)[-1])
+    if is_marked and _direction(piece) is None and _direction(chunk) is not None:
+        return chunk
+    return piece
+
+
+def _clean(words: str) -> str:
+    words = re.sub(r"^\W+|\W+$", "", _BEHIND.sub("", _FRONT.sub("", words)))
+    words += ")" * (words.count("(") - words.count(")"))
+    return words if re.search(r"[^\W\d_]", words) else ""
+
+
+def _alike(words: str) -> str:
+    return " ".join(re.split(r"[\s_-]+", re.sub(r"(?<=\s)\d+\b", "0", words.strip().lower())))
+
+
+def _first(line: str, place: int) -> re.Match[str] | None:
+    """Return the number that some words mean which end here: at once, else behind a colon, else the first."""
+    found = list(_NUMBER.finditer(line, place))
+    if not found or re.search(r"[,;|].*[^\W\d_]", line[place : found[0].start()]):  # that is another metric's
+        return None
+    if not re.search(r"[^\W\d_]", line[place : found[0].start()]):
+        return found[0]
+    marked = (each for each in found if re.search(r"[:=]\s*$|\b(?:is|was)\s+$", line[place : each.start()]))
+    return next(marked, found[0])
+
+
+def _unit(line: str, place: int) -> str:
+    found = _UNIT.match(line, place)
+    return "" if found is None else re.sub(r"\s", "", next(filter(None, found.groups()))).rstrip(".,;!\"'")
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))

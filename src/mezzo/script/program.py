@@ -10,6 +10,7 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
@@ -79,6 +80,22 @@ class Program:
                 why=f"looked up from {os.getcwd()}",
                 write="a path that is there, then the script's own options; or -m package.module",
             )
+
+    @property
+    def file(self) -> Path | None:
+        """The file that is run, with nothing imported for it; ``None`` for what is not found as a file."""
+        if not self.is_module:
+            path = Path(self.name)
+            return path / "__main__.py" if path.is_dir() else path
+        with _as_main(sys.argv, os.getcwd()):
+            first, *rest = self.name.split(".")
+            spec = find_spec(first)
+            for number in range(len(rest) + 1):
+                if spec is None or spec.submodule_search_locations is None:
+                    break
+                name = ".".join([first, *rest, "__main__"][: number + 2])
+                spec = PathFinder.find_spec(name, list(spec.submodule_search_locations))
+        return Path(spec.origin) if spec is not None and spec.origin else None
 
     def run(self) -> None:
         """Run it as ``__main__``, with its own ``sys.argv`` and ``sys.path[0]``; both are put back.

@@ -68,8 +68,9 @@ class ScriptReport:
         intercepted: What of the script's was carried out otherwise, and how often.
         left_alone: What was not, and why.
         why_not: Why nothing was to train under the policy, and what to do; empty where something was.
-        state_bytes: Weights, gradients, low halves and optimizer state in the second step, where steps were told of.
-        saved_bytes: What autograd saved for one backward pass, in the third step, where steps were told of.
+        state_bytes: Weights, gradients, low halves and optimizer state in the second step or the first later one that
+            updated something, where steps were told of.
+        saved_bytes: What autograd saved for the backward pass of the step after it, where steps were told of.
         peak_bytes: The most that was allocated at a time, on a GPU.
     """
 
@@ -185,7 +186,7 @@ class StepLog:
         told: Is told of each step; ``None`` where nothing is to be read from the device.
         most: After how many steps the script ends, in its next backward pass; ``None`` where it ends by itself.
 
-    **Cost**: where steps are told of, one transfer from the device for each, and in the third one a Python call for
+    **Cost**: where steps are told of, one transfer from the device for each, and in one of the first a Python call for
     each tensor that is saved for the backward pass.
     """
 
@@ -236,12 +237,6 @@ class StepLog:
                 self._stop()
         if self._told is None:
             return
-        if report.state_bytes is None and report.steps > 1:  # there is an optimizer's state by now
-            weights = engine.weights
-            models = nn.ModuleList(weights.models)
-            report.state_bytes = state_bytes(models, *weights.optimizers)
-            self._saved = SavedBytes(models)
-            self._saved.__enter__()  # until the next backward pass begins
         loss = step.grad_norm.new_full((), float("nan")) if self._loss is None else self._loss
         numbers = (loss, step.scale, step.skipped, step.grad_norm)
         read = torch.stack([each.detach().to(loss.device, torch.float32) for each in numbers]).tolist()
@@ -252,6 +247,12 @@ class StepLog:
         )  # fmt: skip
         self._loss, self._began = None, now
         self._told(record)
+        if report.state_bytes is None and report.steps > 1 and not record.skipped:  # there is an optimizer's state
+            weights = engine.weights
+            models = nn.ModuleList(weights.models)
+            report.state_bytes = state_bytes(models, *weights.optimizers)
+            self._saved = SavedBytes(models)
+            self._saved.__enter__()  # until the next backward pass begins
 
     def _stop_saving(self) -> None:
         saved, self._saved = self._saved, None

@@ -1,0 +1,149 @@
+"""`mezzo compare`: the verdict first, one table, a folder that holds the rest, and honest exit codes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from mezzo.script import comparison
+
+from ..script.processes import HERE, InThisProcess
+
+pytestmark = pytest.mark.usefixtures("emulating")
+
+TRAIN = """
+import argparse, torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--width", type=int, default=8)
+args = parser.parse_args()
+torch.manual_seed(args.seed)
+model = torch.nn.Sequential(torch.nn.Linear(8, args.width), torch.nn.Tanh(), torch.nn.Linear(args.width, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+for step in range(8):
+    x = torch.randn(16, 8)
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+print(f"test loss {loss.item():.4f}")
+"""
+DIVERGES = TRAIN.replace(".square()", ".mul(1e4).square()")
+#: What stderr holds of bad input: words behind `mezzo compare`, exit code, message.
+BAD = {
+    "no script": (("absent.py",), 2, "there is no script 'absent.py'"),
+    "a policy": (("--policies", "O1,fp61", "train.py"), 2, "fp61"),
+    "policies of one": (("--policies", "O0", "train.py"), 2, "no policy to compare with FP32"),
+    "a policy twice": (("--policies", "O1,bf16;O1,bf16", "train.py"), 2, "listed twice"),
+    "a direction": (("--better", "larger", "train.py"), 2, "--better is higher or lower, not 'larger'"),
+    "a metric": (("--metric", "quality", "train.py"), 2, "is a higher or a lower 'quality' better?"),
+    "a margin": (("--margin", "-1", "train.py"), 2, "--margin"),
+    "seeds": (("--seeds", "0", "train.py"), 2, "--seeds"),
+    "a file as a folder": (("--out", "train.py", "--policies", "O1,bf16", "train.py"), 2, "train.py cannot be written"),
+    "words that it does not print": (("--metric", "accuracy", "--policies", "O1,bf16", "train.py"), 1, "'accuracy'"),
+    "an argument": (("--policies", "O1,bf16", "train.py", "--wdith", "3"), 1, "unrecognized arguments: --wdith 3"),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Runs in this process; a script in the folder of the test."""
+    monkeypatch.setattr(comparison, "subprocess", HERE)
+    InThisProcess.started.clear()
+    (tmp_path / "train.py").write_text(TRAIN)
+
+
+def test_the_answer_a_table_and_a_folder(mezzo, tmp_path):
+    words = ("compare", "--seeds", "2", "--policies", "O2,bf16; O1,bf16", "--margin", "9", "--out", "out", "train.py")
+    code, out, err = mezzo(*words, "--width", "6")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].startswith("FP32 reaches test loss ")
+    assert [line.split(",")[0] for line in lines[1:3]] == ["O2", "O1"]
+    assert all("bf16: equal, " in line for line in lines[1:3])
+    assert [line.split()[0] for line in lines if re.match(r"O\d", line)][2:] == ["O0", "O2,bf16", "O1,bf16"]
+    assert max(map(len, lines)) <= 120
+    assert "1 of 6: O0, seed 0: " in err
+    assert "results: out" in err
+    assert "\x1b" not in out + err
+    place = tmp_path / "out"
+    assert {each.name for each in place.iterdir() if each.is_file()} == {
+        "comparison.json", "summary.json", "curves.png", "report.html",
+    }  # fmt: skip
+    assert len(list(place.glob("*/metrics.jsonl"))) == 6
+    summary = json.loads((place / "summary.json").read_text())
+    assert summary["verdict"] == lines[: lines.index("")]
+    assert [row["verdict"] for row in summary["rows"]] == ["reference", "equal", "equal"]
+    assert [run["policy"] for run in summary["runs"]][:2] == ["O0", "O2,dtype=bfloat16"]
+    assert (summary["script"], summary["margin"], summary["seeds"]) == ("train.py --width 6", 9.0, 2)
+    # the same again repeats nothing, and prints the same as JSON
+    InThisProcess.started.clear()
+    code, out, _ = mezzo(*words[:-1], "--json", "train.py", "--width", "6")
+    assert (code, InThisProcess.started) == (0, [])
+    again = json.loads(out)
+    assert again["rows"] == summary["rows"]
+    assert again == json.loads((place / "summary.json").read_text())
+    refused = mezzo(*words, "--width", "7")
+    assert (refused[0], refused[1]) == (2, "")
+    assert "out has results of train.py" in refused[2]
+    assert json.loads((place / "summary.json").read_text()) == again
+
+
+def test_a_policy_that_diverges_is_an_alert(mezzo, tmp_path):
+    (tmp_path / "train.py").write_text(DIVERGES)
+    code, out, _ = mezzo("compare", "--policies", "O3,fp16", "--out", "out", "train.py")
+    assert code == 4
+    assert "O3,fp16: diverged: " in out
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert [row["verdict"] for row in summary["rows"]] == ["reference", "diverged"]
+
+
+def test_ablations_come_behind_the_policies(mezzo, tmp_path):
+    code, out, _ = mezzo("compare", "--policies", "O1,bf16", "--ablate", "--steps", "2", "--json", "train.py")
+    assert code in (0, 4)
+    assert json.loads(out)["policies"] == [
+        "O0",
+        "O1,dtype=bfloat16",
+        "O2,dtype=float16,loss_scale=none",
+        "O2,dtype=float16,loss_scale=constant(8)",
+        "O3,dtype=float16,keep_batchnorm_fp32=true",
+    ]
+    (folder,) = (tmp_path / "runs").iterdir()  # without --out
+    assert re.fullmatch(r"train-\d{8}-\d{6}", folder.name)
+
+
+def test_without_a_metric_the_training_loss_is_compared_and_it_is_said(mezzo, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN + 'print("saved to model_2.pt")\n')
+    code, out, err = mezzo("compare", "--policies", "O1,bf16", "--out", "out", "train.py")
+    assert code == 0
+    assert out.startswith("FP32 reaches training loss ")
+    assert "its last line, 'saved to model_2.pt', has no metric in words, number and unit" in err
+    assert '--metric "test accuracy"' in err
+
+
+def test_dry_explains_each_policy_and_runs_nothing(mezzo):
+    code, out, _ = mezzo("compare", "--policies", "O1,bf16; O2,fp16", "--dry", "--json", "train.py")
+    assert code == 0
+    assert [model["policy"] for model in json.loads(out)["models"]] == ["O1,dtype=bfloat16", "O2,dtype=float16"]
+    assert InThisProcess.started == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_sentence_and_a_code(mezzo, name):
+    words, code, message = BAD[name]
+    found = mezzo("compare", *words)
+    assert found[:2] == (code, "")
+    assert message in found[2]
+    assert "Traceback" not in found[2]
+
+
+def test_an_error_of_the_script_has_its_own_traceback(mezzo, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN.replace("loss.backward()", "loss.backwards()"))
+    code, out, err = mezzo("compare", "--policies", "O1,bf16", "train.py")
+    assert (code, out) == (1, "")
+    assert "train.py ended with exit code 1 in FP32" in err
+    assert "loss.backwards()" in err
+    assert "AttributeError: 'Tensor' object has no attribute 'backwards'" in err
+    assert str(Path(comparison.__file__).parent) not in err

@@ -1,0 +1,61 @@
+"""The page of a comparison: the same cells, nothing from a network, no script of ours, and what a browser shows."""
+
+import html
+import math
+import re
+import shutil
+
+import pytest
+
+from mezzo.report import verdict, write_page
+from mezzo.report.table import cells
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@pytest.fixture
+def comparison(compared, run_of):
+    losses = (2.0, 1.0, math.nan, 0.1)
+    return compared(O0=[99.0, 99.2], O1=[99.1, run_of(99.0, losses=losses)], name="accuracy <b>&</b>")
+
+
+@pytest.fixture
+def page(comparison, tmp_path):
+    write_page(comparison, tmp_path / "report.html")
+    return tmp_path / "report.html"
+
+
+def test_the_page_has_the_verdict_and_the_rows_escaped(comparison, page):
+    text = page.read_text()
+    assert "<b>&</b>" not in text
+    heads, found = cells(comparison, full=True)
+    assert [html.unescape(each) for each in re.findall(r"<th>(.*?)</th>", text)] == heads
+    assert [html.unescape(each) for each in re.findall(r"<td>(.*?)</td>", text)] == [
+        each for row in found for each in row
+    ]
+    assert [html.unescape(each) for each in re.findall(r"<p>(.*?)</p>", text)] == verdict(comparison)
+
+
+def test_the_page_asks_no_network_and_has_no_script_besides_plotlys(page):
+    text = page.read_text()
+    assert re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=[^>]*>", text) == []
+    scripts = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
+    assert len(scripts) >= 3  # plotly itself, and a figure each
+    assert all("Plotly" in each or "plotly" in each for each in scripts if each.strip())
+
+
+def test_a_browser_draws_a_line_for_each_run(page):
+    if CHROMIUM is None:
+        pytest.skip("needs Chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    faults = []
+    with playwright.sync_playwright() as running:
+        browser = running.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        tab = browser.new_page()
+        tab.on("pageerror", lambda error: faults.append(str(error)))
+        tab.on("request", lambda asked: None if asked.url.startswith("file:") else faults.append(asked.url))
+        tab.goto(page.as_uri())
+        drawn = tab.evaluate("() => [...document.querySelectorAll('.js-plotly-plot')].map((each) => each.data.length)")
+        browser.close()
+    assert drawn == [4, 4]
+    assert faults == []

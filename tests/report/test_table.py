@@ -1,0 +1,80 @@
+"""The table of a comparison: every number where a reader looks for it, and no row folded for want of width."""
+
+import pytest
+from rich.console import Console
+
+from mezzo.report import table, to_markdown
+from mezzo.report.table import cells
+
+HEADS = [
+    "policy",
+    "verdict",
+    "test accuracy, %",
+    "− FP32 (95 %)",
+    "loss",
+    "ms/step",
+    "held",
+    "saved",
+    "skipped",
+    "scale",
+]
+LOW = "O2,dtype=float16"
+
+
+@pytest.fixture
+def comparison(compared, run_of):
+    low = {"held_bytes": 3072, "saved_bytes": 512, "scale": 32768.0, "skipped": 1, "low_share": 0.5, "peak_bytes": 4096}
+    return compared(O0=[99.0, 99.2], **{LOW: [run_of(98.5, **low), run_of(98.9, **low)]})
+
+
+def shown(comparison, width):
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(table(comparison, width=width))
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+def test_cells_are_the_rows_in_words(comparison):
+    heads, found = cells(comparison)
+    assert heads == HEADS
+    assert found[0] == ["O0", "FP32", "99.1", "", "0.25", "2", "2.00 KiB", "1.00 KiB", "0", "1"]
+    low = ["O2,fp16", "undecided", "98.7", "-0.4 (-1.67 … +0.871)", "0.25", "2", "1.50×", "0.50×", "2", "2^15"]
+    assert found[1] == low
+
+
+def test_the_full_table_has_bytes_beside_ratios_and_three_columns_more(comparison):
+    heads, found = cells(comparison, full=True)
+    assert heads == [*HEADS, "not finite", "ran low", "peak"]
+    assert found[1][6:8] == ["3.00 KiB (1.50×)", "512 B (0.50×)"]
+    assert [row[10:] for row in found] == [["0", "100 %", "–"], ["0", "50 %", "4.00 KiB"]]
+
+
+def test_markdown_has_the_same_cells(comparison):
+    lines = to_markdown(comparison).splitlines()
+    heads, found = cells(comparison)
+    assert [line.strip("| ").split(" | ") for line in lines[:1] + lines[3:]] == [heads, found[1]]
+    assert lines[1].count("---:") == len(heads) - 2
+
+
+def test_a_row_is_a_line_at_120_and_at_80_columns(comparison):
+    wide = shown(comparison, 120)
+    assert wide[0].split("  ")[0] == "policy"
+    assert all(head in wide[0] for head in HEADS)
+    assert len(wide) == 4
+    narrow = shown(comparison, 80)
+    assert narrow[3].split()[:3] == ["O2,fp16", "undecided", "98.7"]
+    assert narrow[4].startswith("left out: ")
+    assert narrow[4].endswith("scale; --full shows them")
+    assert max(map(len, narrow)) <= 80
+    assert all((head in narrow[0]) != (head in narrow[4]) for head in HEADS)
+
+
+def test_a_long_policy_is_folded_at_commas(compared):
+    name = "O3,dtype=float16,keep_batchnorm_fp32=true,loss_scale=8"
+    lines = shown(compared(O0=1.0, **{name: 1.0}), 120)
+    assert [line.split()[0] for line in lines[3:6]] == ["O3,fp16,", "keep_batchnorm_fp32=true,", "loss_scale=8"]
+
+
+def test_a_script_cannot_colour_the_table(compared):
+    lines = shown(compared(O0=1.0, O1=1.0, name="acc [red]x[/red]"), 200)
+    assert "acc [red]x[/red]" in lines[0]
