@@ -11,7 +11,6 @@ import contextlib
 import errno
 import io
 import os
-import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import IO, Any, Final
 
 from mezzo.errors import message
 
-__all__ = ["cache_folder", "growing", "is_partial", "keep", "kept", "opened", "regular_or_new", "whole"]
+__all__ = ["cache_folder", "keep", "kept", "opened", "regular_or_new", "whole"]
 
 #: Characters of a name that its partial file is called after: with 18 more they fit any file system.
 _LONGEST_NAME: Final = 50
@@ -139,33 +138,6 @@ def opened(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 def _kind(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "no regular file")
-
-
-def is_partial(name: str) -> bool:
-    """Say whether a file is one that a killed process left half written."""
-    return re.fullmatch(r"\..+\.[0-9a-f]{8}\.partial", name) is not None
-
-
-def growing(path: Path) -> IO[str]:
-    """Open a file that one writer alone adds lines to, and empty it; each line is handed to the system at once.
-
-    Raises:
-        OSError: It cannot be written, or another writer has it open, in this process or another.
-    """
-    import fcntl  # which Windows has not
-
-    file = path.open("a", buffering=1, encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        what, why = "a file is to be written, and another writer has it open", "their lines would be mixed"
-        raise FileExistsError(message(what, where=str(path), why=why, write="a path for each writer")) from None
-    except OSError:
-        pass  # a file system without locks
-    file.truncate(0)
-    file.seek(0)
-    return file
 
 
 # The cache ----------------------------------------------------------------------------------------------------

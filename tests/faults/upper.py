@@ -249,7 +249,7 @@ _EVIDENCE = (
         ),
     ),
     *in_file(
-        "numerics/recording/sessions.py",
+        "numerics/recording/step.py",
         (
             "recorder: gradients of a session stay scaled",
             "factor = None if judged.scale is None else inverse(judged.scale)",

@@ -817,7 +817,7 @@ def test_compiled_modules_are_refused_where_activations_alone_are_wanted():
 
 
 def test_counting_without_steps_ends_before_memory_does(monkeypatch):
-    monkeypatch.setattr("mezzo.numerics.recording.tally._MOST", 50)
+    monkeypatch.setattr("mezzo.numerics.recording.watches._MOST", 50)
     model = net()
     with Recorder(model):
         for x in batches(6):

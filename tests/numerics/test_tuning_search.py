@@ -12,8 +12,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.numerics.tuning.pins import all_low, before, pins
-from mezzo.numerics.tuning.selection import smallest
+from mezzo.numerics.tuning.selection import all_low, before, pins, smallest
 from mezzo.numerics.tuning.shadow import NoDropout, sqnr
 from mezzo.policy import Policy
 

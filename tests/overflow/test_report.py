@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from mezzo import StateError
 from mezzo.overflow import Overflow, Range, locate
 
 RANGE = Range(
@@ -55,13 +54,11 @@ def test_the_text_of_a_range(changed, text):
     assert str(dataclasses.replace(RANGE, **changed)) == f"output (float16, 2×3): {text}"
 
 
-def test_to_json_and_back():
-    assert Overflow.from_json(OVERFLOW.to_json()) == OVERFLOW
-    data = OVERFLOW.to_dict()
-    assert data["version"] == 1
+def test_json_has_every_field():
+    data = json.loads(json.dumps(OVERFLOW.to_dict(), allow_nan=False))
+    assert [*data] == [field.name for field in dataclasses.fields(Overflow)]
     assert data["tensor"]["shape"] == [2, 3]
     assert data["inputs"][0]["name"] == "head.weight"
-    assert [*data][1:] == [field.name for field in dataclasses.fields(Overflow)]
 
 
 def test_reports_of_every_kind_are_json():
@@ -73,39 +70,12 @@ def test_reports_of_every_kind_are_json():
         lambda y: y.half() * 1e9,
     ):
         overflow = locate(lambda loss=loss: loss(model(torch.ones(2))).sum(), model)
-        assert Overflow.from_json(overflow.to_json()) == overflow
-        json.loads(overflow.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
-
-
-@pytest.mark.parametrize(
-    "text, why",
-    [
-        ("{", "not JSON: Expecting"),
-        ("[]", "it names no version"),
-        ("{}", "it names no version"),
-        ('{"version": 1}', "a field is wrong: it has no .*, tensor, "),
-        (OVERFLOW.to_json().replace('"kind"', '"sort"'), "a field is wrong: 'sort'"),
-    ],
-)
-def test_what_is_no_overflow(text, why):
-    with pytest.raises(StateError, match=f"this is no overflow\n  why    {why}") as caught:
-        Overflow.from_json(text)
-    assert "write  overflow.to_json(), read back with Overflow.from_json(text)" in str(caught.value)
-
-
-def test_another_version():
-    with pytest.raises(StateError, match="the overflow has version 9\n  why    this mezzo reads version 1"):
-        Overflow.from_json(OVERFLOW.to_json().replace('"version": 1', '"version": 9'))
+        assert json.loads(json.dumps(overflow.to_dict(), allow_nan=False))["kind"] == overflow.kind
 
 
 def test_it_is_a_frozen_value():
-    assert hash(OVERFLOW) == hash(Overflow.from_json(OVERFLOW.to_json()))
+    assert hash(OVERFLOW) == hash(dataclasses.replace(OVERFLOW))
     with pytest.raises(dataclasses.FrozenInstanceError):
         OVERFLOW.cure = ""
     with pytest.raises(TypeError, match="takes 1 positional argument"):
         Overflow("range")
-
-
-def test_json_nested_without_end_is_refused():
-    with pytest.raises(StateError, match="this is no overflow"):
-        Overflow.from_json("[" * 100_000)

@@ -113,7 +113,7 @@ def explain_script(
     if folder is not None:
         _write(folder, program, found, code)
     if as_json:
-        models = [json.loads(each.to_json()) for each in found.explanations]
+        models = [each.to_dict() for each in found.explanations]
         show_json({"program": program.name, "models": models, "left_alone": found.left_alone})
     else:
         for each in found.explanations:
@@ -135,7 +135,7 @@ def _write(folder: Path, program: Program, found: Rehearsed, code: int) -> None:
     ]
     for name, each in zip(names, found.explanations, strict=True):
         with whole(folder / name) as file:
-            file.write(each.to_json().encode())
+            file.write(json.dumps(each.to_dict(), indent=2, ensure_ascii=False).encode())
     models = [
         {"file": name, "model": each.model, "policy": each.policy, "headline": each.answer.headline}
         for name, each in zip(names, found.explanations, strict=True)

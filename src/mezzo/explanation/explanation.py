@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
+from mezzo.documents import jsonable
 from mezzo.explanation.answer import Answer, answer_to
 from mezzo.explanation.rows import Explained
 from mezzo.explanation.table import WIDEST, plain, renderables
@@ -17,8 +19,7 @@ __all__ = ["Explanation"]
 class Explanation(Explained):
     """Which precision each op in each module gets, and why: what :func:`mezzo.explain` returns.
 
-    It prints the answer in words and the few rows that matter, compares by value, and goes to JSON and back without
-    loss.
+    It prints the answer in words and the few rows that matter, and compares by value.
 
     Attributes:
         model: Class of the model.
@@ -34,12 +35,15 @@ class Explanation(Explained):
         moved_bytes: What all kernels of both passes read and write, casts included.
     """
 
-    _derived: ClassVar[tuple[str, ...]] = ("answer",)
-
     @property
     def answer(self) -> Answer:
         """What it comes to, in words: a headline, a sentence for each thing to know, and what to write."""
         return answer_to(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain containers, as JSON has them; the answer is among them."""
+        found: dict[str, Any] = jsonable({"answer": dataclasses.asdict(self.answer), **dataclasses.asdict(self)})
+        return found
 
     def text(self, *, full: bool = False, width: int | None = WIDEST) -> str:
         """Return the answer and its tables as plain text.

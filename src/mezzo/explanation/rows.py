@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from mezzo.documents import Document
 from mezzo.errors import PolicyError
 
 __all__ = ["Cast", "Explained", "Finding", "FindingKind", "Misaligned", "Product", "Row"]
@@ -169,7 +168,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explained(Document):
+class Explained:
     """All that an explanation holds.
 
     Attributes:

@@ -26,19 +26,24 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
 import torch
 
-from mezzo.documents import built, jsonable
-from mezzo.errors import StateError, shown
+from mezzo.documents import jsonable
+from mezzo.errors import StateError
 from mezzo.files import whole
 from mezzo.numerics.counting import BINS, FIRST, INFS, LARGEST, NANS, ROW, ZEROS
-from mezzo.numerics.evidence import Evidence, EvidenceHeader, RecordedStep, RecordedTensor, SwallowedUpdates, kind_of
+from mezzo.numerics.evidence import (
+    Evidence,
+    EvidenceHeader,
+    RecordedModule,
+    RecordedStep,
+    RecordedTensor,
+    SwallowedUpdates,
+)
 from mezzo.numerics.histogram import ExponentHistogram
-from mezzo.policy import Policy
 
 __all__ = ["FILE", "SCHEMA", "read", "write", "write_step"]
 
@@ -109,72 +114,35 @@ def read(path: str | os.PathLike[str]) -> Evidence:
     except OSError as error:
         write = "with Recorder(model, optimizer, stream=path) as recorder: …, or recorder.save(path)"
         raise StateError("there is no evidence here", where=str(file), why=str(error.strerror), write=write) from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         where, why = f"{file}, line {number}", str(error).partition("\n")[0]
         raise StateError("the evidence cannot be read", where=where, why=why) from error
     return Evidence(header=header, steps=tuple(steps), num_steps=steps[-1].step if steps else 0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorLine:
-    """What a line has for a :class:`RecordedTensor`."""
-
-    kind: str
-    module: str
-    name: str
-    dtype: str
-    counts: Mapping[str, int]
-    powers: Mapping[str, int]
-    zeros: int
-    infs: int
-    nans: int
-    max_abs: float
-    swallowed: SwallowedUpdates | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StepLine:
-    """The line of a :class:`RecordedStep`."""
-
-    step: int
-    loss_scales: tuple[float, ...]
-    skipped: bool
-    tensors: tuple[_TensorLine, ...]
-
-
-def _header(line: Any) -> EvidenceHeader:
-    if not isinstance(line, dict):
-        raise ValueError(f"it is {shown(line)}, not an object")
+def _header(line: dict[str, Any]) -> EvidenceHeader:
     if (schema := line.pop("schema", None)) != SCHEMA:
         raise ValueError(f"it has schema {schema!r}, and this version of mezzo reads schema {SCHEMA}")
-    header = built(EvidenceHeader, line)
-    Policy.parse(header.policy or "O0")  # raises if it is none
-    return header
+    modules = tuple(RecordedModule(**each) for each in line["modules"])
+    lists = {name: tuple(line[name]) for name in ("kinds", "formats")}
+    return EvidenceHeader(**{**line, **lists, "modules": modules})
 
 
 def _step(line: dict[str, Any]) -> RecordedStep:
-    found = built(_StepLine, line)
-    tensors = tuple(
-        RecordedTensor(
-            kind=kind_of(each.kind),
-            module=each.module,
-            name=each.name,
-            dtype=each.dtype,
-            histogram=_histogram(each),
-            swallowed=each.swallowed,
-        )
-        for each in found.tensors
-    )
-    return RecordedStep(step=found.step, loss_scales=found.loss_scales, skipped=found.skipped, tensors=tensors)
+    scales, tensors = tuple(map(float, line["loss_scales"])), tuple(map(_tensor_of, line["tensors"]))
+    return RecordedStep(**{**line, "loss_scales": scales, "tensors": tensors})
 
 
-def _histogram(line: _TensorLine) -> ExponentHistogram:
+def _tensor_of(line: dict[str, Any]) -> RecordedTensor:
     numbers = [0] * ROW
-    for start, counts in ((0, line.counts), (BINS, line.powers)):
-        for exponent, count in counts.items():
-            if not 0 <= int(exponent) - FIRST < BINS:
-                raise ValueError(f"there is no bin of the exponent {exponent}")
+    for start, name in ((0, "counts"), (BINS, "powers")):
+        for exponent, count in line[name].items():
             numbers[start + int(exponent) - FIRST] = count
-    numbers[ZEROS], numbers[INFS], numbers[NANS] = line.zeros, line.infs, line.nans
-    numbers[LARGEST] = int(torch.tensor(line.max_abs, dtype=torch.float32).view(torch.int32))
-    return ExponentHistogram(torch.tensor(numbers, dtype=torch.int64))
+    numbers[ZEROS], numbers[INFS], numbers[NANS] = line["zeros"], line["infs"], line["nans"]
+    numbers[LARGEST] = int(torch.tensor(line["max_abs"], dtype=torch.float32).view(torch.int32))
+    lost = line["swallowed"]
+    return RecordedTensor(
+        **{name: line[name] for name in ("kind", "module", "name", "dtype")},
+        histogram=ExponentHistogram(torch.tensor(numbers, dtype=torch.int64)),
+        swallowed=None if lost is None else SwallowedUpdates(**lost),
+    )

@@ -1,22 +1,17 @@
-"""Bytes that a training step holds, counted from the tensors themselves."""
+"""Bytes that live through a step and from one to the next, counted from the tensors themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mezzo.tensors import local, tensors
-from mezzo.trace.frames import doing
-from mezzo.trace.kernels import is_cast, moved_bytes
-from mezzo.trace.modes import KernelWatch
 from mezzo.weights.models import halves_in
-
-__all__ = ["MovedBytes", "SavedBytes", "StateBytes", "StepBytes", "state_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,49 +114,3 @@ def _fresh_bytes(each: Iterable[Tensor], seen: set[int]) -> int:
             seen.add(storage.data_ptr())
             total += storage.nbytes()
     return total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBytes:
-    """The bytes of one forward and backward pass.
-
-    Attributes:
-        policy: What the policy is called.
-        saved: What autograd saves in the forward pass for the backward pass, as :class:`SavedBytes` counts it.
-        moved: What all kernels read and write, as :class:`MovedBytes` counts it.
-    """
-
-    policy: str
-    saved: int
-    moved: int
-
-
-class MovedBytes(KernelWatch):  # type: ignore[no-untyped-call]
-    """Count, inside the block, the bytes that kernels read and write.
-
-    Views move nothing. A product that is emulated counts as on a device that has its arithmetic: low operands are read
-    and a low result is written. Nothing is known of what caches save.
-
-    Args:
-        emulated: The low dtype, where there may be emulated products.
-
-    **Cost**: some microseconds of Python for each kernel.
-
-    Example:
-        >>> x = torch.ones(1000)
-        >>> with MovedBytes() as moved:
-        ...     y = x.view(10, 100).exp()
-        >>> moved.total  # 4 bytes read and 4 written for each number
-        8000
-    """
-
-    def __init__(self, emulated: torch.dtype | None = None) -> None:
-        super().__init__()
-        self.total, self._emulated = 0, emulated
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        is_emulation = doing() == "emulation"
-        if not (is_emulation and is_cast(func, args, out)):  # which a device with the arithmetic does not do
-            self.total += moved_bytes(func, args, kwargs, out, self._emulated if is_emulation else None)
-        return out

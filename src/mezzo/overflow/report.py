@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
-from mezzo.documents import Document
+from mezzo.documents import jsonable
 from mezzo.errors import message, printable
 from mezzo.policy import Rule
 from mezzo.policy.ops import NORMS, OPS
@@ -106,10 +106,10 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Overflow(Document):
+class Overflow:
     """The first non-finite tensor of a training step that led on, why it arose, and what to change.
 
-    It prints as an error does, compares by value, and goes to JSON and back.
+    It prints as an error does, and compares by value.
 
     Attributes:
         kind: ``range``: a number beyond a format that a wider one holds. ``scale``: a gradient that a lower loss scale
@@ -147,6 +147,11 @@ class Overflow(Document):
     loss_scale: float
     cause: str
     cure: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain containers, as JSON has them."""
+        found: dict[str, Any] = jsonable(dataclasses.asdict(self))
+        return found
 
     def __str__(self) -> str:
         place = " ".join(filter(None, (self.module or MODEL, self.op)))

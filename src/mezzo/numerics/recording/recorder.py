@@ -22,10 +22,8 @@ from mezzo.formats import Format
 from mezzo.numerics.evidence import KINDS, Evidence, EvidenceHeader, RecordedStep, Steps, SwallowedUpdates
 from mezzo.numerics.evidence_file import FILE, write, write_step
 from mezzo.numerics.histogram import ExponentHistogram
-from mezzo.numerics.recording.choices import Choices, LossScaleNow
-from mezzo.numerics.recording.sessions import SessionSide
-from mezzo.numerics.recording.step import OF_PASSES, PlainLoop, Recording
-from mezzo.numerics.recording.subject import WHY_UNSEEN, unseen
+from mezzo.numerics.recording.step import OF_PASSES, PlainLoop, Recording, SessionSide
+from mezzo.numerics.recording.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen
 from mezzo.session.observers import watching
 from mezzo.tensors import dtype_name
 

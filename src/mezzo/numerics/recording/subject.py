@@ -1,21 +1,23 @@
-"""What a recorder watches: the modules of a model that match, the parameters they hold, and where each is recorded."""
+"""What a recorder watches, and what it was asked for, checked: modules, kinds, formats, optimizers, the loss scale."""
 
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
-from mezzo.errors import PolicyError, UnsupportedError, nearest, shown, some_of
-from mezzo.numerics.evidence import RecordedModule
+from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
+from mezzo.formats import Format, by_name
+from mezzo.numerics.evidence import RecordedModule, kind_of
+from mezzo.scale.state import inverse
 from mezzo.tensors import dtype_name
-
-__all__ = ["WHY_UNSEEN", "Subject", "unseen"]
 
 #: What torch.compile calls the module that it wraps.
 _INSIDE: Final = "_orig_mod"
@@ -147,3 +149,146 @@ def _matches(path: str, glob: str) -> bool:
     """Whether a glob matches a path, or that of a module around it."""
     parts = path.split(".")
     return any(fnmatch.fnmatchcase(".".join(parts[:end]), glob) for end in range(1, len(parts) + 1))
+
+
+# Optimizers ---------------------------------------------------------------------------------------------------
+
+
+def given_optimizers(given: Any) -> list[Optimizer]:
+    """Return the optimizers that a recorder was given.
+
+    Args:
+        given: An optimizer, several, or ``None``.
+
+    Raises:
+        PolicyError: Anything else.
+    """
+    if given is None:
+        return []
+    found = [given] if isinstance(given, Optimizer) or not isinstance(given, Iterable) else [*given]
+    wrong = [type(each).__name__ for each in found if not isinstance(each, Optimizer)] or ["an empty list"][: not found]
+    if wrong:
+        raise PolicyError(
+            f"a recorder takes a torch.optim.Optimizer, not {wrong[0]}",
+            write="Recorder(model, optimizer), and of a torch.amp.GradScaler loss_scale=scaler",
+        )
+    return found
+
+
+def updated_by(optimizer: Optimizer) -> set[Tensor]:
+    """Return the parameters that an optimizer updates."""
+    return {param for group in optimizer.param_groups for param in group["params"]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """The arguments of a recorder, as it works with them.
+
+    Attributes:
+        subject: What is watched.
+        optimizers: The optimizers.
+        every: Steps from one recorded step to the next.
+        formats: The storage formats that updates are rounded to.
+        kinds: What is recorded.
+    """
+
+    subject: Subject
+    optimizers: Sequence[Optimizer]
+    every: int
+    formats: Sequence[Format]
+    kinds: Sequence[str]
+
+    @classmethod
+    def of(cls, model: Any, optimizer: Any, every: Any, formats: Any, kinds: Any, modules: Any, keep: Any) -> Choices:
+        """Check arguments, and report all that is wrong with them.
+
+        Raises:
+            PolicyError: Something is.
+        """
+        problems: list[MezzoError] = []
+
+        def tried(make: Any, *arguments: Any) -> Any:
+            try:
+                return make(*arguments)
+            except PolicyError as error:
+                problems.append(error)
+                return None
+
+        globs = [modules] if isinstance(modules, str) else modules
+        subject = tried(Subject.of, model, globs)
+        optimizers = tried(given_optimizers, optimizer) or []
+        for name, number in (("every", every), ("keep", 1 if keep is None else keep)):
+            tried(_require_positive, name, number)
+        found = [tried(by_name, each) for each in ([formats] if isinstance(formats, str) else formats)]
+        words = [tried(kind_of, each) for each in ([kinds] if isinstance(kinds, str) else kinds)]
+        if not words:
+            problems.append(PolicyError("there is nothing to record", why="kinds is empty", write='kinds=("weights",)'))
+        if subject is not None:
+            own = set(subject.model.parameters())
+            problems += (_foreign(each, subject) for each in optimizers if own.isdisjoint(updated_by(each)))
+        raise_together(problems)
+        return cls(
+            subject=subject,
+            optimizers=optimizers,
+            every=every,
+            formats=tuple(dict.fromkeys(found)),
+            kinds=tuple(dict.fromkeys(words)),
+        )
+
+
+def _require_positive(name: str, number: Any) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise PolicyError(f"{name} is {shown(number)}, not a number of steps", write=f"{name}=50")
+
+
+def _foreign(optimizer: Optimizer, subject: Subject) -> PolicyError:
+    return PolicyError(
+        "the optimizer updates none of the model's parameters",
+        where=f"{type(optimizer).__name__}, {type(subject.model).__name__}",
+        why="there would be no updates to record",
+        write="Recorder(model, optimizer), with an optimizer over model.parameters()",
+    )
+
+
+class LossScaleNow:
+    """The loss scale of the gradients that arrive now.
+
+    Args:
+        given: What a loop without a session says of it: its scaler, a number, a tensor, or nothing.
+        device: Where it is wanted.
+
+    Raises:
+        PolicyError: Something else is given.
+    """
+
+    def __init__(self, given: Any, device: torch.device) -> None:
+        if given is not None and not callable(getattr(given, "scale", None)):
+            is_number = isinstance(given, int | float) and not isinstance(given, bool) and 0.0 < given < math.inf
+            if not is_number and not (isinstance(given, Tensor) and given.numel() == 1):
+                raise PolicyError(
+                    f"the loss scale is {shown(given)}, not a positive finite number",
+                    write="loss_scale=scaler, a torch.amp.GradScaler; or loss_scale=1024.0",
+                )
+        self.is_given = given is not None
+        self._given, self._device = given, device
+        self._scale: Tensor | None = None
+        self._factor: Tensor | None = None
+
+    def told(self, scale: Tensor | None) -> None:
+        """Take the scale of a session's gradients that are about to come; ``None`` for none, or to ask anew."""
+        self._scale, self._factor = scale, None
+
+    def factor(self) -> Tensor | None:
+        """Return what to multiply gradients by; ``None`` for 1."""
+        if self._factor is None and (scale := self.scale()) is not None:
+            self._factor = inverse(scale)
+        return self._factor
+
+    def scale(self) -> Tensor | None:
+        """Return the scale, 0-d float32; ``None`` where losses are not scaled."""
+        if self._scale is None and self._given is not None:
+            one = torch.ones((), device=self._device)
+            # torch's scaler says what it is without asking the device only by scaling something.
+            scaled = self._given.scale(one) if callable(getattr(self._given, "scale", None)) else one * self._given
+            self._scale = scaled.detach().reshape(()).float().clone()
+        return self._scale

@@ -1,0 +1,344 @@
+"""What is counted of one step: what modules return, gradients that come back, weights, and by how much they move."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
+
+from mezzo.errors import StateError
+from mezzo.formats import Format
+from mezzo.hooks import OwnHook
+from mezzo.numerics.counting import COUNTABLE, ROW, count_into
+from mezzo.numerics.evidence import SwallowedUpdates
+from mezzo.numerics.moves import Move, count_moves
+from mezzo.numerics.recording.subject import Subject
+from mezzo.tensors import dtype_name, each_tensor, flat, mark, moved
+from mezzo.trace.modes import is_watched
+from mezzo.weights.halves import owner_of
+from mezzo.weights.models import halves_in
+
+#: Rows that are allocated together, and rows after which nothing will come that fetches them.
+_TOGETHER: Final = 64
+_MOST: Final = 1 << 16
+#: Elements that are unscaled at a time: on the CPU they stay in its cache, on a GPU a launch is worth more.
+_ON_CPU, _ON_GPU = 1 << 16, 1 << 24
+
+
+def is_countable(tensor: Tensor) -> bool:
+    """Whether a tensor holds values that a histogram can count; wrappers and nests hold none themselves."""
+    return (
+        tensor.dtype in COUNTABLE
+        and tensor.layout in (torch.strided, torch.sparse_coo)
+        and not tensor.is_nested
+        and tensor.device.type != "meta"
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not is_traceable_wrapper_subclass(tensor)
+    )
+
+
+class Tally:
+    """Rows of counts, each of one tensor.
+
+    Args:
+        width: How many more numbers each row holds, behind its histogram.
+    """
+
+    def __init__(self, width: int) -> None:
+        self._width = ROW + width
+        self._rows: list[Tensor] = []
+        self._free: dict[torch.device, list[Tensor]] = {}
+
+    def row(self, device: torch.device) -> int:
+        """Take a row of zeros on a device, and return its number."""
+        free = self._free.get(device)
+        if not free:
+            free = self._free[device] = [
+                *reversed(torch.zeros((_TOGETHER, self._width), dtype=torch.int64, device=device).unbind())
+            ]
+        if len(self._rows) == _MOST:
+            raise StateError(
+                f"{_MOST} tensors were counted, and no step came",
+                why="a recorder keeps what it has counted until its step is done",
+                write="recorder.step() after optimizer.step(); or modules=, for fewer",
+            )
+        self._rows.append(free.pop())
+        return len(self._rows) - 1
+
+    def beside(self, number: int) -> Tensor:
+        """Return what a row holds behind its histogram."""
+        return self._rows[number][ROW:]
+
+    def count(self, tensor: Tensor, factor: Tensor | None = None) -> int:
+        """Count a tensor's values in a new row, and return its number.
+
+        Args:
+            tensor: A tensor that :func:`is_countable`; of a sparse one what it holds.
+            factor: 0-d: what to multiply the values by in FP32; ``None`` for 1.
+
+        **Cost**: one kernel, two with a factor; no host sync.
+        """
+        number = self.row(tensor.device)
+        row, values = self._rows[number][:ROW], tensor.detach()
+        if values.is_sparse:
+            values = values.coalesce().values()
+        if factor is None:
+            count_into(row, values)
+            return number
+        factor = moved(factor, values.device)
+        vectors = flat(values)
+        for chunk in torch.split(
+            vectors[0] if vectors else values.reshape(-1), _ON_CPU if values.device.type == "cpu" else _ON_GPU
+        ):
+            count_into(row, chunk.float() * factor)
+        return number
+
+    def fetch(self, numbers: Sequence[Tensor]) -> tuple[list[Tensor], list[float]]:
+        """Bring all rows to the host, and some numbers with them.
+
+        Args:
+            numbers: 0-d, of any dtype that float32 holds.
+
+        Returns:
+            The rows, as views of one tensor for each device; the numbers.
+
+        **Cost**: one transfer from each device that holds any.
+        """
+        found: list[Tensor] = [torch.empty(0)] * len(self._rows)
+        read: list[float] = [0.0] * len(numbers)
+        devices = dict.fromkeys([*(row.device for row in self._rows), *(number.device for number in numbers)])
+        for device in devices:
+            rows = [place for place, row in enumerate(self._rows) if row.device == device]
+            beside = [place for place, number in enumerate(numbers) if number.device == device]
+            parts = [self._rows[place] for place in rows]
+            # As bits, so that everything travels in one tensor.
+            parts += [numbers[place].detach().reshape(1).float().view(torch.int32).long() for place in beside]
+            host = torch.cat(parts).cpu()
+            end = len(rows) * self._width
+            for place, row in zip(rows, host[:end].view(len(rows), self._width), strict=True):
+                found[place] = row
+            for place, bits in zip(beside, host[end:].int().view(torch.float32).tolist(), strict=True):
+                read[place] = bits
+        return found, read
+
+
+#: The rows of each tensor, by kind, module and name, with the tensor's dtype.
+Places = dict[tuple[str, str, str], tuple[str, list[int]]]
+
+#: Hooks run under the policy's mode, which would look at each operation that counting takes.
+_NO_TORCH_FUNCTION: Final = torch._C.DisableTorchFunction
+
+
+@dataclass(eq=False, slots=True)
+class _Output:
+    """A tensor that a module returned, and those modules that returned the very tensor after it, as containers do.
+
+    Attributes:
+        tensor: The tensor, for as long as it lives.
+        mark: What it was when it was counted.
+        row: Its counts; ``None`` where activations are not recorded.
+        counts: Whether it is known to be part of training. A pass in evaluation mode, or one that checkpointing runs
+            once more, is only if gradients come back.
+        names: The module and the name of each.
+    """
+
+    tensor: weakref.ref[Tensor]
+    mark: tuple[int, int]
+    row: int | None
+    counts: bool
+    names: list[tuple[str, str]] = field(default_factory=list)
+
+
+class PassWatch:
+    """Hooks on the modules of a model, for one step.
+
+    Args:
+        subject: What is watched.
+        kinds: ``activations``, ``activation_gradients`` or both.
+        tally: What counts.
+        places: What is told of the rows.
+        factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
+
+    Attributes:
+        called: The paths of the modules, in the order in which their calls ended.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        kinds: Collection[str],
+        tally: Tally,
+        places: Places,
+        factor: Callable[[], Tensor | None],
+    ) -> None:
+        self.called: dict[str, None] = {}
+        self._model, self._kinds = subject.model, kinds
+        self._tally, self._places, self._factor = tally, places, factor
+        self._outputs: dict[int, _Output] = {}
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(OwnHook(partial(self._returned, path)))
+            for module, path in subject.paths.items()
+        ]
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._outputs.clear()
+
+    def _returned(self, path: str, module: nn.Module, args: Any, output: Any) -> None:
+        """Count what a module has returned, but in passes that no backward pass can follow."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_watched():
+            return
+        self.called[path] = None
+        with _NO_TORCH_FUNCTION():
+            for place, tensor in each_tensor(output):
+                if is_countable(tensor) and tensor.numel():
+                    self._count(tensor, path, f"output{place}")
+
+    def _count(self, tensor: Tensor, path: str, name: str) -> None:
+        known = self._outputs.get(id(tensor))
+        if known is None or known.tensor() is not tensor or known.mark != mark(tensor):
+            # Evaluation without no_grad, and what checkpointing runs again, get no gradients.
+            counts = self._model.training and torch._C._current_graph_task_id() == -1
+            if not counts and not tensor.requires_grad:
+                return
+            row = self._tally.count(tensor) if "activations" in self._kinds else None
+            known = _Output(weakref.ref(tensor), mark(tensor), row, counts)
+            self._outputs[id(tensor)] = known
+            if tensor.requires_grad and ("activation_gradients" in self._kinds or not counts):
+                handle: RemovableHandle = tensor.register_hook(OwnHook(partial(self._arrived, known)))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+        known.names.append((path, name))
+        if known.counts and known.row is not None:
+            self._put("activations", path, name, tensor, known.row)
+
+    def _arrived(self, output: _Output, gradient: Tensor) -> None:
+        """Count the gradient of an output, which then has been part of training."""
+        if not self._handles or gradient is None or is_watched():
+            return
+        with _NO_TORCH_FUNCTION():
+            tensor = output.tensor()
+            if not output.counts:
+                output.counts = True
+                for path, name in output.names if output.row is not None else ():
+                    self._put("activations", path, name, gradient if tensor is None else tensor, output.row)
+            if "activation_gradients" in self._kinds and is_countable(gradient) and gradient.numel():
+                row = self._tally.count(gradient, self._factor())
+                for path, name in output.names:
+                    self._put("activation_gradients", path, name, gradient, row)
+
+    def _put(self, kind: str, path: str, name: str, tensor: Tensor, row: int | None) -> None:
+        if row is not None:
+            self._places.setdefault((kind, path, name), (dtype_name(tensor.dtype), []))[1].append(row)
+
+
+class WeightWatch:
+    """Counts what one step does to the parameters.
+
+    Args:
+        subject: What is watched.
+        kinds: Which of ``weights``, ``weight_gradients`` and ``updates``.
+        formats: The storage formats that updates are rounded to.
+        tally: What counts.
+        places: What is told of the rows.
+
+    Attributes:
+        has_gradients: Whether a parameter has had a gradient.
+    """
+
+    def __init__(
+        self, subject: Subject, kinds: Iterable[str], formats: Sequence[Format], tally: Tally, places: Places
+    ) -> None:
+        self._subject, self._kinds, self._formats = subject, frozenset(kinds), formats
+        self._tally, self._places = tally, places
+        self._before: dict[Tensor, tuple[Tensor, torch.dtype]] = {}
+        self._gradients: dict[Tensor, Tensor] = {}
+        self.has_gradients = False
+
+    def before(self, updated: Container[Tensor]) -> None:
+        """Count the weights that a step may move, and copy them.
+
+        Args:
+            updated: The parameters that the step is one of.
+        """
+        moving = (param for param in self._subject.params if param.requires_grad and param in updated)
+        for param, value in self._values(filter(is_countable, moving)):
+            if "weights" in self._kinds:
+                self._put("weights", param, value.dtype, self._tally.count(value))
+            if "updates" in self._kinds:
+                self._before[param] = value.to(torch.float32, copy=value.dtype == param.dtype), value.dtype
+
+    def keep(self, moved: Container[Tensor]) -> None:
+        """Let go of the copies of parameters that the step is not one of after all."""
+        self._before = {param: before for param, before in self._before.items() if param in moved}
+
+    def rest(self) -> None:
+        """Count the weights that no step has moved."""
+        places = self._subject.params if "weights" in self._kinds else {}
+        others = [param for param, place in places.items() if ("weights", *place) not in self._places]
+        for param, value in self._values(filter(is_countable, others)):
+            self._put("weights", param, value.dtype, self._tally.count(value))
+
+    def gradient(self, param: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
+        """Count a gradient, instead of an earlier one of the same parameter.
+
+        Args:
+            param: The model's parameter.
+            gradient: Its gradient.
+            factor: What to multiply it by; ``None`` for 1.
+        """
+        if param not in self._subject.params or not is_countable(gradient):
+            return
+        self.has_gradients = True
+        if "updates" in self._kinds:
+            self._gradients[param] = gradient
+        if "weight_gradients" in self._kinds:
+            self._put("weight_gradients", param, gradient.dtype, self._tally.count(gradient, factor))
+
+    def after(self) -> None:
+        """Count the updates of the weights that were copied, and let go of the copies."""
+        moves = []
+        for param, value in self._values(self._before):
+            before, dtype = self._before[param]
+            update = value.float() - before
+            row = self._tally.count(update)
+            self._put("updates", param, dtype, row)
+            gradient = self._gradients.pop(param, None)
+            if gradient is not None:
+                is_alike = gradient.shape == update.shape and gradient.layout == torch.strided
+                gradient = gradient.detach().reshape(-1) if is_alike else None
+            moves.append(Move(before.reshape(-1), update.reshape(-1), gradient, self._tally.beside(row)))
+        self._before.clear()
+        for device in dict.fromkeys(move.update.device for move in moves):
+            count_moves([move for move in moves if move.update.device == device], self._formats)
+
+    def _values(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parameters, each with its FP32 value if it is stored in two halves, and else with what it holds."""
+        owners = [*dict.fromkeys(each for module in self._subject.model.modules() for each in halves_in(module))]
+        for param in params:
+            owner = owner_of(param, owners)
+            yield param, param.detach() if owner is None else owner.read(param)
+
+    def _put(self, kind: str, param: Tensor, dtype: torch.dtype, row: int) -> None:
+        self._places[kind, *self._subject.params[param]] = dtype_name(dtype), [row]
+
+
+def swallowed_of(numbers: Sequence[int], formats: Sequence[Format]) -> SwallowedUpdates:
+    """Read what :class:`WeightWatch` has put beside the histogram of an update."""
+    updated, beyond, with_gradient, unmoved, *lost = numbers
+    return SwallowedUpdates(
+        updated=updated,
+        swallowed={target.name: count for target, count in zip(formats, lost, strict=True)},
+        beyond=beyond,
+        with_gradient=with_gradient,
+        unmoved=unmoved,
+    )
