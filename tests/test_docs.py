@@ -109,7 +109,11 @@ COMMANDS = sorted(
 
 
 def test_commands_are_found():
-    assert {"compare --seeds 3 --margin 0.5 --out runs/mine train.py", "doctor", "explain --policy O2,bf16 train.py"} <= {*COMMANDS}
+    assert {
+        "compare --seeds 3 --margin 0.5 --out runs/mine train.py",
+        "doctor",
+        "explain --policy O2,bf16 train.py",
+    } <= {*COMMANDS}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

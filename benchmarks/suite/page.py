@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from mezzo.explanation.words import byte_text, counted, scale_text
-from mezzo.report.verdict import number
+from mezzo.report.verdict import number, short
 from suite.families import FAMILIES, POLICIES, ROOT, SEEDS, Family
 from suite.numbers import GRADIENTS, SCALES
 
@@ -55,23 +55,26 @@ def family(name: str) -> str:
 
 
 def _row(row: dict[str, Any]) -> str:
-    difference = "" if row["difference"] is None else _number(row["difference"], sign=True)
+    difference = "" if row["difference"] is None else _signed(row["difference"])
     if row["interval"] is not None:
-        difference += " ({} to {})".format(*(_number(each, sign=True) for each in row["interval"]))
+        difference += " ({} to {})".format(*map(_signed, row["interval"]))
     sizes = ["–" if row[name] is None else byte_text(row[name]) for name in ("held_bytes", "saved_bytes")]
     time = "–" if row["step_ms"] is None else f"{row['step_ms']:.3g}"
     verdict = "" if row["verdict"] == "reference" else row["verdict"]
-    cells = [_short(row["policy"]), _number(row["metric"]), difference, verdict, _number(row["loss"]), time, *sizes]
+    cells = [_named(row["policy"]), _number(row["metric"]), difference, verdict, _number(row["loss"]), time, *sizes]
     return f"| {' | '.join(cells)} | {row['skipped']} | {scale_text(row['scale'])} |"
 
 
-def _short(policy: str) -> str:
-    text = policy.replace("dtype=float16", "fp16").replace("dtype=bfloat16", "bf16")
-    return f"`{text}`" + (f": {WITHOUT[policy]}" if policy in WITHOUT else "")
+def _named(policy: str) -> str:
+    return f"`{short(policy)}`" + (f": {WITHOUT[policy]}" if policy in WITHOUT else "")
 
 
-def _number(value: float | str | None, *, sign: bool = False) -> str:
-    return number(None if value is None else float(value), sign=sign)  # JSON has texts for what is not finite
+def _number(value: float | str | None) -> str:
+    return number(None if value is None else float(value))  # JSON has texts for what is not finite
+
+
+def _signed(value: float | str) -> str:
+    return number(float(value), sign=True, digits=3)
 
 
 def _said(this: Family, summary: dict[str, Any]) -> str:
@@ -84,7 +87,7 @@ def _said(this: Family, summary: dict[str, Any]) -> str:
     text = f"`{command}`, {summary['seeds']} seeds; equal is within {summary['margin']:g}; {where}."
     runs = {(run["policy"], run["seed"]) for run in summary["runs"]}
     wanted = [(policy, seed) for policy in summary["policies"] for seed in range(SEEDS)]
-    missing = [f"{_short(policy)} seed {seed}" for policy, seed in wanted if (policy, seed) not in runs]
+    missing = [f"{_named(policy)} seed {seed}" for policy, seed in wanted if (policy, seed) not in runs]
     return text + (f" Missing: {', '.join(missing)}." if missing else "")
 
 
@@ -118,7 +121,7 @@ def _came_to(row: dict[str, Any] | None) -> str:
     if row is None:
         return "not run yet"
     is_known = row["difference"] is not None and row["verdict"] != "diverged"
-    return row["verdict"] + (f", {_number(row['difference'], sign=True)}" if is_known else "")
+    return row["verdict"] + (f", {_signed(row['difference'])}" if is_known else "")
 
 
 def coverage() -> str:

@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from mezzo.report import table, to_markdown
+from mezzo.report import table
 from mezzo.report.table import cells
 
 HEADS = [
@@ -47,13 +47,6 @@ def test_the_full_table_has_bytes_beside_ratios_and_three_columns_more(compariso
     assert heads == [*HEADS, "not finite", "ran low", "peak"]
     assert found[1][6:8] == ["3.00 KiB (1.50×)", "512 B (0.50×)"]
     assert [row[10:] for row in found] == [["0", "100 %", "–"], ["0", "50 %", "4.00 KiB"]]
-
-
-def test_markdown_has_the_same_cells(comparison):
-    lines = to_markdown(comparison).splitlines()
-    heads, found = cells(comparison)
-    assert [line.strip("| ").split(" | ") for line in lines[:1] + lines[3:]] == [heads, found[1]]
-    assert lines[1].count("---:") == len(heads) - 2
 
 
 def test_a_row_is_a_line_at_120_and_at_80_columns(comparison):

@@ -1,6 +1,5 @@
 """What a run is told to have come to: why nothing ran low, what was left alone and why, what is no alarm."""
 
-
 import pytest
 
 from mezzo.script import Program, run

@@ -5,7 +5,7 @@ Nothing here runs a script, and nothing here prints.
 
 from mezzo.report.page import write_page
 from mezzo.report.picture import draw_curves, require_report
-from mezzo.report.table import table, to_markdown
-from mezzo.report.verdict import Row, rows, verdict
+from mezzo.report.table import table
+from mezzo.report.verdict import PolicyRow, rows, verdict
 
-__all__ = ["Row", "draw_curves", "require_report", "rows", "table", "to_markdown", "verdict", "write_page"]
+__all__ = ["PolicyRow", "draw_curves", "require_report", "rows", "table", "verdict", "write_page"]

@@ -1,9 +1,8 @@
-"""The table of a comparison, for a terminal, a page of markdown and one of HTML: the same cells in each."""
+"""The table of a comparison, for a terminal and a page: the same cells in both."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Final
 
 from rich import box
@@ -12,7 +11,7 @@ from rich.text import Text
 
 from mezzo.errors import printable
 from mezzo.explanation.words import byte_text, scale_text, share_text
-from mezzo.report.verdict import Row, number, rows, short
+from mezzo.report.verdict import PolicyRow, number, rows, short
 from mezzo.script.comparison import Comparison
 
 #: Columns by what they are worth, the least first: final scale, saved, held, time, skipped steps, loss.
@@ -20,7 +19,7 @@ _LEAST: Final = (9, 7, 6, 5, 8, 4)
 #: Characters of a policy on one line.
 _POLICY: Final = 26
 
-__all__ = ["cells", "table", "to_markdown"]
+__all__ = ["cells", "table"]
 
 
 def cells(comparison: Comparison, *, full: bool = False) -> tuple[list[str], list[list[str]]]:
@@ -49,12 +48,12 @@ def cells(comparison: Comparison, *, full: bool = False) -> tuple[list[str], lis
     return heads, [_cells(row, base, full) for row in found]
 
 
-def _cells(row: Row, base: Row | None, full: bool) -> list[str]:
+def _cells(row: PolicyRow, base: PolicyRow | None, full: bool) -> list[str]:
     difference = "" if row.difference is None else number(row.difference, sign=True, digits=3)
     if row.interval is not None:
         low, high = (number(each, sign=True, digits=3) for each in row.interval)
         difference += f" ({low} … {high})"
-    beside = None if base is row else base
+    beside = row if base is None else base
     shown = [
         short(row.policy),
         "FP32" if row.verdict == "reference" else row.verdict,
@@ -62,8 +61,8 @@ def _cells(row: Row, base: Row | None, full: bool) -> list[str]:
         difference,
         number(row.loss),
         "–" if row.step_ms is None else f"{row.step_ms:.3g}",
-        _size(row.held_bytes, beside and beside.held_bytes, full),
-        _size(row.saved_bytes, beside and beside.saved_bytes, full),
+        _size(row.held_bytes, None if beside is row else beside.held_bytes, full),
+        _size(row.saved_bytes, None if beside is row else beside.saved_bytes, full),
         str(row.skipped),
         scale_text(row.scale),
     ]
@@ -94,9 +93,9 @@ def table(comparison: Comparison, *, full: bool = False, width: int | None = Non
         max(len(part) for each in column for part in each.split("\n")) for column in zip(heads, *found, strict=True)
     ]
     left_out = list[int]()
-    for place in () if full or width is None else _LEAST:
+    for place in () if full else _LEAST:
         kept = [size + 2 for place, size in enumerate(widths) if place not in left_out]
-        if sum(kept) - 1 > width:
+        if width is not None and sum(kept) - 1 > width:
             left_out.append(place)
     caption = (
         f"left out: {', '.join(heads[place] for place in sorted(left_out))}; --full shows them" if left_out else None
@@ -121,10 +120,3 @@ def _folded(policy: str) -> str:
             lines.append("")
         lines[-1] += part
     return "\n".join(lines)
-
-
-def to_markdown(comparison: Comparison, *, full: bool = False) -> str:
-    """Return the table as markdown."""
-    heads, found = cells(comparison, full=full)
-    lines: list[Sequence[str]] = [heads, ["---" if place < 2 else "---:" for place in range(len(heads))], *found]
-    return "".join(f"| {' | '.join(each.replace('|', chr(92) + '|') for each in line)} |\n" for line in lines)

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 from mezzo.explanation.words import byte_text, counted
 from mezzo.script.comparison import Comparison, Run
 
-__all__ = ["CONFIDENCE", "Row", "Verdict", "margin_of", "number", "rows", "short", "verdict"]
+__all__ = ["CONFIDENCE", "PolicyRow", "Verdict", "margin_of", "number", "rows", "short", "verdict"]
 
 #: The share of intervals that hold the true mean difference.
 CONFIDENCE: Final = 0.95
@@ -24,7 +24,7 @@ Verdict = Literal["reference", "equal", "undecided", "worse", "better", "diverge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PolicyRow:
     """One policy over all of its runs; ``None`` for what is not known.
 
     Attributes:
@@ -78,13 +78,13 @@ def margin_of(comparison: Comparison) -> float:
     return _MARGIN * abs(statistics.fmean(known)) if known else 0.0
 
 
-def rows(comparison: Comparison) -> list[Row]:
+def rows(comparison: Comparison) -> list[PolicyRow]:
     """Return a row for each policy that has run, FP32 first."""
     margin = margin_of(comparison)
     return [_row(comparison, policy, margin) for policy in comparison.policies if comparison.of(policy)]
 
 
-def _row(comparison: Comparison, policy: str, margin: float) -> Row:
+def _row(comparison: Comparison, policy: str, margin: float) -> PolicyRow:
     runs = comparison.of(policy)
     base = {run.seed: run.metric for run in comparison.of("O0")}
     is_judged = not any(map(_diverged, comparison.of("O0")))
@@ -98,7 +98,7 @@ def _row(comparison: Comparison, policy: str, margin: float) -> Row:
 
     times = [run.step_ms[1] for run in runs if run.step_ms is not None]
     shares = [run.low_share for run in runs if run.low_share is not None]
-    return Row(
+    return PolicyRow(
         policy=policy,
         runs=len(runs),
         verdict="reference"
@@ -194,7 +194,7 @@ def verdict(comparison: Comparison) -> list[str]:
     return lines
 
 
-def _words(row: Row, comparison: Comparison) -> str:
+def _words(row: PolicyRow, comparison: Comparison) -> str:
     unit = f" {_away(comparison.metric.unit)}".rstrip()
     away = "" if row.difference is None else f"{number(abs(row.difference))}{unit}"
     ran = "; nothing ran in low precision" if row.low_share == 0 else ""
@@ -214,12 +214,12 @@ def _words(row: Row, comparison: Comparison) -> str:
     return f"{row.verdict}{signed}{_between(row, unit)}{ran}"
 
 
-def _lost(row: Row) -> str:
+def _lost(row: PolicyRow) -> str:
     metric = "" if row.metric is None or math.isfinite(row.metric) else f", its metric is {number(row.metric)}"
     return f"{row.nonfinite} of {row.steps} losses were not finite, {counted(row.skipped, 'step')} skipped{metric}"
 
 
-def _between(row: Row, unit: str) -> str:
+def _between(row: PolicyRow, unit: str) -> str:
     if row.interval is None:
         return ""
     low, high = (number(each, sign=True) for each in row.interval)
