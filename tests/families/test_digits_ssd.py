@@ -86,13 +86,13 @@ def test_matching_by_hand(script):
     anchors = torch.tensor(
         [[0, 0, 10, 10], [0, 0, 10, 4], [20, 20, 30, 30], [20, 20, 24, 24], [40, 40, 48, 48]]
     ).float()
-    boxes = torch.tensor([[[0, 0, 10, 8], [20, 20, 22, 24], [0, 0, 0, 0]]]).float()
+    boxes = torch.tensor([[[0, 0, 0, 0], [0, 0, 10, 8], [20, 20, 22, 24]]]).float()
     # the first digit has two anchors of IoU 0.8 and 0.5; the second has the best of two, 0.5, and an IoU of 0.08 else
-    cls, box = script.match(boxes, torch.tensor([[3, 9, 0]]), anchors)
+    cls, box = script.match(boxes, torch.tensor([[0, 3, 9]]), anchors)
     assert cls.tolist() == [[3, 3, 0, 9, 0]]
-    assert torch.equal(box[0, [0, 1, 3]], boxes[0, [0, 0, 1]])
-    boxes[0, 1, 2:] = 21.0  # the best anchor of a digit is the digit's at an IoU of 1/16
-    assert script.match(boxes, torch.tensor([[3, 9, 0]]), anchors)[0].tolist() == [[3, 3, 0, 9, 0]]
+    assert torch.equal(box[0, [0, 1, 3]], boxes[0, [1, 1, 2]])
+    boxes[0, 2, 2:] = 21.0  # the best anchor of a digit is the digit's at an IoU of 1/16
+    assert script.match(boxes, torch.tensor([[0, 3, 9]]), anchors)[0].tolist() == [[3, 3, 0, 9, 0]]
 
 
 def test_the_loss_by_hand_counts_three_hard_negatives_for_a_positive(script):
