@@ -54,7 +54,7 @@ def _cells(row: Row, base: Row | None, full: bool) -> list[str]:
     if row.interval is not None:
         low, high = (number(each, sign=True, digits=3) for each in row.interval)
         difference += f" ({low} … {high})"
-    beside = None if base is row else base
+    beside = row if base is None else base
     shown = [
         short(row.policy),
         "FP32" if row.verdict == "reference" else row.verdict,
@@ -62,8 +62,8 @@ def _cells(row: Row, base: Row | None, full: bool) -> list[str]:
         difference,
         number(row.loss),
         "–" if row.step_ms is None else f"{row.step_ms:.3g}",
-        _size(row.held_bytes, beside and beside.held_bytes, full),
-        _size(row.saved_bytes, beside and beside.saved_bytes, full),
+        _size(row.held_bytes, None if beside is row else beside.held_bytes, full),
+        _size(row.saved_bytes, None if beside is row else beside.saved_bytes, full),
         str(row.skipped),
         scale_text(row.scale),
     ]
@@ -94,9 +94,9 @@ def table(comparison: Comparison, *, full: bool = False, width: int | None = Non
         max(len(part) for each in column for part in each.split("\n")) for column in zip(heads, *found, strict=True)
     ]
     left_out = list[int]()
-    for place in () if full or width is None else _LEAST:
+    for place in () if full else _LEAST:
         kept = [size + 2 for place, size in enumerate(widths) if place not in left_out]
-        if sum(kept) - 1 > width:
+        if width is not None and sum(kept) - 1 > width:
             left_out.append(place)
     caption = (
         f"left out: {', '.join(heads[place] for place in sorted(left_out))}; --full shows them" if left_out else None
