@@ -25,7 +25,10 @@ LAST = [
     ("perplexity: Infinity", "perplexity", math.inf, ""),
     ("PSNR 32.1 dB", "PSNR", 32.1, "dB"),
     ("bpc 1.23 bits/char", "bpc", 1.23, "bits/char"),
+    ("test loss 2.134 nats per byte", "test loss", 2.134, "nats per byte"),
+    ("test: 99.33 % accuracy, loss 0.3", "loss", 0.3, ""),
     # several on one line
+    ("acc 0.9 loss NaN", "loss", math.nan, ""),
     ("epoch 3/10 - loss: 0.5 - acc: 0.9", "acc", 0.9, ""),
     ("epoch 10 test accuracy 0.99", "test accuracy", 0.99, ""),
     ("Epoch 10: test accuracy: 0.99", "test accuracy", 0.99, ""),

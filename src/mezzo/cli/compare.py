@@ -29,6 +29,9 @@ from mezzo.script.comparison import (
 
 __all__ = ["compare"]
 
+#: Columns of the table where no terminal folds it.
+_WIDEST = 200
+
 
 @app.command("compare", context_settings=BEFORE_SCRIPT)
 def compare(
@@ -120,11 +123,12 @@ def compare(
     if as_json:
         show_json(summary)
     else:
-        shown = console_for(200 if full else 120)
+        is_wide = full or not Console().is_terminal  # a file has all columns, however wide they are
+        shown = console_for(_WIDEST if is_wide else 120)
         for line in verdict:
             shown.print(printable(line), highlight=False, markup=False, soft_wrap=not shown.is_terminal)
         shown.print()
-        shown.print(report.table(comparison, full=full, width=shown.width))
+        shown.print(report.table(comparison, full=full, width=None if is_wide else shown.width))
         if any(row.emulated for row in found):
             shown.print("Products were emulated: their time says nothing about the format.", highlight=False)
     if metric is None and comparison.runs and comparison.metric == script.TRAINING_LOSS:

@@ -17,12 +17,14 @@ _DIGITS: Final = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?(?![\d,])|\d+(?:\.\d*)?|\.\d+)
 _NUMBER: Final = re.compile(
     rf"(?<![\w.@/-])(?<!\d,)([-+]?(?:{_DIGITS}|(?:inf(?:inity)?|nan)\b))(?!\d|[.,]\d)", re.IGNORECASE
 )
+_WORD: Final = r"[^\W\d_][^\s\d,;|()\[\]{}]*"
 #: What stands behind a number at once: its unit, or of how many it is.
-_UNIT: Final = re.compile(r"\s*(%|/\s*\d+)|([^\W\d_][^\s\d,;|()\[\]{}]*)|\s+([^\W\d_][^\s\d,;|()\[\]{}]*)[\s.)\]}]*$")
+_UNIT: Final = re.compile(rf"\s*(%|/\s*\d+)|({_WORD})|\s+({_WORD}(?:\s+{_WORD}){{0,2}})[\s.)\]}}]*$")
 #: All that may stand behind the last number of a line: a unit, a spread, a remark in brackets, what closes the line.
 _END: Final = re.compile(
-    rf"(?:\s*(?:%|/\s*\d+|[^\W\d_][^\s\d()\[\]]*))?(?:\s*(?:±|\+/?-)\s*{_DIGITS}\s*%?)?"
-    r"(?:\s*[(\[][^()\[\]]*[)\]])?[\s\"'\])}|.,;!*]*"
+    r"(?:\s*(?:%|/\s*\d+|(?!(?:nan|inf)\b)[^\W\d_][^\s\d()\[\]]*))?(?:\s+(?!(?:nan|inf)\b)[^\W\d_]+){0,2}"
+    rf"(?:\s*(?:±|\+/?-)\s*{_DIGITS}\s*%?)?(?:\s*[(\[][^()\[\]]*[)\]])?[\s\"'\])}}|.,;!*]*",
+    re.IGNORECASE,
 )
 #: How long something took, at the end of a line.
 _TIME: Final = re.compile(
@@ -199,7 +201,7 @@ def _first(line: str, place: int) -> re.Match[str] | None:
 
 def _unit(line: str, place: int) -> str:
     found = _UNIT.match(line, place)
-    return "" if found is None else re.sub(r"\s", "", next(filter(None, found.groups()))).rstrip(".,;!\"'")
+    return "" if found is None else re.sub(r"/\s+", "/", next(filter(None, found.groups()))).rstrip(".,;!\"'")
 
 
 def _value(text: str) -> float:
