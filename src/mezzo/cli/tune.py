@@ -43,9 +43,6 @@ def tune(
     policy: PolicyText = None,
     steps: Steps = None,
     after: Annotated[int, typer.Option(min=0, help="FP32 steps that the weights train before.")] = 0,
-    objective: Annotated[
-        str, typer.Option(help="What is preferred where ops lose alike: speed (bytes moved) or memory (bytes kept).")
-    ] = "speed",
     out: Out = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -70,7 +67,7 @@ def tune(
         explain_script(program, chosen, full=full, as_json=as_json)
     folder = None if out is None else free_folder(out, overwrite)
     with scripts_own(program):
-        tuned = tuned_script(program, chosen, steps=steps or 3, objective=objective, after=after)  # type: ignore[arg-type]
+        tuned = tuned_script(program, chosen, steps=steps or 3, after=after)
     rules = {str(rule): rule.reason for rule in tuned.policy.rules}
     document: dict[str, Any] = {"verdict": tuned.verdict, "policy": str(tuned.policy), "rules": rules}
     document["evidence"] = dataclasses.asdict(tuned.evidence)

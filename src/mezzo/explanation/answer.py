@@ -17,8 +17,6 @@ from mezzo.policy import Policy
 from mezzo.tensors import dtype_name
 from mezzo.trace.where import place_text
 
-__all__ = ["Answer", "answer_to"]
-
 #: Why products are in another format: that many reasons are told apart.
 _MOST_REASONS: Final = 2
 _UNLISTED: Final = "no list names this op"

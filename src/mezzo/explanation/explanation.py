@@ -12,8 +12,6 @@ from mezzo.explanation.answer import Answer, answer_to
 from mezzo.explanation.rows import Explained
 from mezzo.explanation.table import WIDEST, plain, renderables
 
-__all__ = ["Explanation"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation(Explained):

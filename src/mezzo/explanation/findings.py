@@ -19,8 +19,6 @@ from mezzo.tensors import LOW
 from mezzo.trace.trace import Trace
 from mezzo.trace.where import LOSS, MODEL, place_text
 
-__all__ = ["COMPOSITES", "findings"]
-
 #: C++ functions made of ops that have names of their own, and that no rule reaches inside.
 COMPOSITES: Final[Mapping[str, frozenset[str]]] = {
     name: frozenset(parts.split())

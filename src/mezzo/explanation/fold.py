@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["Fold", "folded"]
-
 T = TypeVar("T")
 
 #: A path, whose indices are sets: ``("blocks", {0, 1}, "norm")``.

@@ -9,8 +9,6 @@ from typing import Literal
 
 from mezzo.errors import PolicyError
 
-__all__ = ["Cast", "Explained", "Finding", "FindingKind", "Misaligned", "Product", "Row"]
-
 FindingKind = Literal[
     "disagreement",
     "idle rule",

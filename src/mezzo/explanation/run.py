@@ -27,8 +27,6 @@ from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_py
 from mezzo.trace.trace import Trace
 from mezzo.trace.where import Where
 
-__all__ = ["explain", "own"]
-
 Loss = Callable[[Any], Tensor]
 
 _NO_LOSS: Final = ("loss= must return one floating number", "loss=lambda output: criterion(output, target)")

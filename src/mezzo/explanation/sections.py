@@ -14,8 +14,6 @@ from mezzo.policy import Policy
 from mezzo.tensors import dtype_name
 from mezzo.trace.where import MODEL
 
-__all__ = ["NUMBERS", "WORDS", "Section", "all_rows", "few_rows"]
-
 #: Columns that hold numbers.
 NUMBERS: Final = frozenset("count,calls,bytes,share,flops,of FLOPs,multiple of".split(","))
 #: Columns that hold words, which may be folded.

@@ -20,8 +20,6 @@ from mezzo.explanation.answer import Answer, answer_to
 from mezzo.explanation.rows import Explained
 from mezzo.explanation.sections import NUMBERS, WORDS, Section, all_rows, few_rows
 
-__all__ = ["WIDEST", "plain", "renderables", "table", "terms"]
-
 #: The columns that the answer and its few rows take at most.
 WIDEST: Final = 120
 #: What a column of words is left at least, if paths are not to be folded.

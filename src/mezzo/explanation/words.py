@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-__all__ = ["byte_text", "counted", "format_text", "scale_text", "share_text"]
-
 #: Formats by dtype name, short enough for tables.
 _FORMATS: Final[Mapping[str, str]] = {
     "float64": "FP64",

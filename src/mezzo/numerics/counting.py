@@ -20,8 +20,6 @@ from torch import Tensor
 
 from mezzo.tensors import flat
 
-__all__ = ["BINS", "COUNTABLE", "FIRST", "INFS", "LARGEST", "NANS", "ROW", "ZEROS", "count_into"]
-
 #: The exponent of the first bin, that of float32's smallest number; the last is 127.
 FIRST: Final = -149
 BINS: Final = 277

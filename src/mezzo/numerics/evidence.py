@@ -22,11 +22,6 @@ from mezzo.errors import PolicyError, StateError, nearest, shown, some_of
 from mezzo.formats import Format, by_name
 from mezzo.numerics.histogram import ExponentHistogram
 
-__all__ = [
-    "KINDS", "Evidence", "EvidenceHeader", "RecordedModule", "RecordedStep", "RecordedTensor", "SwallowedUpdates",
-    "kind_of",
-]  # fmt: skip
-
 #: What is recorded of a module, in the order in which a step makes it.
 KINDS: Final = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 

@@ -45,8 +45,6 @@ from mezzo.numerics.evidence import (
 )
 from mezzo.numerics.histogram import ExponentHistogram
 
-__all__ = ["FILE", "SCHEMA", "read", "write", "write_step"]
-
 #: What the file is called in a folder of results.
 FILE: Final = "evidence.jsonl"
 SCHEMA: Final = 2

@@ -19,11 +19,6 @@ from mezzo.policy import Policy
 from mezzo.policy.spelling import both
 from mezzo.scale import LossScale
 
-__all__ = [
-    "CEILING", "GRADIENTS", "INIT", "SUBNORMAL", "SWALLOWED", "Alert", "better_scale", "first_not_finite", "flushed",
-    "idle", "lost_updates", "name_of", "near", "not_finite", "rescaled", "stopped", "stored_low",
-]  # fmt: skip
-
 Level = Literal["ok", "warn", "bad"]
 
 #: Shares of updates that vanish: what is said, and what stops a weight.

@@ -14,8 +14,6 @@ from mezzo.formats import Coverage, Format, by_name
 from mezzo.numerics.counting import BINS, COUNTABLE, FIRST, INFS, LARGEST, NANS, ROW, ZEROS, count_into
 from mezzo.tensors import dtype_name
 
-__all__ = ["ExponentHistogram", "exponent_histogram"]
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class ExponentHistogram:

@@ -13,8 +13,6 @@ from mezzo.errors import PolicyError, shown
 from mezzo.formats import Format, by_name
 from mezzo.tensors import dtype_name
 
-__all__ = ["BEYOND", "FIELDS", "Move", "count_moves", "swallowed"]
-
 #: Weights at least so many times as large as their update lose it in FP16: an addition shifts it out.
 BEYOND: Final = 2048.0
 #: What is counted before the formats: elements that are updated; of these, those whose weight is :data:`BEYOND`;

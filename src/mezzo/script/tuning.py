@@ -7,18 +7,17 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mezzo.errors import PolicyError, UnsupportedError, unknown_word
+from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.numerics.tuning import Tuned
 from mezzo.numerics.tuning import tune as tuned
 from mezzo.numerics.tuning.run import tunable
-from mezzo.numerics.tuning.tuned import Objective
 from mezzo.policy import Policy
 from mezzo.script.gathering import name_of
 from mezzo.script.program import Program
@@ -35,7 +34,6 @@ def tune(
     policy: Policy | str = "O1,dtype=float16",
     *,
     steps: int = 3,
-    objective: Objective = "speed",
     after: int = 0,
 ) -> Tuned:
     """Find the fewest ops of a script's model that need FP32, and the loss scale.
@@ -49,7 +47,6 @@ def tune(
         program: The script.
         policy: Level O1, which gives the format; its rules and fields are kept.
         steps: How many calls are kept; each is a step of a trial.
-        objective: ``speed`` or ``memory``.
         after: How many steps the script takes before.
 
     Returns:
@@ -57,15 +54,13 @@ def tune(
         of its settings; else all begin at the script's weights.
 
     Raises:
-        PolicyError: ``policy`` or ``objective`` cannot be used, ``after`` is negative, or the script never trains.
+        PolicyError: ``policy`` cannot be used, ``after`` is negative, or the script never trains.
         UnsupportedError: It trains several models at a time; its model or arguments cannot be copied.
         NumericsError: As :func:`mezzo.numerics.tune`.
         BaseException: What the script raises.
     """
     require_one_process("tune")
     kept_policy = tunable(policy)
-    if objective not in get_args(Objective):
-        raise unknown_word("objective", objective, get_args(Objective))
     if after < 0:
         raise PolicyError(f"after must be 0 or a positive integer, not {after}", write="after=100")
     kept = _OwnCalls(calls=steps, after=after)
@@ -78,8 +73,7 @@ def tune(
     if kept.model is None or not batches:
         raise never_trains(program.name, ended.report.left_alone)
     make = None if kept.optimizer is None else _maker(kept.optimizer)
-    options: Any = {"policy": kept_policy, "steps": len(batches), "objective": objective}
-    return tuned(kept.model, _loss, batches, optimizer=make, **options)
+    return tuned(kept.model, _loss, batches, optimizer=make, policy=kept_policy, steps=len(batches))
 
 
 @dataclass(slots=True)

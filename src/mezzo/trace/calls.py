@@ -21,8 +21,6 @@ from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
 from mezzo.trace.frames import kernel_name, op_name
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
 
-__all__ = ["Decider", "OpCall", "opened_by_region"]
-
 _CASTABLE: Final = frozenset(map(dtype_name, CASTABLE))
 _CONVERSIONS: Final = frozenset("to float half bfloat16 double type type_as to_copy _to_copy".split())
 

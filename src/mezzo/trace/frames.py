@@ -11,8 +11,6 @@ from mezzo.cast.notes import notes
 from mezzo.errors import PolicyError
 from mezzo.policy.ops import resolve
 
-__all__ = ["Doing", "doing", "here", "is_from", "kernel_name", "op_name", "user_line"]
-
 Doing = Literal["emulation", "cast", "buffer", "region", "other"]
 
 

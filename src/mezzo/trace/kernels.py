@@ -11,11 +11,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.tensors import LOW, tensors
 
-__all__ = [
-    "Storages", "factors", "flops", "is_allocation", "is_cast", "is_rearranging", "is_rounding", "is_view",
-    "moved_bytes", "multiple_of", "product", "same_storage",
-]  # fmt: skip
-
 _FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ALLOCATIONS: Final = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
 

@@ -13,11 +13,6 @@ from torch.utils import _pytree as pytree
 
 from mezzo.tensors import dtype_name, has_fraction, tensors
 
-__all__ = [
-    "LostIntegers", "Operand", "Range", "has_literal", "has_nan", "is_finite", "is_like_a_mask", "largest_in",
-    "lost_integers", "needed", "operands", "range_of", "shape_text",
-]  # fmt: skip
-
 #: In-place kernels that do not read what they write to, which may be memory that nothing was written to before.
 _OVERWRITING: Final = frozenset(
     "copy_ fill_ zero_ normal_ uniform_ random_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ set_".split()

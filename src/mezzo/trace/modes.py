@@ -22,8 +22,6 @@ from mezzo.trace.calls import opened_by_region
 from mezzo.trace.names import numbered
 from mezzo.trace.where import Place, Where
 
-__all__ = ["CallMode", "KernelMode", "KernelWatch", "Observer", "hooked", "is_watched", "watching"]
-
 _BACKWARD_FUNCTIONS: Final = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 

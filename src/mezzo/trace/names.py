@@ -11,8 +11,6 @@ from mezzo.cast.weight_casts import is_further_use
 from mezzo.tensors import each_tensor, tensors
 from mezzo.trace.measure import is_finite
 
-__all__ = ["Edge", "Names", "Role", "edges", "named_inputs", "numbered"]
-
 Role = Literal["parameter", "buffer", "input"]
 #: An autograd node and which of its results; of a leaf, the tensor's id and 0.
 Edge = tuple[Any, int]

@@ -12,8 +12,6 @@ from mezzo.trace.frames import doing
 from mezzo.trace.kernels import flops
 from mezzo.trace.modes import KernelWatch
 
-__all__ = ["Products"]
-
 
 class Products(KernelWatch):  # type: ignore[no-untyped-call]
     """Count the operations of products by the precision that their kernels read, inside its block.

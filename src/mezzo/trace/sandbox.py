@@ -16,11 +16,6 @@ from torch import Tensor, nn
 
 from mezzo.errors import PolicyError, UnsupportedError, some_of
 
-__all__ = [
-    "RandomStates", "as_training_runs", "copied", "devices_of", "gradients_aside", "leaves_of", "require_python",
-    "require_scalar", "untouched",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:

@@ -18,8 +18,6 @@ from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import LostIntegers, lost_integers
 from mezzo.trace.where import Place, Where
 
-__all__ = ["Account", "Integers", "Trace"]
-
 _NO_TORCH_FUNCTION: Final = torch._C.DisableTorchFunction
 
 

@@ -18,8 +18,6 @@ from torch import nn
 from mezzo.trace.calls import OpCall
 from mezzo.trace.frames import user_line
 
-__all__ = ["LOSS", "MODEL", "Place", "Where", "place_text"]
-
 #: How the model itself is called where people read, for its path is empty.
 MODEL: Final = "(model)"
 #: The module path of what the loss function does.

@@ -27,8 +27,6 @@ from mezzo.numerics.recording.subject import WHY_UNSEEN, Choices, LossScaleNow, 
 from mezzo.session.observers import watching
 from mezzo.tensors import dtype_name
 
-__all__ = ["Recorder"]
-
 logger = logging.getLogger(__name__)
 
 

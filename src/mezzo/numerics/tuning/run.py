@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from mezzo.cast.region import autocast
-from mezzo.errors import PolicyError, nearest, raise_together, shown, unknown_word
+from mezzo.errors import PolicyError, nearest, raise_together, shown
 from mezzo.formats import by_name
 from mezzo.numerics.tuning.selection import Selection
 from mezzo.numerics.tuning.shadow import LossFunction, Shadow
-from mezzo.numerics.tuning.tuned import Objective, Tuned
+from mezzo.numerics.tuning.tuned import Tuned
 from mezzo.policy import Policy
 from mezzo.policy.spelling import both
 from mezzo.tensors import LOW, dtype_name
@@ -35,7 +35,6 @@ def tune(
     dtype: str | torch.dtype = "float16",
     optimizer: Callable[[Any], Optimizer] | None = None,
     steps: int = 3,
-    objective: Objective = "speed",
     policy: Policy | str | None = None,
 ) -> Tuned:
     """Find the fewest ops that need FP32 in training, and the loss scale, by running the model.
@@ -58,8 +57,6 @@ def tune(
         optimizer: From parameters to an optimizer, which takes the FP32 steps; when omitted, every batch meets the
             weights as they are.
         steps: How many steps each trial takes.
-        objective: What to prefer among ops that lose alike: ``speed``, fewer bytes read and written, or ``memory``,
-            fewer kept.
         policy: Level O1 with the rules and fields to keep, in place of ``dtype``; its ops that have no rule start low.
 
     Returns:
@@ -85,7 +82,7 @@ def tune(
         >>> print(*tuned.policy.rules)
         fp32=linear@0 low=square
     """
-    table = _checked(model, loss_fn, optimizer, steps, objective, partial(_of_dtype, dtype, policy))
+    table = _checked(model, loss_fn, optimizer, steps, partial(_of_dtype, dtype, policy))
     with untouched([model]), _full_fp32(devices_of([model])):
         taken = list(islice(_iterated(batches), steps))
         if not taken:
@@ -93,7 +90,7 @@ def tune(
                 "there is no batch to tune on", why="batches is empty", write="tune(model, loss_fn, [batch, …])"
             )
         own = [taken[number % len(taken)] for number in range(steps)]
-        return Selection(Shadow(model, loss_fn, own, optimizer), table, objective).tuned()
+        return Selection(Shadow(model, loss_fn, own, optimizer), table).tuned()
 
 
 def _of_dtype(dtype: Any, policy: Policy | str | None) -> Policy:
@@ -121,9 +118,7 @@ def tunable(given: Policy | str) -> Policy:
     return policy
 
 
-def _checked(
-    model: Any, loss_fn: Any, optimizer: Any, steps: Any, objective: Any, table: Callable[[], Policy]
-) -> Policy:
+def _checked(model: Any, loss_fn: Any, optimizer: Any, steps: Any, table: Callable[[], Policy]) -> Policy:
     anew = "it is made anew for each trial, for parameters of a copy"
     is_count = isinstance(steps, int) and not isinstance(steps, bool) and steps >= 1
     rows = (
@@ -136,8 +131,6 @@ def _checked(
          "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"),
     )  # fmt: skip
     problems = [PolicyError(what, why=why, write=write) for is_well, what, why, write in rows if not is_well]
-    if objective not in get_args(Objective):
-        problems.append(unknown_word("objective", objective, get_args(Objective)))
     try:
         found = table()
     except PolicyError as error:

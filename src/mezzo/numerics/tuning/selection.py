@@ -19,7 +19,7 @@ from mezzo.numerics.footprint import SavedBytes
 from mezzo.numerics.tuning.shadow import Shadow
 from mezzo.numerics.tuning.survey import SUSPECT_DB, Sensitivity, Spot, sensitivities, survey
 from mezzo.numerics.tuning.trial import DEFAULT_SCALE, FAULT_DB, Outcome, Trials, fails_again, ratio_text
-from mezzo.numerics.tuning.tuned import Candidate, Objective, Tuned, TuningEvidence
+from mezzo.numerics.tuning.tuned import Candidate, Tuned, TuningEvidence
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.spelling import both
 from mezzo.scale import LossScale
@@ -158,11 +158,10 @@ class Selection:
     Args:
         shadow: The FP32 steps.
         table: The level and the rules to keep, in the low dtype.
-        objective: What is preferred among ops that lose alike.
     """
 
-    def __init__(self, shadow: Shadow, table: Policy, objective: Objective) -> None:
-        self.shadow, self.table, self.objective = shadow, table, objective
+    def __init__(self, shadow: Shadow, table: Policy) -> None:
+        self.shadow, self.table = shadow, table
         self.dtype = dtype_name(table.dtype)
         self.trials = Trials(shadow)
         calls = [call for step in range(len(shadow.batches)) for call in survey(shadow, table.dtype, step)]
@@ -263,8 +262,7 @@ class Selection:
 
     def _num_bytes(self, group: Iterable[Spot]) -> int:
         """Count what operands and results take more in FP32 than in 16 bits; 2 bytes each."""
-        counted = [self._numbers[spot] for spot in group]
-        return sum(2 * (returned if self.objective == "memory" else read + returned) for read, returned in counted)
+        return sum(2 * sum(self._numbers[spot]) for spot in group)
 
     def _worth(self, spots: Sequence[Spot]) -> list[list[Spot]]:
         """Drop pins that add too little, the least first; of what is left each is worth it."""
@@ -346,7 +344,6 @@ class Selection:
         return TuningEvidence(
             dtype=self.dtype,
             steps=len(self.shadow.batches),
-            objective=self.objective,
             num_trials=self.trials.count,
             start=self.start,
             result=result,

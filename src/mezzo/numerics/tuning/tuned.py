@@ -6,7 +6,6 @@ import os
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from mezzo.errors import printable, some_of
 from mezzo.explanation.fold import folded
@@ -14,8 +13,6 @@ from mezzo.explanation.words import byte_text, counted, scale_text
 from mezzo.numerics.tuning.trial import Outcome, ratio_text
 from mezzo.policy import Policy
 from mezzo.trace.where import MODEL
-
-Objective = Literal["speed", "memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +25,7 @@ class Candidate:
         kept: Whether the policy pins it.
         local_db: What the op alone keeps of its results and gradients, from rounded operands, in dB: the worst call's
             signal to noise; ``None`` where that was not looked at, since no op needs FP32.
-        num_bytes: How many bytes more its operands and results take in FP32; results alone for ``memory``.
+        num_bytes: How many bytes more its operands and results take in FP32.
         without_db: Signal to noise of the worst gradient without the pin, in dB; of what is not pinned, in the result.
         with_db: The same with the pin; ``None`` of what is not pinned.
         reason: In words, why it is pinned.
@@ -56,7 +53,6 @@ class TuningEvidence:
     Attributes:
         dtype: The low dtype.
         steps: Training steps of each trial.
-        objective: What was preferred where several answers were as good.
         num_trials: How many policies were run.
         start: With every op low.
         result: With the policy that was chosen.
@@ -69,7 +65,6 @@ class TuningEvidence:
 
     dtype: str
     steps: int
-    objective: str
     num_trials: int
     start: Outcome
     result: Outcome
