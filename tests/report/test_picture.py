@@ -42,9 +42,21 @@ def test_each_policy_has_a_colour_and_each_run_a_line(compared, axes):
 
 def test_only_scales_that_move_are_drawn(compared, run_of, axes):
     moving = run_of(1.0, scales=(65536.0,) * 5 + (32768.0,) * 5)
-    scales = axes(compared(O0=1.0, O1=moving))[1]
-    (line,) = scales.get_lines()
+    assert len(axes(compared(O0=1.0, O1=1.0))) == 2
+    (line,) = axes(compared(O0=1.0, O1=moving))[2].get_lines()
     assert list(line.get_ydata()) == [16.0] * 5 + [15.0] * 5
+
+
+def test_each_run_stands_beside_fp32_with_its_seed_as_far_as_both_go(compared, run_of, axes):
+    low = [run_of(1.0, losses=(1.5, 0.75)), run_of(1.0, losses=(1.0, 0.5))]
+    differences = axes(compared(O0=[1.0, 1.0], O1=low))[1]
+    assert [list(line.get_ydata()) for line in differences.get_lines()] == [[0.0] * 10] * 2 + [[0.5, 0.25], [0.0, 0.0]]
+
+
+def test_policies_beyond_the_palette_are_dashed(compared, axes):
+    losses = axes(compared(O0=1.0, **{f"O1,loss_scale={scale}": 1.0 for scale in range(1, 9)}))[0]
+    looks = [(line.get_color(), line.get_linestyle()) for line in losses.get_lines()]
+    assert len(set(looks)) == 9
 
 
 def test_a_line_breaks_where_its_loss_is_not_finite(compared, run_of, axes):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from mezzo.files import whole
-from mezzo.report.picture import COLOURS, smooth
+from mezzo.report.picture import differences_of, look, losses_of
 from mezzo.report.table import cells
-from mezzo.report.verdict import verdict
-from mezzo.script.comparison import Comparison
+from mezzo.report.verdict import short, verdict
+from mezzo.script.comparison import Comparison, Run
 
 __all__ = ["write_page"]
 
@@ -25,7 +27,13 @@ def write_page(comparison: Comparison, path: Path) -> None:
     import plotly.io
 
     heads, rows = cells(comparison, full=True)
-    drawn = [_figure(comparison, "training loss, smoothed", _losses), _figure(comparison, "loss scale", _scales)]
+    drawn = [
+        _figure(comparison, "training loss, smoothed", losses_of),
+        _figure(
+            comparison, "training loss, smoothed, less FP32's with the same seed", partial(differences_of, comparison)
+        ),
+        _figure(comparison, "loss scale", lambda run: list(run.scales)),
+    ]
     figures = [
         plotly.io.to_html(each, full_html=False, include_plotlyjs=number == 0) for number, each in enumerate(drawn)
     ]
@@ -36,31 +44,23 @@ def write_page(comparison: Comparison, path: Path) -> None:
         file.write(page.encode())
 
 
-def _losses(run: Any) -> list[float | None]:
-    line = smooth(run.losses, len(run.losses) // 60)
-    return [value if math.isfinite(value) else None for value in line]
-
-
-def _scales(run: Any) -> list[float | None]:
-    return [value if 0 < value < math.inf else None for value in run.scales]
-
-
-def _figure(comparison: Comparison, title: str, values: Any) -> Any:
+def _figure(comparison: Comparison, title: str, values: Callable[[Run], Sequence[float]]) -> Any:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    shown = [value for run in comparison.runs for value in values(run) if value is not None]
+    shown = [value for run in comparison.runs for value in values(run) if math.isfinite(value)]
     for place, policy in enumerate(comparison.policies):
+        colour, is_dashed = look(place)
         for number, run in enumerate(comparison.of(policy)):
-            line = values(run)
+            line = [value if math.isfinite(value) else None for value in values(run)]
             figure.add_scatter(
                 x=list(range(1, len(line) + 1)),
                 y=line,
                 mode="lines",
-                name=policy,
+                name=short(policy),
                 legendgroup=policy,
                 showlegend=number == 0,
-                line={"color": "black" if place == 0 else COLOURS[(place - 1) % len(COLOURS)], "width": 1.5},
+                line={"color": colour, "dash": "dash" if is_dashed else "solid", "width": 1.5},
                 hovertemplate=f"%{{y:.5g}}, step %{{x}}, seed {run.seed}" if run.seed is not None else None,
             )
     wide = bool(shown) and 0 < 10 * min(shown) <= max(shown)

@@ -9,14 +9,14 @@ from typing import Any
 
 from mezzo.errors import require_extra
 from mezzo.files import whole
-from mezzo.script.comparison import Comparison
+from mezzo.report.verdict import short
+from mezzo.script.comparison import Comparison, Run
 
-__all__ = ["COLOURS", "draw_curves", "require_report", "smooth"]
+__all__ = ["differences_of", "draw_curves", "look", "losses_of", "require_report", "smooth"]
 
 #: Okabe and Ito's palette, distinguishable with every common colour blindness, less black (FP32) and yellow (too faint
 #: for a line on white). Source: https://jfly.uni-koeln.de/color/
 COLOURS = ("#0072B2", "#E69F00", "#D55E00", "#56B4E9", "#009E73", "#CC79A7")
-_GREY = "#555555"
 
 
 def require_report() -> None:
@@ -61,45 +61,62 @@ def smooth(values: Sequence[float], span: int) -> list[float]:
     return smoothed
 
 
+def losses_of(run: Run) -> list[float]:
+    """Return a run's losses, smoothed."""
+    return smooth(run.losses, len(run.losses) // 60)
+
+
+def differences_of(comparison: Comparison, run: Run) -> list[float]:
+    """Return its smoothed losses less FP32's with the same seed, as far as both go."""
+    base = next((each for each in comparison.of("O0") if each.seed == run.seed), None)
+    return (
+        [] if base is None else [mine - theirs for mine, theirs in zip(losses_of(run), losses_of(base), strict=False)]
+    )
+
+
+def look(place: int) -> tuple[str, bool]:
+    """Return the colour of a policy's lines, and whether they are dashed: beyond the palette they are."""
+    return ("black", False) if place == 0 else (COLOURS[(place - 1) % len(COLOURS)], place > len(COLOURS))
+
+
 def draw_curves(comparison: Comparison, path: Path) -> None:
-    """Draw the loss of each run, and its loss scale where that moves, a colour a policy, a line a seed.
+    """Draw the loss of each run, what it is beside FP32's, and the loss scale where it moves; a colour a policy.
 
     **Cost**: about a second; nothing of matplotlib's global state is touched.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9.0, 6.4), dpi=150, layout="constrained")
+    does_move = any(len(set(run.scales)) > 1 for run in comparison.runs)
+    figure = Figure(figsize=(9.0, 7.6 if does_move else 6.4), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    losses, scales = figure.subplots(2, 1, sharex=True, height_ratios=(3.0, 1.3))
+    axes = figure.subplots(2 + does_move, 1, sharex=True, height_ratios=(2.4, 1.3, 1.1)[: 2 + does_move])
+    losses, differences = axes[:2]
     smallest, largest = math.inf, 0.0
     for place, policy in enumerate(comparison.policies):
-        look: dict[str, Any] = {
-            "color": "black" if place == 0 else COLOURS[(place - 1) % len(COLOURS)],
-            "linewidth": 1.3,
-        }
+        colour, is_dashed = look(place)
+        style: dict[str, Any] = {"color": colour, "linestyle": "--" if is_dashed else "-", "linewidth": 1.3}
         for number, run in enumerate(comparison.of(policy)):
-            line = smooth(run.losses, len(run.losses) // 60)
+            line = losses_of(run)
             finite = [value for value in line if math.isfinite(value)]
             smallest, largest = min([smallest, *finite]), max([largest, *finite])
-            losses.plot(range(1, len(line) + 1), line, label=policy if number == 0 else None, **look)
-            if any(scale != run.scales[0] for scale in run.scales):
+            losses.plot(range(1, len(line) + 1), line, label=short(policy) if number == 0 else None, **style)
+            beside = differences_of(comparison, run)
+            differences.plot(range(1, len(beside) + 1), beside, **style)
+            if len(set(run.scales)) > 1:
                 exponents = [math.log2(scale) if scale > 0 else math.nan for scale in run.scales]
-                scales.step(range(1, len(exponents) + 1), exponents, where="mid", **look)
+                axes[2].step(range(1, len(exponents) + 1), exponents, where="mid", **style)
     if 0.0 < 10.0 * smallest <= largest:  # within a decade a logarithm only makes the numbers odd
         losses.set_yscale("log")
-    losses.set_ylabel("training loss, smoothed")
-    losses.set_title(f"{comparison.script}: a line is one run", fontsize=11, loc="left")
-    scales.set_ylabel("log₂ of loss scale")
-    scales.set_xlabel("step")
-    for axes in (losses, scales):
-        axes.grid(True, color="#DDDDDD", linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
     device = comparison.machine.get("gpu", comparison.machine["cpu"])
-    figure.supxlabel(
-        f"{device} · torch {comparison.machine['torch']} · {comparison.date[:10]}", fontsize=8, color=_GREY
-    )
+    where = f"{device} · torch {comparison.machine['torch']} · {comparison.date[:10]}"
+    losses.set_title(f"{comparison.script}: a line is one run", fontsize=11, loc="left")
+    for panel, label in zip(axes, ("training loss, smoothed", "loss − FP32's", "log₂ of loss scale"), strict=False):
+        panel.set_ylabel(label)
+        panel.grid(True, color="#DDDDDD", linewidth=0.6)
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[-1].set_xlabel(f"step          {where}")
     handles, labels = losses.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=9)
     with whole(path) as file:
