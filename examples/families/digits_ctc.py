@@ -2,7 +2,7 @@
 
 Data: the 1797 images of 8×8 that come with scikit-learn; a fixed permutation holds out 597 of them. A strip has 3 to 7
 digits with gaps of 0 to 2 pixels, each at one of 5 heights. Training strips are drawn from the other images as training
-goes on; the 600 test strips are always the same.
+goes on; the 1800 test strips are always the same.
 Judged by: the character error rate of greedy decoding on the test strips, edit distance per digit; lower is better.
 In the paper (Micikevicius et al. 2018, section 4.3): DeepSpeech 2, convolutions, GRUs and CTC on English and Mandarin.
 
@@ -14,7 +14,6 @@ Three FP32 seeds gave 3.78, 3.91 and 4.25 %.
 """
 
 import argparse
-import math
 
 import torch
 from sklearn.datasets import load_digits
@@ -22,28 +21,30 @@ from torch import nn
 from torch.nn import functional
 
 HELD_OUT_IMAGES = 597  # a third
-NUM_TEST_STRIPS = 600
+NUM_TEST_STRIPS = 1800
 BATCH_SIZE = 32
 HEIGHT, WIDTH = 12, 72  # pixels of a strip
 BLANK = 10  # CTC's eleventh class
 
 
 class StripNet(nn.Module):
-    """Scores of ten digits and the blank, at every second column of a strip."""
+    """Scores of ten digits and the blank, at every fourth column of a strip."""
 
     def __init__(self):
         super().__init__()
         self.convolutions = nn.Sequential(
             nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d((2, 1)),
+            nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.Conv2d(32, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Dropout(0.2),
         )  # fmt: skip
         self.gru = nn.GRU(32 * HEIGHT // 4, 64, bidirectional=True)
         self.head = nn.Linear(128, 11)
 
     def forward(self, strips):  # (batch, 1, 12, 72)
-        x = self.convolutions(strips)  # (batch, 32, 3, 36)
-        x = x.flatten(1, 2).permute(2, 0, 1)  # (36, batch, 96)
-        return self.head(self.gru(x)[0])  # (36, batch, 11)
+        x = self.convolutions(strips)  # (batch, 32, 3, 18)
+        x = x.flatten(1, 2).permute(2, 0, 1)  # (18, batch, 96)
+        return self.head(self.gru(x)[0])  # (18, batch, 11)
 
 
 def load():
@@ -107,18 +108,10 @@ def error_rate(found, wanted):
     return 100.0 * errors / sum(len(text) for text in wanted)
 
 
-def warmup_cosine(step, steps, warmup):
-    """Return the share of the peak learning rate: it rises along a line, then falls to nothing along a cosine."""
-    rising = max(1, round(warmup * steps))
-    if step < rising:
-        return (step + 1) / rising
-    return 0.5 * (1.0 + math.cos(math.pi * min(1.0, (step - rising) / max(1, steps - 1 - rising))))
-
-
 def main():
     parser = argparse.ArgumentParser(description="Train a recogniser of strips of handwritten digits.")
     parser.add_argument("--seed", type=int, default=0, help="of initial weights and training strips")
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(args.seed)
@@ -127,8 +120,8 @@ def main():
     test_strips, test_texts = draw_strips(test_images, test_labels, NUM_TEST_STRIPS, test_generator)
 
     model = StripNet().to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps, 0.1))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=args.steps, pct_start=0.1)
 
     generator = torch.Generator().manual_seed(args.seed)
     for step in range(1, args.steps + 1):
