@@ -20,7 +20,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
 
-HELD_OUT_IMAGES = 597  # a third
 BATCH_SIZE = 32
 SIDE, HALF = 48, 24  # pixels of a canvas and of its quarters
 UNIT = 4.0  # pixels: by these offsets of the corners are about as large as scores
@@ -41,20 +40,18 @@ class Detector(nn.Module):
 
 
 def layers(channels_in, channels, stride):
-    conv = nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False)
-    return conv, nn.BatchNorm2d(channels), nn.ReLU()
+    return nn.Conv2d(channels_in, channels, 3, stride, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU()
 
 
 def draw(number, held_out):
     """Return canvases, boxes (number, 4, 4) as x1 y1 x2 y2, classes (number, 4), 0 for a quarter without a digit."""
     digits, rng = load_digits(), np.random.default_rng(held_out)
-    order = torch.randperm(1797, generator=torch.Generator().manual_seed(1797))
-    images = order[:HELD_OUT_IMAGES] if held_out else order[HELD_OUT_IMAGES:]
+    test, train = torch.randperm(1797, generator=torch.Generator().manual_seed(1797)).split([597, 1200])
     canvases = torch.from_numpy(rng.normal(0.0, 0.1, (number, 1, SIDE, SIDE))).float()
     boxes, classes = torch.zeros(number, 4, 4), torch.zeros(number, 4, dtype=torch.long)
     for canvas, box, cls in zip(canvases, boxes, classes, strict=True):
         for quarter in rng.permutation(4)[: rng.integers(1, 5)]:
-            image, (width, height) = rng.choice(images), rng.integers(12, HALF + 1, 2)
+            image, (width, height) = rng.choice(test if held_out else train), rng.integers(12, HALF + 1, 2)
             x = HALF * (quarter % 2) + rng.integers(HALF - width + 1)
             y = HALF * (quarter // 2) + rng.integers(HALF - height + 1)
             digit = torch.from_numpy(digits.images[image] / 16.0).float()[None, None]

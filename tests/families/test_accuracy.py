@@ -11,9 +11,8 @@ import pytest
         ("digits_ctc", [], 0.0, 10.0),
         ("digits_ssd", [], 80.0, 100.0),
         ("numbers_mt", [], 97.0, 100.0),
-        # The bytes' own frequencies take 4.75 bits; the recurrent model begins more slowly.
-        ("docs_lm", [], 0.0, 3.9),
-        ("docs_lm", ["--lstm"], 0.0, 4.2),
+        ("docs_lm", [], 0.0, 3.9),  # the bytes' own frequencies take 4.75 bits
+        ("docs_lm", ["--lstm"], 0.0, 3.4),
     ],
 )
 def test_a_full_run_learns(run_family, name, options, lowest, highest):
