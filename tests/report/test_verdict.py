@@ -85,6 +85,11 @@ def test_least_memory_is_the_smallest_sum(compared, run_of):
     assert lines[-1] == "Least memory: O2, 1.50 KiB held and saved, 0.50× that of FP32."
 
 
+def test_that_products_were_emulated_is_said_wherever_the_verdict_is(compared, run_of):
+    lines = verdict(compared(O0=1.0, O1=run_of(1.0, emulated=True)))
+    assert lines[-1].startswith("Products were emulated: time, and what recurrent layers save")
+
+
 def test_fp32_that_diverges_judges_nobody(compared, run_of):
     comparison = compared(O0=[run_of(1.0, loss=math.nan, nonfinite=3), 1.0], O1=[1.0, 1.0])
     assert [row.verdict for row in rows(comparison)] == ["reference", "undecided"]

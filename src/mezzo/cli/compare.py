@@ -129,8 +129,6 @@ def compare(
             shown.print(printable(line), highlight=False, markup=False, soft_wrap=not shown.is_terminal)
         shown.print()
         shown.print(report.table(comparison, full=full, width=None if is_wide else shown.width))
-        if any(row.emulated for row in found):
-            shown.print("Products were emulated: their time says nothing about the format.", highlight=False)
     if metric is None and comparison.runs and comparison.metric == script.TRAINING_LOSS:
         last = last_printed(comparison.runs[0])
         why = f"its last line, {last!r}, has no metric in words, number and unit" if last else "it prints nothing"

@@ -191,6 +191,8 @@ def verdict(comparison: Comparison) -> list[str]:
         lines.append(
             f"Least memory: {short(policy)}, {byte_text(least)} held and saved, {least / whole:.2f}× that of FP32."
         )
+    if any(row.emulated for row in found):
+        lines.append("Products were emulated: time, and what recurrent layers save, say nothing about the format.")
     return lines
 
 
