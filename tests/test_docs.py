@@ -102,7 +102,7 @@ COMMANDS = sorted(
         command
         for page in PAGES
         if page.name != "CHANGELOG.md"
-        for code in re.findall(r"```\n(.*?)```|`([^`\n]+)`", page.read_text(), re.DOTALL)
+        for code in re.findall(r"^```\w*\n(.*?)^```|`([^`\n]+)`", page.read_text(), re.DOTALL | re.MULTILINE)
         for command in re.findall(r"^(?:torchrun .* -m )?mezzo ([a-z].*)", "\n".join(code), re.MULTILINE)
     }
 )

@@ -20,5 +20,5 @@ def test_only_recorded_steps_read_and_each_of_them_once(machine, policy, optimiz
                 trained.step()
             assert len(record.reads) == (number % 4 == 1), (number, record.reads)
             if number % 4 == 1:
-                assert "tally.py" in record.reads[0], record.reads
+                assert "watches.py" in record.reads[0], record.reads
     assert [step.step for step in recorder.evidence.steps] == [1, 5, 9]

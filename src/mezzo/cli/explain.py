@@ -54,15 +54,15 @@ def explain(
 ) -> None:
     """Say what a script would run in low precision, what not and why, what casts cost, and what to write.
 
-    [bold]mezzo explain train.py --epochs 3[/bold]            at level O1; --epochs is the script's
+    [bold]mezzo explain train.py --epochs 3[/bold]          --epochs is the script's
 
     [bold]mezzo explain --policy O2,bf16 train.py[/bold]
 
-    [bold]mezzo explain --full train.py[/bold]                every op, every cast
+    [bold]mezzo explain --full train.py[/bold]              every op, every cast
 
-    [bold]mezzo explain --steps 100 train.py[/bold]           the step after 99 others
+    [bold]mezzo explain --steps 100 train.py[/bold]         the step after 99 others
 
-    [bold]mezzo explain --json --out why train.py[/bold]      for a program, and in a folder
+    [bold]mezzo explain --json --out why train.py[/bold]    for a program, and in a folder
 
     The script runs in FP32 until an optimizer has stepped, or has taken the step that --steps names. Each model that it
     calls there is explained by one watched forward and backward pass of a copy, cross-entropy on its output included.

@@ -51,11 +51,11 @@ def tune(
 ) -> None:
     """Find the fewest ops of a script's model that need FP32, and the loss scale, by running it.
 
-    [bold]mezzo tune train.py --epochs 3[/bold]                      prints the policy, each rule with its reason
+    [bold]mezzo tune train.py --epochs 3[/bold]                    each rule with its reason
 
-    [bold]mezzo tune --policy O1,fp16 --out tuned train.py[/bold]    writes tuned/found.policy
+    [bold]mezzo tune --policy O1,fp16 --out tuned train.py[/bold]  writes tuned/found.policy
 
-    [bold]mezzo tune --after 100 train.py[/bold]                     on weights trained a little
+    [bold]mezzo tune --after 100 train.py[/bold]                   on weights trained a little
 
     The script runs in FP32 until its model was called --steps times (3 when omitted). Each trial repeats these calls,
     with the gradients of what they returned. Every op starts low that --policy has no rule for. What the script prints
