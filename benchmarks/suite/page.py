@@ -62,6 +62,8 @@ def _row(row: dict[str, Any]) -> str:
     time = "–" if row["step_ms"] is None else f"{row['step_ms']:.3g}"
     verdict = "" if row["verdict"] == "reference" else row["verdict"]
     cells = [_named(row["policy"]), _number(row["metric"]), difference, verdict, _number(row["loss"]), time, *sizes]
+    if any("stored in FP32" in what for what in row["left_alone"]):
+        cells[0] += " (its weights stayed FP32)"
     return f"| {' | '.join(cells)} | {row['skipped']} | {scale_text(row['scale'])} |"
 
 
@@ -120,6 +122,8 @@ def without() -> str:
 def _came_to(row: dict[str, Any] | None) -> str:
     if row is None:
         return "not run yet"
+    if any("stored in FP32" in what for what in row["left_alone"]):
+        return "not possible with its optimizer, whose ε is zero in FP16: FP32 weights"
     is_known = row["difference"] is not None and row["verdict"] != "diverged"
     return row["verdict"] + (f", {_signed(row['difference'])}" if is_known else "")
 

@@ -90,6 +90,13 @@ def test_that_products_were_emulated_is_said_wherever_the_verdict_is(compared, r
     assert lines[-1].startswith("Products were emulated: time, and what recurrent layers save")
 
 
+def test_what_a_policy_did_not_reach_stands_beside_its_verdict(compared, run_of):
+    frozen, held = {"Frozen": "nobody trains it"}, {"weights of Net, stored in FP32": "eps is zero\n  write  1e-4"}
+    comparison = compared(O0=run_of(1.0, left_alone=frozen), O3=run_of(1.0, left_alone=frozen | held))
+    assert rows(comparison)[1].left_alone == held
+    assert verdict(comparison)[1].endswith("; left alone: weights of Net, stored in FP32: eps is zero.")
+
+
 def test_fp32_that_diverges_judges_nobody(compared, run_of):
     comparison = compared(O0=[run_of(1.0, loss=math.nan, nonfinite=3), 1.0], O1=[1.0, 1.0])
     assert [row.verdict for row in rows(comparison)] == ["reference", "undecided"]

@@ -45,6 +45,7 @@ class PolicyRow:
         scale: The last run's loss scale at its end.
         low_share: The least share of products that ran low.
         emulated: Whether products were emulated.
+        left_alone: What the policy did not reach, and why, in any run; without what FP32 left alone, too.
     """
 
     policy: str
@@ -64,6 +65,7 @@ class PolicyRow:
     scale: float | None
     low_share: float | None
     emulated: bool
+    left_alone: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -118,6 +120,12 @@ def _row(comparison: Comparison, policy: str, margin: float) -> PolicyRow:
         scale=runs[-1].scale,
         low_share=min(shares) if shares else None,
         emulated=any(run.emulated for run in runs),
+        left_alone={
+            what: why
+            for run in runs
+            for what, why in run.left_alone.items()
+            if not any(what in each.left_alone for each in comparison.of("O0"))
+        },
     )
 
 
@@ -177,7 +185,8 @@ def verdict(comparison: Comparison) -> list[str]:
         lines.append(f"FP32 itself diverged: {_lost(base)}; nothing can be said of policies beside it.")
     for row in found:
         if row is not base:
-            lines.append(f"{short(row.policy)}: {_words(row, comparison)}.")
+            left = "".join(f"; left alone: {what}: {why.partition(chr(10))[0]}" for what, why in row.left_alone.items())
+            lines.append(f"{short(row.policy)}: {_words(row, comparison)}{left}.")
     missing = [policy for policy in comparison.policies if not comparison.of(policy)]
     if missing:
         lines.append(f"Not run: {'; '.join(map(short, missing))}.")

@@ -69,6 +69,7 @@ class Run:
         scale: The loss scale at the end.
         low_share: The share of products that ran low.
         emulated: Whether products were computed in FP32 from rounded operands.
+        left_alone: What of the script the policy did not reach, and why.
         losses: All of them, and ``scales``, the loss scale of each step, for pictures.
         scales: See ``losses``.
         folder: Where the run's files are.
@@ -89,6 +90,7 @@ class Run:
     scale: float | None
     low_share: float | None
     emulated: bool
+    left_alone: Mapping[str, str] = dataclasses.field(default_factory=dict)
     losses: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
     folder: Path
@@ -393,6 +395,7 @@ def _read(folder: Path, policy: str, seed: int | None) -> Run:
         scale=None if scale is None else float(scale),
         low_share=low_share if summary.get("flops") else None,
         emulated="emulated" in summary.get("flops", {}),
+        left_alone=summary.get("left_alone", {}),
         losses=tuple(losses),
         scales=tuple(record.scale for record in records),
         folder=folder,
