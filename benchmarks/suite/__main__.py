@@ -6,6 +6,7 @@ to ``benchmarks/results/suite-cpu`` (or ``suite-cuda``).
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -63,7 +64,12 @@ def _inspect(family: Family, place: Path, ends: float) -> int:
     """Record one run in FP32, and write what FP16 makes of its numbers."""
     out, kept = WORK / f"{family.name}-numbers", place / "numbers.json"
     code = 0
-    if not (out / "summary.json").exists():
+    summary = out / "summary.json"
+    changed = (ROOT / family.path).stat().st_mtime
+    is_done = (
+        summary.exists() and summary.stat().st_mtime > changed and not json.loads(summary.read_text())["interrupted"]
+    )
+    if not is_done:
         options = ["--every", str(EVERY), "--out", str(out), "--overwrite"]
         code = _mezzo(["inspect", *options, str(family.path), *family.arguments, "--seed", "0"], ends)
     if code in WELL:

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from mezzo.explanation.words import byte_text, counted, scale_text
 from mezzo.report.verdict import number, short
+from mezzo.script.comparison import parse_policies
 from suite.families import FAMILIES, POLICIES, ROOT, SEEDS, Family
 from suite.numbers import GRADIENTS, SCALES
 
@@ -16,7 +17,7 @@ RESULTS: Final = ROOT / "benchmarks" / "results" / "suite-cpu"
 WITHOUT: Final = {
     "O2,dtype=float16,loss_scale=none": "no loss scale",
     "O2,dtype=float16,loss_scale=constant(8)": "loss scale 8",
-    "O3,dtype=float16,keep_batchnorm_fp32=true": "no FP32 weights",
+    "O3,dtype=float16,keep_batchnorm_fp32=true": "no FP32 weights, loss scale 1",
 }
 
 
@@ -88,9 +89,13 @@ def _said(this: Family, summary: dict[str, Any]) -> str:
     )
     text = f"`{command}`, {summary['seeds']} seeds; equal is within {summary['margin']:g}; {where}."
     runs = {(run["policy"], run["seed"]) for run in summary["runs"]}
-    wanted = [(policy, seed) for policy in summary["policies"] for seed in range(SEEDS)]
+    wanted = [(policy, seed) for policy in _wanted() for seed in range(SEEDS)]
     missing = [f"{_named(policy)} seed {seed}" for policy, seed in wanted if (policy, seed) not in runs]
     return text + (f" Missing: {', '.join(missing)}." if missing else "")
+
+
+def _wanted() -> list[str]:
+    return [*map(str, parse_policies(POLICIES.split(";"))), *WITHOUT]
 
 
 def numbers() -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,6 +17,7 @@ from mezzo.cli.explain import explain_script
 from mezzo.cli.options import BEFORE_SCRIPT, Dry, Full, IsModule, Json, Out, Overwrite, Steps, Words
 from mezzo.cli.output import console_for, leave, note, show_json, usual_format
 from mezzo.errors import PolicyError, printable
+from mezzo.policy import Policy
 from mezzo.report.verdict import number, short
 from mezzo.script.comparison import (
     Run,
@@ -96,7 +98,9 @@ def compare(
     if better not in (None, "higher", "lower"):
         raise PolicyError(f"--better is higher or lower, not {better!r}")
     if dry:
-        explain_script(program, parse_policies(texts)[1:], full=full, as_json=as_json)
+        explain_script(
+            program, parse_policies(texts)[1:], steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json
+        )
     name = words[0] if is_module else Path(words[0]).resolve().stem
     place = out or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     console = Console(stderr=True)
@@ -144,4 +148,8 @@ def _texts(policies: str | None, ablate: bool) -> list[str]:
         texts = list(default_policies())
     else:
         texts = [text for each in policies.split(";") if (text := each.strip())]
-    return texts + [text for text in ablations() if ablate and text not in texts]
+    known = set[str]()
+    for text in texts:
+        with contextlib.suppress(PolicyError):  # which is refused later, with all others
+            known.add(str(Policy.of(text)))
+    return texts + [text for text in ablations() if ablate and str(Policy.of(text)) not in known]

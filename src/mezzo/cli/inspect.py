@@ -69,7 +69,7 @@ def inspect(
     program = Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
     chosen = Policy.of(policy)
     if dry:
-        explain_script(program, chosen, full=full, as_json=as_json)
+        explain_script(program, chosen, steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)
     if out is not None:
         require_matplotlib()
         free_folder(out, overwrite)

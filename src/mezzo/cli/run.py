@@ -78,7 +78,7 @@ def run(
     program = script.Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
     chosen = usual_policy(policy)
     if dry:
-        explain_script(program, chosen, full=full, as_json=as_json)
+        explain_script(program, chosen, steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)
     is_first = os.environ.get("RANK", "0") == "0"
     with contextlib.ExitStack() as around:
         lines = None

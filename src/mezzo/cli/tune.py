@@ -64,7 +64,7 @@ def tune(
     program = Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
     chosen = tunable(usual_policy(policy))
     if dry:
-        explain_script(program, chosen, full=full, as_json=as_json)
+        explain_script(program, chosen, out=out, overwrite=overwrite, full=full, as_json=as_json)
     folder = None if out is None else free_folder(out, overwrite)
     with scripts_own(program):
         tuned = tuned_script(program, chosen, steps=steps or 3, after=after)

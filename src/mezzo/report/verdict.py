@@ -190,7 +190,10 @@ def verdict(comparison: Comparison) -> list[str]:
     missing = [policy for policy in comparison.policies if not comparison.of(policy)]
     if missing:
         lines.append(f"Not run: {'; '.join(map(short, missing))}.")
-    if not diverged and any(row.verdict == "undecided" for row in found):
+    fewer = [short(row.policy) for row in found if row.runs < (comparison.seeds or 1)]
+    if fewer:
+        lines.append(f"Not all seeds have run of {'; '.join(fewer)}; the same command goes on.")
+    if not diverged and not fewer and any(row.verdict == "undecided" for row in found):
         more = 3 if (comparison.seeds or 0) < 3 else 2 * (comparison.seeds or 0)
         lines.append(f"Undecided needs more seeds: --seeds {more}, for a script that takes --seed.")
     sized = [(row.held_bytes + row.saved_bytes, row.policy) for row in found if row.held_bytes and row.saved_bytes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import math
@@ -14,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -227,30 +229,31 @@ def compare(
     if metric is not None and better is None:
         better = better_of(metric)
     plan = _Plan(program, out, steps=steps, seeds=seeds)
-    plan.begin(overwrite)
-    wanted = [(seed, policy) for seed in plan.seeds for policy in parsed]
-    found, judged, interrupted = list[Run](), None if metric is None else (metric, better), False
-    for number, (seed, policy) in enumerate(wanted, start=1):
-        run = plan.run(policy, seed)
-        if run.code == _INTERRUPTED:
-            interrupted = True
-            break
-        if str(policy) == "O0":
-            _require_trained(program, run, seeds, out)
-        if judged is None:
-            judged = _metric_of(run, better)
-        run = dataclasses.replace(run, metric=_value(run, judged[0]))
-        if metric is not None and run.metric is None and str(policy) == "O0":
-            raise StateError(
-                f"{program.name} prints no number behind {metric!r}",
-                why=f"what it has printed is in {run.folder / OUTPUT}; its last line is {last_printed(run)!r}"
-                + ("; --steps ends it before it is through" if steps is not None else ""),
-                write="--metric with words that stand before a number, or none for the script's last line",
-            )
-        found.append(run)
-        ended(run, number, len(wanted))
-        if str(policy) == "O0":
-            _require_seeded(program, [each for each in found if each.policy == "O0"])
+    with plan.held():
+        plan.begin(overwrite)
+        wanted = [(seed, policy) for seed in plan.seeds for policy in parsed]
+        found, judged, interrupted = list[Run](), None if metric is None else (metric, better), False
+        for number, (seed, policy) in enumerate(wanted, start=1):
+            run = plan.run(policy, seed)
+            if run.code == _INTERRUPTED:
+                interrupted = True
+                break
+            if str(policy) == "O0":
+                _require_trained(program, run, seeds, out)
+            if judged is None:
+                judged = _metric_of(run, better)
+            run = dataclasses.replace(run, metric=_value(run, judged[0]))
+            if metric is not None and run.metric is None and str(policy) == "O0":
+                raise StateError(
+                    f"{program.name} prints no number behind {metric!r}",
+                    why=f"what it has printed is in {run.folder / OUTPUT}; its last line is {last_printed(run)!r}"
+                    + ("; --steps ends it before it is through" if steps is not None else ""),
+                    write="--metric with words that stand before a number, or none for the script's last line",
+                )
+            found.append(run)
+            ended(run, number, len(wanted))
+            if str(policy) == "O0":
+                _require_seeded(program, [each for each in found if each.policy == "O0"])
     name, direction = judged or (TRAINING_LOSS.name, TRAINING_LOSS.better)
     return Comparison(
         script=shlex.join([*(["-m"] if program.is_module else []), program.name, *program.arguments]),
@@ -301,6 +304,27 @@ class _Plan:
                 file.write(json.dumps(mine, indent=2).encode())
         except OSError as error:
             raise PolicyError(f"{self._out} cannot be written", why=error.strerror or str(error)) from error
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the folder for one comparison at a time: two would write over each other's runs.
+
+        Raises:
+            PolicyError: It cannot be written, or another comparison has it.
+        """
+        try:
+            self._out.mkdir(parents=True, exist_ok=True)
+            folder = os.open(self._out, os.O_RDONLY)
+        except OSError as error:
+            raise PolicyError(f"{self._out} cannot be written", why=error.strerror or str(error)) from error
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        except BlockingIOError as error:
+            write = "--out with another folder; or wait for it"
+            raise PolicyError(f"{self._out} is in use by another comparison", write=write) from error
+        finally:
+            os.close(folder)
 
     def run(self, policy: Policy, seed: int | None) -> Run:
         """Return a run: what has finished before as it was, else of a process of its own."""
@@ -369,6 +393,10 @@ def _has_finished(folder: Path, *, is_base: bool) -> bool:
         return False
     summary = json.loads(place.read_text())
     code = summary.get("code", _INTERRUPTED)
+    try:
+        read_steps(folder / METRICS) if (folder / METRICS).exists() else None
+    except (ValueError, LookupError, TypeError):  # two have written into it
+        return False
     return code in _WELL or (code != _INTERRUPTED and not is_base and bool(summary.get("steps")))
 
 
