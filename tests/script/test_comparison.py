@@ -217,6 +217,22 @@ def test_without_a_metric_line_it_is_the_training_loss(ran):
     assert found.seeds is None
 
 
+def test_a_line_of_the_scripts_own_on_its_training_loss_is_what_counts(ran):
+    found = ran(("test loss: ", "training loss "))
+    assert found.metric.name == "training loss"
+    assert all(run.metric != run.loss for run in found.runs)
+
+
+def test_a_script_that_ends_with_the_code_of_an_alarm_has_failed(ran):
+    with pytest.raises(StateError, match=r"train\.py ended with exit code 4 in FP32"):
+        ran(('print(f"test loss: {loss.item():.6f} nats")', "sys.exit(4)"))
+
+
+def test_a_policy_at_which_mezzo_alarms_has_not_failed(ran):
+    found = ran(policies=["O1,bf16,fp32_module=0,fp32_module=2"])
+    assert [(run.code, run.low_share) for run in found.runs] == [(0, 0.0)] * 2
+
+
 def test_steps_end_each_run(ran):
     found = ran(steps=5)
     assert [run.steps for run in found.runs] == [5, 5]

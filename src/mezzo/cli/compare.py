@@ -14,8 +14,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from mezzo import report, script
 from mezzo.cli.app import app
 from mezzo.cli.explain import explain_script
-from mezzo.cli.options import BEFORE_SCRIPT, Dry, Full, IsModule, Json, Out, Overwrite, Steps, Words
+from mezzo.cli.options import (
+    BEFORE_SCRIPT,
+    SUMMARY,
+    Dry,
+    Full,
+    IsModule,
+    Json,
+    Out,
+    Overwrite,
+    Steps,
+    Words,
+    program_of,
+)
 from mezzo.cli.output import console_for, leave, note, show_json, usual_format
+from mezzo.documents import save_json
 from mezzo.errors import PolicyError, printable
 from mezzo.policy import Policy
 from mezzo.report.verdict import number, short
@@ -25,7 +38,6 @@ from mezzo.script.comparison import (
     default_policies,
     last_printed,
     parse_policies,
-    save_summary,
     summary_of,
 )
 
@@ -93,7 +105,7 @@ def compare(
     nothing in low precision; Ctrl-C sums up what there is, and the exit code is 130.
     """
     report.require_report()
-    program = script.Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
+    program = program_of(words, is_module)
     texts = _texts(policies, ablate)
     if better not in (None, "higher", "lower"):
         raise PolicyError(f"--better is higher or lower, not {better!r}")
@@ -123,7 +135,7 @@ def compare(
     summary = summary_of(comparison, (row.to_dict() for row in found), verdict)
     report.draw_curves(comparison, place / "curves.png")
     report.write_page(comparison, place / "report.html")
-    save_summary(place, summary)
+    save_json(summary, place / SUMMARY)
     if as_json:
         show_json(summary)
     else:
@@ -133,7 +145,7 @@ def compare(
             shown.print(printable(line), highlight=False, markup=False, soft_wrap=not shown.is_terminal)
         shown.print()
         shown.print(report.table(comparison, full=full, width=None if is_wide else shown.width))
-    if metric is None and comparison.runs and comparison.metric == script.TRAINING_LOSS:
+    if metric is None and comparison.runs and comparison.metric is script.TRAINING_LOSS:
         last = last_printed(comparison.runs[0])
         why = f"its last line, {last!r}, has no metric in words, number and unit" if last else "it prints nothing"
         note(f'{why}, so runs are judged by the training loss; --metric "test accuracy" names another')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +24,12 @@ from mezzo.cli.options import (
     Steps,
     Words,
     free_folder,
+    program_of,
 )  # fmt: skip
 from mezzo.cli.output import ALERT, note, show_explanation, show_json, usual_policy
 from mezzo.cli.running import ended_lines, ended_with
-from mezzo.documents import jsonable
+from mezzo.documents import save_json
 from mezzo.explanation.table import renderables
-from mezzo.files import whole
 from mezzo.policy import Policy
 from mezzo.script.dry import Rehearsed, rehearse
 from mezzo.script.program import Program
@@ -74,7 +73,7 @@ def explain(
     low.
     """
     del dry  # it is what this verb always does
-    program = Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
+    program = program_of(words, is_module)
     chosen = usual_policy(policy)
     explain_script(program, [chosen], steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)
 
@@ -134,12 +133,10 @@ def _write(folder: Path, program: Program, found: Rehearsed, code: int) -> None:
         for number in range(1, len(found.explanations) + 1)
     ]
     for name, each in zip(names, found.explanations, strict=True):
-        with whole(folder / name) as file:
-            file.write(json.dumps(each.to_dict(), indent=2, ensure_ascii=False).encode())
+        save_json(each.to_dict(), folder / name)
     models = [
         {"file": name, "model": each.model, "policy": each.policy, "headline": each.answer.headline}
         for name, each in zip(names, found.explanations, strict=True)
     ]
     summary = {"program": program.name, "models": models, "left_alone": found.left_alone, "exit_code": code}
-    with whole(folder / SUMMARY) as file:
-        file.write(json.dumps(jsonable(summary), indent=2, ensure_ascii=False).encode())
+    save_json(summary, folder / SUMMARY)

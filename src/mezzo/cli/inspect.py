@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -22,16 +21,15 @@ from mezzo.cli.options import (
     Steps,
     Words,
     free_folder,
+    program_of,
 )  # fmt: skip
 from mezzo.cli.output import console_for, leave, note, show_json
 from mezzo.cli.running import scripts_own
-from mezzo.documents import jsonable
+from mezzo.documents import save_json
 from mezzo.errors import message, printable
 from mezzo.explanation.words import format_text, share_text
-from mezzo.files import whole
 from mezzo.policy import Policy
 from mezzo.report.histograms import draw, require_matplotlib
-from mezzo.script import Program
 from mezzo.script.inspection import Inspection, Lost
 from mezzo.script.inspection import inspect as inspected
 
@@ -66,7 +64,7 @@ def inspect(
     histograms.png and summary.json. The exit code is 4 where the run goes wrong under its policy. Ctrl-C sums up what
     there is, and the exit code is 130.
     """
-    program = Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
+    program = program_of(words, is_module)
     chosen = Policy.of(policy)
     if dry:
         explain_script(program, chosen, steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)
@@ -88,8 +86,7 @@ def inspect(
     if out is not None:
         draw(found.evidence, out / "histograms.png")
         (found.diagnosis.policy or chosen).save(out / "found.policy")
-        with whole(out / SUMMARY) as file:
-            file.write(json.dumps(jsonable(found.to_dict()), indent=2, allow_nan=False).encode())
+        save_json(found.to_dict(), out / SUMMARY)
         note(f"results: {out}")
     leave(interrupted=found.is_interrupted, alarms=found.is_wrong)
 

@@ -8,10 +8,11 @@ from typing import Annotated, Any, Final
 import typer
 
 from mezzo.errors import PolicyError
+from mezzo.script import Program
 
 __all__ = [
     "BEFORE_SCRIPT", "SUMMARY", "Dry", "Full", "IsModule", "Json", "Out", "Overwrite", "PolicyText", "Steps", "Words",
-    "free_folder",
+    "free_folder", "program_of",
 ]  # fmt: skip
 
 #: Settings of a command whose options stand before the script: what follows it is the script's own.
@@ -39,6 +40,11 @@ Full = Annotated[bool, typer.Option("--full", help="Show every row.")]
 Dry = Annotated[
     bool, typer.Option("--dry", help="Run one step, in FP32, explain what the policy would make of it, and stop.")
 ]
+
+
+def program_of(words: list[str], is_module: bool) -> Program:
+    """Return the script that a verb's words name, with its own arguments."""
+    return Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
 
 
 def free_folder(out: Path, overwrite: bool) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import Any, Final
@@ -12,7 +11,7 @@ import typer
 from rich.console import Console, RenderableType
 
 from mezzo.cast.device import default_kinds, fast_format
-from mezzo.documents import jsonable
+from mezzo.documents import json_text
 from mezzo.explanation.table import WIDEST, plain
 from mezzo.policy import Policy
 from mezzo.tensors import dtype_name
@@ -39,7 +38,7 @@ def console_for(plain_width: int) -> Console:
 
 def show_json(value: Any) -> None:
     """Print a value for a program: JSON that any reader takes, with texts for the numbers that JSON lacks."""
-    typer.echo(json.dumps(jsonable(value), indent=2, allow_nan=False, ensure_ascii=False))
+    typer.echo(json_text(value))
 
 
 def note(text: str) -> None:

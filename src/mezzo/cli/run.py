@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from typing import Annotated
@@ -26,12 +25,12 @@ from mezzo.cli.options import (
     Steps,
     Words,
     free_folder,
+    program_of,
 )  # fmt: skip
 from mezzo.cli.output import ALERT, note, show_json, usual_policy
 from mezzo.cli.running import ended_lines, ended_with
-from mezzo.documents import jsonable
+from mezzo.documents import save_json
 from mezzo.errors import printable
-from mezzo.files import whole
 from mezzo.script.steps import METRICS, StepRecord
 
 __all__ = ["run"]
@@ -75,7 +74,7 @@ def run(
     loss, scale, norm and time of each step as metrics.jsonl. The exit code is the script's; where that is 0, 4 if the
     policy asks for low precision and nothing ran low, or more than half of the steps were skipped.
     """
-    program = script.Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
+    program = program_of(words, is_module)
     chosen = usual_policy(policy)
     if dry:
         explain_script(program, chosen, steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)
@@ -103,13 +102,12 @@ def run(
         )
     code = ended_with(program, ended.error)
     if is_first:
-        found = ended.report.to_dict()
+        found = ended.report.to_dict() | {"exit_code": code}  # the script's own, whatever alarms
         if as_json:
             show_json(found)
         else:
             for line in ended.report.lines:
                 note(printable(line))
         if out is not None:
-            with whole(out / SUMMARY) as file:
-                file.write(json.dumps(jsonable(found), indent=2, allow_nan=False).encode())
+            save_json(found, out / SUMMARY)
     raise typer.Exit(code or (ALERT if ended.report.alarm else 0))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shlex
 from typing import Annotated, Any
 
@@ -24,13 +23,12 @@ from mezzo.cli.options import (
     Steps,
     Words,
     free_folder,
+    program_of,
 )  # fmt: skip
 from mezzo.cli.output import ALERT, note, show_json, usual_policy
 from mezzo.cli.running import scripts_own
-from mezzo.documents import jsonable
-from mezzo.files import whole
+from mezzo.documents import save_json
 from mezzo.numerics.tuning.run import tunable
-from mezzo.script import Program
 from mezzo.script import tune as tuned_script
 
 FOUND = "found.policy"
@@ -61,7 +59,7 @@ def tune(
     with the gradients of what they returned. Every op starts low that --policy has no rule for. What the script prints
     goes to stderr. The exit code is 4 where gradients stay far from FP32's and no rule helps.
     """
-    program = Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
+    program = program_of(words, is_module)
     chosen = tunable(usual_policy(policy))
     if dry:
         explain_script(program, chosen, out=out, overwrite=overwrite, full=full, as_json=as_json)
@@ -79,8 +77,7 @@ def tune(
     if folder is not None:
         (folder / SUMMARY).unlink(missing_ok=True)
         tuned.save(folder / FOUND)
-        with whole(folder / SUMMARY) as file:
-            file.write(json.dumps(jsonable(document), indent=2, allow_nan=False).encode())
+        save_json(document, folder / SUMMARY)
         named = str(folder / FOUND)
         note(f"policy file: {named}")
     note(f'next: mezzo compare --policies "O0; {named}" {"-m " * is_module}{shlex.join(words)}')

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from mezzo.errors import UnsupportedError
+from mezzo.errors import require_extra
 from mezzo.explanation.words import format_text
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.numerics import KINDS, Evidence, ExponentHistogram
@@ -26,10 +26,7 @@ def require_matplotlib() -> None:
     Raises:
         UnsupportedError: It is not.
     """
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError("pictures need matplotlib", write='pip install "mezzo[report]"') from error
+    require_extra("report", "pictures need matplotlib", "matplotlib.figure")
 
 
 def shares(histogram: ExponentHistogram) -> dict[int, float]:

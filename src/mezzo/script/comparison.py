@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from mezzo.cast.device import default_kinds, fast_format
-from mezzo.documents import jsonable
+from mezzo.documents import save_json
 from mezzo.errors import PolicyError, StateError, raise_together
-from mezzo.files import whole
 from mezzo.machine import default_device, describe
 from mezzo.policy import Policy
 from mezzo.script.metric import TRAINING_LOSS, Better, Metric, better_of, last_line, number_after, printed_last
@@ -41,8 +40,6 @@ OUTPUT: Final = "output.txt"
 ERRORS: Final = "errors.txt"
 #: The share of a run's steps, at its end, whose losses are averaged.
 _TAIL: Final = 0.1
-#: What ``mezzo run`` ends with besides the script's own codes: it went well, and it went well in FP32.
-_WELL: Final = (0, 4)
 _INTERRUPTED: Final = 130
 #: Seconds that a run has for its own answer to Ctrl-C.
 _PATIENCE: Final = 3.0
@@ -100,7 +97,7 @@ class Run:
     @property
     def went_well(self) -> bool:
         """Whether the script came to its end."""
-        return self.code in _WELL
+        return self.code == 0
 
     def to_dict(self) -> dict[str, Any]:
         """Return what ``summary.json`` says of it; the steps are in its own folder."""
@@ -232,7 +229,8 @@ def compare(
     with plan.held():
         plan.begin(overwrite)
         wanted = [(seed, policy) for seed in plan.seeds for policy in parsed]
-        found, judged, interrupted = list[Run](), None if metric is None else (metric, better), False
+        found, interrupted = list[Run](), False
+        judged: tuple[str | None, Better | None] | None = None if metric is None else (metric, better)
         for number, (seed, policy) in enumerate(wanted, start=1):
             run = plan.run(policy, seed)
             if run.code == _INTERRUPTED:
@@ -254,10 +252,13 @@ def compare(
             ended(run, number, len(wanted))
             if str(policy) == "O0":
                 _require_seeded(program, [each for each in found if each.policy == "O0"])
-    name, direction = judged or (TRAINING_LOSS.name, TRAINING_LOSS.better)
+    name, direction = judged or (None, None)
+    known = TRAINING_LOSS
+    if name is not None:
+        known = Metric(name=name, unit=_unit(found, name), better=direction or known.better)
     return Comparison(
         script=shlex.join([*(["-m"] if program.is_module else []), program.name, *program.arguments]),
-        metric=Metric(name=name, unit=_unit(found, name), better=direction or TRAINING_LOSS.better),
+        metric=known,
         margin=margin,
         policies=tuple(map(str, parsed)),
         seeds=seeds,
@@ -300,8 +301,7 @@ class _Plan:
             for old in [*runs, self._out / SUMMARY]:
                 old.unlink(missing_ok=True)
             self._out.mkdir(parents=True, exist_ok=True)
-            with whole(place) as file:
-                file.write(json.dumps(mine, indent=2).encode())
+            save_json(mine, place)
         except OSError as error:
             raise PolicyError(f"{self._out} cannot be written", why=error.strerror or str(error)) from error
 
@@ -365,8 +365,9 @@ class _Plan:
                 code = _INTERRUPTED
         place = folder / SUMMARY
         summary = json.loads(place.read_text()) if place.exists() else {}
-        with whole(place) as file:
-            file.write(json.dumps(summary | {"code": code}, indent=2).encode())
+        if code != _INTERRUPTED:  # what mezzo alarms at is no failure of the script's
+            code = summary.get("exit_code", code)
+        save_json(summary | {"code": code}, place)
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:
@@ -397,7 +398,7 @@ def _has_finished(folder: Path, *, is_base: bool) -> bool:
         read_steps(folder / METRICS) if (folder / METRICS).exists() else None
     except (ValueError, LookupError, TypeError):  # two have written into it
         return False
-    return code in _WELL or (code != _INTERRUPTED and not is_base and bool(summary.get("steps")))
+    return code == 0 or (code != _INTERRUPTED and not is_base and bool(summary.get("steps")))
 
 
 def _read(folder: Path, policy: str, seed: int | None) -> Run:
@@ -439,26 +440,26 @@ def _printed(run: Run) -> str:
     return (run.folder / OUTPUT).read_text(errors="replace")
 
 
-def _metric_of(run: Run, better: Better | None) -> tuple[str, Better | None]:
-    """Return the words that a run's last line ends with, if their direction is known; else the training loss."""
+def _metric_of(run: Run, better: Better | None) -> tuple[str | None, Better | None]:
+    """Return the words that a run's last line ends with, if their direction is known; else none: the training loss."""
     found = printed_last(_printed(run))
     if found is not None:
         try:
             return found[0], better or better_of(found[0])
         except PolicyError:  # its words are those of no metric
             pass
-    return TRAINING_LOSS.name, TRAINING_LOSS.better
+    return None, TRAINING_LOSS.better
 
 
-def _value(run: Run, words: str) -> float | None:
-    if words == TRAINING_LOSS.name:
+def _value(run: Run, words: str | None) -> float | None:
+    if words is None:
         return run.loss
     found = number_after(words, _printed(run))
     return None if found is None else found[0]
 
 
 def _unit(runs: Sequence[Run], words: str) -> str:
-    found = (number_after(words, _printed(run)) for run in runs if words != TRAINING_LOSS.name)
+    found = (number_after(words, _printed(run)) for run in runs)
     return next((each[1] for each in found if each is not None), "")
 
 
@@ -505,9 +506,3 @@ def summary_of(comparison: Comparison, rows: Iterator[dict[str, Any]], verdict: 
         "runs": [run.to_dict() for run in comparison.runs],
         "machine": dict(comparison.machine),
     }
-
-
-def save_summary(out: Path, summary: Mapping[str, Any]) -> None:
-    """Write ``summary.json``."""
-    with whole(out / SUMMARY) as file:
-        file.write((json.dumps(jsonable(summary), indent=2, allow_nan=False, ensure_ascii=False) + os.linesep).encode())
