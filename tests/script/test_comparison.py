@@ -1,7 +1,9 @@
 """A script in FP32 and under policies: what is run, what is read, what is kept, what is refused."""
 
+import fcntl
 import json
 import math
+import os
 import shutil
 import signal
 import subprocess
@@ -181,6 +183,25 @@ def test_a_folder_of_another_script_is_refused_and_kept(here, change, why):
     assert ran() == []
     again(**change, overwrite=True)
     assert ran() == list("000111")
+
+
+def test_a_folder_belongs_to_one_comparison_at_a_time(here):
+    again, ran = here
+    folder = os.open("out", os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with pytest.raises(PolicyError, match="out is in use by another comparison"):
+        again()
+    os.close(folder)
+    again()
+    assert ran() == []
+
+
+def test_a_run_into_which_two_have_written_is_repeated_alone(here):
+    again, ran = here
+    damaged = Path("out/O1,dtype=bfloat16-seed1/metrics.jsonl")
+    damaged.write_bytes(b"\0" * 40 + damaged.read_bytes())
+    again()
+    assert ran() == ["1"]
 
 
 def test_results_of_another_verb_and_of_neighbours_are_not_touched(here):

@@ -108,7 +108,7 @@ def compare(
     program = program_of(words, is_module)
     texts = _texts(policies, ablate)
     if better not in (None, "higher", "lower"):
-        raise PolicyError(f"--better is higher or lower, not {better!r}")
+        raise PolicyError(f"--better is higher or lower, not {better!r}", write="--better higher, or --better lower")
     if dry:
         explain_script(
             program, parse_policies(texts)[1:], steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json

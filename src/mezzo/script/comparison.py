@@ -278,7 +278,7 @@ class _Plan:
         self.seeds: Sequence[int | None] = (None,) if seeds is None else range(seeds)
 
     def begin(self, overwrite: bool) -> None:
-        """Make the folder, or go on in it.
+        """Begin in the folder, or go on in it.
 
         Raises:
             PolicyError: It has results of another script, of the same one as it was before, or of another verb.
@@ -296,35 +296,39 @@ class _Plan:
             return
         if not is_ours and not overwrite and (self._out / SUMMARY).exists():
             raise PolicyError(f"{self._out} has results of something else than a comparison", write=write)
-        try:
+        with self._written():
             runs = [each.with_name(SUMMARY) for each in self._out.glob(f"*/{OUTPUT}")] if is_ours else []
             for old in [*runs, self._out / SUMMARY]:
                 old.unlink(missing_ok=True)
-            self._out.mkdir(parents=True, exist_ok=True)
             save_json(mine, place)
-        except OSError as error:
-            raise PolicyError(f"{self._out} cannot be written", why=error.strerror or str(error)) from error
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the folder for one comparison at a time: two would write over each other's runs.
+        """Make the folder, and keep it for one comparison at a time: two would write over each other's runs.
 
         Raises:
             PolicyError: It cannot be written, or another comparison has it.
         """
-        try:
+        with self._written():
             self._out.mkdir(parents=True, exist_ok=True)
             folder = os.open(self._out, os.O_RDONLY)
-        except OSError as error:
-            raise PolicyError(f"{self._out} cannot be written", why=error.strerror or str(error)) from error
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with self._written():
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
             yield
         except BlockingIOError as error:
             write = "--out with another folder; or wait for it"
             raise PolicyError(f"{self._out} is in use by another comparison", write=write) from error
-        finally:
-            os.close(folder)
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise PolicyError(f"{self._out} cannot be written", why=why, write="--out with another folder") from error
 
     def run(self, policy: Policy, seed: int | None) -> Run:
         """Return a run: what has finished before as it was, else of a process of its own."""
