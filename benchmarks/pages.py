@@ -66,14 +66,15 @@ def figures() -> str:
     for net, level in (("gpt2-small", "O2"), ("64-tiny", "O1")):
         rows = the(trainings, net=net)["rows"]
         lines.append(_timed(f"training step of {net}, {level} in bfloat16", the(rows, way=f"mezzo {level}")))
-    return "\n".join([*lines, "", f"{where(steps[0])}; times in turns, 80 % of the ratios in parentheses."])
+    seeds, day = suite.summary("docs_lm")["seeds"], suite.summary("docs_lm")["date"][:10]
+    means = f"the families' are means of {seeds} seeds, {day}"
+    return "\n".join([*lines, "", f"{where(steps[0])}; times in turns, 80 % of the ratios in parentheses; {means}."])
 
 
 def _rows(name: str, *policies: str) -> list[dict[str, Any]]:
-    """Rows of a family's comparison; none of it is known while it has not run."""
-    unknown = {"metric": None, "saved_bytes": float("nan")}
-    rows = (suite.compared(name) or {"rows": []})["rows"]
-    return [next((row for row in rows if row["policy"] == policy), unknown) for policy in policies]
+    """Rows of a family's comparison."""
+    rows = suite.summary(name)["rows"]
+    return [the(rows, policy=policy) for policy in policies]
 
 
 def _timed(what: str, row: dict[str, Any]) -> str:

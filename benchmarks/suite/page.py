@@ -26,6 +26,14 @@ def compared(name: str) -> dict[str, Any] | None:
     return _read(RESULTS / name / "summary.json")
 
 
+def summary(name: str) -> dict[str, Any]:
+    """The summary of a family's comparison, which there is."""
+    found = compared(name)
+    if found is None:
+        raise SystemExit(f"there is no comparison of {name} yet: make suite")
+    return found
+
+
 def _read(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -34,10 +42,10 @@ def family(name: str) -> str:
     """A family's table, its picture, where it was measured, and what the paper says."""
     (this,) = (each for each in FAMILIES if each.name == name)
     lines = [f"The paper: {this.paper}", ""]
-    summary = compared(name)
-    if summary is None:
+    found = compared(name)
+    if found is None:
         return "\n".join([*lines, "Not run yet: `make suite`."])
-    metric, unit = summary["metric"], f", {summary['metric']['unit']}".rstrip(", ")
+    metric, unit = found["metric"], f", {found['metric']['unit']}".rstrip(", ")
     heads = [
         f"{metric['name']}{unit}",
         "difference to FP32, 95 %",
@@ -50,9 +58,9 @@ def family(name: str) -> str:
         "scale",
     ]
     lines += [f"| policy | {' | '.join(heads)} |", "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"]
-    lines += [_row(row) for row in summary["rows"]]
+    lines += [_row(row) for row in found["rows"]]
     curves = f"../benchmarks/results/suite-cpu/{name}/curves.png"
-    return "\n".join([*lines, "", _said(this, summary), "", f"![Curves: {this.title.lower()}]({curves})"])
+    return "\n".join([*lines, "", _said(this, found), "", f"![Curves: {this.title.lower()}]({curves})"])
 
 
 def _row(row: dict[str, Any]) -> str:
