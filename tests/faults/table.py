@@ -1,14 +1,26 @@
-"""All faults: ``make faults`` plants each."""
+"""All faults, a file for each room: ``make faults`` plants each."""
 
-from . import lower, probe, scalers, scripts, sessions, upper, weights
+from . import (
+    cast,
+    cli,
+    compat,
+    distributed,
+    explanation,
+    ground,
+    numerics,
+    optim,
+    overflow,
+    policy,
+    scale,
+    script,
+    session,
+    step,
+    weights,
+)
 from .fault import Fault
 
-FAULTS: tuple[Fault, ...] = (
-    *lower.FAULTS,
-    *upper.FAULTS,
-    *probe.FAULTS,
-    *weights.FAULTS,
-    *sessions.FAULTS,
-    *scalers.FAULTS,
-    *scripts.FAULTS,
+_ROOMS = (
+    *(policy, scale, step, optim, weights, cast, session, distributed, compat),
+    *(explanation, overflow, numerics, script, cli, ground),
 )
+FAULTS: tuple[Fault, ...] = tuple(fault for room in _ROOMS for fault in room.FAULTS)
