@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import vocabulary
-from mezzo.explanation.words import counted
+from mezzo.explanation.rows import counted
 from mezzo.report.verdict import number
 from stepping.contenders import CONTENDERS
 from suite import page as suite

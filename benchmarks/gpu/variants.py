@@ -12,11 +12,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-import mezzo.step.executors.triton.launch as executor_of
-import mezzo.step.executors.triton.source as source_of
+import mezzo.step.executors.triton as executor_of
+import mezzo.step.executors.triton_source as source_of
 from mezzo.step.passes import Bucket, Verdict
-from mezzo.step.split import encode
-from mezzo.step.storage import SPLIT
+from mezzo.step.storage import SPLIT, encode
 from mezzo.step.update import rule
 from stepping.shapes import shapes
 from stepping.timing import Behind, copying, spread

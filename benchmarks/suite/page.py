@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from mezzo.explanation.words import byte_text, counted, scale_text
+from mezzo.explanation.rows import byte_text, counted, scale_text
 from mezzo.report.verdict import number, short
 from mezzo.script.comparison import parse_policies
 from suite.families import FAMILIES, POLICIES, ROOT, SEEDS, Family

@@ -23,12 +23,10 @@ from torch.nn import functional
 
 from mezzo import optim
 from mezzo.cast.device import arithmetic, child, probing
-from mezzo.documents import jsonable
 from mezzo.errors import MezzoError, UnsupportedError
+from mezzo.files import jsonable
 from mezzo.session import MixedPrecision
-from mezzo.trace.products import Products
-
-__all__ = ["WIDTHS", "Checkup", "FormatTraining", "Speed", "checked", "speeds", "train"]
+from mezzo.trace.modes import Products
 
 #: A layer of a small model, and one of a large one.
 WIDTHS: Final = (128, 2048)

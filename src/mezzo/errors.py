@@ -15,12 +15,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import Final
 
-__all__ = [
-    "MOST_PROBLEMS", "DistributedError", "MezzoError", "NumericsError", "PolicyError", "ScaleCollapsed", "StateError",
-    "UnsupportedError", "closest", "message", "nearest", "not_switches", "printable", "raise_together", "require_extra",
-    "shown", "some_of", "unknown_word",
-]  # fmt: skip
-
 #: Characters of a line, beyond which its middle is left out, and problems of one input, beyond which they are counted.
 _LONGEST_LINE: Final = 2000
 MOST_PROBLEMS: Final = 20

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and the folder of what mezzo keeps for later processes.
+"""Files that appear whole or not at all, values as JSON in them, and the folder of what later processes find.
 
 Files that a user names appear under their name only once they are complete (:func:`whole`). Those of the cache
 (:func:`keep`, :func:`kept`) save the next process some work; they lie in one folder that is for this user alone, for
@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
+import json
+import math
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
 from mezzo.errors import message
-
-__all__ = ["cache_folder", "keep", "kept", "opened", "regular_or_new", "whole"]
 
 #: Characters of a name that its partial file is called after: with 18 more they fit any file system.
 _LONGEST_NAME: Final = 50
@@ -192,3 +192,44 @@ def keep(name: str, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _beside(path, 0o600) as file:
         file.write(data)
+
+
+# Values as JSON, in text and in files: numbers that JSON lacks are texts.
+
+
+def jsonable(value: Any) -> Any:
+    """Replace what JSON cannot write: non-finite numbers by their names, tuples by lists.
+
+    Example:
+        >>> jsonable({"loss": float("nan"), "ms": (1.5, float("-inf"))})
+        {'loss': 'nan', 'ms': [1.5, '-inf']}
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: jsonable(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(inner) for inner in value]
+    return value
+
+
+def json_text(value: Any) -> str:
+    """Write a value as JSON for people and programs: indented, any letters as they are.
+
+    Example:
+        >>> print(json_text({"ε": float("nan")}))
+        {
+          "ε": "nan"
+        }
+    """
+    return json.dumps(jsonable(value), indent=2, allow_nan=False, ensure_ascii=False)
+
+
+def save_json(value: Any, path: str | os.PathLike[str]) -> None:
+    """Write a value as JSON into a file, which appears whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with whole(path) as file:
+        file.write(f"{json_text(value)}\n".encode())

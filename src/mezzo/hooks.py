@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["OwnHook", "is_ours", "owner_of"]
-
 
 class OwnHook:
     """A hook of a module or a tensor; in a copy of these it does nothing.

@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any, Final
 
-__all__ = ["uninterrupted"]
-
 #: Signals that people, job queues and notebooks send, or that a timeout is made of.
 _NAMES: Final = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _NUMBERS: Final = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))

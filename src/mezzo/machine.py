@@ -14,9 +14,7 @@ from torch.utils import collect_env
 import mezzo
 from mezzo.cast.device import processor
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.cpp.build import compiler
-
-__all__ = ["VARIABLES", "default_device", "describe", "environment", "tf32"]
+from mezzo.step.executors.cpp import compiler
 
 #: Variables that change what is computed, by which kernel, on which device or rank. No other one is shown: what is
 #: pasted into an issue must hold no secret.

@@ -21,11 +21,6 @@ from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, functions
 
-__all__ = [
-    "OPENED", "OPENED_BY_NAME", "Differences", "Handler", "Traced", "find_differences", "open_function", "remember",
-    "traced",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handler:

@@ -23,11 +23,6 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.tensors import LOW, is_transformed, tensors
 
-__all__ = [
-    "COMPOSED", "EMULATED", "REACHED", "RECURRENT", "emulate", "with_autocast", "with_dtypes_of_states",
-    "without_autocast",
-]  # fmt: skip
-
 
 def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run one op of :data:`EMULATED` on low-precision operands, as a device with FP32 accumulation would.

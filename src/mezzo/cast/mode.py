@@ -1,31 +1,205 @@
-"""The function mode that carries out what a policy treats differently from torch."""
+"""The function mode that carries out what a policy treats differently from torch, with the casts that it makes."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
+import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
 from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import _pytree as pytree
 
 from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
-from mezzo.cast.nested import widest
 from mezzo.cast.notes import WATCHERS, during
-from mezzo.cast.weight_casts import WeightCasts
 from mezzo.errors import UnsupportedError
-from mezzo.policy.spelling import both
-from mezzo.tensors import CASTABLE, dtype_name, tensors
+from mezzo.policy.rules import both
+from mezzo.tensors import CASTABLE, dtype_name, is_transformed, mark, tensors
 
-__all__ = [
-    "OPENED_BACKWARD", "PolicyMode", "acting", "acting_differences", "acting_modes", "acts_here", "compiled_inside",
-    "compiled_inside_alone", "forget_compiled", "pinned_parameter", "shadowed",
-]  # fmt: skip
+# Casting what a user passes around: tensors in nested containers, dataclasses and mappings.
+
+T = TypeVar("T")  # Python 3.11 has no `def f[T]`
+
+#: What holds no tensor, of the arguments that modules are called with most.
+_HOLDS_NONE: Final = frozenset({NoneType, bool, int, float, str})
+
+
+def widest(each: Iterable[Tensor]) -> torch.dtype | None:
+    """Return the dtype that holds what all of these tensors do; ``None`` for none."""
+    dtypes = {tensor.dtype for tensor in each}
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def any_off(values: Iterable[Any], dtypes: Container[torch.dtype]) -> bool:
+    """Whether there is a tensor in one of some dtypes, or what may hold tensors: of that it is not known."""
+    for each in values:  # noqa: SIM110 - a generator would cost as much again
+        if each.dtype in dtypes if isinstance(each, Tensor) else type(each) not in _HOLDS_NONE:
+            return True
+    return False
+
+
+def cast_floating(value: T, dtype: torch.dtype) -> T:
+    """Cast every floating tensor in nested containers, but float64; other leaves stay the same objects.
+
+    Args:
+        value: Tensors in tuples, lists, dicts, named tuples, dataclasses, mappings and packed sequences, nested.
+        dtype: The target.
+
+    Returns:
+        The same structure, of the same types.
+    """
+    # One cast for a tensor that stands in several places, as in attention(x, x, x). Found by `is`: on an id() compiled
+    # code would depend, and be compiled again for every new tensor.
+    made: list[tuple[Any, Any]] = []
+
+    def cast(each: Any) -> Any:
+        now = (each.data if isinstance(each, PackedSequence) else each).dtype
+        if now == dtype or now not in CASTABLE:
+            return each
+        for seen, cast in made:
+            if seen is each:
+                return cast
+        made.append((each, _to(each, dtype)))
+        return made[-1][1]
+
+    out: T = mapped(value, cast)
+    return out
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change each tensor and packed sequence in nested containers.
+
+    Args:
+        value: As of :func:`cast_floating`.
+        change: Returns what stands for one.
+    """
+    kind = type(value)
+    if isinstance(value, Tensor | PackedSequence):
+        return change(value)
+    if kind in _HOLDS_NONE:
+        return value
+    if kind is tuple or kind is list:
+        return kind([mapped(item, change) for item in value])
+    if kind is dict:
+        return {key: mapped(item, change) for key, item in value.items()}
+    if not pytree.tree_is_leaf(value):  # named tuples, and what programs have registered
+        return pytree.tree_map(lambda leaf: mapped(leaf, change), value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        given = {name: getattr(value, name) for name in names}
+    elif isinstance(value, MutableMapping):
+        given = dict(value)
+    else:
+        return value
+    changed = {key: new for key, item in given.items() if (new := mapped(item, change)) is not item}
+    if not changed:
+        return value
+    out = copy.copy(value)
+    for key, new in changed.items():
+        if isinstance(value, MutableMapping):
+            out[key] = new
+        else:  # frozen ones cannot be assigned to, nor always be constructed anew
+            object.__setattr__(out, key, new)
+    return out
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
+
+
+# The cache of weight casts: in one region a weight is cast once, however often it is used.
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    param: nn.Parameter  # while it and the alias are held, nothing else can be given this id and this address
+    alias: Tensor
+    mark: tuple[int, int]
+    cast: Tensor
+
+
+class _FurtherUse(torch.autograd.Function):
+    """A cast that exists already, connected to its parameter once more.
+
+    The engine itself casts a gradient to the dtype of what it belongs to, and only then adds it to others. There is no
+    ``setup_context``, which would cost more than all the rest: under ``torch.func`` nothing is cached.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, param: nn.Parameter, found: _Cast) -> Tensor:
+        return found.cast.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def is_further_use(node: Any) -> bool:
+    """Whether an autograd node connects a cast with its parameter once more: its gradient is the parameter's."""
+    return getattr(node, "_forward_cls", None) is _FurtherUse
+
+
+class WeightCasts:
+    """Casts of parameters, as long as the outermost region lasts: each makes its own, for those inside it as well.
+
+    An entry serves as long as the parameter has not been written: its version and its memory are compared at each use.
+    Writes through ``.data`` leave no such trace; they are seen by the next region, as with torch's own cache, which is
+    as long and compares nothing.
+
+    Casts made without gradients never serve training, nor the other way round, and nothing is kept in inference mode,
+    under ``torch.func``, in forward-mode AD or while torch.compile traces.
+
+    Each use has an autograd node of its own: the gradients of a weight that is used several times meet in the
+    parameter's dtype, bit for bit as those of several casts would. Eager, compiled and recomputed code therefore give
+    the same bits, as long as torch adds in the same order. It does not where ``.grad`` is added to in the middle of a
+    backward pass, by a reentrant checkpoint around some of three or more uses, or where only some of them stand in
+    one compiled graph: each such part adds its own first, in plain FP32 training too.
+
+    **Cost**: 2 bytes for each weight of a low-precision op, from its first use in a region to the region's end. Each
+    further use is a Python autograd function: some 10 µs forward and backward together, beside torch's own node for
+    the first.
+    """
+
+    def __init__(self) -> None:
+        self._casts: dict[tuple[int, torch.dtype, bool, bool], _Cast] = {}
+
+    def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """Return the parameter in another dtype, connected to it for gradients.
+
+        Args:
+            param: A floating parameter.
+            dtype: The target; the parameter itself is returned where it is its own.
+        """
+        if param.dtype == dtype:
+            return param
+        if (
+            torch.compiler.is_compiling()
+            or torch.is_inference_mode_enabled()
+            or param.is_inference()
+            or is_transformed()
+        ):
+            return param.to(dtype)
+        with_gradients = torch.is_grad_enabled()
+        trains = with_gradients and param.requires_grad
+        key = (id(param), dtype, with_gradients, trains)
+        found = self._casts.get(key)
+        if found is None or found.mark != mark(param):
+            made = param.to(dtype)
+            self._casts[key] = _Cast(param, param.detach(), mark(param), made)
+            return made
+        return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast  # type: ignore[no-untyped-call]
+
 
 C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
 

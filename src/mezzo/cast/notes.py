@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple
 
-__all__ = ["WATCHERS", "Kind", "Note", "during", "notes", "watched"]
-
 Kind = Literal["op", "cast", "emulation", "buffer"]
 
 

@@ -10,13 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mezzo.cast.nested import cast_floating
+from mezzo.cast.mode import cast_floating
 from mezzo.cast.region import autocast, emulates_here
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy, Rule
 from mezzo.tensors import CASTABLE
-
-__all__ = ["PIN", "fp32", "low"]
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 

@@ -1,12 +1,28 @@
-"""The root command, to which every verb registers itself."""
+"""The root command, to which every verb registers itself, and what the verbs share: output, options, a script's run."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from pathlib import Path
+from typing import Annotated, Any, Final
 
+import torch
 import typer
+from rich.console import Console, RenderableType
 
 import mezzo
+from mezzo.cast.device import default_kinds, fast_format
+from mezzo.errors import MezzoError, PolicyError, message
+from mezzo.explanation.explanation import WIDEST, plain
+from mezzo.files import json_text
+from mezzo.policy import Policy
+from mezzo.script import Program
+from mezzo.script.program import own_traceback
+from mezzo.tensors import dtype_name
 
 app = typer.Typer(
     name="mezzo",
@@ -44,3 +60,223 @@ def _root(
     ] = False,
 ) -> None:
     """Hold what all verbs share: the version."""
+
+
+# Where results go: to a terminal as wide as it is, in lines wide enough for other programs, and into which files.
+
+#: Exit codes besides those of errors: numbers that alarm; and Ctrl-C, as shells have it, 128 and the signal's number.
+ALERT: Final = 4
+INTERRUPTED: Final = 130
+
+
+def console_for(plain_width: int) -> Console:
+    """Return a console on stdout.
+
+    Args:
+        plain_width: The width where no terminal sets it, and the most of one that is wider.
+    """
+    console = Console()
+    return Console(width=min(console.width, plain_width) if console.is_terminal else plain_width)
+
+
+def show_json(value: Any) -> None:
+    """Print a value for a program: JSON that any reader takes, with texts for the numbers that JSON lacks."""
+    typer.echo(json_text(value))
+
+
+def note(text: str) -> None:
+    """Print a message in one line on stderr, as it is."""
+    Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def usual_format(option: str) -> str:
+    """Return the low format to train in on this machine, and say so; of several ranks the first one does.
+
+    Args:
+        option: How to have the other one, with ``{}`` for its name.
+    """
+    fast = fast_format(default_kinds())
+    other = "fp16" if fast == torch.bfloat16 else "bf16"
+    if os.environ.get("RANK", "0") == "0":
+        why = f"{dtype_name(fast)} is the format for this machine (mezzo doctor says why)"
+        note(f"{why}; {option.format(other)}")
+    return dtype_name(fast)
+
+
+def usual_policy(given: Policy | str | None) -> Policy:
+    """Return the policy that ``--policy`` names, and without it O1 in the format for this machine."""
+    return Policy.O1(usual_format("--policy O1,{} for the other")) if given is None else Policy.of(given)
+
+
+def show_explanation(parts: list[RenderableType], full: bool) -> None:
+    """Print an explanation, as wide as the terminal is, or as is good for a file."""
+    console = Console()
+    if console.is_terminal:
+        console.width = console.width if full else min(console.width, WIDEST)
+        console.print(*parts, sep="\n")
+    else:
+        typer.echo(plain(parts, None if full else WIDEST))
+
+
+def exit_code(error: BaseException | None) -> int:
+    """Return the exit code that Python gives for what a script has raised, and show what Python would show."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    sys.excepthook(type(error), error, error.__traceback__)
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def leave(*, interrupted: bool, alarms: bool) -> None:
+    """Leave a run with the exit code that says how it went, where it did not go well.
+
+    Args:
+        interrupted: Whether it ended with Ctrl-C, whatever it came to until then.
+        alarms: Whether its numbers went wrong.
+
+    Raises:
+        typer.Exit: With 130, or with 4.
+    """
+    if interrupted or alarms:
+        raise typer.Exit(INTERRUPTED if interrupted else ALERT)
+
+
+# Running a script in this process: where its output goes, and how an error of its own ends the verb.
+
+_VERBS: Final = ("run", "compare", "explain", "inspect", "tune")
+#: What argparse and its like exit with where they do not know an option.
+_WRONG_USAGE: Final = 2
+
+
+@contextmanager
+def scripts_own(program: Program) -> Iterator[None]:
+    """Print what a script prints to stderr, and leave with its own traceback and exit code where it fails.
+
+    Args:
+        program: The script.
+
+    Raises:
+        MezzoError: What mezzo refuses.
+        typer.Exit: With the script's exit code.
+    """
+    try:
+        with redirect_stdout(sys.stderr), ended_lines():
+            yield
+    except MezzoError:
+        raise
+    except BaseException as error:
+        raise typer.Exit(ended_with(program, error.with_traceback(own_traceback(error)))) from None
+
+
+@contextmanager
+def ended_lines() -> Iterator[None]:
+    """Run a script, and end the line that it has left open: what follows would stand behind its progress bar."""
+    last = {"": ""}
+    with ExitStack() as undo:
+        for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
+            with suppress(AttributeError):  # a stream of the caller's that takes no attributes
+                _remember(stream, last, undo)
+        yield
+    sys.stdout.flush()
+    if not all(text.endswith("\n") for text in last.values() if text):
+        print(file=sys.stderr)
+
+
+def _remember(stream: Any, last: dict[str, str], undo: ExitStack) -> None:
+    plain, name = stream.write, str(id(stream))
+
+    def write(text: str) -> Any:
+        last[name] = text or last.get(name, "")
+        return plain(text)
+
+    stream.write = write
+    undo.callback(vars(stream).pop, "write", None)
+
+
+def ended_with(program: Program, error: BaseException | None) -> int:
+    """Return the exit code of a script, and show what Python would show, with a hint where options stand behind it.
+
+    Args:
+        program: The script.
+        error: What it raised, if it did.
+    """
+    code = exit_code(error)
+    if code == _WRONG_USAGE and isinstance(error, SystemExit) and (words := _misplaced(program.arguments)):
+        text = message(
+            f"{words[0].partition('=')[0]} stands behind the script's name",
+            why="what follows the script is the script's own, and it does not seem to know it",
+            write=f"{shlex.join(words)} before {program.name}, if it is meant for mezzo",
+        )
+        note(f"mezzo: {text}")
+    return code
+
+
+def _misplaced(arguments: tuple[str, ...]) -> list[str]:
+    """Return those words that are options of a verb's, each with its value."""
+    verbs: Any = typer.main.get_command(app)
+    options = (option for verb in _VERBS for option in verbs.commands[verb].params)
+    flags = {name: getattr(each, "is_flag", False) for each in options for name in each.opts if name.startswith("--")}
+    found, following = list[str](), iter(arguments)
+    for word in following:
+        if word.partition("=")[0] in flags:
+            found.append(word)
+            if "=" not in word and not flags[word]:
+                found += [value for value in [next(following, None)] if value is not None]
+    return found
+
+
+# What the verbs on a script share: its words, and the same options before them.
+
+#: Settings of a command whose options stand before the script: what follows it is the script's own.
+BEFORE_SCRIPT: Final[dict[str, Any]] = {"allow_interspersed_args": False}
+#: The last file that a verb writes into its folder: with it the folder is whole.
+SUMMARY: Final = "summary.json"
+
+Words = Annotated[list[str], typer.Argument(metavar="SCRIPT [ARGUMENTS]...", help="The script, and its own arguments.")]
+IsModule = Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")]
+PolicyText = Annotated[
+    str | None,
+    typer.Option(
+        "--policy",
+        help="A policy's text, or the path of a policy file; O1 in the format for this machine when omitted.",
+        show_default=False,
+    ),
+]
+Steps = Annotated[int | None, typer.Option(min=1, help="End the script after so many steps.", show_default=False)]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Write what was found into a folder, too.", show_default=False)
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the results that are in --out.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; what the script prints goes to stderr.")]
+Full = Annotated[bool, typer.Option("--full", help="Show every row.")]
+Dry = Annotated[
+    bool, typer.Option("--dry", help="Run one step, in FP32, explain what the policy would make of it, and stop.")
+]
+
+
+def program_of(words: list[str], is_module: bool) -> Program:
+    """Return the script that a verb's words name, with its own arguments."""
+    return Program(name=words[0], arguments=tuple(words[1:]), is_module=is_module)
+
+
+def free_folder(out: Path, overwrite: bool) -> Path:
+    """Return a folder for results, which is made, before minutes of work.
+
+    Args:
+        out: The folder.
+        overwrite: Whether results that are in it may be replaced.
+
+    Raises:
+        PolicyError: It cannot be made, or has results.
+    """
+    if (out / SUMMARY).exists() and not overwrite:
+        raise PolicyError(f"{out} has results already", write="--overwrite, or --out with another name")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PolicyError(f"the folder {out} cannot be made", why=error.strerror or str(error)) from error
+    return out

@@ -12,9 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mezzo import report, script
-from mezzo.cli.app import app
-from mezzo.cli.explain import explain_script
-from mezzo.cli.options import (
+from mezzo.cli.app import (
     BEFORE_SCRIPT,
     SUMMARY,
     Dry,
@@ -25,11 +23,17 @@ from mezzo.cli.options import (
     Overwrite,
     Steps,
     Words,
+    app,
+    console_for,
+    leave,
+    note,
     program_of,
+    show_json,
+    usual_format,
 )
-from mezzo.cli.output import console_for, leave, note, show_json, usual_format
-from mezzo.documents import save_json
+from mezzo.cli.explain import explain_script
 from mezzo.errors import PolicyError, printable
+from mezzo.files import save_json
 from mezzo.policy import Policy
 from mezzo.report.verdict import number, short
 from mezzo.script.comparison import (
@@ -40,8 +44,6 @@ from mezzo.script.comparison import (
     parse_policies,
     summary_of,
 )
-
-__all__ = ["compare"]
 
 #: Columns of the table where no terminal folds it.
 _WIDEST = 200

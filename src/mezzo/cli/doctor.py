@@ -14,14 +14,11 @@ from rich.text import Text
 from mezzo.cast import device
 from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, intended
 from mezzo.checkup import WIDTHS, Checkup, checked
-from mezzo.cli.app import app
-from mezzo.cli.output import ALERT, console_for, show_json
+from mezzo.cli.app import ALERT, app, console_for, show_json
 from mezzo.errors import printable
-from mezzo.explanation.table import table
+from mezzo.explanation.explanation import table
 from mezzo.machine import describe, environment, tf32
 from mezzo.tensors import dtype_name
-
-__all__ = ["doctor"]
 
 WHAT_MEZZO_DOES: dict[Action, str] = {
     "native": "compute natively",

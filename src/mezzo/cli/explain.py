@@ -10,8 +10,8 @@ from typing import NoReturn
 
 import typer
 
-from mezzo.cli.app import app
-from mezzo.cli.options import (
+from mezzo.cli.app import (
+    ALERT,
     BEFORE_SCRIPT,
     SUMMARY,
     Dry,
@@ -23,20 +23,22 @@ from mezzo.cli.options import (
     PolicyText,
     Steps,
     Words,
+    app,
+    ended_lines,
+    ended_with,
     free_folder,
+    note,
     program_of,
+    show_explanation,
+    show_json,
+    usual_policy,
 )  # fmt: skip
-from mezzo.cli.output import ALERT, note, show_explanation, show_json, usual_policy
-from mezzo.cli.running import ended_lines, ended_with
-from mezzo.documents import save_json
-from mezzo.explanation.table import renderables
+from mezzo.explanation.explanation import renderables
+from mezzo.files import save_json
 from mezzo.policy import Policy
-from mezzo.script.dry import Rehearsed, rehearse
-from mezzo.script.program import Program
-from mezzo.script.steps import require_one_process
+from mezzo.script.inspection import Rehearsed, rehearse
+from mezzo.script.program import Program, require_one_process
 from mezzo.tensors import LOW, dtype_name
-
-__all__ = ["explain", "explain_script"]
 
 
 @app.command("explain", context_settings=BEFORE_SCRIPT)

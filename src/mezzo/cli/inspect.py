@@ -7,9 +7,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from mezzo.cli.app import app
-from mezzo.cli.explain import explain_script
-from mezzo.cli.options import (
+from mezzo.cli.app import (
     BEFORE_SCRIPT,
     SUMMARY,
     Dry,
@@ -20,20 +18,23 @@ from mezzo.cli.options import (
     Overwrite,
     Steps,
     Words,
+    app,
+    console_for,
     free_folder,
+    leave,
+    note,
     program_of,
+    scripts_own,
+    show_json,
 )  # fmt: skip
-from mezzo.cli.output import console_for, leave, note, show_json
-from mezzo.cli.running import scripts_own
-from mezzo.documents import save_json
+from mezzo.cli.explain import explain_script
 from mezzo.errors import message, printable
-from mezzo.explanation.words import format_text, share_text
+from mezzo.explanation.rows import format_text, share_text
+from mezzo.files import save_json
 from mezzo.policy import Policy
-from mezzo.report.histograms import draw, require_matplotlib
+from mezzo.report.page import draw, require_matplotlib
 from mezzo.script.inspection import Inspection, Lost
 from mezzo.script.inspection import inspect as inspected
-
-__all__ = ["inspect"]
 
 
 @app.command("inspect", context_settings=BEFORE_SCRIPT)

@@ -10,9 +10,8 @@ from typing import Annotated
 import typer
 
 from mezzo import script
-from mezzo.cli.app import app
-from mezzo.cli.explain import explain_script
-from mezzo.cli.options import (
+from mezzo.cli.app import (
+    ALERT,
     BEFORE_SCRIPT,
     SUMMARY,
     Dry,
@@ -24,16 +23,19 @@ from mezzo.cli.options import (
     PolicyText,
     Steps,
     Words,
+    app,
+    ended_lines,
+    ended_with,
     free_folder,
+    note,
     program_of,
+    show_json,
+    usual_policy,
 )  # fmt: skip
-from mezzo.cli.output import ALERT, note, show_json, usual_policy
-from mezzo.cli.running import ended_lines, ended_with
-from mezzo.documents import save_json
+from mezzo.cli.explain import explain_script
 from mezzo.errors import printable
-from mezzo.script.steps import METRICS, StepRecord
-
-__all__ = ["run"]
+from mezzo.files import save_json
+from mezzo.script.program import METRICS, StepRecord
 
 
 @app.command("run", context_settings=BEFORE_SCRIPT)

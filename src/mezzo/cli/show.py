@@ -10,17 +10,14 @@ from typing import Annotated, Any, Final
 import typer
 from rich.table import Table
 
-from mezzo.cli.app import app
-from mezzo.cli.output import console_for, show_json
-from mezzo.documents import jsonable
+from mezzo.cli.app import app, console_for, show_json
 from mezzo.errors import PolicyError, nearest, shown
-from mezzo.explanation.table import table
+from mezzo.explanation.explanation import table
+from mezzo.files import jsonable
 from mezzo.formats import FORMATS, Format, by_name
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS, matching, resolve
 from mezzo.tensors import dtype_name
-
-__all__ = ["formats", "landmarks", "op_row", "ops"]
 
 show = typer.Typer(no_args_is_help=True, help="Print the number formats, or the op table.")
 app.add_typer(show, name="show")

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mezzo.cli.app import app
-from mezzo.cli.explain import explain_script
-from mezzo.cli.options import (
+from mezzo.cli.app import (
+    ALERT,
     BEFORE_SCRIPT,
     SUMMARY,
     Dry,
@@ -22,12 +21,16 @@ from mezzo.cli.options import (
     PolicyText,
     Steps,
     Words,
+    app,
     free_folder,
+    note,
     program_of,
+    scripts_own,
+    show_json,
+    usual_policy,
 )  # fmt: skip
-from mezzo.cli.output import ALERT, note, show_json, usual_policy
-from mezzo.cli.running import scripts_own
-from mezzo.documents import save_json
+from mezzo.cli.explain import explain_script
+from mezzo.files import save_json
 from mezzo.numerics.tuning.run import tunable
 from mezzo.script import tune as tuned_script
 

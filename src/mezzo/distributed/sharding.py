@@ -10,16 +10,13 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mezzo.cast.model.places import has_forward
+from mezzo.cast.model.places import has_forward, units
 from mezzo.cast.model.prepare import Prepared, with_pinned_classes
 from mezzo.cast.model.refusals import preparations_in, require_module, wanted_storage
-from mezzo.cast.model.sharding import units
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.policy import Policy
-from mezzo.policy.spelling import both
+from mezzo.policy.rules import both
 from mezzo.tensors import LOW, dtype_name
-
-__all__ = ["fully_shard"]
 
 M = TypeVar("M", bound=nn.Module)
 Classes: TypeAlias = type[nn.Module] | Iterable[type[nn.Module]]

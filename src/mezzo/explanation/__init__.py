@@ -4,8 +4,7 @@ Watches only: the policy decides, ``mezzo.cast`` carries it out. The answer in w
 and JSON are views of one value; printing is ``cli``'s.
 """
 
-from mezzo.explanation.answer import Answer
-from mezzo.explanation.explanation import Explanation
+from mezzo.explanation.explanation import Answer, Explanation
 from mezzo.explanation.rows import Cast, Finding, Misaligned, Product, Row
 from mezzo.explanation.run import explain
 

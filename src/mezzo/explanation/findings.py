@@ -9,15 +9,13 @@ from typing import Final
 import torch
 from torch import nn
 
-from mezzo.explanation.fold import folded
-from mezzo.explanation.rows import Finding, Row
-from mezzo.explanation.words import byte_text, format_text, share_text
+from mezzo.explanation.rows import Finding, Row, byte_text, folded, format_text, share_text
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS
-from mezzo.policy.spelling import both
+from mezzo.policy.rules import both
 from mezzo.tensors import LOW
+from mezzo.trace.calls import LOSS, MODEL, place_text
 from mezzo.trace.trace import Trace
-from mezzo.trace.where import LOSS, MODEL, place_text
 
 #: C++ functions made of ops that have names of their own, and that no rule reaches inside.
 COMPOSITES: Final[Mapping[str, frozenset[str]]] = {

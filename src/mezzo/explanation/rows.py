@@ -1,13 +1,93 @@
-"""What an explanation is made of, as values: rows, casts, misaligned products, findings."""
+"""What an explanation is made of, as values: rows, casts, misaligned products, findings; and alike ones as one."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import itertools
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Generic, Literal, TypeVar
 
 from mezzo.errors import PolicyError
+
+# Numbers and formats as people read them.
+
+#: Formats by dtype name, short enough for tables.
+_FORMATS: Final[Mapping[str, str]] = {
+    "float64": "FP64",
+    "float32": "FP32",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float8_e4m3fn": "E4M3",
+    "float8_e5m2": "E5M2",
+}
+
+
+def byte_text(num_bytes: int) -> str:
+    """Write a size with three digits and a binary unit.
+
+    Example:
+        >>> byte_text(512), byte_text(1536), byte_text(10_485_760)
+        ('512 B', '1.50 KiB', '10.0 MiB')
+    """
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 999.5:
+            break
+        size, unit = size / 1024, larger
+    if unit == "B":
+        return f"{num_bytes} B"
+    decimals = 2 if size < 9.995 else 1 if size < 99.95 else 0
+    return f"{size:.{decimals}f} {unit}"
+
+
+def share_text(part: float, whole: float) -> str:
+    """Write a share in per cent; what is not all is never rounded to all, nor what is something to nothing.
+
+    Example:
+        >>> share_text(1, 3), share_text(3, 3), share_text(999_999, 1_000_000), share_text(1, 1_000_000)
+        ('33.3 %', '100 %', 'over 99.9 %', 'under 0.1 %')
+    """
+    share = 100 * part / whole if whole else 0.0
+    if 99.9 < share < 100:
+        return "over 99.9 %"
+    return "under 0.1 %" if 0 < share < 0.1 else f"{share:.3g} %"
+
+
+def counted(count: int, noun: str, nouns: str = "") -> str:
+    """Write a number of things; their plural only where it has more than an s.
+
+    Example:
+        >>> counted(1, "product"), counted(1200, "cast"), counted(2, "policy", "policies")
+        ('1 product', '1,200 casts', '2 policies')
+    """
+    return f"{count:,} {noun if count == 1 else nouns or f'{noun}s'}"
+
+
+def format_text(dtypes: Iterable[str]) -> str:
+    """Write formats, short.
+
+    Example:
+        >>> format_text(["float16", "float32"]), format_text([])
+        ('FP16+FP32', '–')
+    """
+    return "+".join(_FORMATS.get(name, name) for name in dtypes) or "–"
+
+
+def scale_text(scale: float | None) -> str:
+    """Write a loss scale: powers of two as such, since that is what they all should be.
+
+    Example:
+        >>> scale_text(65536.0), scale_text(1.0), scale_text(1000.0), scale_text(None)
+        ('2^16', '1', '1000', '–')
+    """
+    if scale is None:
+        return "–"
+    scale = float(scale)  # which may be one of the texts for what JSON lacks
+    mantissa, exponent = math.frexp(scale)
+    return f"2^{exponent - 1}" if mantissa == 0.5 and scale != 1 else f"{scale:.6g}"
+
 
 FindingKind = Literal[
     "disagreement",
@@ -217,3 +297,104 @@ class Explained:
             if all(getattr(cast, name) == value for name, value in fields.items())
             and (cast.by != "emulation" or "by" in fields)
         )
+
+
+# Alike modules as one: rows that agree in all but the indices in their paths become ``blocks.{0..11}.norm1 ×12``.
+
+T = TypeVar("T")
+
+#: A path, whose indices are sets: ``("blocks", {0, 1}, "norm")``.
+Parts = tuple[str | frozenset[int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fold(Generic[T]):
+    """Rows that are alike, in one.
+
+    Attributes:
+        path: Their paths, as one: ``blocks.{0..11}.norm1``.
+        rows: The rows, in their order; never empty.
+    """
+
+    path: str
+    rows: tuple[T, ...]
+
+    @property
+    def text(self) -> str:
+        """The path, and how many rows there are."""
+        return f"{self.path} ×{len(self.rows)}" if len(self.rows) > 1 else self.path
+
+
+def folded(rows: Iterable[T], path: Callable[[T], str], rest: Callable[[T], Hashable]) -> list[Fold[T]]:
+    """Fold rows that agree in all but indices in their paths.
+
+    Args:
+        rows: Any rows; those with one path are not folded with each other.
+        path: Reads a row's module path, whose components that are numbers are its indices.
+        rest: Reads all else in which rows must agree.
+
+    Returns:
+        The folds, each where its first row was. Together they hold every row once.
+
+    Example:
+        >>> modules = "stem blocks.0.norm blocks.1.norm blocks.2.norm head".split()
+        >>> [each.text for each in folded(modules, str, lambda row: None)]
+        ['stem', 'blocks.{0..2}.norm ×3', 'head']
+        >>> nested = [f"layers.{i}.{j}" for i, depth in enumerate((2, 2, 6)) for j in range(depth)]
+        >>> [each.text for each in folded(nested, str, lambda row: None)]
+        ['layers.{0,1}.{0,1} ×4', 'layers.2.{0..5} ×6']
+    """
+    groups: dict[Hashable, dict[Parts, list[tuple[int, T]]]] = {}
+    for number, row in enumerate(rows):
+        parts = tuple(_part(part) for part in path(row).split("."))
+        shape = tuple(part if isinstance(part, str) else None for part in parts)
+        turn = 0  # rows of one path stay apart: the second of each module is folded with the other seconds
+        while parts in groups.setdefault((turn, shape, rest(row)), {}):
+            turn += 1
+        groups[turn, shape, rest(row)][parts] = [(number, row)]
+    found = [(each, parts) for group in groups.values() for parts, each in _merged(group).items()]
+    found.sort(key=lambda fold: fold[0][0][0])
+    return [Fold(_text(parts), tuple(row for _, row in each)) for each, parts in found]
+
+
+def _part(text: str) -> str | frozenset[int]:
+    is_index = text.isascii() and text.isdecimal() and str(int(text)) == text
+    return frozenset([int(text)]) if is_index else text
+
+
+def _merged(group: dict[Parts, list[tuple[int, T]]]) -> dict[Parts, list[tuple[int, T]]]:
+    """Join paths that differ in one index, the last index first, then those that differ in the one before."""
+    length = len(next(iter(group)))
+    for position in reversed(range(length)):
+        joined: dict[Hashable, tuple[Parts, list[tuple[int, T]]]] = {}
+        for parts, rows in group.items():
+            here = parts[position]
+            key = (*parts[:position], None, *parts[position + 1 :]) if isinstance(here, frozenset) else parts
+            if key in joined and isinstance(here, frozenset):
+                others, before = joined[key]
+                union = (*parts[:position], here | _indices(others[position]), *parts[position + 1 :])
+                joined[key] = union, sorted([*before, *rows], key=lambda each: each[0])
+            else:
+                joined[key] = parts, rows
+        group = dict(joined.values())
+    return group
+
+
+def _indices(part: str | frozenset[int]) -> frozenset[int]:
+    assert isinstance(part, frozenset)
+    return part
+
+
+def _text(parts: Parts) -> str:
+    return ".".join(part if isinstance(part, str) else _set_text(sorted(part)) for part in parts)
+
+
+def _set_text(indices: list[int]) -> str:
+    """Write indices, neighbours as a range: ``{0..11}``, ``{0,2..5}``."""
+    if len(indices) == 1:
+        return str(indices[0])
+    runs: list[str] = []
+    for _, run in itertools.groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        numbers = [number for _, number in run]
+        runs += [f"{numbers[0]}..{numbers[-1]}"] if len(numbers) > 2 else map(str, numbers)
+    return f"{{{','.join(runs)}}}"

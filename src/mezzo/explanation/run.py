@@ -19,13 +19,11 @@ from mezzo.explanation.findings import findings
 from mezzo.explanation.rows import Cast, Misaligned, Product, Row
 from mezzo.policy import Policy, Rule
 from mezzo.tensors import LOW, each_tensor
-from mezzo.trace.calls import Decider
-from mezzo.trace.frames import here
+from mezzo.trace.calls import Decider, Where, here
 from mezzo.trace.measure import LostIntegers, lost_integers
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python, require_scalar
 from mezzo.trace.trace import Trace
-from mezzo.trace.where import Where
 
 Loss = Callable[[Any], Tensor]
 

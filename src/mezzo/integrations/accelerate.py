@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mezzo.cast import autocast
-from mezzo.cast.model import sharding
+from mezzo.cast.model import places
 from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
@@ -27,8 +27,6 @@ require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
-
-__all__ = ["AcceleratedPrecision", "attach"]
 
 _ORDER: Final = (
     "attach(accelerator, model, optimizer, policy), then model, optimizer = accelerator.prepare(model, optimizer)"
@@ -117,7 +115,7 @@ def refuse(accelerator: Accelerator, models: Iterable[nn.Module] = ()) -> None:
             why="it owns backward passes and steps, or shards what the session has converted",
             write=f"{_DDP}; or mezzo.fully_shard(model, policy) in a loop of your own",
         )
-    if any(map(sharding.units, models)):
+    if any(map(places.units, models)):
         raise UnsupportedError(
             "the model is sharded",
             why="Accelerate's checkpoints would hold the parts of one rank",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared, autocast, prepare
-from mezzo.cast.nested import cast_floating
+from mezzo.cast.mode import cast_floating
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
@@ -29,8 +29,6 @@ from lightning.fabric.strategies.strategy import Strategy  # noqa: E402
 from lightning.pytorch import LightningModule  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
-
-__all__ = ["MezzoPrecision"]
 
 
 class _TrainersSession(AttachedPrecision):

@@ -20,8 +20,6 @@ from transformers import Trainer  # noqa: E402
 
 from mezzo.integrations.accelerate import AcceleratedPrecision, attach, refuse  # noqa: E402
 
-__all__ = ["MezzoMixin", "MezzoTrainer", "plug"]
-
 T = TypeVar("T", bound=Trainer)  # Python 3.11 has no `def f[T]`
 if TYPE_CHECKING:  # what the mixin stands before
     _Trainer = Trainer

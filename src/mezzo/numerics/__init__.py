@@ -1,13 +1,12 @@
 """Evidence about numbers: where they lie, what a format would lose, which updates vanish, which ops need FP32."""
 
-from mezzo.numerics.diagnosis import Diagnosis, FormatAnswer, diagnose
+from mezzo.numerics.diagnosis import Alert, Diagnosis, FormatAnswer, diagnose
 from mezzo.numerics.evidence import KINDS, Evidence, RecordedStep, RecordedTensor, SwallowedUpdates
-from mezzo.numerics.evidence_file import read as read_evidence
-from mezzo.numerics.faults import Alert
+from mezzo.numerics.evidence import read as read_evidence
 from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram
-from mezzo.numerics.moves import swallowed
-from mezzo.numerics.recording.recorder import Recorder
+from mezzo.numerics.recorder import Recorder
 from mezzo.numerics.tuning import Candidate, Tuned, TuningEvidence, tune
+from mezzo.numerics.watches import swallowed
 
 __all__ = [
     "KINDS",

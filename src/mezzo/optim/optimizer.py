@@ -15,16 +15,26 @@ from torch.optim import Optimizer
 
 from mezzo.errors import StateError, UnsupportedError, raise_together, some_of
 from mezzo.interrupts import uninterrupted
-from mezzo.optim.checks import check_arguments, check_group, check_state, check_unchanged, named, ordered, wrong_weights
-from mezzo.optim.hypers import Hypers, changes_nothing
-from mezzo.optim.state import Group, restored, saved
-from mezzo.shards import locals_of, number_of_shard, placed, sharding
+from mezzo.optim.state import (
+    Group,
+    Hypers,
+    changes_nothing,
+    check_arguments,
+    check_group,
+    check_state,
+    check_unchanged,
+    named,
+    ordered,
+    restored,
+    saved,
+    wrong_weights,
+)
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
-from mezzo.tensors import LOW, described, dtype_name, local
+from mezzo.tensors import LOW, described, dtype_name, local, locals_of, number_of_shard, placed, sharding
 from mezzo.weights.halves import Halves, owner_of
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]

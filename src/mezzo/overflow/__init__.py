@@ -4,9 +4,8 @@ It watches and reports. Policies, scales and weights are other rooms' business, 
 which calls this room and is not known here.
 """
 
-from mezzo.overflow.replay import Replay
-from mezzo.overflow.report import Changed, Overflow
-from mezzo.overflow.search import locate
+from mezzo.overflow.diagnose import Changed, Overflow
+from mezzo.overflow.replay import Replay, locate
 from mezzo.trace.measure import Range
 
 __all__ = ["Changed", "Overflow", "Range", "Replay", "locate"]

@@ -14,18 +14,14 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from mezzo.cast.notes import notes
-from mezzo.overflow.diagnose import Context
-from mezzo.overflow.report import BOUNDED, SOFTMAX, Origin, Phase, Reader
+from mezzo.overflow.diagnose import BOUNDED, SOFTMAX, Context, Origin, Phase, Reader
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
 from mezzo.tensors import has_fraction, tensors
 from mezzo.trace import measure
-from mezzo.trace.calls import Decider
-from mezzo.trace.frames import kernel_name
+from mezzo.trace.calls import LOSS, Decider, Place, Where, kernel_name
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view, same_storage
-from mezzo.trace.measure import Operand, Range
-from mezzo.trace.names import Edge, Names, edges
-from mezzo.trace.where import LOSS, Place, Where
+from mezzo.trace.measure import Edge, Names, Operand, Range, edges
 
 
 class _Ran(NamedTuple):

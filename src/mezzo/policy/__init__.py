@@ -4,8 +4,9 @@ Values only. Nothing here holds a tensor, a module or a device; carrying a polic
 business.
 """
 
+from mezzo.policy.fields import LEVELS
 from mezzo.policy.ops import OPS, Op, Treatment
-from mezzo.policy.policy import LEVELS, Policy
+from mezzo.policy.policy import Policy
 from mezzo.policy.rules import Decision, Rule
 
 __all__ = ["LEVELS", "OPS", "Decision", "Op", "Policy", "Rule", "Treatment"]

@@ -11,15 +11,12 @@ import torch
 
 from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import fields
-from mezzo.policy import text as texts
+from mezzo.policy import fields as texts
 from mezzo.policy.fields import LEVELS, Level
 from mezzo.policy.ops import OPS, Op, Treatment, out_of_place, resolve, written_form
-from mezzo.policy.rules import Decision, Rule, format_rules
-from mezzo.policy.spelling import both
+from mezzo.policy.rules import Decision, Rule, both, format_rules
 from mezzo.scale import LossScale
 from mezzo.tensors import LOW
-
-__all__ = ["LEVELS", "Policy"]
 
 Lists = Literal["portable", "device"]
 Norms = Literal["fp32", "fp32_math"]

@@ -3,9 +3,7 @@
 Nothing here runs a script, and nothing here prints.
 """
 
-from mezzo.report.page import write_page
-from mezzo.report.picture import draw_curves, require_report
-from mezzo.report.table import table
-from mezzo.report.verdict import PolicyRow, rows, verdict
+from mezzo.report.page import draw_curves, require_report, write_page
+from mezzo.report.verdict import PolicyRow, rows, table, verdict
 
 __all__ = ["PolicyRow", "draw_curves", "require_report", "rows", "table", "verdict", "write_page"]

@@ -15,8 +15,6 @@ from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale, as_float32
 from mezzo.scale.state import ScaleState
 
-__all__ = ["next_numbers", "next_scale", "next_scale_on_host"]
-
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
 ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
 

@@ -16,8 +16,6 @@ from mezzo.scale.rules import next_numbers, next_scale_on_host
 from mezzo.scale.state import ScaleState
 from mezzo.tensors import LOW, moved
 
-__all__ = ["Scaler", "moved_on"]
-
 Pure: TypeAlias = Callable[..., Sequence[Tensor]]
 Compute: TypeAlias = Callable[[Pure, tuple[Hashable, ...], Sequence[Tensor]], Sequence[Tensor]]
 

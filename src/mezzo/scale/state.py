@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mezzo.errors import StateError, nearest, raise_together, shown
 
-__all__ = ["VALUES", "ScaleState", "inverse", "is_count", "is_whole"]
-
 COUNTERS = ("clean_steps", "budget", "floor_overflows")
 KEYS = ("scale", *COUNTERS)
 

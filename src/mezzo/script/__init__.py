@@ -4,8 +4,7 @@ Nothing here decides about numerics or carries a policy out: that is the session
 """
 
 from mezzo.script.comparison import Comparison, compare
-from mezzo.script.dry import Rehearsed, rehearse
-from mezzo.script.inspection import Inspection, inspect
+from mezzo.script.inspection import Inspection, Rehearsed, inspect, rehearse
 from mezzo.script.metric import TRAINING_LOSS, Metric
 from mezzo.script.program import Program
 from mezzo.script.report import ScriptReport

@@ -22,16 +22,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from mezzo.cast.device import default_kinds, fast_format
-from mezzo.documents import save_json
 from mezzo.errors import PolicyError, StateError, raise_together
+from mezzo.files import save_json
 from mezzo.machine import default_device, describe
 from mezzo.policy import Policy
 from mezzo.script.metric import TRAINING_LOSS, Better, Metric, better_of, last_line, number_after, printed_last
-from mezzo.script.program import Program
-from mezzo.script.steps import METRICS, StepRecord, never_trains, read_steps, require_one_process, step_ms
+from mezzo.script.program import METRICS, Program, StepRecord, never_trains, read_steps, require_one_process, step_ms
 from mezzo.tensors import LOW, dtype_name
-
-__all__ = ["SUMMARY", "Comparison", "Run", "ablations", "compare", "default_policies", "parse_policies"]
 
 #: The last file of a run, and of a comparison: what has it is whole.
 SUMMARY: Final = "summary.json"

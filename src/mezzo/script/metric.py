@@ -8,8 +8,6 @@ from typing import Final, Literal
 
 from mezzo.errors import PolicyError
 
-__all__ = ["TRAINING_LOSS", "Better", "Metric", "better_of", "last_line", "number_after", "printed_last"]
-
 Better = Literal["higher", "lower"]
 
 _DIGITS: Final = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?(?![\d,])|\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from mezzo.explanation.words import counted, format_text, scale_text, share_text
+from mezzo.explanation.rows import counted, format_text, scale_text, share_text
 from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 from mezzo.policy import Policy
-from mezzo.script.program import Enough
-from mezzo.script.steps import StepRecord
+from mezzo.script.program import Enough, StepRecord
 from mezzo.session import Stats, Step
 from mezzo.session.observers import Judged, Watched
 from mezzo.tensors import LOW, moved
-from mezzo.trace.products import Products
-
-__all__ = ["NOT_HELD", "NOT_STEPPED", "NO_OPTIMIZER", "REFUSED", "ScriptReport", "StepLog"]
+from mezzo.trace.modes import Products
 
 #: Why nothing ran low, each with what to do about it.
 NO_OPTIMIZER: Final = (

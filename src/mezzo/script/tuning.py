@@ -19,10 +19,8 @@ from mezzo.numerics.tuning import Tuned
 from mezzo.numerics.tuning import tune as tuned
 from mezzo.numerics.tuning.run import tunable
 from mezzo.policy import Policy
-from mezzo.script.gathering import name_of
-from mezzo.script.program import Program
-from mezzo.script.run import run
-from mezzo.script.steps import StepRecord, never_trains, require_one_process
+from mezzo.script.program import Program, StepRecord, never_trains, require_one_process
+from mezzo.script.run import name_of, run
 from mezzo.tensors import tensors
 from mezzo.trace.sandbox import copied
 

@@ -29,18 +29,17 @@ from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.policy import Policy
 from mezzo.session import state
 from mezzo.session.calls import Calls, rebound
-from mezzo.session.closures import evaluates_once
-from mezzo.session.passes import Walk, refuse_scaled, unscaled, walked
 from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
+from mezzo.session.update import evaluates_once
+from mezzo.session.window import Walk, refuse_scaled, unscaled, walked
 from mezzo.weights.views import inner_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["CARRIED", "AttachedPrecision", "attach", "attached_now"]
 
 logger = logging.getLogger(__name__)
 

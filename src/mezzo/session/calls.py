@@ -17,14 +17,11 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.cast import autocast
-from mezzo.cast.mode import compiled_inside
+from mezzo.cast.mode import cast_floating, compiled_inside
 from mezzo.cast.model.calls import GivesOut, Within, runs_backward
-from mezzo.cast.nested import cast_floating
 from mezzo.hooks import owner_of
 from mezzo.policy import Policy
 from mezzo.tensors import tensors
-
-__all__ = ["Binding", "Calls", "rebound"]
 
 K = TypeVar("K")  # Python 3.11 has no `def f[K]`
 

@@ -25,11 +25,9 @@ from mezzo.session.engine import Engine
 from mezzo.session.observers import Judged, Watched, observing, watching
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
-from mezzo.step.executors.tables import uploaded_once
+from mezzo.step.executors.portable import uploaded_once
 from mezzo.tensors import addresses, described, tensors
 from mezzo.weights.views import views_of
-
-__all__ = ["Captured", "CudaGraph", "capture"]
 
 R = TypeVar("R")
 T = TypeVar("T")

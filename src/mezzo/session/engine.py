@@ -15,29 +15,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.cast.model import sharding
-from mezzo.distributed.exchange import Ranks
-from mezzo.distributed.wrappers import Wrappers
+from mezzo.cast.model import places
+from mezzo.distributed.exchange import Ranks, Wrappers
 from mezzo.errors import StateError, UnsupportedError, message, some_of
 from mezzo.interrupts import uninterrupted
-from mezzo.optim.hypers import changes_nothing
 from mezzo.optim.optimizer import as_one_pass
+from mezzo.optim.state import changes_nothing
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
-from mezzo.session import closures
 from mezzo.session.observers import Judged, StepObserver, observing
-from mezzo.session.passes import Walk, entered, hooked
 from mezzo.session.stats import Step, StepAccount, StepOutcome
-from mezzo.session.update import Writes, check_numbers
+from mezzo.session.update import Writes, check_numbers, evaluated
 from mezzo.session.weights import Weights
-from mezzo.session.window import Window
+from mezzo.session.window import Walk, Window, entered, hooked
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.passes import Verdict, as_fused, decided, not_finite
 from mezzo.tensors import moved
 from mezzo.weights.views import views_of
-
-__all__ = ["SCALERS_ORDER", "Engine"]
 
 #: How a loop with a ``GradScaler`` calls it.
 SCALERS_ORDER: Final = "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
@@ -127,7 +122,7 @@ class Engine(Writes):
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
         known = set[int]().union(*(window.ids() for window in self.windows))
         found = [leaf for leaf in leaves if id(leaf) not in known]
-        parts = sharding.parts_of(self.weights.units) if self.weights.units else {}
+        parts = places.parts_of(self.weights.units) if self.weights.units else {}
         return [leaf for leaf in found if not (leaf in parts and id(parts[leaf]) in known)] if parts else found
 
     def watch(self, optimizers: Collection[Optimizer]) -> Iterator[Callable[[], None]]:
@@ -317,7 +312,7 @@ class Engine(Writes):
 
         Args:
             optimizers: Those that step, as far as they have gradients.
-            closure: Evaluates the loss, for an optimizer that asks for it by itself: see :mod:`mezzo.session.closures`.
+            closure: Evaluates the loss, for an optimizer that asks for it by itself: see :mod:`mezzo.session.update`.
             by: Called in place of the one optimizer's ``step``, and only if it is not skipped: how a framework learns
                 of that. One host sync.
 
@@ -330,7 +325,7 @@ class Engine(Writes):
         self.account.check()
         self.wrappers.follow_first(self.weights.stored)
         if closure is not None:
-            step = closures.evaluated(self, optimizers, closure)
+            step = evaluated(self, optimizers, closure)
         else:
             with uninterrupted():
                 if self.ranks.size == 1:
@@ -398,7 +393,7 @@ class Engine(Writes):
 
         **Cost**: one pass that reads them, and one launch. No host sync.
         """
-        if self.weights.units and sharding.has_unreduced(self.weights.units):
+        if self.weights.units and places.has_unreduced(self.weights.units):
             raise StateError(
                 "gradients wait for a backward pass that reduces them over ranks",
                 why="this step would not see them, and the next would take them for its own",
@@ -413,8 +408,8 @@ class Engine(Writes):
         params, gradients = dense([leaf for window in windows for leaf in window.leaves(optimizers)])
         if not params:
             raise StateError("no parameter has a gradient", write="amp.zero_grad() only after amp.step()")
-        places, is_own = alike(gradients), all(as_one_pass(each) is not None for each in optimizers)
-        sizes = norms(gradients, self.device, one_pass=is_own, groups=places)
+        positions, is_own = alike(gradients), all(as_one_pass(each) is not None for each in optimizers)
+        sizes = norms(gradients, self.device, one_pass=is_own, groups=positions)
         if self.ranks.size > 1:
             sizes = self.ranks.norms(params, sizes)
         numbers: list[Tensor | float] = [] if scale is None else [scale]
@@ -472,7 +467,7 @@ class Engine(Writes):
             params=judged.params,
         )
         self.account.note(outcome)
-        sharding.reshard(self.weights.units)
+        places.reshard(self.weights.units)
         return Step(
             skipped=verdict.found_inf,
             scale=now if made_with is None else made_with,
@@ -511,7 +506,7 @@ class Engine(Writes):
             for window in self.windows:
                 window.clear()
             self._inner = None
-            sharding.forget_gradients(self.weights.units)
+            places.forget_gradients(self.weights.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
         """Differentiate scaled outputs, and return unscaled gradients, at least in FP32.

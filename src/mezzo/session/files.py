@@ -14,8 +14,6 @@ from torch.serialization import get_crc32_options, set_crc32_options
 from mezzo.errors import StateError
 from mezzo.files import opened, whole
 
-__all__ = ["load", "save"]
-
 #: An attribute of MS-DOS.
 _FOLDER: Final = 0x10
 #: What ``zipfile`` raises over headers that contradict each other, or lead out of the file.

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
+from mezzo.errors import NumericsError, UnsupportedError, some_of
+from mezzo.session.stats import Step
 from mezzo.step.passes import Verdict
 
 if TYPE_CHECKING:
+    from mezzo.overflow import Replay
     from mezzo.scale.scaler import Scaler
     from mezzo.session.stats import Step, StepAccount
     from mezzo.session.weights import Weights
     from mezzo.session.window import Window
-
-__all__ = ["Judged", "StepObserver", "Watched", "observing", "watching"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -90,3 +92,110 @@ def watching(observer: StepObserver) -> Iterator[None]:
 def observing() -> tuple[StepObserver, ...]:
     """Return the observers of this context; while torch.compile traces, which cannot ask, there are none."""
     return () if torch.compiler.is_compiling() else _WATCHING.get()
+
+
+# What a skipped step does besides, under ``on_overflow="explain"`` and ``"raise"``: observers of the engine.
+
+logger = logging.getLogger(__name__)
+
+
+def reaction(
+    on_overflow: str, weights: Weights, unreduced: Callable[[], AbstractContextManager[Any]]
+) -> tuple[StepObserver | None, Callable[[], None]]:
+    """Return what looks on for an overflow, ``None`` where a step is only skipped, and what ends it.
+
+    Args:
+        on_overflow: One of :data:`mezzo.session.refusals.REACTIONS`.
+        weights: The models, and the region that they run in.
+        unreduced: Returns the context in which a backward pass exchanges nothing with other ranks.
+
+    Raises:
+        UnsupportedError: ``"explain"``, and the models are sharded.
+
+    **Cost**: with ``"explain"`` and ``"raise"`` one host sync a step.
+    """
+    if on_overflow == "raise":
+        return Raises(), lambda: None
+    if on_overflow == "explain":
+        if weights.units:
+            raise UnsupportedError(
+                "an overflow in a model that fully_shard has sharded cannot be explained in the run",
+                where=f"{len(weights.units)} modules that are gathered",
+                why="the rank that overflowed would run its batch again, and all ranks gather parameters together",
+                write='on_overflow="skip"; mezzo.overflow.locate with the batch and a model that is not sharded',
+            )
+        from mezzo.overflow import Replay  # which only such a session needs
+
+        replay = Replay(weights.models, region=weights.region)
+        return Explains(replay, unreduced), replay.remove
+    return None, lambda: None
+
+
+class Explains:
+    """Finds where an overflow began, from what the step was computed from, and says it.
+
+    Args:
+        replay: What keeps the calls of the models.
+        unreduced: The context of backward passes that exchange nothing: another rank may find its own overflow earlier.
+    """
+
+    def __init__(self, replay: Replay, unreduced: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._replay, self._unreduced = replay, unreduced
+
+    def __repr__(self) -> str:
+        return 'on_overflow="explain"'
+
+    def begins(self, engine: Watched, scale: Tensor | None) -> None:
+        """Forget passes whose gradients were cleared without a step."""
+        if not any(window.passes for window in engine.windows):
+            self._replay.clear()
+
+    def judged(self, engine: Watched, judged: Judged) -> None:
+        """The verdict alone says nothing of where it began."""
+
+    def stepped(self, engine: Watched, step: Step) -> None:
+        """Run the calls of a skipped step again, and forget them."""
+        if bool(step.skipped):
+            with torch.enable_grad(), self._unreduced():
+                step.overflow = self._replay.locate(step.scale)
+            if step.overflow is not None:
+                logger.warning("%s", step.overflow)
+        self._replay.clear()
+
+
+class Raises:
+    """Ends the run at the first overflow, with the gradients that are not finite."""
+
+    def __init__(self) -> None:
+        self._judged: Judged | None = None
+
+    def __repr__(self) -> str:
+        return 'on_overflow="raise"'
+
+    def begins(self, engine: Watched, scale: Tensor | None) -> None:
+        """A pass by itself is no overflow."""
+
+    def judged(self, engine: Watched, judged: Judged) -> None:
+        """Keep the norms until it is known whether the step is skipped."""
+        self._judged = judged
+
+    def stepped(self, engine: Watched, step: Step) -> None:
+        """Raise if the step was skipped; nothing was updated, and the loop can go on.
+
+        Raises:
+            NumericsError: It was.
+        """
+        judged, self._judged = self._judged, None
+        if judged is None or not bool(step.skipped):
+            return
+        finite = judged.verdict.norms.isfinite().tolist()
+        bad = [engine.weights.name_of(p) for p, ok in zip(judged.params, finite, strict=True) if not ok]
+        is_scaled, scale = engine.scaler.changes_gradients, float(step.scale)
+        raise NumericsError(
+            "the gradients are not finite",
+            where=f"{len(bad)} of {len(judged.params)}: {some_of(bad)}" if bad else "their norm, once unscaled",
+            why="the loss itself is not finite, which no loss scale cures; nothing was updated"
+            if bool(judged.failed)
+            else f"an overflow{f' under the loss scale {scale:.6g}' if is_scaled else ''}; nothing was updated",
+            write='on_overflow="explain", which says where it began; or on_overflow="skip" to go on',
+        )

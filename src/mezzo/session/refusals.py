@@ -19,18 +19,6 @@ from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name
 
-__all__ = [
-    "REACTIONS",
-    "Handles",
-    "check_loss",
-    "check_optimizers",
-    "check_session",
-    "chosen",
-    "listed",
-    "models_and_optimizers",
-    "wrong_options",
-]
-
 #: The handles of each model that was prepared before.
 Handles = Mapping[nn.Module, list[Prepared]]
 #: What ``on_overflow`` can be.

@@ -14,16 +14,14 @@ from torch.optim import Optimizer
 from mezzo.errors import PolicyError, raise_together
 from mezzo.interrupts import uninterrupted
 from mezzo.scale import LossScale
+from mezzo.scale.config import TORCHS_WORDS, from_words
 from mezzo.scale.scaler import Scaler
-from mezzo.scale.words import TORCHS_WORDS, from_words
-from mezzo.session.closures import evaluates_once
 from mezzo.session.engine import Engine
 from mezzo.session.stats import Step
+from mezzo.session.update import evaluates_once
 
 if TYPE_CHECKING:
     from mezzo.session.session import MixedPrecision
-
-__all__ = ["EngineScaler", "SessionScaler"]
 
 
 class _Rule:

@@ -23,13 +23,13 @@ from mezzo.scale.scaler import Scaler
 from mezzo.session import state
 from mezzo.session.calls import Binding
 from mezzo.session.engine import Engine
-from mezzo.session.overflows import reaction
-from mezzo.session.passes import refuse_scaled, unscaled, walked
+from mezzo.session.observers import reaction
 from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
-from mezzo.session.stateful import Stateful
+from mezzo.session.state import Stateful
 from mezzo.session.stats import Stats, Step
 from mezzo.session.update import guarded
 from mezzo.session.weights import Weights, handles_of
+from mezzo.session.window import refuse_scaled, unscaled, walked
 from mezzo.step.executors.choose import shared
 from mezzo.tensors import LOW
 from mezzo.weights.halves import owner_of
@@ -38,8 +38,6 @@ from mezzo.weights.views import Views, views_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["MixedPrecision"]
 
 
 class MixedPrecision:

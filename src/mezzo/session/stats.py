@@ -17,8 +17,6 @@ from mezzo.errors import MezzoError, NumericsError, ScaleCollapsed, some_of
 from mezzo.scale import LossScale
 from mezzo.step.executors.choose import shared
 
-__all__ = ["Stats", "Step", "StepAccount", "StepOutcome"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -16,25 +16,9 @@ from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.scale.state import inverse
-from mezzo.step.rounding import noise, stochastic
-from mezzo.step.storage import Storage
+from mezzo.step.storage import Storage, noise, stochastic
 from mezzo.step.update import States, UpdateRule
 from mezzo.tensors import moved
-
-__all__ = [
-    "Bucket",
-    "BucketUpdate",
-    "Executor",
-    "NoKernel",
-    "Verdict",
-    "as_fused",
-    "clip_coefficient",
-    "counted",
-    "decided",
-    "judge",
-    "not_finite",
-    "updated",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -281,7 +265,7 @@ def updated(
         targets: The stored tensors of the weight, then the rule's states.
         scalars: Of ``rule.scalars``.
         multiplier: Of :func:`judge`.
-        key: 0-d int32, of :func:`mezzo.step.rounding.keys`, for what is rounded at random.
+        key: 0-d int32, of :func:`mezzo.step.storage.keys`, for what is rounded at random.
         order: int32 element numbers, for the same.
 
     Returns:

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from mezzo.errors import PolicyError, nearest
 
-__all__ = ["RULES", "States", "UpdateRule", "rule"]
-
 States: TypeAlias = tuple[Tensor, ...]
 Scalars: TypeAlias = Mapping[str, Tensor]
 Numbers: TypeAlias = Mapping[str, float]
@@ -68,7 +66,7 @@ class UpdateRule:
             A vector of ``dtype``: what ``apply`` reads, in the order of ``numbers``.
 
         **Cost**: no host sync; it can be captured in a CUDA graph. About 15 one-element kernels, or one where they are
-        written together (:mod:`mezzo.step.executors.triton.shared`).
+        written together (:mod:`mezzo.step.executors.triton`).
         """
         if not self.numbers:
             return step.new_empty(0, dtype=dtype)

@@ -5,21 +5,110 @@ Only here does anything look inside the active region: what it opens, and which 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import sys
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mezzo.cast.differences import OPENED
 from mezzo.cast.mode import acting_differences, pinned_parameter
+from mezzo.cast.notes import notes
 from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule, Treatment
-from mezzo.policy.ops import OPS
+from mezzo.policy.ops import OPS, resolve
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
-from mezzo.trace.frames import kernel_name, op_name
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
+
+# Who asked: the op behind a torch function or kernel, the line of the user's code, mezzo's own casts.
+
+Doing = Literal["emulation", "cast", "buffer", "region", "other"]
+
+
+@functools.lru_cache(maxsize=4096)
+def op_name(function: Any) -> str:
+    """Return the base name of a torch function's op, as rules and the op table have it.
+
+    Args:
+        function: What a ``TorchFunctionMode`` is given: a function, a method, a property's getter, an op of
+            ``torch.ops``.
+
+    Example:
+        >>> import torch
+        >>> op_name(torch.nn.functional.linear), op_name(torch.Tensor.__matmul__), op_name(torch.Tensor.add_)
+        ('linear', 'matmul', 'add_')
+        >>> op_name(torch.linalg.inv), op_name(torch.ops.aten.convolution)
+        ('linalg_inv', 'convolution')
+    """
+    qualified = getattr(function, "_qualified_op_name", None) or getattr(getattr(function, "_schema", None), "name", "")
+    name = str(qualified or getattr(function, "__name__", type(function).__name__))
+    return _known(name.removeprefix("aten::")) or name.strip("_") or name
+
+
+@functools.lru_cache(maxsize=4096)
+def kernel_name(kernel: Any) -> str:
+    """Return the base name that fits an aten kernel best: ``softmax`` for ``aten::_softmax``.
+
+    Example:
+        >>> import torch
+        >>> kernel_name(torch.ops.aten._softmax.default), kernel_name(torch.ops.aten.addmm.default)
+        ('softmax', 'addmm')
+    """
+    name = str(kernel._schema.name)
+    if not name.startswith("aten::"):
+        return name
+    bare = name.removeprefix("aten::").removesuffix("_")
+    stems = (bare, *(bare.removeprefix(prefix) for prefix in ("_", "_safe_", "native_")), bare.removesuffix("_forward"))
+    return next((known for stem in stems if (known := _known(stem)) is not None), bare)
+
+
+def _known(name: str) -> str | None:
+    try:
+        return resolve(name, in_place=True)
+    except PolicyError:
+        return None
+
+
+def user_line(until: int = 0) -> str | None:
+    """Return ``file:line`` of the innermost code that is neither torch's nor mezzo's.
+
+    ``None`` where there is none: ``nn.Sequential`` of torch's layers runs
+    no line of the user's.
+
+    Args:
+        until: The frame that runs the model, as :func:`here` names it. What called it is no line of the model's.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and id(frame) != until:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not is_from(name, "torch") and not is_from(name, "mezzo"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def here() -> int:
+    """Name the frame that calls, for as long as it runs; it is not kept alive by its name."""
+    return id(sys._getframe(1))
+
+
+def doing() -> Doing:
+    """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
+    taken = notes()
+    inner = (note.kind for note in reversed(taken) if note.kind != "op")
+    return next(inner, "region" if taken else "other")
+
+
+def is_from(name: str, package: str) -> bool:
+    """Whether a module belongs to a package."""
+    return name == package or name.startswith(f"{package}.")
+
 
 _CASTABLE: Final = frozenset(map(dtype_name, CASTABLE))
 _CONVERSIONS: Final = frozenset("to float half bfloat16 double type type_as to_copy _to_copy".split())
@@ -242,3 +331,125 @@ def _pinned(args: Any, kwargs: Any) -> tuple[Tensor, Treatment] | None:
         return None
     param = pinned_parameter(differences, args, kwargs)
     return None if param is None else (param, differences.pinned[id(param)])
+
+
+# Where a watched pass is: in which module and call, forward or backward, and on which of the user's lines.
+#
+# In the backward pass the running autograd node says where, by its sequence number: the numbers that nodes got while a
+# module or a call ran are noted here.
+
+#: How the model itself is called where people read, for its path is empty.
+MODEL: Final = "(model)"
+#: The module path of what the loss function does.
+LOSS: Final = "(loss)"
+
+
+def place_text(module: str, op: str, line: str | None = None) -> str:
+    """Write where an op is, for people.
+
+    Example:
+        >>> place_text("", "linear", "model.py:7")
+        '(model) linear (model.py:7)'
+    """
+    return f"{module or MODEL} {op}{f' ({line})' if line else ''}"
+
+
+@dataclass(slots=True)
+class Place:
+    """In a module, and in one call of a torch function or between calls."""
+
+    module: str
+    call: OpCall | None = None
+
+    @property
+    def path(self) -> str | None:
+        """The module as rules have it: outside of the model there is none."""
+        return None if self.module == LOSS else self.module
+
+
+class Where:
+    """The place of a pass, and of the forward pass that its backward nodes come from.
+
+    Args:
+        until: The frame beyond which no line is the model's; see :func:`~mezzo.trace.calls.user_line`.
+        instead: The line to name where there is none.
+
+    Attributes:
+        is_backward: Whether the backward pass has begun: calls are recomputation.
+        modules_run: Paths of the modules that have been called.
+    """
+
+    def __init__(self, until: int = 0, instead: str | None = None) -> None:
+        self.is_backward = False
+        self.modules_run: set[str] = set()
+        self._until, self._instead = until, instead
+        self._places = [Place(LOSS)]
+        self._level = 1  # how many places there were when the backward pass began
+        self._is_inner = False
+        self._timeline: list[tuple[int, Place]] = []
+        self._owners: dict[int, str] = {}
+
+    def learn_owners(self, model: nn.Module) -> None:
+        """Learn to which module each parameter belongs, whose gradient may be cast where it is accumulated."""
+        self._owners = {id(p): n.rpartition(".")[0] for n, p in model.named_parameters()}
+
+    @property
+    def now(self) -> Place:
+        """Where the program is, forward."""
+        return self._places[-1]
+
+    def line(self) -> str | None:
+        """Return the user's line."""
+        return user_line(self._until) or self._instead
+
+    def enter(self, place: Place) -> None:
+        """Be in a module, or in a call."""
+        self._places.append(place)
+        self._mark()
+
+    def leave(self, place: Place) -> None:
+        """Be where the program was before, whatever lies between."""
+        if any(each is place for each in self._places):
+            while self._places.pop() is not place:
+                pass
+            self._mark()
+
+    def _mark(self) -> None:
+        """Note from which autograd node on the program is in this place."""
+        number = torch._C._autograd._get_sequence_nr()
+        if self._timeline and self._timeline[-1][0] == number:
+            self._timeline.pop()
+        self._timeline.append((number, self._places[-1]))
+
+    @contextmanager
+    def inner_backward(self) -> Iterator[None]:
+        """Watch ``torch.autograd.grad`` inside the forward pass, a gradient penalty's for example."""
+        before = self.is_backward, self._level, self._is_inner
+        self.is_backward, self._level, self._is_inner = True, len(self._places), True
+        try:
+            yield
+        finally:
+            self.is_backward, self._level, self._is_inner = before
+
+    @property
+    def is_gradient(self) -> bool:
+        """Whether gradients are computed: in the backward pass, but not where a checkpoint recomputes inside it."""
+        # A graph made of an inner backward pass needs gradients too, and is none.
+        recomputes = len(self._places) > self._level or (torch.is_grad_enabled() and not self._is_inner)
+        return self.is_backward and not recomputes
+
+    def place(self) -> Place:
+        """Return where a kernel belongs: to the running module, or to the one whose backward pass runs."""
+        if not self.is_backward or len(self._places) > self._level:
+            return self.now
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return self.now
+        if (variable := getattr(node, "variable", None)) is not None:
+            return Place(self._owners.get(id(variable), ""))
+        return self.of_node(node)
+
+    def of_node(self, node: Any) -> Place:
+        """Return where an autograd node was made."""
+        found = bisect_right(self._timeline, node._sequence_nr(), key=lambda mark: mark[0])
+        return self._timeline[found - 1][1] if found else self.now

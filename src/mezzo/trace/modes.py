@@ -6,6 +6,7 @@ kernels. Hooks keep the function mode innermost when a module's boundary enters 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol, Self
@@ -18,9 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.mode import compiled_inside_alone
 from mezzo.cast.notes import watched
-from mezzo.trace.calls import opened_by_region
-from mezzo.trace.names import numbered
-from mezzo.trace.where import Place, Where
+from mezzo.tensors import LOW, dtype_name
+from mezzo.trace.calls import Place, Where, doing, opened_by_region
+from mezzo.trace.kernels import flops
+from mezzo.trace.measure import numbered
 
 _BACKWARD_FUNCTIONS: Final = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
@@ -175,3 +177,36 @@ class KernelMode(KernelWatch):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         self._observer.kernel(func, args, kwargs, out, before)
         return out
+
+
+# Which share of the work of matrix products ran low: counted at the kernels, forward and backward.
+
+
+class Products(KernelWatch):  # type: ignore[no-untyped-call]
+    """Count the operations of products by the precision that their kernels read, inside its block.
+
+    Args:
+        *low: The formats that count as low; float16 and bfloat16 when omitted.
+
+    Attributes:
+        flops: The operations by the name of the format, and under ``"emulated"`` those that were computed in FP32 from
+            rounded operands.
+    """
+
+    def __init__(self, *low: torch.dtype) -> None:
+        super().__init__()
+        self._low = low or LOW
+        self.flops: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if (counted := flops(func, args, kwargs, out)) is not None:
+            self.flops["emulated" if doing() == "emulation" else dtype_name(counted[1])] += counted[0]
+        return out
+
+    @property
+    def low_share(self) -> float:
+        """The share of the low formats, emulation in it included; 0 where there was no product."""
+        low = sum(self.flops[dtype_name(dtype)] for dtype in self._low) + self.flops["emulated"]
+        return low / max(1, self.flops.total())

@@ -12,11 +12,9 @@ from torch.autograd.function import BackwardCFunction
 
 from mezzo.tensors import LOW, dtype_name, has_fraction, tensors
 from mezzo.trace import kernels
-from mezzo.trace.calls import Decider
-from mezzo.trace.frames import Doing, doing, kernel_name
+from mezzo.trace.calls import Decider, Doing, Place, Where, doing, kernel_name
 from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import LostIntegers, lost_integers
-from mezzo.trace.where import Place, Where
 
 _NO_TORCH_FUNCTION: Final = torch._C.DisableTorchFunction
 

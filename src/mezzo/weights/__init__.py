@@ -5,7 +5,7 @@ copied (``models``), and how an optimizer sees them while it steps (``views``). 
 one pass is said in ``mezzo.step``, where the pure pair of functions is as well.
 """
 
-from mezzo.step.split import decode, encode
+from mezzo.step.storage import decode, encode
 from mezzo.weights.halves import Halves
 
 __all__ = ["Halves", "decode", "encode"]

@@ -14,9 +14,8 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.errors import StateError
-from mezzo.shards import placed, sharded_as
-from mezzo.step.split import decode, encode_into, refuse_beyond
-from mezzo.tensors import LOW, described, is_distributed, local
+from mezzo.step.storage import decode, encode_into, refuse_beyond
+from mezzo.tensors import LOW, described, is_distributed, local, placed, sharded_as
 
 #: A storage, which is not kept alive, and where in it.
 _Memory: TypeAlias = tuple[StorageWeakRef, int | torch.SymInt]

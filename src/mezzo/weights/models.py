@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mezzo.errors import MezzoError, NumericsError, StateError, raise_together, some_of
 from mezzo.hooks import is_ours
-from mezzo.policy.spelling import both
-from mezzo.step.split import is_beyond
+from mezzo.policy.rules import both
+from mezzo.step.storage import is_beyond
 from mezzo.tensors import dtype_name, local
 from mezzo.weights.halves import Halves
 

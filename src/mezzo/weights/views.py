@@ -21,10 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, StateError, UnsupportedError, raise_together, some_of
-from mezzo.shards import placed
-from mezzo.step.exchange import Exchange
-from mezzo.step.gradients import alike
-from mezzo.tensors import LOW, described, dtype_name, is_distributed, local, moved, tensors, versions
+from mezzo.step.gradients import Exchange, alike
+from mezzo.tensors import LOW, described, dtype_name, is_distributed, local, moved, placed, tensors, versions
 from mezzo.weights.halves import Halves, owner_of
 
 #: Elements that are FP32 at a time, where a step goes in parts: on CPUs such as stay in a cache, elsewhere as many as

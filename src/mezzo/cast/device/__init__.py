@@ -5,8 +5,17 @@ precision an op gets is not decided here: that is :class:`mezzo.Policy`'s.
 """
 
 from mezzo.cast.device.decide import Action, Choice, arithmetic, fast_format, intended, probe
-from mezzo.cast.device.kinds import Kinds, default_kinds, devices
-from mezzo.cast.device.probing import ISA_LIMIT, ISA_VARIABLE, DeviceReport, FormatSupport, isa_setting, processor
+from mezzo.cast.device.probing import (
+    ISA_LIMIT,
+    ISA_VARIABLE,
+    DeviceReport,
+    FormatSupport,
+    Kinds,
+    default_kinds,
+    devices,
+    isa_setting,
+    processor,
+)
 
 __all__ = ["ISA_LIMIT", "ISA_VARIABLE", "Action", "Choice", "DeviceReport", "FormatSupport", "Kinds", "arithmetic"]
 __all__ += ["default_kinds", "devices", "fast_format", "intended", "isa_setting", "probe", "processor"]

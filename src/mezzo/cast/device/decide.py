@@ -16,8 +16,15 @@ from typing import Literal
 import torch
 
 from mezzo.cast.device import probing
-from mezzo.cast.device.kinds import devices, require_device
-from mezzo.cast.device.probing import FORMATS, ISA_VARIABLE, DeviceReport, isa_setting, survives_here
+from mezzo.cast.device.probing import (
+    FORMATS,
+    ISA_VARIABLE,
+    DeviceReport,
+    devices,
+    isa_setting,
+    require_device,
+    survives_here,
+)
 from mezzo.errors import UnsupportedError, message
 from mezzo.tensors import dtype_name
 

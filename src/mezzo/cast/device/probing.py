@@ -1,4 +1,4 @@
-"""Find out whether products in a format are right on a device, and keep what a CPU's answer was.
+"""Find out which devices there are and whether products in a format are right there; keep what a CPU's answer was.
 
 On some virtual machines the processor advertises AMX, and oneDNN's AMX path dies with an illegal instruction on any
 BF16 product wider than about 64, because the hypervisor hides a CPUID leaf. No query tells beforehand; only trying
@@ -16,17 +16,86 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import torch
+from torch import Tensor
 
 from mezzo import files
 from mezzo.cast.device import child
+from mezzo.errors import PolicyError, UnsupportedError, nearest
 from mezzo.tensors import dtype_name
+
+# Which device types are here, and which of them a region covers.
+
+#: Device types that torch knows and that may be absent, for telling a typing error from an absence.
+KNOWN_DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
+
+
+def devices() -> list[str]:
+    """List the device types that are present: the CPU and the current accelerator.
+
+    Returns:
+        Names as in ``torch.device``, the CPU first.
+
+    Cost:
+        None; no device is initialised.
+
+    Example:
+        >>> devices()[0]
+        'cpu'
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
+def default_kinds() -> tuple[str, ...]:
+    """Return the device types of a region that belongs to no model: the accelerator, or where there is none the CPU."""
+    return (devices()[-1],)
+
+
+class Kinds:
+    """The device types that the regions of a model cover: those of its tensors, wherever these are by now.
+
+    A model without tensors is taken to be where new ones would be: on the accelerator, if there is one.
+
+    Args:
+        tensors: The model's, parameters before buffers: parameters stay the same objects when they move.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        examples: dict[str, Tensor] = {}
+        for tensor in tensors:
+            examples.setdefault(tensor.device.type, tensor)
+        self._examples = list(examples.values())
+        self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
+
+    def __call__(self) -> tuple[str, ...]:
+        """Return them, the CPU first."""
+        now = tuple([example.device.type for example in self._examples])
+        if now not in self._known:
+            self._known[now] = tuple(kind for kind in devices() if kind in now) or default_kinds()
+        return self._known[now]
+
+
+def require_device(device_type: str) -> None:
+    """Refuse a device type that is absent, or that there is none of."""
+    present = devices()
+    if device_type in present:
+        return
+    if device_type in KNOWN_DEVICE_TYPES:
+        raise UnsupportedError(
+            f"there is no {device_type} device here",
+            why=f"torch {torch.__version__} finds {', '.join(present)}",
+            write=f'device_type="{present[-1]}"',
+        )
+    vocabulary = dict.fromkeys((*KNOWN_DEVICE_TYPES, *present))
+    raise PolicyError(f"unknown device type {device_type!r}", why=nearest(device_type, vocabulary))
+
 
 logger = logging.getLogger(__name__)
 

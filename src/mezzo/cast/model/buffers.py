@@ -19,11 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from mezzo.cast.mode import compiled_inside, compiled_inside_alone
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.errors import message, some_of
-from mezzo.policy.spelling import both
+from mezzo.policy.rules import both
 from mezzo.tensors import CASTABLE, LOW, mark, tensors
 from mezzo.weights.halves import Halves
-
-__all__ = ["Buffers", "Frozen"]
 
 logger = logging.getLogger(__name__)
 

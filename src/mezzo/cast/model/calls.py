@@ -14,14 +14,11 @@ from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import acting_modes, acts_here, compiled_inside_alone
+from mezzo.cast.mode import acting_modes, acts_here, any_off, cast_floating, compiled_inside_alone, mapped
 from mezzo.cast.model.places import RuledParams
-from mezzo.cast.nested import any_off, cast_floating, mapped
 from mezzo.cast.region import Region, autocast
 from mezzo.policy import Policy
 from mezzo.tensors import CASTABLE, each_tensor
-
-__all__ = ["GivesOut", "MadeLow", "TakesIn", "Within", "runs_backward"]
 
 
 def runs_backward() -> bool:

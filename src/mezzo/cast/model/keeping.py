@@ -10,8 +10,6 @@ from torch import nn
 from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import Rule
 
-__all__ = ["keeping"]
-
 
 def keeping(
     models: list[nn.Module], layers: Iterable[Any], classes: tuple[type[nn.Module], ...] = (), *, name: str

@@ -15,10 +15,8 @@ from torch import Tensor, nn
 
 from mezzo.errors import PolicyError, message
 from mezzo.policy import Policy
-from mezzo.policy.spelling import both
+from mezzo.policy.rules import both
 from mezzo.tensors import LOW, described, dtype_name
-
-__all__ = ["explain"]
 
 #: How torch says that operands differ in dtype.
 _TWO_DTYPES: Final = (

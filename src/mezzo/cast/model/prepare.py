@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
 from mezzo.cast.mode import compiled_inside_alone, forget_compiled
-from mezzo.cast.model import sharding
+from mezzo.cast.model import places
 from mezzo.cast.model.buffers import Buffers, Frozen
 from mezzo.cast.model.calls import GivesOut, MadeLow, TakesIn, Within
 from mezzo.cast.model.mismatch import explain
@@ -28,10 +28,10 @@ from mezzo.cast.model.places import (
     outermost,
     owned,
     region_paths,
+    sharded_otherwise,
     stored_tensors,
 )
 from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
-from mezzo.cast.model.sharded import sharded_otherwise
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
 from mezzo.errors import StateError, printable, raise_together
@@ -40,8 +40,6 @@ from mezzo.tensors import LOW
 from mezzo.weights.halves import Halves, give, give_back
 from mezzo.weights.models import show_fp32
 from mezzo.weights.views import adopt
-
-__all__ = ["Prepared", "prepare", "with_pinned_classes"]
 
 logger = logging.getLogger(__name__)
 
@@ -123,8 +121,8 @@ class Prepared:
         self.asked, self.in_session, self._is_removed = policy, False, False
         policy = with_pinned_classes(model, policy)
         self.model, self.policy = model, policy
-        sharding.reshard(sharding.units(model))
-        self._parts: dict[Tensor, sharding.Shard] = {part.param: part for part in sharding.shards(model)}
+        places.reshard(places.units(model))
+        self._parts: dict[Tensor, places.Shard] = {part.param: part for part in places.shards(model)}
         storage = wanted_storage(model, policy, self._parts, waits=waits)
         self._storage = storage
         self._places = {t: (module, path.rpartition(".")[2]) for t, path, module in stored_tensors(model)}
@@ -162,7 +160,7 @@ class Prepared:
         frozen = ((name, p) for name, p in self.model.named_parameters() if p in low and not p.requires_grad)
         self.frozen = Frozen(dict(frozen))
         if not low.keys().isdisjoint(self._parts):
-            sharding.refresh(self.model)
+            places.refresh(self.model)
         self._undo.callback(show_fp32(self.model, self.halves))
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and low:
@@ -298,7 +296,7 @@ class Prepared:
             raise StateError(
                 "the prepared model belongs to a session", where=kind, write="amp.close() of that one first"
             )
-        sharding.reshard(sharding.units(self.model))
+        places.reshard(places.units(self.model))
         self.follow()
         self.halves.settle()
         raise_together(changes_since(self.model, self.policy, self._storage))
@@ -311,7 +309,7 @@ class Prepared:
 
         **Cost**: the first time, a copy of each part's low half.
         """
-        parts: dict[Tensor, sharding.Shard] = {part.param: part for part in sharding.shards(self.model)}
+        parts: dict[Tensor, places.Shard] = {part.param: part for part in places.shards(self.model)}
         now = {t: module._parameters.get(name) for t, (module, name) in self._places.items()}
         moved = {t: part for t, part in now.items() if part is not None and part is not t and part in parts}
         if not moved:
@@ -360,7 +358,7 @@ class Prepared:
             give_back(tensor, tensor.data.to(dtype))
         self._widened.clear()
         if is_sharded:
-            sharding.refresh(self.model)
+            places.refresh(self.model)
 
 
 class _ModelRegion(autocast):

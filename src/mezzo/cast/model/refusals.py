@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping, Sequence
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
-from mezzo.cast import accumulators
 from mezzo.cast.model.calls import GivesOut, Within
-from mezzo.cast.model.places import makes_weight, stored_tensors
-from mezzo.cast.model.sharded import sharded_otherwise
-from mezzo.cast.model.sharding import Shard, flags_of_all
+from mezzo.cast.model.places import Shard, flags_of_all, makes_weight, sharded_otherwise, stored_tensors
 from mezzo.errors import (
     MezzoError,
     PolicyError,
@@ -31,10 +30,39 @@ from mezzo.errors import (
 from mezzo.hooks import owner_of
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, callables, functions
-from mezzo.policy.spelling import both
+from mezzo.policy.rules import both
 from mezzo.tensors import dtype_name, local
 
-__all__ = ["changes_since", "out_of_reach", "require_module", "wanted_storage"]
+# The autograd nodes that add up a parameter's gradients, and whether anything but the parameter keeps one.
+
+_MARK: Final = "mezzo.cast.model.refusals"
+
+
+def marks(leaf: Tensor) -> dict[str, Any]:
+    """Return what can be noted on a leaf's node; it is gone with the node, which dies at once if nothing keeps it."""
+    node: Any = get_gradient_edge(leaf).node  # torch declares metadata as a method, and it is a property
+    found: dict[str, Any] = node.metadata
+    return found
+
+
+def kept(leaves: Iterable[Tensor]) -> list[Tensor]:
+    """Return those leaves whose nodes something keeps: the graph of a loss or an output, or a data-parallel wrapper.
+
+    Args:
+        leaves: Parameters; those that do not require a gradient have no such node.
+    """
+    found = _alive([leaf for leaf in leaves if leaf.requires_grad])
+    if found:
+        gc.collect()  # what is only part of a cycle is not kept by anything
+        found = _alive(found)
+    return found
+
+
+def _alive(leaves: list[Tensor]) -> list[Tensor]:
+    for leaf in leaves:
+        marks(leaf)[_MARK] = True
+    return [leaf for leaf in leaves if marks(leaf).pop(_MARK, False)]
+
 
 #: Modules whose forward is one call into C++, and the ops that a rule would not find there.
 _ATOMIC: Final[dict[type[nn.Module], frozenset[str]]] = {
@@ -262,14 +290,10 @@ def _cannot_convert(
             why="its buckets were laid out for the parameters' old dtype",
             write=f"prepare first, then DistributedDataParallel(model); or {_CONVERTS_NOTHING}",
         )
-    elif (
-        dist.is_available()
-        and dist.is_initialized()
-        and (kept := accumulators.kept(t for t in params if t not in parts))
-    ):
+    elif dist.is_available() and dist.is_initialized() and (collected := kept(t for t in params if t not in parts)):
         yield StateError(
             f"{policy.level} cannot convert parameters whose gradients are collected already",
-            where=some_of([names[t] for t in kept]),
+            where=some_of([names[t] for t in collected]),
             why="a wrapper around this model, such as DistributedDataParallel, was made for their old dtype and would "
             "reduce no gradient;\nor a loss or output of an earlier forward pass is kept",
             write="prepare first, then DistributedDataParallel(model), and the session with the model inside;\n"

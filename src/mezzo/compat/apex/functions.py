@@ -10,18 +10,13 @@ from typing import Any, Final, TypeVar
 import torch
 
 from mezzo.cast.device import default_kinds
-from mezzo.cast.nested import cast_floating, widest
+from mezzo.cast.mode import cast_floating, widest
 from mezzo.cast.pins import fp32, low
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, StateError, nearest, shown
 from mezzo.policy import Policy
 from mezzo.policy.ops import functions, resolve
 from mezzo.tensors import CASTABLE, tensors
-
-__all__ = [
-    "REGISTERED", "bfloat16_function", "float_function", "half_function", "promote_function",
-    "register_bfloat16_function", "register_float_function", "register_half_function", "register_promote_function",
-]  # fmt: skip
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

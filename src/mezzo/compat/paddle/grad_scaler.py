@@ -13,10 +13,8 @@ from torch.optim import Optimizer
 from mezzo.compat.paddle.regions import last_dtype
 from mezzo.compat.torch import grad_scaler
 from mezzo.errors import StateError, not_switches, raise_together, shown
-from mezzo.scale.words import PADDLES_RULES, PADDLES_WORDS, from_words, one_number
+from mezzo.scale.config import PADDLES_RULES, PADDLES_WORDS, from_words, one_number
 from mezzo.tensors import LOW
-
-__all__ = ["GradScaler"]
 
 _COUNTS: Final = ("incr_count", "decr_count")
 

@@ -18,8 +18,8 @@ from mezzo.interrupts import uninterrupted
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
+from mezzo.scale.config import TORCHS_RULES, from_words
 from mezzo.scale.scaler import Scaler
-from mezzo.scale.words import TORCHS_RULES, from_words
 from mezzo.session.engine import SCALERS_ORDER, Engine
 from mezzo.session.scaler import EngineScaler
 from mezzo.session.update import takes_flags
@@ -28,8 +28,6 @@ from mezzo.session.window import Window
 from mezzo.step.executors.choose import shared
 from mezzo.tensors import described, moved
 from mezzo.weights.views import views_of
-
-__all__ = ["GradScaler"]
 
 
 class GradScaler(EngineScaler):

@@ -2,26 +2,386 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from mezzo.cast.region import autocast
-from mezzo.errors import PolicyError, nearest, raise_together, shown
+from mezzo.errors import NumericsError, PolicyError, UnsupportedError, nearest, raise_together, shown
+from mezzo.explanation.rows import folded
 from mezzo.formats import by_name
-from mezzo.numerics.tuning.selection import Selection
-from mezzo.numerics.tuning.shadow import LossFunction, Shadow
-from mezzo.numerics.tuning.tuned import Tuned
-from mezzo.policy import Policy
-from mezzo.policy.spelling import both
+from mezzo.numerics.footprint import SavedBytes
+from mezzo.numerics.tuning.survey import SUSPECT_DB, Sensitivity, Spot, sensitivities, survey
+from mezzo.numerics.tuning.trial import (
+    DEFAULT_SCALE,
+    FAULT_DB,
+    LossFunction,
+    Outcome,
+    Shadow,
+    Trials,
+    fails_again,
+    ratio_text,
+)
+from mezzo.numerics.tuning.tuned import Candidate, Tuned, TuningEvidence
+from mezzo.policy import Policy, Rule, Treatment
+from mezzo.policy.rules import both
+from mezzo.scale import LossScale
 from mezzo.tensors import LOW, dtype_name
 from mezzo.trace.sandbox import devices_of, require_python, untouched
+
+# From trials to a policy: what needs FP32, the rules that say so, with which loss scale, and what that costs.
+
+_UNWRITABLE = re.compile(r"[*?\[\],+=@;()\s]")
+
+
+def all_low(table: Policy, spots: Iterable[Spot], without: Collection[str] = ()) -> Policy:
+    """Return a policy with every op low that it would keep in FP32 or refuse by the op table alone, of those that run.
+
+    Args:
+        table: Level O1, and rules that are kept.
+        spots: The ops that run.
+        without: Ops that have no low kernel here.
+    """
+    rules = []
+    for op in dict.fromkeys(op for op, _ in spots):
+        decision = table.explain(op)
+        if decision.rule is None and decision.treatment in ("fp32", "ban"):
+            if op not in without:
+                rules.append(Rule("low", op=op))
+            elif decision.treatment == "ban":
+                rules.append(Rule("fp32", op=op, reason="it has no low kernel here"))
+    return table.evolve(rules=(*table.rules, *rules))
+
+
+def before(base: Policy, rules: Iterable[Rule]) -> Policy:
+    """Return a policy with rules before its own, without those of its own that can never win again."""
+    first = tuple(rules)
+    said = {rule.selector for rule in first}
+    return base.evolve(rules=(*first, *(rule for rule in base.rules if rule.selector not in said)))
+
+
+def pins(base: Policy, spots: Collection[Spot], running: Collection[Spot]) -> tuple[Rule, ...]:
+    """Return the rules that put exactly some of the spots that run into FP32.
+
+    A rule on a module is one on all modules inside it too, and one without a module is one on all: where other spots of
+    the op run there, rules before it give them back what they have.
+
+    Args:
+        base: The policy that they are put in front of.
+        spots: What is pinned.
+        running: All that runs.
+    """
+    modules: dict[str, set[str]] = defaultdict(set)
+    for op, module in running:
+        modules[op].add(module)
+    wanted = {op: {module for name, module in spots if name == op} for op in dict.fromkeys(op for op, _ in spots)}
+    return tuple(rule for op, chosen in wanted.items() for rule in _of_op(base, op, chosen, modules[op]))
+
+
+def _of_op(base: Policy, op: str, chosen: set[str], running: set[str]) -> list[Rule]:
+    folded = _folded(op, chosen, running)
+    if chosen == running and (folded is None or len(folded) > 1):
+        return [Rule("fp32", op=op)]
+    if folded is not None:
+        return folded
+    given = base.explain(op).treatment
+    rules: list[Rule] = []
+    # From the outermost in: each rule differs from what those around it say, and stands before them.
+    for module in sorted(sorted(running, reverse=True), key=lambda path: path.count(".") if path else -1):
+        said = next((rule.treatment for rule in rules if rule.module is None or rule.matches_module(module)), given)
+        treatment: Treatment = "fp32" if module in chosen else given
+        if treatment != said:
+            rules.insert(0, Rule(treatment, op=op, module=_glob(module)))
+    return rules
+
+
+def _folded(op: str, chosen: set[str], running: set[str]) -> list[Rule] | None:
+    """Write alike modules as one glob each, if the globs mean exactly what is chosen."""
+    if "" in chosen:
+        return None
+    globs: dict[str, list[str]] = defaultdict(list)
+    for module in sorted(chosen):
+        parts = ("*" if part.isdigit() else _UNWRITABLE.sub("?", part) for part in module.split("."))
+        globs[".".join(parts)].append(module)
+    written = [
+        (glob if len(own) > 1 and glob.strip("*.") else _glob(path)) for glob, own in globs.items() for path in own
+    ]
+    rules = [Rule("fp32", op=op, module=path) for path in dict.fromkeys(written)]
+    reached = {module for module in running if any(rule.matches_module(module) for rule in rules)}
+    return rules if reached == chosen else None
+
+
+def _glob(module: str) -> str | None:
+    """Write a module's path as a glob; what a policy's text has another use for stands for any character."""
+    return _UNWRITABLE.sub("?", module) or None
+
+
+#: What a pin must add to the worst gradient's signal-to-noise ratio, in dB.
+_WORTH_DB: Final = 3.0
+#: So many of the most suspected are tried alone.
+_FIRST: Final = 8
+_UNKNOWN: Final = Sensitivity()
+
+T = TypeVar("T")  # Python 3.11 has no `def f[T]`
+
+
+def smallest(items: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[T]:
+    """Return a part of the items that passes, none of which can be left out; of several such the most preferred.
+
+    Halves are left out first, and then ever smaller segments.
+
+    Args:
+        items: All of them, the preferred ones first. Together they pass, and none of them does not.
+        passes: Whether a part passes; a part that holds one that passes is taken to pass as well.
+
+    Returns:
+        The part, in the order of the items. **Cost**: about ``2k·log2(n/k) + 2k`` tests for k of n items.
+
+    Example:
+        >>> smallest(range(100), lambda part: {7, 70} <= {*part})
+        [7, 70]
+
+    References:
+        Junker, *QuickXplain: Preferred Explanations and Relaxations for Over-Constrained Problems*, AAAI 2004.
+    """
+
+    def needed(around: list[T], has_grown: bool, items: list[T]) -> list[T]:
+        """Return what is needed of the items beside those around, which may have grown since they were tested."""
+        if has_grown and passes(around):
+            return []
+        if len(items) == 1:
+            return items
+        first, second = items[: len(items) // 2], items[len(items) // 2 :]
+        of_second = needed(around + first, True, second)
+        return needed(around + of_second, bool(of_second), first) + of_second
+
+    return needed([], False, list(items))
+
+
+class Selection:
+    """The search for a policy.
+
+    Args:
+        shadow: The FP32 steps.
+        table: The level and the rules to keep, in the low dtype.
+    """
+
+    def __init__(self, shadow: Shadow, table: Policy) -> None:
+        self.shadow, self.table = shadow, table
+        self.dtype = dtype_name(table.dtype)
+        self.trials = Trials(shadow)
+        calls = [call for step in range(len(shadow.batches)) for call in survey(shadow, table.dtype, step)]
+        numbers: dict[Spot, tuple[int, int]] = {}
+        for call in calls:
+            if call.spot is not None:
+                read, returned = numbers.get(call.spot, (0, 0))
+                numbers[call.spot] = read + call.numbers[0], returned + call.numbers[1]
+        self._numbers = numbers
+        self._kinds = {
+            path: (type(module), tuple((name, param.shape) for name, param in module.named_parameters()))
+            for path, module in shadow.model.named_modules()
+        }
+        self._places = {spot: place for place, spot in enumerate(numbers)}
+        self._sensitivities: dict[Spot, Sensitivity] = {}
+        self.base, self.start, self.no_kernel = self._all_low()
+
+    def _all_low(self) -> tuple[Policy, Outcome, tuple[str, ...]]:
+        """Try every op low, but for those that have no low kernel here."""
+        base = all_low(self.table, self._numbers)
+        try:
+            return base, self.trials.outcome(base), ()
+        except UnsupportedError:
+            missing = {str(rule.op) for rule in base.rules if rule not in self.table.rules}
+            self.trials.outcome(all_low(self.table, self._numbers, missing))  # raises what is no single op's fault
+        for op in tuple(missing):
+            with suppress(UnsupportedError):
+                self.trials.outcome(all_low(self.table, self._numbers, missing - {op}))
+                missing.remove(op)
+        base = all_low(self.table, self._numbers, missing)
+        return base, self.trials.outcome(base), tuple(sorted(missing))
+
+    def tuned(self) -> Tuned:
+        """Find what to pin, and say why."""
+        kept: list[list[Spot]] = []
+        if self.start.is_fault:
+            self._sensitivities = sensitivities(self.shadow, self.base, self.start)
+            kept = self._kept()
+        chosen = [spot for group in kept for spot in group]
+        rules = pins(self.base, chosen, self._numbers)
+        plain = before(self.base, rules)
+        result = self.trials.outcome(plain)
+        rest = self._groups(spot for spot in self._numbers if spot not in chosen)
+        without = [self._outcome([spot for spot in chosen if spot not in group]) for group in kept]
+        candidates = [self._candidate(group, result, other) for group, other in zip(kept, without, strict=True)]
+        candidates += [self._candidate(group, result) for group in rest]
+        reasons = (self._reasons(rule, kept, candidates, result) for rule in plain.rules)
+        said = (dataclasses.replace(rule, reason=why) for rule, why in zip(plain.rules, reasons, strict=True))
+        policy = self._with_scale(plain.evolve(rules=tuple(said)), result)
+        return Tuned(policy=policy, evidence=self._evidence(policy, result, candidates))
+
+    # What to pin ------------------------------------------------------------------------------------------
+
+    def _outcome(self, spots: Collection[Spot]) -> Outcome:
+        return self.trials.outcome(before(self.base, pins(self.base, spots, self._numbers)))
+
+    def _kept(self) -> list[list[Spot]]:
+        """Find what to pin, alike modules together; nothing where no pin adds enough.
+
+        The fewest ops are looked for with which no gradient is a fault: among alike modules together, then one by one.
+        """
+        target = max(FAULT_DB, self.start.sqnr_db + _WORTH_DB)
+
+        def passes(groups: Iterable[Iterable[Spot]]) -> bool:
+            outcome = self._outcome([spot for group in groups for spot in group])
+            return not outcome.is_fault and outcome.sqnr_db >= target
+
+        groups = self._groups(self._numbers)
+        if not passes(groups):
+            raise NumericsError(
+                f"no rule brings the gradients of {self.dtype} near those of FP32",
+                where=str(self._outcome([spot for group in groups for spot in group])),
+                why="the error is there with every op in FP32 that a rule reaches: what makes it is no op of torch's",
+                write=f"{both('O0')}; or @mezzo.fp32 on the function that casts by itself",
+            )
+        # What cannot be left out of many need not be the fewest: near the limit one may pass, and two not.
+        suspects = [group for group in groups[:_FIRST] if self._rank(group[0])[0] < 2]
+        few = next(([group] for group in suspects if passes([group])), None) or smallest(groups, passes)
+        spots = sorted((spot for group in few for spot in group), key=self._rank)
+        if len(spots) > len(few):
+            spots = smallest(spots, lambda part: passes([part]))
+        return self._worth(spots)
+
+    def _groups(self, spots: Iterable[Spot]) -> list[list[Spot]]:
+        """Put spots in alike modules together, those first that are preferred as pins."""
+        found = folded(sorted(spots, key=self._rank), lambda spot: spot[1], lambda s: (s[0], self._kinds.get(s[1])))
+        return [list(fold.rows) for fold in found]
+
+    def _rank(self, spot: Spot) -> tuple[float, ...]:
+        """Order spots: suspects, what suspects read, and others; by what they lose, and alike ones by their bytes."""
+        lost = self._local_db([spot])
+        kind = 0 if lost < SUSPECT_DB else 1 if self._sensitivities.get(spot, _UNKNOWN).feeds else 2
+        tens = math.floor(lost / 10) if math.isfinite(lost) else lost
+        return kind, tens, self._num_bytes([spot]), self._places[spot]
+
+    def _local_db(self, group: Iterable[Spot]) -> float:
+        return min(self._sensitivities.get(spot, _UNKNOWN).local_db for spot in group)
+
+    def _num_bytes(self, group: Iterable[Spot]) -> int:
+        """Count what operands and results take more in FP32 than in 16 bits; 2 bytes each."""
+        return sum(2 * sum(self._numbers[spot]) for spot in group)
+
+    def _worth(self, spots: Sequence[Spot]) -> list[list[Spot]]:
+        """Drop pins that add too little, the least first; of what is left each is worth it."""
+        groups = self._groups(spots)
+        while groups:
+            whole = self._outcome([spot for group in groups for spot in group])
+            gains = [self._gain(groups, group, whole) for group in groups]
+            least = min(range(len(groups)), key=lambda number: (gains[number], -number))
+            if gains[least] >= _WORTH_DB:
+                break
+            del groups[least]
+        return groups
+
+    def _gain(self, groups: list[list[Spot]], group: list[Spot], whole: Outcome) -> float:
+        without = self._outcome([spot for other in groups if other is not group for spot in other])
+        if not without.is_finite:
+            return math.inf if whole.is_finite else 0.0
+        updates = 0.0
+        if whole.updates_db is not None and without.updates_db is not None:
+            updates = whole.updates_db - without.updates_db
+        return max(whole.sqnr_db - without.sqnr_db, updates)
+
+    # What to say ------------------------------------------------------------------------------------------
+
+    def _candidate(self, group: list[Spot], result: Outcome, without: Outcome | None = None) -> Candidate:
+        """Say what is known of some ops; of those that are pinned, what all is without that."""
+        own = [self._sensitivities.get(spot, _UNKNOWN) for spot in group]
+        return Candidate(
+            op=group[0][0],
+            modules=tuple(module for _, module in sorted(group, key=lambda spot: self._places[spot])),
+            kept=without is not None,
+            local_db=self._local_db(group) if self._sensitivities else None,
+            num_bytes=self._num_bytes(group),
+            without_db=(without or result).sqnr_db,
+            with_db=None if without is None else result.sqnr_db,
+            reason="" if without is None else self._reason(own, without, result),
+        )
+
+    def _reason(self, own: list[Sensitivity], without: Outcome, result: Outcome) -> str:
+        """Say of a pin what its ops lose by themselves, and what all is without it."""
+        largest, limit = max(each.largest for each in own), torch.finfo(self.base.dtype).max
+        forward, backward = min(each.forward_db for each in own), min(each.backward_db for each in own)
+        if without.note and forward == -math.inf:
+            alone = f"it fails in {self.dtype}"
+        elif largest > limit:
+            alone = f"results reach {largest:.3g}, beyond {self.dtype}'s {limit:.6g}"
+        elif forward < SUSPECT_DB:
+            alone = f"results of operands rounded to {self.dtype}: {ratio_text(forward)}"
+        elif backward < SUSPECT_DB:
+            alone = f"gradients of operands rounded to {self.dtype}: {ratio_text(backward)}"
+        else:
+            alone = "what reads its results needs them in FP32"
+        return f"{alone}; without this rule {without}, with it the worst gradient has {ratio_text(result.sqnr_db)}"
+
+    def _reasons(self, rule: Rule, kept: list[list[Spot]], candidates: list[Candidate], result: Outcome) -> str:
+        """Say why a rule of the result is there."""
+        if rule in self.table.rules:
+            return rule.reason
+        if rule.treatment != "fp32":
+            steps = len(self.shadow.batches)
+            return f"the worst gradient of {steps} step{'s' * (steps > 1)}: {ratio_text(result.sqnr_db)} against FP32"
+        own = (
+            candidate.reason
+            for group, candidate in zip(kept, candidates, strict=False)
+            if any(rule.matches(op=op, module=module or None) for op, module in group)
+        )
+        return " · ".join(own)
+
+    def _with_scale(self, policy: Policy, result: Outcome) -> Policy:
+        """Have the loss scale start where the trial found it, unless it starts there anyway, or is the user's own."""
+        scale, plain = result.loss_scale, LossScale.dynamic()
+        if policy.loss_scale != plain or scale == DEFAULT_SCALE:
+            return policy
+        highest = scale if result.low_loss else max(scale, plain.ceiling or scale)
+        return policy.evolve(loss_scale=LossScale.dynamic(scale, floor=min(plain.floor, scale / 1024), ceiling=highest))
+
+    def _evidence(self, policy: Policy, result: Outcome, candidates: Sequence[Candidate]) -> TuningEvidence:
+        judged = {name for names in self.shadow.judged for name in names}
+        return TuningEvidence(
+            dtype=self.dtype,
+            steps=len(self.shadow.batches),
+            num_trials=self.trials.count,
+            start=self.start,
+            result=result,
+            candidates=tuple(candidates),
+            unjudged=tuple(name for name in self.shadow.params if name not in judged),
+            no_kernel=self.no_kernel,
+            saved_bytes=self._saved_bytes(found=policy, O1=self.table, low=self.base),
+        )
+
+    def _saved_bytes(self, **policies: Policy) -> dict[str, int]:
+        found = {}
+        for name, policy in policies.items():
+            saved = SavedBytes(self.shadow.model)
+            try:
+                self.shadow.forward(policy, 0, inside=saved)
+            except Exception as error:  # it fails in low precision, or has a banned op
+                if not fails_again(partial(self.shadow.forward, policy, 0), error):
+                    raise
+            else:
+                found[name] = saved.total
+        return found
+
 
 _DTYPES: Final = tuple(map(dtype_name, LOW))
 _REFERENCE: Final = "that is what low precision is compared with"

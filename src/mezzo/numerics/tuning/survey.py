@@ -14,16 +14,13 @@ from torch.utils import _pytree as pytree
 
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
-from mezzo.numerics.tuning.shadow import Shadow, sqnr
-from mezzo.numerics.tuning.trial import Outcome, failure_text
+from mezzo.numerics.tuning.trial import Outcome, Shadow, failure_text, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
 from mezzo.tensors import CASTABLE, tensors
-from mezzo.trace.calls import Decider
-from mezzo.trace.frames import doing
+from mezzo.trace.calls import LOSS, Decider, Place, Where, doing
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import RandomStates
-from mezzo.trace.where import LOSS, Place, Where
 
 #: An op in a module; the model itself and the loss function are the module "".
 Spot = tuple[str, str]

@@ -2,19 +2,310 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
-from mezzo.errors import MezzoError, printable
-from mezzo.numerics.tuning.shadow import Gradients, Pass, Shadow, sqnr
+from mezzo.cast.differences import OPENED
+from mezzo.cast.mode import OPENED_BACKWARD, compiled_inside_alone
+from mezzo.cast.model.prepare import Prepared
+from mezzo.cast.region import autocast
+from mezzo.errors import MezzoError, NumericsError, PolicyError, printable, shown, some_of
+from mezzo.overflow import locate
 from mezzo.overflow.diagnose import highest_scale
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
+from mezzo.tensors import LOW
+from mezzo.trace.sandbox import RandomStates, copied, devices_of, gradients_aside, leaves_of, require_scalar
+
+# The FP32 steps that policies are measured against, on a copy of the model that drops nothing.
+
+LossFunction = Callable[[nn.Module, Any], Tensor]
+Gradients = dict[str, Tensor]
+
+#: A gradient this much smaller than others of its module is the rounding noise of a sum that is zero, as that of a bias
+#: before a softmax or a batch norm is: in 16 bits it is other noise, and says nothing.
+_NOISE: Final = 1e-5
+_OPTIMIZER: Final = "optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
+_NO_LOSS: Final = (
+    "loss_fn must return one floating number to differentiate",
+    "def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])   # a scalar",
+)
+
+
+def sqnr(reference: Tensor, value: Tensor) -> float:
+    r"""Return the signal-to-quantisation-noise ratio, ``10·log10(Σ r² / Σ (v − r)²)``, in dB; a host sync.
+
+    Elements whose reference is not finite are left out. A value that alone is not finite gives −inf.
+
+    Returns:
+        The ratio; inf for equal tensors, NaN where the reference is zero everywhere, and the value finite.
+
+    Example:
+        >>> round(sqnr(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])), 6)
+        20.0
+    """
+    known, wide = torch.isfinite(reference), reference.double()
+    error = torch.where(known, value.double() - wide, 0.0).square().sum()
+    signal, noise = torch.stack([torch.where(known, wide, 0.0).square().sum(), error]).tolist()
+    if not math.isfinite(noise):
+        return -math.inf
+    if not signal:
+        return math.nan
+    return 10.0 * math.log10(signal / noise) if noise else math.inf
+
+
+@dataclass(slots=True)
+class Pass:
+    """A forward pass under a policy, and backward passes from it.
+
+    Attributes:
+        loss: What the loss function returned.
+        region: The policy's region.
+        params: The parameters that train, by path.
+    """
+
+    loss: Tensor
+    region: autocast
+    params: dict[str, nn.Parameter]
+
+    def gradients(self, scale: float) -> Gradients:
+        """Run a backward pass from the loss times a scale; return unscaled FP32 gradients, zeros for none."""
+        loss = self.loss.float() if self.loss.dtype in LOW else self.loss
+        leaves = {id(leaf): leaf for leaf in (*self.params.values(), *leaves_of([loss]))}
+        with NoDropout(), gradients_aside(leaves.values()):
+            self.region.run_backward(loss * scale, retain_graph=True)
+            return {
+                name: torch.zeros_like(param) if param.grad is None else param.grad.to_dense().detach().float() / scale
+                for name, param in self.params.items()
+            }
+
+
+class Shadow:
+    """A copy of a model, and the FP32 steps that it takes.
+
+    Args:
+        model: The model; only read.
+        loss_fn: From the model and a batch to the loss.
+        batches: One for each step.
+        optimizer: Makes the optimizer of some parameters; where there is none, weights stay where they are.
+
+    Attributes:
+        model: The copy.
+        params: Its parameters that train, by path.
+        gradients: The FP32 gradients of each step.
+        judged: The parameters of each step whose gradients are more than rounding noise.
+        updates: What all steps together add to each parameter; ``None`` without an optimizer.
+
+    Raises:
+        UnsupportedError: The model cannot be copied.
+        PolicyError: Nothing trains, or the loss or the optimizer is none.
+        NumericsError: A loss or gradient is not finite in FP32.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batches: Sequence[Any],
+        optimizer: Callable[[Any], Optimizer] | None,
+    ) -> None:
+        self.model = copied(model, "mezzo.numerics.tune(build_model(), …)")
+        self.loss_fn, self.batches, self._optimizer = loss_fn, batches, optimizer
+        self.devices = devices_of([model])
+        self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
+        for module in self.model.modules():
+            if isinstance(module, nn.RNNBase):  # whose kernels drop by themselves
+                module.dropout = 0.0
+        for param in self.model.parameters():
+            param.grad = None
+        if not self.params:
+            raise PolicyError(
+                "the model has no parameter that trains",
+                where=type(model).__name__,
+                why="policies are judged by gradients",
+                write="model.requires_grad_(True)",
+            )
+        self._handle = Prepared(self.model, Policy.O0(), tells=False)  # refuses what other rooms do
+        if low := [name for name, param in self.params.items() if param.dtype in LOW]:
+            raise PolicyError(
+                "weights that train are stored low already",
+                where=some_of(low),
+                why="policies are compared with FP32 training, which needs the weights in FP32",
+                write="tune(model.float(), …)",
+            )
+        self._states: list[list[Tensor]] = []
+        self._randoms: list[RandomStates] = []
+        self.gradients: list[Gradients] = []
+        made: Optimizer | None = None
+        for step in range(len(batches)):
+            self._states.append([tensor.detach().clone() for tensor in self._tensors()])
+            self._randoms.append(RandomStates.now(self.devices))
+            self.gradients.append(self._fp32(step))
+            if optimizer is not None:
+                made = made or self._made(self.params)
+                _step(made, self.params, self.gradients[step])
+        self.updates = None if made is None else self._added(self.params)
+        self.judged = [_known(gradients) for gradients in self.gradients]
+        if not any(self.judged):
+            raise PolicyError(
+                "no parameter got a gradient",
+                where=f"{len(batches)} steps of loss_fn",
+                why="all are zero, as where loss_fn runs another model than it is given",
+                write="def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])",
+            )
+
+    def forward(
+        self,
+        policy: Policy,
+        step: int,
+        inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
+    ) -> Pass:
+        """Run the forward pass of a step under a policy, from the weights and random states of the FP32 run.
+
+        Args:
+            policy: The policy.
+            step: Which step.
+            inside: What is entered inside the policy's region.
+        """
+        for tensor, value in zip(self._tensors(), self._states[step], strict=True):
+            tensor.data.copy_(value)
+        self._randoms[step].restore()
+        if self._handle.policy != policy:
+            self._handle.remove()
+            self._handle = Prepared(self.model, policy, tells=False)  # trials tell, whatever their rules say
+        region, batch = self._handle.autocast(), _own(self.batches[step])
+        with NoDropout(), region, inside:
+            loss = self.loss_fn(self.model, batch)
+        return Pass(loss, region, self.params)
+
+    def taken(self, gradients: Sequence[Gradients]) -> Gradients:
+        """Return what the optimizer adds to the weights before the first step with some gradients of all steps."""
+        params = {name: nn.Parameter(value) for name, value in self._starts().items()}
+        made = self._made(params)
+        for each in gradients:
+            _step(made, params, each)
+        return self._added(params)
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.model.parameters(), *self.model.buffers()]
+
+    def _starts(self) -> Gradients:
+        """Return copies of the parameters that train as they were before the first step."""
+        values = {id(tensor): value for tensor, value in zip(self._tensors(), self._states[0], strict=True)}
+        return {name: values[id(param)].clone() for name, param in self.params.items()}
+
+    def _added(self, params: dict[str, nn.Parameter]) -> Gradients:
+        return {name: params[name].detach() - before for name, before in self._starts().items()}
+
+    def _made(self, params: dict[str, nn.Parameter]) -> Optimizer:
+        """Return an optimizer that has taken no step yet."""
+        assert self._optimizer is not None
+        made: Any = self._optimizer(list(params.values()))
+        if not isinstance(made, Optimizer):
+            raise PolicyError(f"optimizer= returned {shown(made)}, no optimizer", write=_OPTIMIZER)
+        own = {id(param) for param in params.values()}
+        if any(id(param) not in own for group in made.param_groups for param in group["params"]):
+            raise PolicyError(
+                "the optimizer updates other parameters than those it was given",
+                why="steps are taken on a copy of the model",
+                write=_OPTIMIZER,
+            )
+        return made
+
+    def _fp32(self, step: int) -> Gradients:
+        run = self.forward(Policy.O0(), step)
+        require_scalar(run.loss, *_NO_LOSS, trains=True)
+        gradients = run.gradients(1.0)
+        if math.isfinite(run.loss.item()) and all(bool(each.isfinite().all()) for each in gradients.values()):
+            return gradients
+        batch = _own(self.batches[step])  # not under the search's eyes, which would blame the copy
+        self._randoms[step].restore()
+        found = locate(lambda: self.loss_fn(self.model, batch), self.model)
+        raise NumericsError(
+            f"the model is not finite in FP32, in step {step + 1} of {len(self.batches)}",
+            where=str(found) if found is not None else "",
+            why="precision is chosen by comparing with FP32, and there is nothing to compare with",
+            write="what the first non-finite tensor's report says, and then tune again",
+        )
+
+
+def _known(gradients: Gradients) -> list[str]:
+    """Return the parameters whose gradients are more than noise beside those of their module, or of all."""
+    sizes = {name: float(gradient.abs().amax()) if gradient.numel() else 0.0 for name, gradient in gradients.items()}
+
+    def others(name: str) -> list[str]:
+        module = name.rpartition(".")[0]
+        own = [other for other in sizes if other.rpartition(".")[0] == module]
+        return own if len(own) > 1 else list(sizes)
+
+    return [name for name, size in sizes.items() if size > _NOISE * max(sizes[each] for each in others(name))]
+
+
+def _step(optimizer: Optimizer, params: dict[str, nn.Parameter], gradients: Gradients) -> None:
+    """Take one step with gradients."""
+    for name, param in params.items():
+        param.grad = gradients[name].to(param.dtype)
+    try:
+        optimizer.step()
+    except TypeError as error:
+        what = f"{type(optimizer).__name__} takes no step without a closure"
+        raise PolicyError(what, why=str(error), write=_OPTIMIZER) from error
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+
+
+def _own(batch: Any) -> Any:
+    """Copy a batch, so that what a loss function writes into it is gone in the next trial."""
+    try:
+        return copy.deepcopy(batch)
+    except Exception:  # it holds what cannot be copied, or tensors in the middle of a graph: it is read only, then
+        return batch
+
+
+# Dropout ----------------------------------------------------------------------------------------------
+
+_DROP: Final = frozenset(
+    {functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d, functional.alpha_dropout,
+     functional.feature_alpha_dropout, torch.dropout}
+)  # fmt: skip
+#: Functions that hand themselves over whole; opened, they let a mode stay active meanwhile.
+_WHOLE: Final = {
+    torch.autograd.backward: OPENED_BACKWARD,
+    functional.multi_head_attention_forward: OPENED[functional.multi_head_attention_forward],
+}
+
+
+class NoDropout(TorchFunctionMode):
+    """Drop nothing inside the block, in what checkpoints recompute too.
+
+    A GPU's threads take more elements of a smaller dtype, and fused attention has its own way in each, so that two
+    precisions would drop different elements, and differ by more than rounding.
+    """
+
+    @compiled_inside_alone
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _WHOLE:
+            with self:
+                return _WHOLE[func](*args, **kwargs)
+        if func in _DROP:
+            return args[0] if args else kwargs["input"]
+        if func is functional.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
 
 #: Where dynamic loss scales start; half of it is the largest power of two that a float16 loss itself can be given.
 DEFAULT_SCALE: Final = LossScale.dynamic().init

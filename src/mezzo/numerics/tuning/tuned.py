@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mezzo.errors import printable, some_of
-from mezzo.explanation.fold import folded
-from mezzo.explanation.words import byte_text, counted, scale_text
+from mezzo.explanation.rows import byte_text, counted, folded, scale_text
 from mezzo.numerics.tuning.trial import Outcome, ratio_text
 from mezzo.policy import Policy
-from mezzo.trace.where import MODEL
+from mezzo.trace.calls import MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,7 @@ import torch
 from torch.nn import functional
 
 from mezzo.errors import PolicyError, shown
-from mezzo.policy.ops.lists import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS, synonyms_of
-from mezzo.policy.ops.table import OPS, VIEWS
-
-__all__ = ["callables", "functions", "is_in_place", "matching", "out_of_place", "resolve", "written_form"]
+from mezzo.policy.ops.table import MODULES, OPS, PADDLE_ALIASES, SPELLINGS, SYNONYMS, VIEWS, synonyms_of
 
 # Where a user finds functions, with the prefix that the op's base name has for each place.
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (

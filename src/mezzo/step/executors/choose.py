@@ -17,11 +17,9 @@ from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.passes import Bucket, BucketUpdate, Executor, NoKernel, Verdict
 
 if TYPE_CHECKING:
-    from mezzo.step.executors.cpp.launch import Cpp
-    from mezzo.step.executors.triton.launch import Triton
-    from mezzo.step.executors.triton.shared import Shared
+    from mezzo.step.executors.cpp import Cpp
+    from mezzo.step.executors.triton import Shared, Triton
 
-__all__ = ["executor_for", "has_triton", "portable", "shared", "update_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +96,11 @@ def _working(kind: str, device: torch.device) -> Executor:
     """Return an executor, or the one that needs no compiler where that cannot build its kernels."""
     executor: Cpp | Triton | Compiled = Compiled()
     if kind == "C++":
-        from mezzo.step.executors.cpp.launch import Cpp
+        from mezzo.step.executors.cpp import Cpp
 
         executor = Cpp()
     elif kind == "Triton":
-        from mezzo.step.executors.triton.launch import Triton, refuse_capture
+        from mezzo.step.executors.triton import Triton, refuse_capture
 
         refuse_capture(device, "the first step of all")  # nothing can be tried in a graph, and nothing is remembered
         executor = Triton()
@@ -116,7 +114,7 @@ def _working(kind: str, device: torch.device) -> Executor:
 
 @functools.cache
 def _shared_on(device: torch.device) -> Shared | None:
-    from mezzo.step.executors.triton.launch import Triton
+    from mezzo.step.executors.triton import Triton
 
     executor = Triton()
     try:

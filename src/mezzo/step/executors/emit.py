@@ -22,8 +22,6 @@ from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 from mezzo.tensors import LOW
 
-__all__ = ["ALIKE", "Dialect", "Pure", "Result", "Spelled", "spelled", "update_name", "written"]
-
 #: From tensors to tensors: without side effects, and without a branch on values.
 Pure: TypeAlias = Callable[..., Sequence[Tensor]]
 #: What a tensor is called: a 0-d one by its value's name, a vector that is taken apart by one name for each number.

@@ -17,8 +17,6 @@ from mezzo.step.executors.emit import ALIKE, Dialect, written
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 
-__all__ = ["CPP", "norm_source", "update_source"]
-
 #: BF16 and FP16 are moved as their bits: compilers have no such type in C++ before GCC 13.
 _TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
     {

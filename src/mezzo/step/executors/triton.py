@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import logging
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.emit import update_name
-from mezzo.step.executors.tables import (
+from mezzo.step.executors import triton_source
+from mezzo.step.executors.emit import Pure, Spelled, spelled, update_name
+from mezzo.step.executors.portable import (
     Rows,
     TabledUpdate,
     addresses,
@@ -22,13 +26,147 @@ from mezzo.step.executors.tables import (
     upload_captured,
     vectors,
 )
-from mezzo.step.executors.triton import source
-from mezzo.step.executors.triton.shared import Shared
+from mezzo.step.executors.triton_source import TRITON, Launch, jitted, on
 from mezzo.step.passes import Bucket, BucketUpdate, Verdict
-from mezzo.step.rounding import seeded
+from mezzo.step.storage import seeded
 from mezzo.step.update import UpdateRule
 
-__all__ = ["Triton", "options_of", "refuse_capture"]
+# Functions of a step's few shared numbers as one launch each: from source that :mod:`..emit` spells.
+
+logger = logging.getLogger(__name__)
+
+#: What code depends on of an argument: its dtype, and 0 or 1 dimensions; or FP32 and none for a Python number.
+Kind: TypeAlias = tuple[torch.dtype, int | None]
+
+#: One warp: a norm of a few hundred numbers is the longest work there is.
+_SHARED_OPTIONS: Final = {"num_warps": 1, "enable_fp_fusion": False, "enable_reflect_ftz": False}
+
+#: Numbers are loaded and stored as they are.
+NUMBERS: Final = replace(
+    TRITON,
+    types=MappingProxyType({**TRITON.types, torch.bfloat16: "tl.bfloat16"}),
+    widened=MappingProxyType({}),
+    narrowed=MappingProxyType({}),
+)
+
+_TOTAL: Final = '''\
+@triton.jit
+def total(vector, length):
+    """Return the 2-norm of a vector, added up in one order."""
+    squares = tl.full((1024,), 0.0, tl.float32)
+    first = 0
+    while first < length:
+        places = first + tl.arange(0, 1024)
+        value = tl.load(vector + places, mask=places < length, other=0.0)
+        squares += value * value
+        first += 1024
+    return tl.sqrt_rn(tl.sum(squares))
+
+
+'''
+
+_FUNCTION: Final = """\
+@triton.jit(do_not_specialize={lengths}, do_not_specialize_on_alignment={pointers})
+def {name}({arguments}):
+    {lines}
+"""
+
+
+def written(function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> Spelled:
+    """Write the lines of a function of numbers, 0-d tensors, and vectors of which it takes the norm.
+
+    Args:
+        function: Called with ``given`` and then the tensors.
+        given: Its first arguments, which are no tensors.
+        kinds: Of the tensors.
+
+    Raises:
+        UnsupportedError: It uses an operation that is not in the table.
+    """
+    names = [f"given{place}" for place in range(len(kinds))]
+    examples = [torch.ones((2,) * (dimensions or 0), dtype=dtype, device="cpu") for dtype, dimensions in kinds]
+    where = f"the function {getattr(function, '__name__', function)}"
+    return spelled(lambda *tensors: function(*given, *tensors), examples, names, where, NUMBERS)
+
+
+class Kernel:
+    """A function's kernel, for tensors of certain kinds.
+
+    It takes pointers to tensors, or numbers; pointers to results, but for those that it was given; lengths of vectors.
+
+    Raises:
+        UnsupportedError: The function uses an operation that is not in the table.
+    """
+
+    def __init__(self, function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> None:
+        self.function = written(function, given, kinds)
+        names = [str(name) for name in self.function.names]
+        self.vectors = [place for place, (_, dimensions) in enumerate(kinds) if dimensions]
+        numbers = [name for name, (_, dimensions) in zip(names, kinds, strict=True) if dimensions is None]
+        arguments = [name if name in numbers else f"{name}_at" for name in names]
+        lines = [f"{name} = tl.load({name}_at)" for name, (_, n) in zip(names, kinds, strict=True) if n == 0]
+        lines += self.function.body
+        for place, result in enumerate(self.function.results):
+            if result.word not in names:
+                arguments.append(f"result{place}")
+                words = [result.word] if isinstance(result.word, str) else result.word
+                lines += [f"tl.store(result{place} + {at}, {word})" for at, word in enumerate(words)]
+        lengths, name = [f"{names[place]}_length" for place in self.vectors], function.__name__.strip("_")
+        source = (_TOTAL if lengths else "") + _FUNCTION.format(
+            name=name,
+            lengths=lengths,
+            pointers=[each for each in arguments if each not in numbers],
+            arguments=", ".join([*arguments, *lengths]),
+            lines="\n    ".join(lines),
+        )
+        self.launch = Launch(jitted(source, name), _SHARED_OPTIONS)
+
+    def __call__(self, tensors: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
+        """Launch it on a device, and return its results."""
+        given = dict(zip(self.function.names, tensors, strict=True))
+        made, found = [], []
+        for result in self.function.results:
+            if isinstance(result.word, str) and result.word in given:
+                found.append(given[result.word])
+            else:
+                size = [] if isinstance(result.word, str) else [len(result.word)]
+                made.append(torch.empty(size, dtype=result.dtype, device=device))
+                found.append(made[-1])
+        with on(device):
+            self.launch(1, device, *tensors, *made, *[len(tensors[place]) for place in self.vectors])
+        return tuple(found)
+
+
+class Shared:
+    """Functions that were asked for, each written and compiled once for its dtypes."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Kernel | None] = {}
+
+    def __call__(
+        self, function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]
+    ) -> Sequence[Tensor]:
+        """Return what a function makes of tensors of one device: in one launch, or by torch's operations.
+
+        Args:
+            function: See :func:`written`.
+            given: Its first arguments.
+            tensors: The others; vectors without gaps.
+        """
+        kinds = [(each.dtype, each.dim()) if isinstance(each, Tensor) else (torch.float32, None) for each in tensors]
+        devices = {tensor.device for tensor in tensors if isinstance(tensor, Tensor)}
+        if len(devices) > 1:
+            return function(*given, *tensors)
+        key = (function, given, *kinds)
+        if key not in self._known:
+            try:
+                self._known[key] = Kernel(function, given, kinds)
+            except UnsupportedError as error:
+                logger.debug("%s goes operation by operation, since %s", function.__name__, error)
+                self._known[key] = None
+        kernel = self._known[key]
+        return function(*given, *tensors) if kernel is None else kernel(tensors, devices.pop())
+
 
 #: Elements that one program of pass 2 updates: four for each of 256 threads, so that FP32 tensors move 16 bytes at a
 #: time, or eight for each of 128 where no tensor is FP32. A thread of AdamW with FP32 moments takes at most 48
@@ -52,7 +190,7 @@ _OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ft
 
 def options_of(dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
     """Return the options that pass 2 is compiled with for some dtypes: as many warps as have a program's elements."""
-    return {**_OPTIONS, "num_warps": BLOCK // (32 * source.elements_of_a_thread(dtypes))}
+    return {**_OPTIONS, "num_warps": BLOCK // (32 * triton_source.elements_of_a_thread(dtypes))}
 
 
 class Triton:
@@ -135,19 +273,21 @@ class _TritonNorms:
         positions[self.order] = torch.arange(len(kinds), device="cpu")
         # of each gradient's sums, in the order of the launches
         spans = torch.empty(len(kinds), 2, dtype=torch.int32, device="cpu")
-        self.launches: list[tuple[source.Launch, Tensor]] = []
+        self.launches: list[tuple[triton_source.Launch, Tensor]] = []
         self.total = 0
         for dtype, places, chunks in by_dtype(kinds, CHUNK):
             counts = -(-lengths[places] // CHUNK)
             ends = self.total + counts.cumsum(0)
             spans[places] = torch.stack([ends - counts, ends], 1).int()
-            kind = {"TYPE": source.element_type(dtype), "BITS": dtype == torch.bfloat16}
-            squares = source.jitted(source.norm_source(), "squares")
-            launch = source.Launch(squares, _OPTIONS, **kind, CHUNK=CHUNK, BLOCK=NORM_BLOCK)
+            kind = {"TYPE": triton_source.element_type(dtype), "BITS": dtype == torch.bfloat16}
+            squares = triton_source.jitted(triton_source.norm_source(), "squares")
+            launch = triton_source.Launch(squares, _OPTIONS, **kind, CHUNK=CHUNK, BLOCK=NORM_BLOCK)
             chunks[:, 0] = positions[chunks[:, 0]]
             self.launches.append((launch, _uploaded(chunks, device)))
             self.total += len(chunks)
-        self.roots = source.Launch(source.jitted(source.norm_source(), "roots"), _OPTIONS, BLOCK=ROOT_BLOCK)
+        self.roots = triton_source.Launch(
+            triton_source.jitted(triton_source.norm_source(), "roots"), _OPTIONS, BLOCK=ROOT_BLOCK
+        )
         self.lengths, self.spans = _uploaded(lengths[self.order], device), _uploaded(spans, device)
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
@@ -157,7 +297,7 @@ class _TritonNorms:
         if _is_capturing(self.device):
             self.kept.append((self.lengths, self.spans, self.launches))
         first = 0
-        with source.on(self.device):
+        with triton_source.on(self.device):
             for squares, chunks in self.launches:
                 if len(chunks):
                     squares(len(chunks), self.device, table, self.lengths, chunks, partials[first:])
@@ -179,7 +319,7 @@ class _TritonUpdate(TabledUpdate):
         self.shared, self.kept, self.device = shared, kept, bucket.step.device
         self.addresses = _Addresses(len(bucket.weights), self.device, kept, latest)
         self.table = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.kernels: list[tuple[source.Launch, Tensor]] = []
+        self.kernels: list[tuple[triton_source.Launch, Tensor]] = []
 
     def follow(self, rows: Rows) -> None:
         """See :class:`..tables.TabledUpdate`."""
@@ -188,8 +328,10 @@ class _TritonUpdate(TabledUpdate):
         rule, storage, name = self.bucket.rule, self.bucket.storage, update_name(self.bucket.rule, self.bucket.storage)
         self.kernels = [
             (
-                source.Launch(
-                    source.jitted(source.update_source(rule, storage, dtypes), name), options_of(dtypes), BLOCK=BLOCK
+                triton_source.Launch(
+                    triton_source.jitted(triton_source.update_source(rule, storage, dtypes), name),
+                    options_of(dtypes),
+                    BLOCK=BLOCK,
                 ),
                 _uploaded(chunked(rows.table[places, 0], as_table(places), BLOCK), self.device),
             )
@@ -213,7 +355,7 @@ class _TritonUpdate(TabledUpdate):
         else:  # not worth a launch
             scalars = bucket.rule.scalars({}, step)
         numbers = scalars, verdict.multiplier, verdict.found_inf, step, seeded(bucket.seed)
-        with source.on(self.device):
+        with triton_source.on(self.device):
             for kernel, chunks in self.kernels:
                 kernel(len(chunks), self.device, table, self.table, chunks, *numbers)
         return scalars
@@ -325,7 +467,7 @@ def _cure(error: Exception) -> str:
 def _is_capturing(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
-    with source.on(device):  # torch asks the current device's stream
+    with triton_source.on(device):  # torch asks the current device's stream
         return torch.cuda.is_current_stream_capturing()
 
 

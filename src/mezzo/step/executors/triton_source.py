@@ -16,11 +16,8 @@ from typing import Any, Final
 import torch
 
 from mezzo.step.executors.emit import ALIKE, Dialect, spelled, update_name, written
-from mezzo.step.rounding import key_of
-from mezzo.step.storage import Storage
+from mezzo.step.storage import Storage, key_of
 from mezzo.step.update import UpdateRule
-
-__all__ = ["TRITON", "Launch", "element_type", "elements_of_a_thread", "jitted", "norm_source", "on", "update_source"]
 
 #: What kernels call the dtypes of elements in memory. BF16 is moved as its bits, which are FP32's upper half: exact
 #: both ways, since values to store are on BF16's grid already, and the sign of a NaN stays.

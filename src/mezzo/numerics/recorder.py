@@ -1,0 +1,506 @@
+"""``Recorder``: what a training run does to numbers, recorded every so many steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, ClassVar, Final, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+import mezzo
+from mezzo.errors import PolicyError, StateError
+from mezzo.files import regular_or_new
+from mezzo.formats import Format
+from mezzo.numerics.evidence import (
+    FILE,
+    KINDS,
+    Evidence,
+    EvidenceHeader,
+    RecordedStep,
+    RecordedTensor,
+    Steps,
+    SwallowedUpdates,
+    write,
+    write_step,
+)
+from mezzo.numerics.histogram import ROW, ExponentHistogram
+from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, updated_by
+from mezzo.numerics.watches import FIELDS, PassWatch, Places, Tally, WeightWatch, swallowed_of
+from mezzo.policy import Policy
+from mezzo.scale.state import inverse
+from mezzo.session.observers import Judged, Watched, watching
+from mezzo.session.stats import Step
+from mezzo.tensors import dtype_name
+
+# One step that is being recorded, and who tells of it: the hooks of a loop without a session, or the session.
+
+#: The kinds that are seen where modules are called.
+OF_PASSES: Final = frozenset(("activations", "activation_gradients"))
+
+
+class Recording:
+    """What is counted of one step.
+
+    Args:
+        choices: What the recorder was asked for.
+        factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
+        hidden: Is told of modules whose activations cannot be seen: which, and what compiled them. It may raise.
+
+    Attributes:
+        weights: What is told of the parameters.
+    """
+
+    def __init__(
+        self, choices: Choices, factor: Callable[[], Tensor | None], hidden: Callable[[str, str], None]
+    ) -> None:
+        self._hidden = hidden
+        self._subject, self._formats = subject, formats = choices.subject, choices.formats
+        self._tally = Tally(FIELDS + len(formats))
+        self._places: Places = {}
+        self.weights = WeightWatch(subject, choices.kinds, formats, self._tally, self._places)
+        self._passes: PassWatch | None = None
+        if kinds := OF_PASSES.intersection(choices.kinds):
+            if (found := subject.hidden()) is not None:
+                hidden(*found)
+            else:
+                self._passes = PassWatch(subject, kinds, self._tally, self._places, factor)
+
+    @property
+    def called(self) -> list[str]:
+        """The paths of the modules, in the order in which their calls ended."""
+        return [] if self._passes is None else list(self._passes.called)
+
+    def remove(self) -> None:
+        """Take the hooks off the modules."""
+        if self._passes is not None:
+            self._passes.remove()
+
+    def finish(self, step: int, loss_scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> RecordedStep:
+        """Bring everything to the host.
+
+        Args:
+            step: The step's number.
+            loss_scales: 0-d: the scale of each loss.
+            skipped: Whether the weights were left alone, or 0-d tensors of which one says so.
+
+        Raises:
+            UnsupportedError: Activations alone were asked for, and gradients came without a call of a module.
+
+        **Cost**: one transfer from each device.
+        """
+        self.weights.rest()
+        if self._passes is not None and not self.called and self._subject.is_whole and self.weights.has_gradients:
+            where = f"step {step}: gradients of {type(self._subject.model).__name__}, and no call of a module"
+            self._hidden(where, "torch.compile")
+        flags = [] if isinstance(skipped, bool) else skipped
+        rows, numbers = self._tally.fetch([*loss_scales, *flags])
+        is_skipped = skipped is True or any(numbers[len(loss_scales) :])
+        order = {each.path: place for place, each in enumerate(self._subject.ordered(self.called))}
+        places = sorted(self._places, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
+        return RecordedStep(
+            step=step,
+            loss_scales=tuple(numbers[: len(loss_scales)]),
+            skipped=is_skipped,
+            tensors=tuple(self._tensor(place, rows) for place in places if not (is_skipped and place[0] == "updates")),
+        )
+
+    def _tensor(self, place: tuple[str, str, str], rows: list[Tensor]) -> RecordedTensor:
+        kind, module, name = place
+        dtype, numbers = self._places[place]
+        parts = [ExponentHistogram(rows[number][:ROW]) for number in numbers]
+        return RecordedTensor(
+            kind=kind,
+            module=module,
+            name=name,
+            dtype=dtype,
+            histogram=parts[0] if len(parts) == 1 else ExponentHistogram.total_of(parts),
+            swallowed=swallowed_of(rows[numbers[0]][ROW:].tolist(), self._formats) if kind == "updates" else None,
+        )
+
+
+class PlainLoop:
+    """Follows one step of a loop without a session: gradients as they are accumulated, steps of the optimizers.
+
+    Args:
+        recording: What is told.
+        choices: What the recorder was asked for.
+        factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
+
+    Attributes:
+        guards: Whether its hooks of optimizers make these a session's: they look.
+    """
+
+    guards: ClassVar[bool] = False
+
+    def __init__(self, recording: Recording, choices: Choices, factor: Callable[[], Tensor | None]) -> None:
+        self._weights, self._factor = recording.weights, factor
+        self._optimizers = choices.optimizers
+        self._flags: list[Tensor] = []
+        self._has_stepped = False
+        self._handles: list[RemovableHandle] = [
+            param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+            for param in choices.subject.params
+            if param.requires_grad
+        ]
+        for optimizer in choices.optimizers:
+            self._handles += (
+                optimizer.register_step_pre_hook(self._before),
+                optimizer.register_step_post_hook(self._after),
+            )
+
+    def remove(self) -> None:
+        """Take all hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    @property
+    def skipped(self) -> bool | Sequence[Tensor]:
+        """Whether no optimizer has stepped, or the flags by which fused ones were told to skip."""
+        return self._flags if self._has_stepped or not self._optimizers else True
+
+    @torch.no_grad()
+    def _accumulated(self, param: Tensor) -> None:
+        if param.grad is not None:
+            self._weights.gradient(param, param.grad, self._factor())
+
+    @torch.no_grad()
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        self._has_stepped = True
+        if isinstance(getattr(optimizer, "grad_scale", None), Tensor) and self._factor() is None:
+            raise PolicyError(
+                "gradients carry a loss scale that the recorder does not know",
+                where=type(optimizer).__name__,
+                why="a torch.amp.GradScaler leaves it to the fused optimizer, and it would be recorded as theirs",
+                write="Recorder(model, optimizer, loss_scale=scaler)",
+            )
+        found_inf = getattr(optimizer, "found_inf", None)  # torch's scaler tells it so to fused optimizers
+        if isinstance(found_inf, Tensor):
+            self._flags.append(found_inf.detach().reshape(()).clone())
+        self._weights.before(updated_by(optimizer))
+
+    @torch.no_grad()
+    def _after(self, *_: Any) -> None:
+        self._weights.after()
+
+
+class SessionSide:
+    """What sessions tell a recorder of, while its block is open: a :class:`mezzo.session.observers.StepObserver`.
+
+    Args:
+        owner: The recorder, for errors.
+        choices: What it was asked for.
+        scale: Where its gradients' scale comes from.
+        joined: Called when a session turns out to update the model.
+        advance: Called after a step of such a session, with the loss scales and the flags of which one says that it was
+            skipped.
+
+    Attributes:
+        recording: What is told of the step; ``None`` where it is not recorded.
+        policy: That of the first session that updates the model; ``None`` as long as there is none.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        choices: Choices,
+        scale: LossScaleNow,
+        joined: Callable[[], None],
+        advance: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+    ) -> None:
+        self.recording: Recording | None = None
+        self.policy: Policy | None = None
+        self._owner, self._choices, self._scale = owner, choices, scale
+        self._joined, self._advance = joined, advance
+        self._ours: list[Watched] = []
+        self._stepping: Watched | None = None
+        self._moved: set[Tensor] = set()
+
+    def __repr__(self) -> str:
+        return repr(self._owner)
+
+    def begins(self, engine: Watched, scale: Tensor | None) -> None:
+        """Know of a session that updates the model, and take the scale of the gradients that are about to come."""
+        if engine not in self._ours and self._updated(engine):
+            if self._scale.is_given:
+                raise PolicyError(
+                    "a recorder in a session is not given a loss scale",
+                    where=repr(self._owner),
+                    why="the session knows which scale its gradients carry",
+                    write="Recorder(model, optimizer), without loss_scale=",
+                )
+            self._ours.append(engine)
+            self.policy = self.policy or engine.weights.policy
+            self._joined()
+        self._scale.told(scale)
+
+    def judged(self, engine: Watched, judged: Judged) -> None:
+        """Count the weights that a step is about to move, and the gradients that it takes."""
+        if engine not in self._ours:
+            return
+        updated, recording = self._updated(engine), self.recording
+        is_first = self._stepping is not engine  # and no further evaluation of a closure
+        self._stepping = engine
+        self._moved = updated.intersection(judged.params)
+        if recording is None:
+            return
+        if is_first:
+            recording.weights.before(self._moved)
+        recording.weights.keep(self._moved)
+        factor = None if judged.scale is None else inverse(judged.scale)
+        for param, gradient in zip(judged.params, judged.gradients, strict=True):
+            if param in self._moved:
+                recording.weights.gradient(param, gradient, factor)
+
+    def stepped(self, engine: Watched, step: Step) -> None:
+        """Count the updates, once the step is done."""
+        is_ours, self._stepping = engine is self._stepping and bool(self._moved), None
+        if not is_ours:
+            return
+        if self.recording is not None:
+            self.recording.weights.after()
+        is_scaled = engine.weights.policy.loss_scale.mode != "none"
+        self._advance([step.scale] if is_scaled else [], [step.skipped])
+
+    def _updated(self, engine: Watched) -> set[Tensor]:
+        """Return the model's parameters that a session's optimizers update, of those that were chosen."""
+        own = set(self._choices.subject.model.parameters())
+        updated = {param for param in engine.weights.updated() if param in own}
+        chosen = [updated_by(each) for each in self._choices.optimizers]
+        return updated.intersection(set().union(*chosen)) if chosen else updated
+
+
+logger = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Record what a training run does to numbers: where they lie in each binade, and which updates vanish.
+
+    In the first step, and then in each that comes ``every`` steps later, the values of weights, activations, activation
+    gradients, weight gradients and updates are counted by their exponent, module by module. From the counts follows
+    what any number format at any loss scale would lose of them, used in this run or not.
+
+    Gradients are recorded unscaled. Weight gradients are those that the optimizer gets, before they are clipped.
+    Weights and updates are those of the FP32 value where one is kept. A skipped step has no updates. What a module
+    returns is counted in passes that gradients come back through: neither under ``no_grad``, nor twice where
+    checkpointing runs a pass again; the calls of a step are summed.
+
+    A session tells of its steps by itself. In a loop without one call :meth:`step`.
+
+    Args:
+        model: The model. Functions that use parameters directly are not seen. Of a compiled model weights, weight
+            gradients and updates are recorded; its activations need eager mode, which one warning says.
+        optimizer: What updates it, or several. In a session it may be left out; in a loop without one there are then
+            no updates, and weights are those that :meth:`step` finds.
+        every: Steps from one recorded step to the next. Where two optimizers take turns, an odd number, or only one of
+            them is recorded.
+        formats: The storage formats that updates are rounded to.
+        kinds: What to record, of :data:`mezzo.numerics.KINDS`.
+        modules: Globs of module paths, each of which stands for what is inside as well; all when omitted.
+        keep: How many recorded steps are kept in memory, the newest; ``None`` keeps all.
+        stream: A file, or a folder for it, that each recorded step is written to at once, as a line. Ranks need a file
+            each.
+        loss_scale: Of a loop without a session: its ``torch.amp.GradScaler``, or the number that losses are multiplied
+            by. Left out, gradients are recorded as the backward pass makes them, with the scale of a scaler that is
+            used all the same; only a fused optimizer, which is told of it, tells.
+
+    Raises:
+        PolicyError: Arguments that make no sense, all of them together; from ``optimizer.step()``, a scaler's scale
+            that the recorder does not know.
+        OSError: There is no folder for the stream; where the run begins, that it cannot be written.
+
+    **Cost**: on recorded steps a pass over everything that is recorded, one transfer from the device, and with
+    ``updates`` a copy of the weights while the step runs. On others nothing: there are hooks only in recorded steps.
+    In memory 4.5 KB for each tensor of a recorded step.
+
+    Example:
+        >>> import torch
+        >>> from mezzo.numerics import Recorder
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> with Recorder(model, optimizer, every=2) as recorder:
+        ...     for _ in range(4):
+        ...         model(torch.ones(4, 8)).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         recorder.step()
+        >>> [step.step for step in recorder.evidence.steps]
+        [1, 3]
+        >>> recorder.histogram("weights", step="all").total
+        18
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | Iterable[Optimizer] | None = None,
+        every: int = 50,
+        formats: Sequence[str | torch.dtype | Format] = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *,
+        kinds: Iterable[str] = KINDS,
+        modules: str | Sequence[str] | None = None,
+        keep: int | None = 32,
+        stream: str | os.PathLike[str] | None = None,
+        loss_scale: float | Tensor | Any = None,
+    ) -> None:
+        self._choices = Choices.of(model, optimizer, every, formats, kinds, modules, keep)
+        self._scale = LossScaleNow(loss_scale, next(model.parameters()).device)
+        self._stream = None if stream is None else _file_at(stream)
+        self._lines: IO[str] | None = None
+        self._steps: deque[RecordedStep] = deque(maxlen=keep)
+        self._session = SessionSide(self, self._choices, self._scale, self._leave_loop, self._advance)
+        self._taken = 0
+        self._has_said = False
+        self._called: list[str] = []
+        self._loop: PlainLoop | None = None
+        self._opened = ExitStack()
+        self._stage: Literal["new", "open", "ended"] = "new"
+
+    def __repr__(self) -> str:
+        model = type(self._choices.subject.model).__name__
+        return f"Recorder({model}, every={self._choices.every}: {self._taken} steps, {len(self._steps)} recorded)"
+
+    # A run ---------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        if self._stage != "new":
+            raise StateError(
+                "a recorder records one run", where=repr(self), write="with Recorder(model, optimizer) as recorder: …"
+            )
+        try:
+            self._arm()
+            if self._stream is not None:
+                self._lines = self._opened.enter_context(self._stream.open("w", encoding="utf-8"))
+        except BaseException:
+            self._disarm()
+            raise
+        self._opened.enter_context(watching(self._session))
+        self._stage = "open"
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._disarm()
+        self._opened.close()
+        self._stage = "ended"
+
+    def step(self) -> None:
+        """Say that a step is done, after ``optimizer.step()``; where a session says so by itself, this does nothing.
+
+        Raises:
+            StateError: Outside of the ``with`` block.
+            UnsupportedError: Activations alone are recorded, and they are in compiled code.
+
+        **Cost**: on recorded steps one transfer from the device.
+        """
+        if self._stage != "open":
+            raise StateError(
+                "recorder.step() outside of its block", write="with Recorder(model, optimizer) as recorder: …"
+            )
+        if self._session.policy is not None:
+            return
+        scale = self._scale.scale() if self._session.recording is not None else None
+        self._advance([] if scale is None else [scale], True if self._loop is None else self._loop.skipped)
+
+    def _arm(self) -> None:
+        self._scale.told(None)
+        self._session.recording = Recording(self._choices, self._scale.factor, self._say_hidden)
+        if self._session.policy is None:
+            self._loop = PlainLoop(self._session.recording, self._choices, self._scale.factor)
+
+    def _say_hidden(self, where: str, compiler: str) -> None:
+        """Say once that activations are inside compiled code; where nothing else was asked for, refuse."""
+        if OF_PASSES.issuperset(self._choices.kinds):
+            raise unseen(where, compiler)
+        if not self._has_said:
+            self._has_said = True
+            logger.warning(
+                "activations inside %s are not recorded (%s): %s; run the model uncompiled, in eager mode, for them",
+                compiler, where, WHY_UNSEEN,
+            )  # fmt: skip
+
+    def _disarm(self) -> None:
+        if self._session.recording is not None:
+            self._session.recording.remove()
+        self._session.recording = None
+        self._leave_loop()
+
+    def _leave_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.remove()
+        self._loop = None
+
+    @torch.no_grad()
+    def _advance(self, scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> None:
+        """Count a step, take what was recorded of it, and make ready for the next."""
+        self._taken += 1
+        recording = self._session.recording
+        try:
+            if recording is not None:
+                step = recording.finish(self._taken, scales, skipped)
+                self._called += recording.called
+                self._steps.append(step)
+                if self._lines is not None:
+                    write_step(self._lines, self._header, step)
+        finally:
+            self._disarm()
+        if self._taken % self._choices.every == 0:
+            self._arm()
+
+    # What was recorded ---------------------------------------------------------------------------------
+
+    @property
+    def evidence(self) -> Evidence:
+        """What was recorded up to now."""
+        return Evidence(header=self._header, steps=tuple(self._steps), num_steps=self._taken)
+
+    @property
+    def _header(self) -> EvidenceHeader:
+        policy = self._session.policy
+        mode = "given" if self._scale.is_given else "none"
+        return EvidenceHeader(
+            mezzo=mezzo.__version__,
+            model=type(self._choices.subject.model).__name__,
+            policy=None if policy is None else str(policy),
+            compute_dtype=None if policy is None else dtype_name(policy.dtype),
+            loss_scale=mode if policy is None else policy.loss_scale.mode,
+            every=self._choices.every,
+            kinds=tuple(self._choices.kinds),
+            formats=tuple(each.name for each in self._choices.formats),
+            modules=self._choices.subject.ordered(self._called),
+        )
+
+    def histogram(
+        self, kind: str | Iterable[str], module: str | None = None, *, step: Steps = "newest", name: str | None = None
+    ) -> ExponentHistogram:
+        """Return how many values of some tensors lie in each binade: :meth:`mezzo.numerics.Evidence.histogram`."""
+        return self.evidence.histogram(kind, module, step=step, name=name)
+
+    def swallowed(
+        self, module: str | None = None, *, step: Steps = "newest", name: str | None = None
+    ) -> SwallowedUpdates:
+        """Return how many updates of some weights vanish: :meth:`mezzo.numerics.Evidence.swallowed`."""
+        return self.evidence.swallowed(module, step=step, name=name)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write what is kept in memory to a file that :func:`mezzo.numerics.read_evidence` reads.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        write(self.evidence, path)
+
+
+def _file_at(path: str | os.PathLike[str]) -> Path:
+    """Return the file that a stream is written to, once it is known that there can be one."""
+    return regular_or_new(Path(path) / FILE if Path(path).is_dir() else path)[0]

@@ -1,1 +1,0 @@
-"""Both passes on a GPU, in Triton: ``source`` writes the kernels, ``launch`` calls them."""
