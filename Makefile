@@ -59,6 +59,7 @@ lint: $(READY)  ## format, lint, types, import contract
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python tests/house.py
 
 check: lint test  ## everything CI runs: lint, types, import contract, tests, docs snippets
 

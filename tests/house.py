@@ -1,17 +1,21 @@
 """How large the house is: its code lines, room by room.
 
-Lines that hold code, without docstrings and comments. They are printed, and nothing bounds them. Run it as
-``.venv/bin/python tests/house.py``.
+Lines that hold code, without docstrings and comments. They are printed beside those of the last release, and nothing
+bounds them. ``.venv/bin/python tests/house.py`` prints them; ``--keep NAME`` keeps them for the next release to stand beside.
 """
 
+import argparse
 import ast
 import io
+import json
 import tokenize
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src" / "mezzo"
+#: What the last release had.
+KEPT = Path(__file__).parent / "house.json"
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -53,10 +57,17 @@ def rooms() -> Counter[str]:
 
 def main() -> None:
     """Print the rooms, the largest first, and all of them together."""
-    found = rooms()
-    for room, count in found.most_common():
-        print(f"{room:<16}{count:>8,}")
-    print(f"{'all of it':<16}{found.total():>8,}")
+    parser = argparse.ArgumentParser(description="Print the lines of code of each room, beside those of a release ago.")
+    parser.add_argument("--keep", metavar="NAME", help="keep them, as those of this release")
+    options, found = parser.parse_args(), rooms()
+    if options.keep:
+        KEPT.write_text(json.dumps({"release": options.keep, "rooms": dict(sorted(found.items()))}, indent=1) + "\n")
+    kept = json.loads(KEPT.read_text())
+    before = Counter(kept["rooms"])
+    print(f"{'room':<16}{'code lines':>12}  {kept['release']}")
+    for room in sorted(found | before, key=lambda room: -found[room]):
+        print(f"{room:<16}{found[room]:>12,}{before[room]:>8,}")
+    print(f"{'all of it':<16}{found.total():>12,}{before.total():>8,}   in {len(sources())} files")
 
 
 if __name__ == "__main__":

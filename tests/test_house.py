@@ -50,7 +50,12 @@ def test_a_protocol_has_five_methods_at_most():
     assert large == {}
 
 
-def test_what_a_file_offers_is_in_it():
+def test_only_a_rooms_door_says_what_is_public():
+    offering = {path for path, text in sources().items() if "\n__all__" in text}
+    assert {path for path in offering if Path(path).name != "__init__.py"} == set()
+
+
+def test_what_a_room_offers_is_in_it():
     missing = {}
     for path, text in sources().items():
         bound, offered = set(), []

@@ -1,4 +1,4 @@
-"""What is refused, as rows of one table a room: the error, the words that it must have, and that nothing has changed."""
+"""What is refused, as rows of one table a room: the error, its words, and that nothing has changed."""
 
 import copy
 import re
