@@ -1,10 +1,8 @@
-"""Fill the pages: between each pair of markers, what results, an example, the code or the tests' first lines say."""
+"""Fill the pages: between each pair of markers, what results, an example or the code says."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
-import functools
 import io
 import json
 import re
@@ -19,7 +17,6 @@ from mezzo.explanation.rows import counted
 from mezzo.report.verdict import number
 from stepping.contenders import CONTENDERS
 from suite import page as suite
-from suite.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -92,57 +89,35 @@ def overflow() -> str:
     return f"```\n{report.rstrip()}\n```"
 
 
-def guards() -> str:
-    """What each test file guards, by folder: the first sentence of each."""
-    lines: list[str] = []
-    for folder in sorted({path.parent for path in _test_files()}):
-        lines += ["", f"`{folder.relative_to(ROOT)}/`", ""]
-        for path in sorted(each for each in _test_files() if each.parent == folder):
-            first = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0]
-            lines.append(f"- `{path.name}`: {' '.join(first.split()).replace('``', '`')}")
-    return "\n".join(lines[1:])
-
-
-def _test_files() -> list[Path]:
-    return [*ROOT.glob("tests/**/test_*.py"), *ROOT.glob("tests/**/case_*.py")]
-
-
-def ratios(pattern: str) -> str:
-    """The table of the newest benchmark that matches, with its machine and date."""
-    result = newest(pattern)
-    lines = ["| case | against | ratio | 10–90 % |", "|---|---|---:|---:|"]
-    lines += [f"| {row['name']} | {row['against']} | {row['ratio']:.2f} | {tenths(row)} |" for row in result["rows"]]
-    return "\n".join([*lines, "", f"{where(result)}; medians of {result['repetitions']} pairs."])
+def spread(row: dict[str, Any]) -> str:
+    """A row's ratio, and what 80 % of its ratios lie between."""
+    return f"{row['ratio']:.2f} ({tenths(row)})"
 
 
 def steps() -> str:
-    """The table of the newest ``benchmarks/step.py``, its first shapes, a row for each dtype and contender there is."""
+    """The table of the newest ``benchmarks/step.py``, its first shapes: a row a contender, a column a dtype."""
     results = newest("step-cpu-*.json")
     first = [result for result in results if result["shapes"] == results[0]["shapes"]]
-    lines = ["| step | dtype | ratio | 10–90 % | bytes moved | bytes kept | of copy bandwidth |"]
-    lines += ["|---|---|---:|---:|---:|---:|---:|"]
-    lines += [
-        f"| {row['name']} | {result['dtype']} | {row['ratio']:.2f} | {tenths(row)} | "
-        f"{row['moved_bytes']:g} | {row['kept_bytes']:.3g} | {row['bandwidth_share']:.0%} |"
-        for result in first
-        for row in result["rows"]
-        if row["name"] in CONTENDERS
-    ]
+    lines = [f"| step | {' | '.join(result['dtype'] for result in first)} | bytes moved | bytes kept |"]
+    lines += ["|---|" + "---:|" * (len(first) + 2)]
+    for one in first[0]["rows"]:
+        if one["name"] in CONTENDERS:
+            cells = [spread(the(result["rows"], name=one["name"])) for result in first]
+            lines.append(f"| {one['name']} | {' | '.join(cells)} | {one['moved_bytes']:g} | {one['kept_bytes']:.3g} |")
     one = first[0]
     count = f"{one['shapes']}, {one['num_parameters'] / 1e6:.0f} M parameters"
     return "\n".join([*lines, "", f"{where(one)}; {count}; medians of {one['repetitions']} rounds."])
 
 
 def trainings() -> str:
-    """The table of the newest ``benchmarks/train.py``, a row for each network and way."""
+    """The table of the newest ``benchmarks/train.py``, a row for each network."""
     results = newest("train-cpu-*.json")
-    lines = ["| network | training step | ratio | 10–90 % | per second | peak MiB |", "|---|---|---:|---:|---:|---:|"]
-    lines += [
-        f"| {result['net']} | {row['way']}{', compiled' if row['compiled'] else ''} | {row['ratio']:.2f} | "
-        f"{tenths(row)} | {row['items_per_s']:,.0f} {result['unit']} | {row['peak_bytes'] / 2**20:.3g} |"
-        for result in results
-        for row in result["rows"]
-    ]
+    lines = ["| network | FP32 | mezzo O1 | mezzo O2 | peak MiB, torch.amp and O2 |", "|---|---:|---:|---:|---:|"]
+    for result in results:
+        rows = [row for row in result["rows"] if not row["compiled"]]
+        fp32, amp, low, halves = (the(rows, way=way) for way in ("fp32", "torch.amp", "mezzo O1", "mezzo O2"))
+        peaks = ", ".join(f"{row['peak_bytes'] / 2**20:.3g}" for row in (amp, halves))
+        lines.append(f"| {result['net']} | {' | '.join(map(spread, (fp32, low, halves)))} | {peaks} |")
     one = results[0]
     what = f"{one['dtype']}, size {one['size']}"
     return "\n".join([*lines, "", f"{where(one)}; {what}; medians of {one['repetitions']} pairs."])
@@ -164,99 +139,64 @@ def kept() -> str:
     return "\n".join(lines)
 
 
-def speed() -> str:
-    """Training steps beside torch.amp's, a row for each network."""
-    results = newest("train-cpu-*.json")
-    lines = ["| network | FP32 | mezzo O1 | mezzo O2 |", "|---|---:|---:|---:|"]
-    for result in results:
-        rows = [row for row in result["rows"] if not row["compiled"]]
-        found = [the(rows, way=way) for way in ("fp32", "mezzo O1", "mezzo O2")]
-        cells = [f"{row['ratio']:.2f} ({tenths(row)})" for row in found]
-        lines.append(f"| {result['net']} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{where(results[0])}; 80 % of the ratios in parentheses."])
-
-
 def ranks() -> str:
     """The table of the newest ``benchmarks/distributed.py``: what ranks send and keep, counted."""
     result = newest("distributed-cpu-*.json")
-    lines = ["| way | gathered | reduced | sent by a rank | kept by all | weights cast | collectives | exchanges |"]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
+    lines = ["| way | gathered | reduced | kept by all | weights cast |", "|---|---:|---:|---:|---:|"]
     for row in result["rows"]:
-        names = ("gathered_bytes", "reduced_bytes", "wire_bytes", "kept_bytes", "weight_casts", "collectives")
-        extra = f"{row['exchanges']}, {row['exchanged_bytes']} B" if row["exchanges"] else "0"
-        lines.append(f"| {row['way']} | {' | '.join(f'{row[name]:.3g}' for name in names)} | {extra} |")
+        names = ("gathered_bytes", "reduced_bytes", "kept_bytes", "weight_casts")
+        lines.append(f"| {row['way']} | {' | '.join(f'{row[name]:.3g}' for name in names)} |")
     what = f"{result['net']}, size {result['size']}, {result['ranks']} ranks over {result['backend']}"
     return "\n".join([*lines, "", f"torch {result['torch']}, {result['date']}; {what}."])
 
 
 def hosts() -> str:
-    """The table of the newest ``benchmarks/host.py``: the host's time of a step, and how it grows with tensors."""
+    """The table of the newest ``benchmarks/host.py``: the host's time of a step."""
     result = newest("host-cpu-*.json")
-    largest = result["tensors"][-1]
-    lines = [f"| step | of torch.amp's time, {largest} tensors | 10–90 % | any step | each tensor | torch.amp's |"]
-    lines += ["|---|---:|---:|---:|---:|---:|"]
-    lines += [
-        f"| {row['name']} | {row['ratio']:.2f} | {tenths(row)} | {row['base_ms']:.2f} ms | {row['tensor_us']:.1f} µs | "
-        f"{row['rival_base_ms']:.2f} ms, {row['rival_tensor_us']:.1f} µs |"
-        for row in result["rows"]
-    ]
-    each = (
-        f"ratios are medians of {result['rounds']} rounds of {result['steps']} steps, lines go through the least times"
-    )
-    shared = f"the machine was shared, with a load of {result['load']:g}"
-    return "\n".join([*lines, "", f"{where(result)}; {each}; {shared}."])
+    lines = [f"| step of {result['tensors'][-1]} tensors | ratio |", "|---|---:|"]
+    lines += [f"| {row['name']} | {spread(row)} |" for row in result["rows"]]
+    each = f"medians of {result['rounds']} rounds; the machine was shared, with a load of {result['load']:g}"
+    return "\n".join([*lines, "", f"{where(result)}; {each}."])
 
 
 def allow_list() -> str:
     """The table of the newest ``benchmarks/allow_list.py``, a row for each allow list of an encoder."""
     result = newest("allow-list-*.json")
-    lines = ["| low | policy | ms | to FP32 | 10–90 % | saved for backward | of FP32's | loss |"]
-    lines += ["|---|---|---:|---:|---:|---:|---:|---:|"]
+    lines = ["| low | policy | time, of FP32's | saved, of FP32's | loss |", "|---|---|---:|---:|---:|"]
     first = result["rows"][0]
     lines += [
-        f"| {row['low']} | `{row['policy']}` | {1e3 * row['seconds']:.3g} | {row['ratio']:.2f}× | {tenths(row)} | "
-        f"{row['saved_bytes'] / 2**20:.1f} MiB | {row['saved_bytes'] / first['saved_bytes']:.2f}× | {row['loss']:.4f} |"
+        f"| {row['low']} | `{row['policy']}` | {spread(row)} | {row['saved_bytes'] / first['saved_bytes']:.2f} | "
+        f"{row['loss']:.4f} |"
         for row in result["rows"]
     ]
-    how = "emulates BF16 in FP32" if any(row["emulated"] for row in result["rows"]) else "computes BF16 products itself"
-    what = "{layers} layers {width} wide, {heads} heads, batches of {batch} sequences of {tokens} tokens".format_map(
-        result
-    )
-    said = f"{where(result)}, which {how}; {what}; medians of {result['repetitions']} rounds."
-    return "\n".join([*lines, "", said])
+    what = "{layers} layers {width} wide, batches of {batch} sequences of {tokens} tokens".format_map(result)
+    return "\n".join([*lines, "", f"{where(result)}; {what}; medians of {result['repetitions']} rounds."])
 
 
 #: By page: what stands between its markers.
 PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
     {
         "README.md": {"overflow": overflow, "figures": figures},
-        "CONTRIBUTING.md": {"tests": guards},
         "docs/benchmarks.md": {
-            "session": lambda: ratios("session-cpu-*.json"),
-            "scaler": lambda: ratios("scaler-cpu-*.json"),
             "step": steps,
             "train": trainings,
             "ranks": ranks,
-            "engine": lambda: ratios("engine-cpu-*.json"),
             "host": hosts,
+            "allow-list": allow_list,
         },
         "docs/families.md": {
-            "coverage": suite.coverage,
-            **{each.name: functools.partial(suite.family, each.name) for each in FAMILIES},
+            "verdicts": suite.verdicts,
+            "papers": suite.papers,
             "numbers": suite.numbers,
             "without": suite.without,
         },
-        "docs/allow_list.md": {"allow-list": allow_list},
-        "docs/levels.md": {"levels": vocabulary.levels},
         "docs/memory.md": {"memory": kept},
         "docs/policy.md": {
-            "file": vocabulary.policy_file,
             "fields": vocabulary.policy_fields,
+            "levels": vocabulary.levels,
             "treatments": vocabulary.treatments,
             "scales": vocabulary.scale_fields,
-            "presets": vocabulary.presets,
         },
-        "docs/speed.md": {"speed": speed},
     }
 )
 

@@ -5,25 +5,20 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 
-from mezzo import LossScale, Policy, Rule
+from mezzo import LossScale, Policy
 from mezzo.policy import fields
 from mezzo.policy.ops import OPS, TREATMENTS
-from mezzo.scale.config import PRESETS
 
 __all__ = [
     "TREATED",
     "described",
     "levels",
     "policy_fields",
-    "policy_file",
-    "presets",
     "scale_fields",
     "treatments",
 ]
@@ -84,14 +79,6 @@ def _words(name: str) -> str:
     return ", ".join(f"`{fields.text_of(value)}`" for value in dict.fromkeys(fields.WORDS[name].values()))
 
 
-def policy_file() -> str:
-    """What a policy's file holds."""
-    policy = Policy.O2("bfloat16", rules=[Rule("fp32", module="head", reason="its logits pass 65504")])
-    with tempfile.TemporaryDirectory() as folder:
-        policy.save(path := Path(folder) / "mine.policy")
-        return f"```\n{path.read_text().strip()}\n```"
-
-
 def treatments() -> str:
     """A row for each treatment: what it does, and ops that have it without a rule."""
     rows = []
@@ -115,8 +102,3 @@ def _number(value: Any) -> str:
     if isinstance(value, float) and value >= 2**16:
         return f"2**{value.hex().partition('p+')[2]}"
     return str(value).lower() if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def presets() -> str:
-    """A row for each other system's rule, as text."""
-    return table(("system", "text"), [(f"`{name}`", f"`{scale}`") for name, scale in PRESETS.items()])

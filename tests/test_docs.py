@@ -1,4 +1,4 @@
-"""Everything the documentation shows as Python runs, and so does every example."""
+"""The documentation: what it shows as Python runs, links and commands lead somewhere, tables are true, it is short."""
 
 import linecache
 import re
@@ -13,20 +13,29 @@ import pytest
 import typer.main
 
 import pages
+from mezzo import LossScale, Policy, Rule
 from mezzo.cli import app
+from mezzo.policy.fields import FIELDS, WORDS
+from mezzo.policy.ops import TREATMENTS
+from mezzo.policy.rules import RULE_KEYS
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-SNIPPETS = [
-    pytest.param(code, id=f"{page.name}-{number}")
+DOCS = sorted(ROOT.glob("docs/*.md"))
+PAGES = sorted([*ROOT.glob("*.md"), *DOCS])
+SNIPPETS = {
+    f"{page.name}-{number}": code
     for page in PAGES
     for number, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL), start=1)
-]
+}
 
 
-def test_the_pages_are_found():
-    assert {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "index.md", "nan.md"} <= {page.name for page in PAGES}
-    assert SNIPPETS
+def test_the_pages_are_found_and_short():
+    assert len(SNIPPETS) > 20
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 200
+    assert len((ROOT / "CHANGELOG.md").read_text().split()) <= 1_000
+    assert len(DOCS) <= 18
+    assert sum(len(page.read_text().split()) for page in DOCS) <= 13_000
 
 
 def test_the_index_lists_every_page_and_no_other():
@@ -35,103 +44,70 @@ def test_the_index_lists_every_page_and_no_other():
     assert sorted(listed) == sorted(there - {"index.md"} - {each for each in there if "_build" in each})
 
 
-@pytest.mark.parametrize("code", SNIPPETS)
+@pytest.mark.parametrize("code", SNIPPETS.values(), ids=SNIPPETS)
 def test_snippets_run(code, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     linecache.cache["snippet"] = len(code), None, code.splitlines(keepends=True), "snippet"  # as a notebook does
     exec(compile(code, "snippet", "exec"), {"__name__": "__snippet__"})
 
 
-def test_what_the_migration_page_quotes_is_a_line_of_its_programs():
-    def bare(code):
-        return "".join(re.sub(r"#.*", "", code).split())
-
-    quoted = 0
-    for section in (ROOT / "docs" / "migrating.md").read_text().split("\n## ")[1:]:
-        programs = bare("\n".join(re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)))
-        for table in re.findall(r"^\| what .*?(?=\n\n|\Z)", section, re.DOTALL | re.MULTILINE):
-            heading, _, *rows = (line.strip("| ").split(" | ") for line in table.splitlines())
-            first = 0 if heading[0] == "what you wrote" else 1  # what else they wrote runs nowhere here
-            for code in (code for row in rows for code in re.findall(r"`([^`]+)`", " ".join(row[first:2]))):
-                quoted += 1
-                assert bare(code) in programs, f"{section.splitlines()[0]}: {code}"
-    assert quoted > 40
-
-
 #: Those for several processes run in tests/distributed.
 EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.py")) if "torchrun" not in path.read_text()]
-#: Arguments of those that take a minute without.
-SMALL = {"allow_list.py": ["16", "1"]}
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(path), *SMALL.get(path.name, [])])
+    small = ["16", "1"] if path.name == "allow_list.py" else []  # it takes a minute without
+    monkeypatch.setattr(sys, "argv", [str(path), *small])
     runpy.run_path(str(path), run_name="__main__")
     assert "loss" in capsys.readouterr().out
 
 
-def prose(page):
-    """The text of a page without its code."""
-    return re.sub(r"```.*?```|`[^`\n]*`", "code", page.read_text(), flags=re.DOTALL)
-
-
-def anchors(page):
+def anchors(text):
     """The anchors that GitHub and the site give the headings of a page."""
-    headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_somewhere(page):
-    for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", prose(page)):
-        target = page.parent / path if path else page
-        assert target.exists(), f"{page.name} links to {path}"
-        assert not anchor or anchor in anchors(target), f"{page.name} links to {path}#{anchor}"
+def test_relative_links_lead_somewhere():
+    assert anchors("# Stored `once`, so\n```\n# no heading\n```\n## Where?\n") == {"stored-once-so", "where"}
+    dead = []
+    for page in PAGES:
+        prose = re.sub(r"```.*?```|`[^`\n]*`", "code", page.read_text(), flags=re.DOTALL)
+        for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", prose):
+            target = page.parent / path if path else page
+            if not target.exists() or (anchor and anchor not in anchors(target.read_text())):
+                dead.append(f"{page.name} links to {path}#{anchor}")
+    for path in ROOT.glob("src/**/*.py"):
+        named = re.findall(r"docs/\w+\.md", path.read_text())
+        dead += [f"{path.name} names {each}" for each in named if not (ROOT / each).exists()]
+    assert dead == []
 
 
-def test_anchors_are_spelled_as_on_github(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("# Weights, stored `once`\n```\n# no heading\n```\n## Where did it begin?\n")
-    assert anchors(page) == {"weights-stored-once", "where-did-it-begin"}
-
-
-COMMANDS = sorted(
-    {
+def test_commands_that_pages_name_exist():
+    commands = {
         command
         for page in PAGES
         if page.name != "CHANGELOG.md"
         for code in re.findall(r"^```\w*\n(.*?)^```|`([^`\n]+)`", page.read_text(), re.DOTALL | re.MULTILINE)
         for command in re.findall(r"^(?:torchrun .* -m )?mezzo ([a-z].*)", "\n".join(code), re.MULTILINE)
     }
-)
+    assert {"compare --seeds 3 --margin 0.5 --out runs/mine train.py", "doctor"} <= commands
+    for command in commands:
+        words = command.partition("#")[0].split()
+        found = typer.main.get_command(app)
+        while hasattr(found, "commands") and words:
+            found = found.commands.get(words.pop(0))
+            assert found is not None, command
+        known = {option for param in found.params for option in param.opts} | {"--help"}
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, command
 
 
-def test_commands_are_found():
-    assert {
-        "compare --seeds 3 --margin 0.5 --out runs/mine train.py",
-        "doctor",
-        "explain --policy O2,bf16 train.py",
-    } <= {*COMMANDS}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_that_pages_name_exist(command):
-    words = command.partition("#")[0].split()
-    found = typer.main.get_command(app)
-    while hasattr(found, "commands") and words:
-        found = found.commands.get(words.pop(0))
-        assert found is not None, command
-    known = {option for param in found.params for option in param.opts}
-    assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known | {"--help"}
-
-
-def test_make_targets_named_in_the_readme_exist():
+def test_make_targets_that_pages_name_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert named <= targets
-    assert {"demo", "test"} <= named
+    pages = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    assert {"demo", "test"} <= set(re.findall(r"(?:^|`)make ([a-z-]+)", pages, re.MULTILINE)) <= targets
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
@@ -142,16 +118,15 @@ def test_make_installs_for_the_demo_what_it_needs_and_nothing_twice(tmp_path):
         return re.findall(r"--editable '\.\[(\w+)\]'", done.stdout)
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {re.match(r"[\w-]+", needed)[0] for needed in extras["demo"]} == {
-        "scikit-learn", "matplotlib", "plotly", "jinja2", "scipy"
-    }  # fmt: skip
-    assert (installed("demo"), installed("docs"), installed("test")) == (["demo"], ["docs"], ["dev"])
-    (tmp_path / "constraints.txt").touch()
-    (tmp_path / ".demo").touch()
-    assert (installed("demo"), installed("test")) == ([], ["dev"])
-    (tmp_path / ".ready").touch()
-    (tmp_path / ".docs").touch()
-    assert (installed("demo"), installed("docs"), installed("test"), installed("lint")) == ([], [], [], [])
+    needed = {re.match(r"[\w-]+", each)[0] for each in extras["demo"]}
+    assert needed == {"scikit-learn", "matplotlib", "plotly", "jinja2", "scipy"}
+    assert [installed(target) for target in ("demo", "docs", "test")] == [["demo"], ["docs"], ["dev"]]
+    for done in ("constraints.txt", ".demo"):
+        (tmp_path / done).touch()
+    assert [installed(target) for target in ("demo", "test")] == [[], ["dev"]]
+    for done in (".ready", ".docs"):
+        (tmp_path / done).touch()
+    assert [installed(target) for target in ("demo", "docs", "test", "lint")] == [[], [], [], []]
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
@@ -159,27 +134,28 @@ def test_figures_and_printed_output_are_those_of_results_and_examples(page):
     assert pages.filled(page) == (ROOT / page).read_text(), "run: .venv/bin/python benchmarks/pages.py"
 
 
-def test_files_and_folders_that_contributing_names_exist():
-    text = re.sub(r"<!-- tests -->.*<!-- /tests -->", "", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
+def test_contributing_names_every_room_and_files_that_exist():
+    text, source = (ROOT / "CONTRIBUTING.md").read_text(), ROOT / "src" / "mezzo"
+    rooms = [path for path in source.iterdir() if path.is_dir() and not path.name.startswith("_")]
+    assert [path.name for path in rooms if f"`{path.name}/" not in text] == []
     named = set(re.findall(r"`((?:[\w.-]+/)*[\w-]+(?:\.py|/))`", text))
-    roots = [
-        ROOT,
-        ROOT / "tests" / "acceptance",
-        ROOT / "src" / "mezzo",
-        *(path for path in (ROOT / "src" / "mezzo").iterdir() if path.is_dir()),
-    ]
-    assert {path for path in named if not any((root / path).exists() for root in roots)} == set()
+    roots = [ROOT, ROOT / "tests" / "acceptance", source, *rooms]
+    assert {each for each in named if not any((root / each).exists() for root in roots)} == set()
 
 
-def test_contributing_names_every_room():
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    rooms = [
-        path
-        for path in (ROOT / "src" / "mezzo").iterdir()
-        if not path.name.startswith("_") and path.suffix in ("", ".py")
-    ]
-    assert [path.name for path in rooms if f"`{path.name}{'/' if path.is_dir() else ''}`" not in text] == []
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+def test_what_the_page_of_the_policy_language_writes_is_read_and_means_what_stands_beside_it():
+    page = (ROOT / "docs" / "policy.md").read_text()
+    keys = re.findall(r"^\| `(\w+=[^`]+)` \| [^|]+ \| `([^`]+)` \|$", page, re.MULTILINE)
+    assert len(keys) == 4
+    for text, builder in keys:
+        made = eval(builder, {"policy": Policy.O2(), "Rule": Rule})
+        rules = (made,) if isinstance(made, Rule) else made.rules
+        assert Policy.parse(f"O2,{text}").rules == rules, text
+    written = {"low_module", "fp32_module", "fp32_param", *(text.partition("=")[0] for text, _ in keys)}
+    assert written <= {*RULE_KEYS}
+    assert {*TREATMENTS, *written, "dtype", *FIELDS} <= set(re.findall(r"`(\w+)", page))
+    for name in set(WORDS) - {"level"}:
+        words = re.findall(r"`(\w+)`", re.search(rf"^\| `{name}` \| ([^|]+) \|", page, re.MULTILINE)[1])
+        assert {WORDS[name][word] for word in words} == set(WORDS[name].values()), name
+    for text in re.findall(r"`((?:none|constant|dynamic)(?:\([^`…]*\))?)`", page):
+        assert isinstance(LossScale.parse(text), LossScale), text

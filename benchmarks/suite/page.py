@@ -1,15 +1,16 @@
-"""What ``docs/families.md`` shows of the suite: a table a family, what FP16 makes of numbers, and what is missing."""
+"""What ``docs/families.md`` shows of the suite: verdicts, what the paper found, and what FP16 makes of numbers."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Final
 
-from mezzo.explanation.rows import byte_text, counted, scale_text
+from mezzo.explanation.rows import counted, scale_text
 from mezzo.report.verdict import number, short
 from mezzo.script.comparison import parse_policies
-from suite.families import FAMILIES, POLICIES, ROOT, SEEDS, Family
+from suite.families import FAMILIES, POLICIES, ROOT, SEEDS
 from suite.numbers import GRADIENTS, SCALES
 
 RESULTS: Final = ROOT / "benchmarks" / "results" / "suite-cpu"
@@ -38,78 +39,51 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def family(name: str) -> str:
-    """A family's table, its picture, where it was measured, and what the paper says."""
-    (this,) = (each for each in FAMILIES if each.name == name)
-    lines = [f"The paper: {this.paper}", ""]
-    found = compared(name)
-    if found is None:
-        return "\n".join([*lines, "Not run yet: `make suite`."])
-    metric, unit = found["metric"], f", {found['metric']['unit']}".rstrip(", ")
-    heads = [
-        f"{metric['name']}{unit}",
-        "difference to FP32, 95 %",
-        "",
-        "loss",
-        "ms",
-        "held",
-        "saved",
-        "skipped",
-        "scale",
-    ]
-    lines += [f"| policy | {' | '.join(heads)} |", "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|"]
-    lines += [_row(row) for row in found["rows"]]
-    curves = f"../benchmarks/results/suite-cpu/{name}/curves.png"
-    return "\n".join([*lines, "", _said(this, found), "", f"![Curves: {this.title.lower()}]({curves})"])
+def verdicts() -> str:
+    """The one table: what each family came to in FP32 and under each policy, with the verdict, and what was saved."""
+    _, *policies = map(str, parse_policies(POLICIES.split(";")))
+    heads = ["held out", "FP32", *(f"`{short(policy)}`" for policy in policies), "equal within", "saved at O2"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    places, days = set(), set()
+    for each in FAMILIES:
+        found = compared(each.name)
+        if found is None:
+            lines.append(f"| {each.title} | not run yet: `make suite` |" + " |" * (len(heads) - 2))
+            continue
+        rows = {row["policy"]: row for row in found["rows"]}
+        fp32, low = rows["O0"], rows.get("O2,dtype=float16")
+        share = None if low is None or not fp32["saved_bytes"] else low["saved_bytes"] / fp32["saved_bytes"]
+        cells = [_number(fp32["metric"]), *(_verdict(rows.get(policy)) for policy in policies)]
+        cells += [f"{found['margin']:g}", "–" if share is None else f"{share:.2f}×"]
+        unit = f", {found['metric']['unit']}".rstrip(", ")
+        lines.append(f"| {each.title}: {found['metric']['name']}{unit} | {' | '.join(cells)} |")
+        machine = found["machine"]
+        places.add(f"{machine['cpu']}, {counted(machine['threads'], 'thread')}, torch {machine['torch']}")
+        days.add(found["date"][:10])
+    where = "; ".join([*sorted(places), ", ".join(sorted(days))])
+    return "\n".join([*lines, "", f"Means of {SEEDS} seeds; {where}; {coverage()}"])
 
 
-def _row(row: dict[str, Any]) -> str:
-    difference = "" if row["difference"] is None else _signed(row["difference"])
-    if row["interval"] is not None:
-        difference += " ({} to {})".format(*map(_signed, row["interval"]))
-    sizes = ["–" if row[name] is None else byte_text(row[name]) for name in ("held_bytes", "saved_bytes")]
-    time = "–" if row["step_ms"] is None else f"{row['step_ms']:.3g}"
-    verdict = "" if row["verdict"] == "reference" else row["verdict"]
-    cells = [_named(row["policy"]), _number(row["metric"]), difference, verdict, _number(row["loss"]), time, *sizes]
-    if any("stored in FP32" in what for what in row["left_alone"]):
-        cells[0] += " (its weights stayed FP32)"
-    return f"| {' | '.join(cells)} | {row['skipped']} | {scale_text(row['scale'])} |"
+def _verdict(row: dict[str, Any] | None) -> str:
+    return "not run yet" if row is None else f"{_number(row['metric'])}, {row['verdict']}"
 
 
-def _named(policy: str) -> str:
-    return f"`{short(policy)}`" + (f": {WITHOUT[policy]}" if policy in WITHOUT else "")
+def papers() -> str:
+    """A line a family: its curves, and what the paper found."""
+    return "\n".join(
+        f"- [{each.title}](../benchmarks/results/suite-cpu/{each.name}/curves.png): {each.paper}" for each in FAMILIES
+    )
 
 
 def _number(value: float | str | None) -> str:
     return number(None if value is None else float(value))  # JSON has texts for what is not finite
 
 
-def _signed(value: float | str) -> str:
-    return number(float(value), sign=True, digits=3)
-
-
-def _said(this: Family, summary: dict[str, Any]) -> str:
-    """Where it was measured, what equal means, and what is missing."""
-    machine = summary["machine"]
-    command = " ".join(["python", str(this.path), *this.arguments])
-    where = (
-        f"{machine['cpu']}, {counted(machine['threads'], 'thread')}, torch {machine['torch']}, {summary['date'][:10]}"
-    )
-    text = f"`{command}`, {summary['seeds']} seeds; equal is within {summary['margin']:g}; {where}."
-    runs = {(run["policy"], run["seed"]) for run in summary["runs"]}
-    wanted = [(policy, seed) for policy in _wanted() for seed in range(SEEDS)]
-    missing = [f"{_named(policy)} seed {seed}" for policy, seed in wanted if (policy, seed) not in runs]
-    return text + (f" Missing: {', '.join(missing)}." if missing else "")
-
-
-def _wanted() -> list[str]:
-    return [*map(str, parse_policies(POLICIES.split(";"))), *WITHOUT]
-
-
 def numbers() -> str:
     """What FP16 makes of each family's activation gradients and updates."""
     scales = " | ".join("unscaled" if scale == 1 else f"× {scale:,.0f}" for scale in SCALES)
-    lines = [f"| gradients flushed | {scales} | largest scale | updates swallowed |", "|---|---:|---:|---:|---:|---:|"]
+    lines = [f"| gradients flushed, % | {scales} | largest scale | updates swallowed, % |"]
+    lines += ["|---|---:|---:|---:|---:|---:|"]
     for each in FAMILIES:
         found = _read(RESULTS / each.name / "numbers.json")
         if found is None:
@@ -117,28 +91,26 @@ def numbers() -> str:
             continue
         gradients = found["kinds"][GRADIENTS]
         alive = gradients["total"] - gradients["zeros"]
-        shares = [f"{100 * row['underflow'] / alive:.2g} %" for row in gradients["float16"]]
-        swallowed = f"{100 * found['kinds']['updates']['swallowed']['float16']:.2g} %"
+        shares = [f"{100 * row['underflow'] / alive:.2g}" for row in gradients["float16"]]
+        swallowed = f"{100 * found['kinds']['updates']['swallowed']['float16']:.2g}"
         lines.append(f"| {each.title} | {' | '.join(shares)} | {scale_text(gradients['best_scale'])} | {swallowed} |")
     return "\n".join(lines)
 
 
 def without() -> str:
-    """What came of doing without each technique."""
-    lines = [f"| | {' | '.join(WITHOUT.values())} |", "|---|---|---|---|"]
-    for each in FAMILIES:
-        rows = {row["policy"]: row for row in (compared(each.name) or {"rows": []})["rows"]}
-        lines.append(f"| {each.title} | {' | '.join(_came_to(rows.get(policy)) for policy in WITHOUT)} |")
+    """What came of doing without each technique: how many families had which verdict."""
+    lines = []
+    for policy, what in WITHOUT.items():
+        rows = [row for each in FAMILIES for row in (compared(each.name) or {"rows": []})["rows"]]
+        found = Counter(map(_came_to, (row for row in rows if row["policy"] == policy)))
+        lines.append(f"- {what}: {', '.join(f'{count} {verdict}' for verdict, count in found.most_common())}")
     return "\n".join(lines)
 
 
-def _came_to(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return "not run yet"
+def _came_to(row: dict[str, Any]) -> str:
     if any("stored in FP32" in what for what in row["left_alone"]):
-        return "not possible with its optimizer, whose ε is zero in FP16: FP32 weights"
-    is_known = row["difference"] is not None and row["verdict"] != "diverged"
-    return row["verdict"] + (f", {_signed(row['difference'])}" if is_known else "")
+        return "not possible with Adam, whose ε is zero in FP16"
+    return str(row["verdict"])
 
 
 def coverage() -> str:
