@@ -23,7 +23,7 @@ class Checkpoints(Loop):
     def save(self):
         """Between two steps; inside of an accumulation window it is refused."""
         if self.oracle.is_open:
-            if self.driver.is_session:
+            if self.driver.has("session"):
                 self.refused(self.amp.state_dict, "inside an accumulation window")
             return
         self.update_if_it_waits()
@@ -36,7 +36,7 @@ class Checkpoints(Loop):
     def load_into_the_same(self, order):
         config, saved, oracle = self.checkpoint
         assume(config == self.config and [g.members for g in oracle.groups] == [g.members for g in self.oracle.groups])
-        if not self.driver.is_session:
+        if not self.driver.has("session"):
             self.clear("session")
         if self.oracle.is_open:
             states = self.subject.read(saved)
@@ -76,7 +76,7 @@ class Checkpoints(Loop):
 
     @rule(level=st.sampled_from(["O0", "O1", "O2"]), same=st.booleans())
     def close(self, level, same):
-        assume(self.driver.is_session)
+        assume(self.driver.has("session"))
         amp = self.amp
         self.driver.close()
         for call in (amp.autocast, amp.step, amp.unscale_, amp.state_dict):

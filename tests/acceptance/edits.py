@@ -44,7 +44,7 @@ class Edits(Loop):
     @rule(name=names, how=hows, widths=st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS)))
     def edit_inside_a_region(self, name, how, widths):
         """A weight is read anew where it was written between two uses in one region."""
-        assume(self.driver.reads_anew)
+        assume(self.driver.has("reading anew"))
         weight, param = self.oracle.weights[name], self.subject.param(name)
         with self.driver.region():
             self.outputs(widths)
@@ -72,7 +72,7 @@ class Edits(Loop):
     @rule(number=st.integers(0, 1), how=hows, in_a_loop=st.booleans())
     def edit_in_fp32(self, number, how, in_a_loop):
         """What a program writes to FP32 values, as the session shows them, is stored."""
-        assume(self.driver.is_session)
+        assume(self.driver.has("session"))
         number %= len(self.oracle.groups)
         group, optimizer = self.oracle.groups[number], self.subject.optimizers[number]
         with torch.no_grad():
@@ -117,7 +117,7 @@ class Edits(Loop):
                 )
                 group.gradients[name] = numbers[how](group.gradients[name])
 
-    @precondition(lambda self: self.driver.differentiates)
+    @precondition(lambda self: self.driver.has("grad"))
     @rule(
         name=names, row=st.integers(0, 2), column=st.integers(0, 1),
         factor=st.sampled_from([1.0, 0.5, 2.0, 4.0]),
@@ -156,7 +156,7 @@ class Edits(Loop):
                 rounds = as_tensor and self.config.library == "mezzo"
                 group.lr = dict.fromkeys(group.lr, float(np.float32(lr)) if rounds else lr)
 
-    @precondition(lambda self: self.driver.clips)
+    @precondition(lambda self: self.driver.has("clipping"))
     @rule(clip=st.sampled_from([None, 1.0, 0.25, 0.0, -1.0, float("nan"), float("inf"), True]))
     def change_clipping(self, clip):
         def change():

@@ -32,7 +32,7 @@ class Faults(Loop):
 
     @rule(which=st.integers(0, 5))
     def wrong_call(self, which):
-        assume(self.driver.is_session)
+        assume(self.driver.has("session"))
         amp, model = self.amp, self.subject.model
         stranger = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         with self.driver.region():
@@ -54,7 +54,7 @@ class Faults(Loop):
         """A user's own ``optimizer.step()`` behind the session's back."""
         number %= len(self.oracle.groups)
         group = self.oracle.groups[number]
-        assume(self.driver.is_session)
+        assume(self.driver.has("session"))
         assume(group.window is not None and group.gradients and any(group.lr.values()))
         self.refused(self.subject.optimizers[number].step, "behind the session's back")
 

@@ -1,5 +1,7 @@
 """The training loop as rules of a state machine, and what must hold after each of them."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -11,20 +13,23 @@ from mezzo.errors import MezzoError, NumericsError
 
 from .drivers import DRIVERS
 from .near import rounded, spacing
-from .subject import BEFORE, LOW, Config, Subject, array, fresh_weights
+from .subject import BEFORE, LOW, NAMES, Config, Subject, array, fresh_weights
 
-VALUES = (0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
+#: The last is swallowed by a sum with any other in sixteen bits, and by none in FP32.
+VALUES = (0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 2.0**-12)
 WIDTHS = (1.0, 0.5, 2.0, 4.0)
 SCALES = ("", "none", "64", "dynamic(init=256,interval=2)", "dynamic(init=32768,interval=1)")
 ROWS = 6  # of all layers, where none is wide
-#: Window sums stay whole multiples of 1/2 within eight bits, which every format adds without rounding.
+#: Sums of so many stay whole multiples of 2⁻¹³ within 17 bits, which FP32 adds without rounding.
 MOST_CALLS = 4
 
+kinds = st.sampled_from(["plain"] * 3 + ["first.weight", "second.weight", "inf loss", "inf input"])
 passes = st.fixed_dictionaries(
     {
         "values": st.lists(st.sampled_from(VALUES), min_size=2 * ROWS, max_size=2 * ROWS),
         "widths": st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS)),
-        "kind": st.sampled_from(["plain", "plain", "plain", "first.weight", "second.weight", "inf loss", "inf input"]),
+        "kind": kinds,
+        "elsewhere": kinds,  # on another rank
     }
 )
 clearings = st.sampled_from([who + how for who in ("session", "optimizers", "model") for how in ("", " zeros")])
@@ -46,6 +51,37 @@ def configs(draw, styles):
     )  # fmt: skip
     config = DRIVERS[config.style].suited(config)
     return config if config.is_promised else Config(**{**vars(config), "scale": ""})
+
+
+class Share:
+    """What one rank computes of a batch: the tensors that a loss is made of, and the gradients that it must have."""
+
+    def __init__(self, config, batch, scale):
+        self.finite = batch["kind"] not in ("inf loss", "inf input")
+        self.widths = (float("inf"), 1.0) if batch["kind"] == "inf input" else batch["widths"]
+        self.x = torch.diag(torch.tensor(self.widths))
+        self.added = torch.tensor(float("inf") if batch["kind"] == "inf loss" else 0.0)
+        self.factors, self.gradients, values = {}, {}, iter(batch["values"])
+        for name, (rows, columns) in config.shapes.items():
+            drawn = np.array([[next(values) for _ in range(columns)] for _ in range(min(rows, 3))])
+            factors = np.resize(drawn, (rows, columns)) / np.array(batch["widths"])
+            if batch["kind"] == name:
+                factors[:] = 2.0**127
+            self.factors[name] = torch.from_numpy(factors.T).float()
+            self.gradients[name] = self.left(config, config.computes(name), factors * scale)
+
+    def left(self, config, computes, factors):
+        """The gradient that formats leave of a loss times its scale."""
+        arrives = config.dtype if config.level in ("O2", "O3") else computes
+        return rounded(rounded(rounded(factors, "float32"), arrives) @ np.diag(self.widths), computes)
+
+    def loss(self, outputs):
+        return total(outputs, self.factors, self.added)
+
+
+def total(outputs, factors, added):
+    """A loss of zero, whose gradients are the factors."""
+    return sum((factors[name] * (output - output.detach())).sum() for name, output in outputs.items()) + added
 
 
 class Loop(RuleBasedStateMachine):
@@ -72,8 +108,8 @@ class Loop(RuleBasedStateMachine):
         return self.subject.driver
 
     def chosen(self, number):
-        """Groups and optimizers that a call is for, and what to pass; most loops step with one at a time."""
-        if number is None and not self.driver.names_none:
+        """Groups that a call is for, and the optimizers to pass; most loops step with one at a time."""
+        if number is None and not self.driver.has("all at once"):
             number = 0
         if number is None:
             return self.oracle.groups, None
@@ -100,11 +136,11 @@ class Loop(RuleBasedStateMachine):
         self.check_outputs(outputs, widths)
         return outputs
 
-    def check_outputs(self, outputs, widths):
+    def check_outputs(self, outputs, widths, seen=None):
         if not np.isfinite(widths).all():
             return
         for name, output in outputs.items():
-            expected = rounded(self.seen(name) * np.array(widths), self.config.computes(name))
+            expected = rounded((seen[name] if seen else self.seen(name)) * np.array(widths), self.config.computes(name))
             if self.config.level in ("O2", "O3") and self.config.computes(name) != "float32":
                 expected = rounded(expected, self.config.dtype)
             assert np.array_equal(array(output).T, expected), f"the forward pass reads other weights: {name}"
@@ -125,10 +161,11 @@ class Loop(RuleBasedStateMachine):
     @rule(batch=passes, number=some)
     def backward(self, batch, number):
         assume(self.driver.may_add(self.oracle))
+        number = number if self.driver.has("one at a time") else None
         groups, optimizers = self.chosen(number)
         value, gradients, finite = self.loss(batch)
         trains = any(self.oracle.weights[name].trains for group in groups for name in group.members)
-        if self.driver.names_none and (
+        if self.driver.has("all at once") and (
             not value.requires_grad or (len(groups) < len(self.oracle.groups) and not trains)
         ):
             self.refused(
@@ -144,37 +181,65 @@ class Loop(RuleBasedStateMachine):
             self.oracle.accumulate(groups, gradients, finite=finite)
 
     @precondition(lambda self: self.window_calls() == 0)
-    @rule(passed=st.lists(st.tuples(passes, some), min_size=2, max_size=MOST_CALLS))
-    def micro_batches(self, passed):
-        for batch, number in passed:
-            self.backward(batch, number)
+    @rule(passed=st.lists(st.tuples(passes, some), min_size=2, max_size=MOST_CALLS), paused=st.booleans())
+    def micro_batches(self, passed, paused):
+        """Several passes, of which only the last is exchanged between ranks, or each."""
+        *first, last = passed
+        for batch, number in first:
+            with self.driver.paused() if paused else contextlib.nullcontext():
+                self.backward(batch, number)
+        self.backward(*last)
 
     def loss(self, batch):
         """A loss whose gradients are exactly the drawn values: its own value, and what it must leave behind."""
-        widths = (float("inf"), 1.0) if batch["kind"] == "inf input" else batch["widths"]
-        values, rows, terms, gradients = iter(batch["values"]), 0, [], {}
+        batches, mine = self.driver.shares(batch)
         scale = self.oracle.next_scale()
+        shares = [Share(self.config, each, scale) for each in batches]
         with self.driver.region():
-            outputs = self.outputs(widths)
-            for name, (rows, columns) in self.config.shapes.items():
-                drawn = np.array([[next(values) for _ in range(columns)] for _ in range(min(rows, 3))])
-                drawn = np.resize(drawn, (rows, columns))
-                factors = drawn / np.array(batch["widths"])
-                if batch["kind"] == name:
-                    factors[:] = 2.0**127
-                output = outputs[name]
-                terms.append((torch.from_numpy(factors.T).float() * (output - output.detach())).sum())
-                gradients[name] = self.gradient(name, factors, np.array(widths), scale)
-            value = sum(terms) + (float("inf") if batch["kind"] == "inf loss" else 0.0)
-        trained = {name: gradient for name, gradient in gradients.items() if self.oracle.weights[name].trains}
-        return value, trained, batch["kind"] not in ("inf loss", "inf input")
+            outputs = self.called(shares[mine].x)
+            value = shares[mine].loss(outputs)
+        self.check_outputs(outputs, shares[mine].widths)
+        return value, self.mean(shares), all(share.finite for share in shares)
 
-    def gradient(self, name, factors, widths, scale):
-        """The gradient that formats leave of a loss times its scale."""
-        computes = self.config.computes(name)
-        arrives = self.config.dtype if self.config.level in ("O2", "O3") else computes
-        output = rounded(rounded(factors * scale, "float32"), arrives)
-        return rounded(output @ np.diag(widths), computes)
+    def mean(self, shares):
+        """The gradients of weights that train, each rank's share rounded."""
+        trained = [name for name, weight in self.oracle.weights.items() if weight.trains]
+        if len(shares) == 1:
+            return {name: shares[0].gradients[name] for name in trained}
+        dtypes = {name: self.config.stored(name)[0] for name in trained}
+        return {
+            name: rounded(sum(rounded(share.gradients[name] / len(shares), dtype) for share in shares), dtype)
+            for name, dtype in dtypes.items()
+        }
+
+    @precondition(lambda self: not any(group.window or group.gradients for group in self.oracle.groups))
+    @rule(batches=st.lists(passes, min_size=1, max_size=4))
+    def train(self, batches):
+        """Whole steps, each of them one call where the style has one for it."""
+        for batch in batches:
+            if self.driver.train is None:
+                self.backward(batch, None)
+                self.step(None, "session")
+            elif any(weight.trains for group in self.oracle.groups for weight in self.weights_of(group)):
+                self.train_at_once(batch)
+
+    def weights_of(self, group):
+        return [self.oracle.weights[name] for name in group.members]
+
+    def train_at_once(self, batch):
+        share = Share(self.config, batch, self.oracle.next_scale())
+        if self.driver.is_stale():
+            self.refused(lambda: self.driver.train(share), "holds what the session has left")
+            self.driver.capture()
+        groups = [g for g in self.oracle.groups if any(weight.trains for weight in self.weights_of(g))]
+        seen = {name: self.seen(name) for name in NAMES}
+        self.oracle.begin(groups)
+        self.oracle.accumulate(groups, self.mean([share]), finite=share.finite)
+        self.take_step(groups, lambda: self.driver.train(share))
+        self.check_outputs(self.driver.outputs, share.widths, seen)
+        self.driver.forget(self.oracle)
+        for group in self.oracle.groups:
+            group.clear([])
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -187,10 +252,10 @@ class Loop(RuleBasedStateMachine):
             if self.oracle.is_plain:
                 optimizers.step()
                 return
-            if not self.driver.is_session and any(group.gradients for group in self.chosen(number)[0]):
+            if not self.driver.has("session") and any(group.gradients for group in self.chosen(number)[0]):
                 return  # what the last step has left is taken again, as in plain torch
-            words = "no parameter has a gradient" if begun and self.driver.is_session else ""
-            words = words or ("step() before backward()" if self.driver.is_session else "")
+            words = "no parameter has a gradient" if begun and self.driver.has("session") else ""
+            words = words or ("step() before backward()" if self.driver.has("session") else "")
             self.refused(lambda: self.driver.step(optimizers), words)
             return
         self.take_step(groups, lambda: self.driver.step(optimizers))
@@ -210,7 +275,7 @@ class Loop(RuleBasedStateMachine):
         assert float(result.scale) == verdict.scale
         assert float(result.next_scale) == self.oracle.scale.now
         self.adopt(verdict.updates)
-        if self.driver.updates_by_itself:
+        if self.oracle.contract.updates:
             self.driver.updated(self.oracle)
             self.oracle.scale.advance()
         return result
@@ -251,7 +316,7 @@ class Loop(RuleBasedStateMachine):
     def clear_after(self, groups, how):
         left = any(self.grads(name) for group in groups for name in group.members)
         others = any(group.window is not None for group in self.oracle.groups)
-        if how == "late" and left and self.driver.names_none and not others:
+        if how == "late" and left and self.driver.has("all at once") and not others:
             # What the step left is unscaled, or used up: the next gradients cannot be added to it.
             with self.driver.region():
                 value = sum(output.float().sum() for output in self.outputs((1.0, 1.0)).values())
@@ -283,7 +348,7 @@ class Loop(RuleBasedStateMachine):
     def unscale(self, number):
         groups, optimizers = self.chosen(number)
         groups = [group for group in groups if group.window is not None]
-        if not self.driver.is_session:
+        if not self.driver.has("session"):
             groups = [group for group in groups if group.gradients and group.window.carried is not None]
             assume(groups)
         if not groups:
@@ -327,7 +392,7 @@ class Loop(RuleBasedStateMachine):
     def agrees_on_scales(self):
         scale = self.oracle.scale
         assert float(self.amp.loss_scale) == scale.now
-        if not self.driver.is_session:
+        if not self.driver.has("session"):
             return
         stats = self.amp.stats()
         assert (stats.steps, stats.skipped) == (self.oracle.steps, self.oracle.skipped)
