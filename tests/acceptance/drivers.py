@@ -14,7 +14,6 @@ from mezzo.session.scaler import SessionScaler
 
 from .oracle import Contract
 
-
 #: What a style may lack; a rule that needs it is not drawn.
 ABILITIES = {
     "all at once": "A call may name no optimizer, and is for all of them then.",

@@ -1,11 +1,11 @@
 """The training loop as rules of a state machine, and what must hold after each of them."""
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,15 +18,15 @@ from .subject import BEFORE, LOW, NAMES, Config, Subject, array, fresh_weights
 #: The last is swallowed by a sum with any other in sixteen bits, and by none in FP32.
 VALUES = (0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 2.0**-12)
 WIDTHS = (1.0, 0.5, 2.0, 4.0)
-SCALES = ("", "none", "64", "dynamic(init=256,interval=2)", "dynamic(init=32768,interval=1)")
+SCALES = ("", "none", "64", *["dynamic(init=256,interval=2)", "dynamic(init=32768,interval=1)"] * 2)
 ROWS = 6  # of all layers, where none is wide
 #: Sums of so many stay whole multiples of 2⁻¹³ within 17 bits, which FP32 adds without rounding.
 MOST_CALLS = 4
 
-kinds = st.sampled_from(["plain"] * 3 + ["first.weight", "second.weight", "inf loss", "inf input"])
+kinds = st.sampled_from(["plain"] * 9 + ["first.weight", "second.weight", "inf loss", "inf input"])
 passes = st.fixed_dictionaries(
     {
-        "values": st.lists(st.sampled_from(VALUES), min_size=2 * ROWS, max_size=2 * ROWS),
+        "values": st.integers(0, 99),  # which of many
         "widths": st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS)),
         "kind": kinds,
         "elsewhere": kinds,  # on another rank
@@ -34,6 +34,11 @@ passes = st.fixed_dictionaries(
 )
 clearings = st.sampled_from([who + how for who in ("session", "optimizers", "model") for how in ("", " zeros")])
 some = st.sampled_from([None, None, 0, 1])  # all optimizers, or one of them
+calls = st.one_of(
+    st.tuples(st.just("backward"), passes, some),
+    st.tuples(st.just("step"), some, st.just("own")),
+    st.tuples(st.just("unscale"), some),
+)
 
 
 @st.composite
@@ -53,6 +58,11 @@ def configs(draw, styles):
     return config if config.is_promised else Config(**{**vars(config), "scale": ""})
 
 
+def needs(*abilities):
+    """A rule that a style lacking one of these has no call for."""
+    return precondition(lambda self: all(map(self.driver.has, abilities)))
+
+
 class Share:
     """What one rank computes of a batch: the tensors that a loss is made of, and the gradients that it must have."""
 
@@ -61,22 +71,27 @@ class Share:
         self.widths = (float("inf"), 1.0) if batch["kind"] == "inf input" else batch["widths"]
         self.x = torch.diag(torch.tensor(self.widths))
         self.added = torch.tensor(float("inf") if batch["kind"] == "inf loss" else 0.0)
-        self.factors, self.gradients, values = {}, {}, iter(batch["values"])
+        self.factors, self.gradients, values = {}, {}, iter(drawn(batch["values"]))
         for name, (rows, columns) in config.shapes.items():
-            drawn = np.array([[next(values) for _ in range(columns)] for _ in range(min(rows, 3))])
-            factors = np.resize(drawn, (rows, columns)) / np.array(batch["widths"])
+            few = np.array([[next(values) for _ in range(columns)] for _ in range(min(rows, 3))])
+            factors = np.resize(few, (rows, columns)) / np.array(batch["widths"])
             if batch["kind"] == name:
                 factors[:] = 2.0**127
             self.factors[name] = torch.from_numpy(factors.T).float()
-            self.gradients[name] = self.left(config, config.computes(name), factors * scale)
+            self.gradients[name] = self.left(config.computes(name), factors * scale)
 
-    def left(self, config, computes, factors):
+    def left(self, computes, factors):
         """The gradient that formats leave of a loss times its scale."""
-        arrives = config.dtype if config.level in ("O2", "O3") else computes
-        return rounded(rounded(rounded(factors, "float32"), arrives) @ np.diag(self.widths), computes)
+        return rounded(rounded(rounded(factors, "float32"), computes) @ np.diag(self.widths), computes)
 
     def loss(self, outputs):
         return total(outputs, self.factors, self.added)
+
+
+@functools.cache
+def drawn(seed):
+    """Values for the weights of all layers."""
+    return np.random.default_rng(seed).choice(VALUES, 2 * ROWS)
 
 
 def total(outputs, factors, added):
@@ -160,7 +175,8 @@ class Loop(RuleBasedStateMachine):
     @precondition(lambda self: self.window_calls() < MOST_CALLS)
     @rule(batch=passes, number=some)
     def backward(self, batch, number):
-        assume(self.driver.may_add(self.oracle))
+        if not self.driver.may_add(self.oracle):
+            return
         number = number if self.driver.has("one at a time") else None
         groups, optimizers = self.chosen(number)
         value, gradients, finite = self.loss(batch)
@@ -179,16 +195,6 @@ class Loop(RuleBasedStateMachine):
         if groups:
             self.oracle.begin(groups)
             self.oracle.accumulate(groups, gradients, finite=finite)
-
-    @precondition(lambda self: self.window_calls() == 0)
-    @rule(passed=st.lists(st.tuples(passes, some), min_size=2, max_size=MOST_CALLS), paused=st.booleans())
-    def micro_batches(self, passed, paused):
-        """Several passes, of which only the last is exchanged between ranks, or each."""
-        *first, last = passed
-        for batch, number in first:
-            with self.driver.paused() if paused else contextlib.nullcontext():
-                self.backward(batch, number)
-        self.backward(*last)
 
     def loss(self, batch):
         """A loss whose gradients are exactly the drawn values: its own value, and what it must leave behind."""
@@ -321,6 +327,12 @@ class Loop(RuleBasedStateMachine):
             with self.driver.region():
                 value = sum(output.float().sum() for output in self.outputs((1.0, 1.0)).values())
             self.refused(lambda: self.amp.backward(value), "the last step's gradients are still there")
+        if how == "own":
+            for name in (name for group in groups for name in group.members):
+                self.subject.param(name).grad = None
+            for group in groups:
+                group.clear([])
+            return
         self.clear("session" if how == "late" else how)
 
     @rule(how=clearings)
@@ -350,13 +362,55 @@ class Loop(RuleBasedStateMachine):
         groups = [group for group in groups if group.window is not None]
         if not self.driver.has("session"):
             groups = [group for group in groups if group.gradients and group.window.carried is not None]
-            assume(groups)
+            if not groups:
+                return
         if not groups:
             self.refused(lambda: self.driver.unscale_(optimizers), "unscale_() before backward()")
             return
         self.driver.unscale_(optimizers)
         for group in groups:
             group.rescale(None, None, checks=True)
+
+    # Programs: what the loop is for, drawn more often than what happens to it ------------------------------------
+
+    @precondition(lambda self: self.window_calls() == 0)
+    @rule(passed=st.lists(st.tuples(passes, some), min_size=2, max_size=MOST_CALLS), paused=st.booleans(), steps=some)
+    def micro_batches(self, passed, paused, steps):
+        """Several passes, of which only the last is exchanged between ranks, or each; then a step."""
+        *first, last = passed
+        for batch, number in first:
+            with self.driver.paused() if paused else contextlib.nullcontext():
+                self.backward(batch, number)
+        self.backward(*last)
+        self.agrees()
+        self.step(steps, "own")
+
+    @rule(turns=st.lists(st.tuples(st.integers(0, 1), passes, st.booleans()), min_size=2, max_size=6))
+    def turns(self, turns):
+        """Optimizers that take turns: each a pass of its own and a step, which some leave out."""
+        for number, batch, steps in turns:
+            if self.window_calls() < MOST_CALLS:
+                self.backward(batch, number)
+                self.agrees()
+            if steps:
+                self.step(number, "own")
+
+    @rule(calls=st.lists(calls, min_size=4, max_size=8))
+    def program(self, calls):
+        """Passes and steps in whatever order."""
+        for name, *given in calls:
+            if name == "backward" and self.window_calls() < MOST_CALLS:
+                self.backward(*given)
+            elif name == "step":
+                self.step(*given)
+            elif name == "unscale" and not self.oracle.is_plain:
+                self.unscale(*given)
+            self.agrees()
+
+    steps_ = steps__ = train
+    accumulates = accumulates_ = micro_batches
+    turns_ = turns__ = turns
+    program_ = program__ = program
 
     # What must hold after each of them -------------------------------------------------------------------------
 
