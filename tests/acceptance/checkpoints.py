@@ -74,7 +74,7 @@ class Checkpoints(Loop):
             now.growths, now.backoffs = before.growths, before.backoffs
             oracle.scale = now
 
-    @needs("session")
+    @needs("session", "closing")
     @rule(level=st.sampled_from(["O0", "O1", "O2"]), same=st.booleans())
     def close(self, level, same):
         amp = self.amp

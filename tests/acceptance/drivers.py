@@ -24,6 +24,8 @@ ABILITIES = {
     "reading anew": "A weight that is written inside of a region is read anew; torch's regions keep its cast.",
     "freezing": "``requires_grad`` may change between two passes.",
     "broken passes": "A backward pass may end in an exception, and the loop goes on.",
+    "closing": "A session may end, and another begin over the same model.",
+    "swapping": "A weight may lie in memory of another dtype for a while.",
     "signals": "Ctrl-C may come at any line.",
 }
 

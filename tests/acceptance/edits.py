@@ -52,6 +52,7 @@ class Edits(Loop):
             weight.edit(rounded(EDITS[how][1](weight.low), weight.dtype))
             self.outputs(widths)
 
+    @needs("swapping")
     @rule(name=names)
     def swap_weight(self, name):
         """An average of weights in FP32 memory stands in for a forward pass, and the weight comes back to the bit."""

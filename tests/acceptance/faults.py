@@ -89,6 +89,7 @@ class Faults(Loop):
         if not early:
             self.clear("session")
 
+    @needs("broken passes")
     @precondition(lambda self: self.oracle.is_open)
     @rule(number=st.integers(0, 1))
     def exception_before_an_optimizer(self, number):
