@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import numpy as np
-from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from .drivers import DRIVERS
-from .loop import Loop
+from .loop import Loop, needs
 from .subject import Subject, array, fresh_weights
 
 orders = st.permutations([0, 1, 2, 3])
@@ -23,7 +22,7 @@ class Checkpoints(Loop):
     def save(self):
         """Between two steps; inside of an accumulation window it is refused."""
         if self.oracle.is_open:
-            if self.driver.is_session:
+            if self.driver.has("session"):
                 self.refused(self.amp.state_dict, "inside an accumulation window")
             return
         self.update_if_it_waits()
@@ -35,8 +34,9 @@ class Checkpoints(Loop):
     @rule(order=orders)
     def load_into_the_same(self, order):
         config, saved, oracle = self.checkpoint
-        assume(config == self.config and [g.members for g in oracle.groups] == [g.members for g in self.oracle.groups])
-        if not self.driver.is_session:
+        if config != self.config or [g.members for g in oracle.groups] != [g.members for g in self.oracle.groups]:
+            return
+        if not self.driver.has("session"):
             self.clear("session")
         if self.oracle.is_open:
             states = self.subject.read(saved)
@@ -74,9 +74,9 @@ class Checkpoints(Loop):
             now.growths, now.backoffs = before.growths, before.backoffs
             oracle.scale = now
 
+    @needs("session", "closing")
     @rule(level=st.sampled_from(["O0", "O1", "O2"]), same=st.booleans())
     def close(self, level, same):
-        assume(self.driver.is_session)
         amp = self.amp
         self.driver.close()
         for call in (amp.autocast, amp.step, amp.unscale_, amp.state_dict):

@@ -1,11 +1,8 @@
-"""Whose calls drive a session: the same sequences in each style, against the same oracle.
-
-A style that cannot do something says so: a rule that it has no call for is not drawn, and :meth:`FiveLines.suited`
-makes a row of the table one that it has arguments for. What it promises otherwise is its :class:`Contract`.
-"""
+"""Whose calls drive a session: the same sequences in each style, against the same oracle."""
 
 import contextlib
 from dataclasses import replace
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -17,40 +14,82 @@ from mezzo.session.scaler import SessionScaler
 
 from .oracle import Contract
 
+#: What a style may lack; a rule that needs it is not drawn.
+ABILITIES = {
+    "all at once": "A call may name no optimizer, and is for all of them then.",
+    "one at a time": "A pass may be for one optimizer, and leave the gradients of others alone.",
+    "clipping": "There is a norm to clip to, for the session.",
+    "grad": "``amp.grad`` may differentiate what the model returns.",
+    "session": "A session refuses what would mix gradients, counts steps, ends and saves weights.",
+    "reading anew": "A weight that is written inside of a region is read anew; torch's regions keep its cast.",
+    "freezing": "``requires_grad`` may change between two passes.",
+    "broken passes": "A backward pass may end in an exception, and the loop goes on.",
+    "closing": "A session may end, and another begin over the same model.",
+    "swapping": "A weight may lie in memory of another dtype for a while.",
+    "signals": "Ctrl-C may come at any line.",
+}
 
-class FiveLines:
-    """A session by its own calls.
+
+class Driver(Protocol):
+    """A loop in one style, as the machine calls it.
 
     Attributes:
         model: What is called in the place of the model.
-        amp: The session.
+        amp: The session, or what answers for it.
+        contract: What the style promises otherwise than the five lines do.
+        lacks: Of :data:`ABILITIES`.
     """
 
+    model: Any
+    amp: Any
+    contract: ClassVar[Contract]
+    lacks: ClassVar[frozenset[str]]
+
+    # The user's calls
+    def region(self): ...  # entered around the model
+    def backward(self, loss, optimizers): ...
+    def unscale_(self, optimizers): ...
+    def step(self, optimizers): ...  # returns a Step
+    def train(self, *batch): ...  # a whole step in one call; ``None`` where that is for the loop to write
+    def state_dict(self): ...
+    def load_state_dict(self, state): ...
+    def master_params(self): ...
+    def close(self): ...
+
+    # What is so in this style
+    @classmethod
+    def suited(cls, config): ...  # the nearest row of the table that it has arguments for
+    def scale(self, config): ...  # the loss scale by the book, before the first step
+    def shares(self, batch): ...  # what each rank computes of a batch, and which of them this one is
+    def groups(self, oracle, chosen, reached): ...  # the groups whose windows a pass opens
+    def may_add(self, oracle): ...  # whether a pass may begin, whatever gradients there are
+    def updated(self, oracle): ...  # what an update does besides
+    def forget(self, oracle): ...  # what clearing all gradients does to windows
+    def taken(self): ...  # another after each step
+
+
+class FiveLines:
+    """A session by its own calls; what others do as it does, they inherit."""
+
     contract = Contract()
-    #: Whether a call may name no optimizer, and is for all of them then.
-    names_none = True
-    #: Whether there is a norm to clip to, for the session.
-    clips = True
-    #: Whether ``amp.grad`` may differentiate what the model returns.
-    differentiates = True
-    #: Whether a step moves a scale that waits for ``update()``.
-    updates_by_itself = False
-    #: Whether there is a session, which refuses what would mix gradients, counts steps, ends and saves weights.
-    is_session = True
-    #: Whether a weight that is written inside of a region is read anew; torch's regions keep its cast until their end.
-    reads_anew = True
+    lacks = frozenset()
+    train = None
 
     def __init__(self, model, optimizers, config):
         if (other := attached_now()) is not None:
             other.detach()  # of an earlier sequence, or of one that goes on in another session
         self.model, self.optimizers = model, optimizers
-        options = {"max_grad_norm": config.clip} if self.clips else {}
+        options = {"max_grad_norm": config.clip} if self.has("clipping") else {}
         self.amp = self.begin(model, config, on_overflow=config.on_overflow, **options)
 
     @classmethod
+    def has(cls, ability):
+        assert ability in ABILITIES
+        return ability not in cls.lacks
+
+    @classmethod
     def suited(cls, config):
-        """The nearest row of the table that this style has arguments for."""
-        return config if cls.clips else replace(config, clip=None)
+        return config if cls.has("clipping") else replace(config, clip=None)
 
     def begin(self, model, config, **options):
         return mezzo.MixedPrecision(model, self.optimizers, config.policy, **options)
@@ -59,14 +98,19 @@ class FiveLines:
         self.amp.close()
 
     def region(self):
-        """What the user enters around the model."""
         return self.amp.autocast()
+
+    def paused(self):
+        """Around a pass whose gradients are not exchanged yet."""
+        return self.amp.no_sync()
 
     def backward(self, loss, optimizers):
         self.amp.backward(loss, optimizers)
 
+    def shares(self, batch):
+        return [batch], 0
+
     def groups(self, oracle, chosen, reached):
-        """The groups whose windows a pass opens."""
         return chosen
 
     def unscale_(self, optimizers):
@@ -76,22 +120,18 @@ class FiveLines:
         return self.amp.step(optimizers)
 
     def scale(self, config):
-        """The loss scale by the book, before the first step."""
         return config.start()
 
     def taken(self):
-        """What is another after each step."""
         return self.amp.stats().steps
 
     def may_add(self, oracle):
-        """Whether a pass may begin, by the rules of the style, whatever gradients there are."""
         return True
 
     def updated(self, oracle):
-        """What an update does besides."""
+        """Nothing."""
 
     def forget(self, oracle):
-        """What the user's ``zero_grad`` of everything does to windows."""
         oracle.zero_grad()
 
     def master_params(self):
@@ -108,7 +148,7 @@ class Attach(FiveLines):
     """A loop of plain PyTorch's calls; ``unscale_`` has nothing to do."""
 
     contract = Contract(is_plain=True)
-    names_none = False
+    lacks = frozenset({"all at once"})
 
     def begin(self, model, config, **options):
         return mezzo.attach(model, self.optimizers, config.policy, **options)
@@ -136,7 +176,7 @@ class Scaler(FiveLines):
     """What frameworks are handed for a ``GradScaler``, over a session."""
 
     contract = Contract(waits=True)
-    names_none = False
+    lacks = frozenset({"all at once"})
 
     def begin(self, model, config, **options):
         amp = super().begin(model, config, **options)
@@ -169,7 +209,7 @@ class Scaler(FiveLines):
 class Apex(Attach):
     """``initialize``, ``scale_loss`` and ``master_params``; the session itself is looked at, and never called."""
 
-    clips = False
+    lacks = Attach.lacks | {"clipping"}
 
     @classmethod
     def suited(cls, config):

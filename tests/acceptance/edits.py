@@ -2,11 +2,10 @@
 
 import numpy as np
 import torch
-from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from .loop import WIDTHS, Loop, some
+from .loop import WIDTHS, Loop, needs, some
 from .near import rounded
 from .subject import NAMES, array
 
@@ -28,8 +27,8 @@ class Edits(Loop):
     @rule(name=names, how=hows, way=st.sampled_from(["in place", "in data", "other data"]))
     def edit_weight(self, name, how, way):
         weight, param = self.oracle.weights[name], self.subject.param(name)
-        # Documented: .data inside an open window is not seen by the casts of FP32 weights.
-        assume(way == "in place" or weight.form == "halves" or not self.window_calls())
+        if way != "in place" and weight.form != "halves" and self.window_calls():
+            return  # documented: .data inside an open window is not seen by the casts of FP32 weights
         apply, numbers = EDITS[how]
         if way == "in place":
             with torch.no_grad():
@@ -41,10 +40,10 @@ class Edits(Loop):
             weight.is_elsewhere = True
         weight.edit(rounded(numbers(weight.low), weight.dtype))
 
+    @needs("reading anew")
     @rule(name=names, how=hows, widths=st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS)))
     def edit_inside_a_region(self, name, how, widths):
         """A weight is read anew where it was written between two uses in one region."""
-        assume(self.driver.reads_anew)
         weight, param = self.oracle.weights[name], self.subject.param(name)
         with self.driver.region():
             self.outputs(widths)
@@ -53,11 +52,13 @@ class Edits(Loop):
             weight.edit(rounded(EDITS[how][1](weight.low), weight.dtype))
             self.outputs(widths)
 
+    @needs("swapping")
     @rule(name=names)
     def swap_weight(self, name):
         """An average of weights in FP32 memory stands in for a forward pass, and the weight comes back to the bit."""
         weight, param = self.oracle.weights[name], self.subject.param(name)
-        assume(weight.form == "halves" and not self.window_calls())
+        if weight.form != "halves" or self.window_calls():
+            return
         backup = param.data
         param.data = torch.full(param.shape, 0.7)
         low, weight.low = weight.low, weight.round(np.full(param.shape, np.float32(0.7)))
@@ -69,10 +70,10 @@ class Edits(Loop):
         if weight.is_elsewhere:
             weight.pending = np.ones(param.shape, bool)
 
+    @needs("session")
     @rule(number=st.integers(0, 1), how=hows, in_a_loop=st.booleans())
     def edit_in_fp32(self, number, how, in_a_loop):
         """What a program writes to FP32 values, as the session shows them, is stored."""
-        assume(self.driver.is_session)
         number %= len(self.oracle.groups)
         group, optimizer = self.oracle.groups[number], self.subject.optimizers[number]
         with torch.no_grad():
@@ -96,10 +97,9 @@ class Edits(Loop):
     @precondition(lambda self: self.oracle.is_open)
     @rule(name=names, how=st.sampled_from(["half", "zero", "inf", "assign", "drop"]))
     def edit_gradient(self, name, how):
-        group = self.oracle.owner(name)
-        assume(group is not None and group.window is not None and name in group.gradients)
-        holder = self.subject.param(name)
-        assume(holder.grad is not None)
+        group, holder = self.oracle.owner(name), self.subject.param(name)
+        if group is None or group.window is None or name not in group.gradients or holder.grad is None:
+            return
         group.touch()
         if how in ("assign", "drop"):
             group.window.assigned.add(name)
@@ -117,7 +117,7 @@ class Edits(Loop):
                 )
                 group.gradients[name] = numbers[how](group.gradients[name])
 
-    @precondition(lambda self: self.driver.differentiates)
+    @needs("grad")
     @rule(
         name=names, row=st.integers(0, 2), column=st.integers(0, 1),
         factor=st.sampled_from([1.0, 0.5, 2.0, 4.0]),
@@ -141,6 +141,7 @@ class Edits(Loop):
 
     # What is trained, and how fast -----------------------------------------------------------------------------
 
+    @needs("freezing")
     @rule(name=names, trains=st.booleans())
     def freeze(self, name, trains):
         self.subject.param(name).requires_grad_(trains)
@@ -156,7 +157,7 @@ class Edits(Loop):
                 rounds = as_tensor and self.config.library == "mezzo"
                 group.lr = dict.fromkeys(group.lr, float(np.float32(lr)) if rounds else lr)
 
-    @precondition(lambda self: self.driver.clips)
+    @needs("clipping")
     @rule(clip=st.sampled_from([None, 1.0, 0.25, 0.0, -1.0, float("nan"), float("inf"), True]))
     def change_clipping(self, clip):
         def change():
@@ -171,7 +172,8 @@ class Edits(Loop):
     @precondition(lambda self: self.oracle.owner("late.weight") is None and not self.oracle.is_open)
     @rule(number=st.integers(0, 1))
     def add_group(self, number):
-        assume(self.subject.param("late.weight").grad is None)
+        if self.subject.param("late.weight").grad is not None:
+            return
         number %= len(self.oracle.groups)
         self.subject.add_late(number)
         self.oracle.add("late.weight", number, *self.config.stored("late.weight"))

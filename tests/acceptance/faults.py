@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 import mezzo
 from mezzo.errors import NumericsError
 
-from .loop import Loop, passes, some
+from .loop import MOST_CALLS, Loop, needs, passes, some
 
 OURS = str(Path(mezzo.__file__).parent)
 
@@ -30,9 +29,9 @@ def boom(*_):
 class Faults(Loop):
     """Calls that are refused, exceptions from outside, and Ctrl-C at any line."""
 
+    @needs("session")
     @rule(which=st.integers(0, 5))
     def wrong_call(self, which):
-        assume(self.driver.is_session)
         amp, model = self.amp, self.subject.model
         stranger = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         with self.driver.region():
@@ -48,15 +47,15 @@ class Faults(Loop):
         ]
         self.refused(calls[which])
 
+    @needs("session")
     @precondition(lambda self: self.oracle.is_open and not self.oracle.is_plain)
     @rule(number=st.integers(0, 1))
     def foreign_step(self, number):
         """A user's own ``optimizer.step()`` behind the session's back."""
         number %= len(self.oracle.groups)
         group = self.oracle.groups[number]
-        assume(self.driver.is_session)
-        assume(group.window is not None and group.gradients and any(group.lr.values()))
-        self.refused(self.subject.optimizers[number].step, "behind the session's back")
+        if group.window is not None and group.gradients and any(group.lr.values()):
+            self.refused(self.subject.optimizers[number].step, "behind the session's back")
 
     # Exceptions --------------------------------------------------------------------------------------------------
 
@@ -73,13 +72,14 @@ class Faults(Loop):
         assert not torch.is_autocast_enabled("cpu")
         assert self.subject.bits() == before
 
-    @precondition(lambda self: self.window_calls() < 4)
+    @needs("broken passes")
+    @precondition(lambda self: self.window_calls() < MOST_CALLS and self.driver.may_add(self.oracle))
     @rule(batch=passes, early=st.booleans())
     def exception_in_backward(self, batch, early):
         """Before any gradient was made, after which the window goes on; or in the middle, after which it is cleared."""
         value, reached, _ = self.loss({**batch, "kind": "plain"})
-        assume(value.requires_grad and self.oracle.weights["first.weight"].trains)
-        assume(self.driver.may_add(self.oracle))
+        if not (value.requires_grad and self.oracle.weights["first.weight"].trains):
+            return
         hook = value.register_hook(boom) if early else self.subject.model.first.weight.register_hook(boom)
         with contextlib.closing(_Removed(hook)), pytest.raises(BoomError):
             self.driver.backward(value, None)
@@ -89,13 +89,15 @@ class Faults(Loop):
         if not early:
             self.clear("session")
 
+    @needs("broken passes")
     @precondition(lambda self: self.oracle.is_open)
     @rule(number=st.integers(0, 1))
     def exception_before_an_optimizer(self, number):
         """A hook before the step of one optimizer raises: no weight is written, and nothing is counted."""
         number %= len(self.oracle.groups)
         group, optimizer = self.oracle.groups[number], self.subject.optimizers[number]
-        assume(group.window is not None and group.gradients)
+        if group.window is None or not group.gradients:
+            return
         whole, taken = self.oracle.copy(), self.driver.taken()
         hook = optimizer.register_step_pre_hook(boom)
         with contextlib.closing(_Removed(hook)), contextlib.suppress(BoomError, NumericsError):
@@ -108,13 +110,15 @@ class Faults(Loop):
 
     # Ctrl-C ------------------------------------------------------------------------------------------------------
 
+    @needs("signals")
     @precondition(lambda self: self.oracle.is_open)
     @rule(number=some, line=st.integers(0, 1200))
     def interrupted_step(self, number, line):
         """A signal at whatever line of mezzo's: the step is taken whole, or nothing is, and it can be taken again."""
         groups, optimizers = self.chosen(number)
         groups = [group for group in groups if group.window is not None and group.gradients]
-        assume(groups)
+        if not groups:
+            return
         taken = self.driver.taken()
         with contextlib.suppress(NumericsError), Interrupt(line):
             self.driver.step(optimizers)

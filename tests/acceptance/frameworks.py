@@ -12,9 +12,8 @@ from .oracle import Contract
 class Accelerate(Attach):
     """``accelerator.backward`` and prepared optimizers, whose ``step`` moves the scale as well."""
 
-    contract = Contract(is_plain=True, waits=True)
-    clips = False
-    updates_by_itself = True
+    contract = Contract(is_plain=True, waits=True, updates=True)
+    lacks = Attach.lacks | {"clipping"}
 
     def begin(self, model, config, **options):
         self.accelerator = Accelerator(cpu=True)
@@ -42,7 +41,7 @@ class Accelerate(Attach):
 class Lightning(Attach):
     """Fabric with the plug-in: what its model returns may be differentiated by ``fabric.backward`` alone."""
 
-    clips = differentiates = False
+    lacks = Attach.lacks | {"clipping", "grad"}
 
     def begin(self, model, config, **options):
         self.plugin = lightning.MezzoPrecision(config.policy, **options)

@@ -1,9 +1,11 @@
 """The training loop as rules of a state machine, and what must hold after each of them."""
 
+import contextlib
+import functools
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -11,24 +13,32 @@ from mezzo.errors import MezzoError, NumericsError
 
 from .drivers import DRIVERS
 from .near import rounded, spacing
-from .subject import BEFORE, LOW, Config, Subject, array, fresh_weights
+from .subject import BEFORE, LOW, NAMES, Config, Subject, array, fresh_weights
 
-VALUES = (0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0)
+#: The last is swallowed by a sum with any other in sixteen bits, and by none in FP32.
+VALUES = (0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 2.0**-12)
 WIDTHS = (1.0, 0.5, 2.0, 4.0)
-SCALES = ("", "none", "64", "dynamic(init=256,interval=2)", "dynamic(init=32768,interval=1)")
+SCALES = ("", "none", "64", *["dynamic(init=256,interval=2)", "dynamic(init=32768,interval=1)"] * 2)
 ROWS = 6  # of all layers, where none is wide
-#: Window sums stay whole multiples of 1/2 within eight bits, which every format adds without rounding.
+#: Sums of so many stay whole multiples of 2⁻¹³ within 17 bits, which FP32 adds without rounding.
 MOST_CALLS = 4
 
+kinds = st.sampled_from(["plain"] * 9 + ["first.weight", "second.weight", "inf loss", "inf input"])
 passes = st.fixed_dictionaries(
     {
-        "values": st.lists(st.sampled_from(VALUES), min_size=2 * ROWS, max_size=2 * ROWS),
+        "values": st.integers(0, 99),  # which of many
         "widths": st.tuples(st.sampled_from(WIDTHS), st.sampled_from(WIDTHS)),
-        "kind": st.sampled_from(["plain", "plain", "plain", "first.weight", "second.weight", "inf loss", "inf input"]),
+        "kind": kinds,
+        "elsewhere": kinds,  # on another rank
     }
 )
 clearings = st.sampled_from([who + how for who in ("session", "optimizers", "model") for how in ("", " zeros")])
 some = st.sampled_from([None, None, 0, 1])  # all optimizers, or one of them
+calls = st.one_of(
+    st.tuples(st.just("backward"), passes, some),
+    st.tuples(st.just("step"), some, st.just("own")),
+    st.tuples(st.just("unscale"), some),
+)
 
 
 @st.composite
@@ -46,6 +56,47 @@ def configs(draw, styles):
     )  # fmt: skip
     config = DRIVERS[config.style].suited(config)
     return config if config.is_promised else Config(**{**vars(config), "scale": ""})
+
+
+def needs(*abilities):
+    """A rule that a style lacking one of these has no call for."""
+    return precondition(lambda self: all(map(self.driver.has, abilities)))
+
+
+class Share:
+    """What one rank computes of a batch: the tensors that a loss is made of, and the gradients that it must have."""
+
+    def __init__(self, config, batch, scale):
+        self.finite = batch["kind"] not in ("inf loss", "inf input")
+        self.widths = (float("inf"), 1.0) if batch["kind"] == "inf input" else batch["widths"]
+        self.x = torch.diag(torch.tensor(self.widths))
+        self.added = torch.tensor(float("inf") if batch["kind"] == "inf loss" else 0.0)
+        self.factors, self.gradients, values = {}, {}, iter(drawn(batch["values"], batch.get("is_coarse", False)))
+        for name, (rows, columns) in config.shapes.items():
+            few = np.array([[next(values) for _ in range(columns)] for _ in range(min(rows, 3))])
+            factors = np.resize(few, (rows, columns)) / np.array(batch["widths"])
+            if batch["kind"] == name:
+                factors[:] = 2.0**127
+            self.factors[name] = torch.from_numpy(factors.T).float()
+            self.gradients[name] = self.left(config.computes(name), factors * scale)
+
+    def left(self, computes, factors):
+        """The gradient that formats leave of a loss times its scale."""
+        return rounded(rounded(rounded(factors, "float32"), computes) @ np.diag(self.widths), computes)
+
+    def loss(self, outputs):
+        return total(outputs, self.factors, self.added)
+
+
+@functools.cache
+def drawn(seed, is_coarse):
+    """Values for the weights of all layers."""
+    return np.random.default_rng(seed).choice(VALUES[:-1] if is_coarse else VALUES, 2 * ROWS)
+
+
+def total(outputs, factors, added):
+    """A loss of zero, whose gradients are the factors."""
+    return sum((factors[name] * (output - output.detach())).sum() for name, output in outputs.items()) + added
 
 
 class Loop(RuleBasedStateMachine):
@@ -72,8 +123,8 @@ class Loop(RuleBasedStateMachine):
         return self.subject.driver
 
     def chosen(self, number):
-        """Groups and optimizers that a call is for, and what to pass; most loops step with one at a time."""
-        if number is None and not self.driver.names_none:
+        """Groups that a call is for, and the optimizers to pass; most loops step with one at a time."""
+        if number is None and not self.driver.has("all at once"):
             number = 0
         if number is None:
             return self.oracle.groups, None
@@ -100,11 +151,11 @@ class Loop(RuleBasedStateMachine):
         self.check_outputs(outputs, widths)
         return outputs
 
-    def check_outputs(self, outputs, widths):
+    def check_outputs(self, outputs, widths, seen=None):
         if not np.isfinite(widths).all():
             return
         for name, output in outputs.items():
-            expected = rounded(self.seen(name) * np.array(widths), self.config.computes(name))
+            expected = rounded((seen[name] if seen else self.seen(name)) * np.array(widths), self.config.computes(name))
             if self.config.level in ("O2", "O3") and self.config.computes(name) != "float32":
                 expected = rounded(expected, self.config.dtype)
             assert np.array_equal(array(output).T, expected), f"the forward pass reads other weights: {name}"
@@ -124,11 +175,13 @@ class Loop(RuleBasedStateMachine):
     @precondition(lambda self: self.window_calls() < MOST_CALLS)
     @rule(batch=passes, number=some)
     def backward(self, batch, number):
-        assume(self.driver.may_add(self.oracle))
+        if not self.driver.may_add(self.oracle):
+            return
+        number = number if self.driver.has("one at a time") else None
         groups, optimizers = self.chosen(number)
         value, gradients, finite = self.loss(batch)
         trains = any(self.oracle.weights[name].trains for group in groups for name in group.members)
-        if self.driver.names_none and (
+        if self.driver.has("all at once") and (
             not value.requires_grad or (len(groups) < len(self.oracle.groups) and not trains)
         ):
             self.refused(
@@ -143,38 +196,56 @@ class Loop(RuleBasedStateMachine):
             self.oracle.begin(groups)
             self.oracle.accumulate(groups, gradients, finite=finite)
 
-    @precondition(lambda self: self.window_calls() == 0)
-    @rule(passed=st.lists(st.tuples(passes, some), min_size=2, max_size=MOST_CALLS))
-    def micro_batches(self, passed):
-        for batch, number in passed:
-            self.backward(batch, number)
-
     def loss(self, batch):
         """A loss whose gradients are exactly the drawn values: its own value, and what it must leave behind."""
-        widths = (float("inf"), 1.0) if batch["kind"] == "inf input" else batch["widths"]
-        values, rows, terms, gradients = iter(batch["values"]), 0, [], {}
+        batches, mine = self.driver.shares(batch)
         scale = self.oracle.next_scale()
+        shares = [Share(self.config, each, scale) for each in batches]
         with self.driver.region():
-            outputs = self.outputs(widths)
-            for name, (rows, columns) in self.config.shapes.items():
-                drawn = np.array([[next(values) for _ in range(columns)] for _ in range(min(rows, 3))])
-                drawn = np.resize(drawn, (rows, columns))
-                factors = drawn / np.array(batch["widths"])
-                if batch["kind"] == name:
-                    factors[:] = 2.0**127
-                output = outputs[name]
-                terms.append((torch.from_numpy(factors.T).float() * (output - output.detach())).sum())
-                gradients[name] = self.gradient(name, factors, np.array(widths), scale)
-            value = sum(terms) + (float("inf") if batch["kind"] == "inf loss" else 0.0)
-        trained = {name: gradient for name, gradient in gradients.items() if self.oracle.weights[name].trains}
-        return value, trained, batch["kind"] not in ("inf loss", "inf input")
+            outputs = self.called(shares[mine].x)
+            value = shares[mine].loss(outputs)
+        self.check_outputs(outputs, shares[mine].widths)
+        return value, self.mean(shares), all(share.finite for share in shares)
 
-    def gradient(self, name, factors, widths, scale):
-        """The gradient that formats leave of a loss times its scale."""
-        computes = self.config.computes(name)
-        arrives = self.config.dtype if self.config.level in ("O2", "O3") else computes
-        output = rounded(rounded(factors * scale, "float32"), arrives)
-        return rounded(output @ np.diag(widths), computes)
+    def mean(self, shares):
+        """The gradients of weights that train, each rank's share rounded."""
+        trained = [name for name, weight in self.oracle.weights.items() if weight.trains]
+        if len(shares) == 1:
+            return {name: shares[0].gradients[name] for name in trained}
+        dtypes = {name: self.config.stored(name)[0] for name in trained}
+        return {
+            name: rounded(sum(rounded(share.gradients[name] / len(shares), dtype) for share in shares), dtype)
+            for name, dtype in dtypes.items()
+        }
+
+    @precondition(lambda self: not any(group.window or group.gradients for group in self.oracle.groups))
+    @rule(batches=st.lists(passes, min_size=1, max_size=4))
+    def train(self, batches):
+        """Whole steps, each of them one call where the style has one for it."""
+        for batch in batches * (1 if self.driver.train is None else 3):
+            if self.driver.train is None:
+                self.backward(batch, None)
+                self.step(None, "session")
+            elif any(weight.trains for group in self.oracle.groups for weight in self.weights_of(group)):
+                self.train_at_once(batch)
+
+    def weights_of(self, group):
+        return [self.oracle.weights[name] for name in group.members]
+
+    def train_at_once(self, batch):
+        share = Share(self.config, batch, self.oracle.next_scale())
+        if self.driver.is_stale():
+            self.refused(lambda: self.driver.train(share), "holds what the session has left")
+            self.driver.capture()
+        groups = [g for g in self.oracle.groups if any(weight.trains for weight in self.weights_of(g))]
+        seen = {name: self.seen(name) for name in NAMES}
+        self.oracle.begin(groups)
+        self.oracle.accumulate(groups, self.mean([share]), finite=share.finite)
+        self.take_step(groups, lambda: self.driver.train(share))
+        self.check_outputs(self.driver.outputs, share.widths, seen)
+        self.driver.forget(self.oracle)
+        for group in self.oracle.groups:
+            group.clear([])
 
     # Steps -------------------------------------------------------------------------------------------------------
 
@@ -187,10 +258,10 @@ class Loop(RuleBasedStateMachine):
             if self.oracle.is_plain:
                 optimizers.step()
                 return
-            if not self.driver.is_session and any(group.gradients for group in self.chosen(number)[0]):
+            if not self.driver.has("session") and any(group.gradients for group in self.chosen(number)[0]):
                 return  # what the last step has left is taken again, as in plain torch
-            words = "no parameter has a gradient" if begun and self.driver.is_session else ""
-            words = words or ("step() before backward()" if self.driver.is_session else "")
+            words = "no parameter has a gradient" if begun and self.driver.has("session") else ""
+            words = words or ("step() before backward()" if self.driver.has("session") else "")
             self.refused(lambda: self.driver.step(optimizers), words)
             return
         self.take_step(groups, lambda: self.driver.step(optimizers))
@@ -210,7 +281,7 @@ class Loop(RuleBasedStateMachine):
         assert float(result.scale) == verdict.scale
         assert float(result.next_scale) == self.oracle.scale.now
         self.adopt(verdict.updates)
-        if self.driver.updates_by_itself:
+        if self.oracle.contract.updates:
             self.driver.updated(self.oracle)
             self.oracle.scale.advance()
         return result
@@ -251,11 +322,17 @@ class Loop(RuleBasedStateMachine):
     def clear_after(self, groups, how):
         left = any(self.grads(name) for group in groups for name in group.members)
         others = any(group.window is not None for group in self.oracle.groups)
-        if how == "late" and left and self.driver.names_none and not others:
+        if how == "late" and left and self.driver.has("all at once") and not others:
             # What the step left is unscaled, or used up: the next gradients cannot be added to it.
             with self.driver.region():
                 value = sum(output.float().sum() for output in self.outputs((1.0, 1.0)).values())
             self.refused(lambda: self.amp.backward(value), "the last step's gradients are still there")
+        if how == "own":
+            for name in (name for group in groups for name in group.members):
+                self.subject.param(name).grad = None
+            for group in groups:
+                group.clear([])
+            return
         self.clear("session" if how == "late" else how)
 
     @rule(how=clearings)
@@ -283,15 +360,57 @@ class Loop(RuleBasedStateMachine):
     def unscale(self, number):
         groups, optimizers = self.chosen(number)
         groups = [group for group in groups if group.window is not None]
-        if not self.driver.is_session:
+        if not self.driver.has("session"):
             groups = [group for group in groups if group.gradients and group.window.carried is not None]
-            assume(groups)
+            if not groups:
+                return
         if not groups:
             self.refused(lambda: self.driver.unscale_(optimizers), "unscale_() before backward()")
             return
         self.driver.unscale_(optimizers)
         for group in groups:
             group.rescale(None, None, checks=True)
+
+    # Programs: what the loop is for, drawn more often than what happens to it ------------------------------------
+
+    @precondition(lambda self: self.window_calls() == 0)
+    @rule(passed=st.lists(st.tuples(passes, some), min_size=2, max_size=MOST_CALLS), paused=st.booleans(), steps=some)
+    def micro_batches(self, passed, paused, steps):
+        """Several passes, of which only the last is exchanged between ranks, or each; then a step."""
+        *first, last = passed
+        for batch, number in first:
+            with self.driver.paused() if paused else contextlib.nullcontext():
+                self.backward(batch, number)
+        self.backward(*last)
+        self.agrees()
+        self.step(steps, "own")
+
+    @rule(turns=st.lists(st.tuples(st.integers(0, 1), passes, st.booleans()), min_size=2, max_size=6))
+    def turns(self, turns):
+        """Optimizers that take turns: each a pass of its own and a step, which some leave out."""
+        for number, batch, steps in turns:
+            if self.window_calls() < MOST_CALLS:
+                self.backward(batch, number)
+                self.agrees()
+            if steps:
+                self.step(number, "own")
+
+    @rule(calls=st.lists(calls, min_size=4, max_size=8))
+    def program(self, calls):
+        """Passes and steps in whatever order."""
+        for name, *given in calls:
+            if name == "backward" and self.window_calls() < MOST_CALLS:
+                self.backward(*given)
+            elif name == "step":
+                self.step(*given)
+            elif name == "unscale" and not self.oracle.is_plain:
+                self.unscale(*given)
+            self.agrees()
+
+    steps_ = steps__ = train
+    accumulates = accumulates_ = micro_batches
+    turns_ = turns__ = turns
+    program_ = program__ = program
 
     # What must hold after each of them -------------------------------------------------------------------------
 
@@ -327,7 +446,7 @@ class Loop(RuleBasedStateMachine):
     def agrees_on_scales(self):
         scale = self.oracle.scale
         assert float(self.amp.loss_scale) == scale.now
-        if not self.driver.is_session:
+        if not self.driver.has("session"):
             return
         stats = self.amp.stats()
         assert (stats.steps, stats.skipped) == (self.oracle.steps, self.oracle.skipped)

@@ -202,11 +202,13 @@ class Contract:
     Attributes:
         is_plain: Gradients are unscaled and checked when a pass has ended.
         waits: The scale moves in ``update()`` alone.
+        updates: A step calls that as well.
         sees_losses: A loss that is not finite skips the step.
     """
 
     is_plain: bool = False
     waits: bool = False
+    updates: bool = False
     sees_losses: bool = True
 
 

@@ -31,10 +31,8 @@ class Loose:
 class Torch(FiveLines):
     """``GradScaler`` and ``autocast``: ``update()`` ends an iteration, which scales all of its losses alike."""
 
-    contract = Contract(waits=True, sees_losses=False)
-    names_none = clips = differentiates = is_session = False
-    updates_by_itself = True
-    reads_anew = False
+    contract = Contract(waits=True, updates=True, sees_losses=False)
+    lacks = frozenset({"all at once", "clipping", "grad", "session", "reading anew"})
     levels = ("O0", "O1")
 
     def __init__(self, model, optimizers, config):
@@ -62,6 +60,9 @@ class Torch(FiveLines):
 
     def close(self):
         """Nothing is bound."""
+
+    def paused(self):
+        return contextlib.nullcontext()
 
     def backward(self, loss, optimizers):
         self.scaler.scale(loss).backward()
@@ -117,7 +118,7 @@ class Paddle(Torch):
     """``decorate``, ``auto_cast`` and ``GradScaler``, with gradients that are summed in FP32."""
 
     levels = ("O1", "O2")
-    reads_anew = True
+    lacks = Torch.lacks - {"reading anew"}
 
     def scale(self, config):
         return replace(config.start(), ceiling=2.0**127)

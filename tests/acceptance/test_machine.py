@@ -5,8 +5,10 @@ of calls, and is told by :mod:`.oracle` what must come out. So it lives by itsel
 CONTRIBUTING says how to run it long, and how to repeat what it found.
 """
 
+import contextlib
 import logging
 import os
+import warnings
 
 import numpy as np
 import pytest
@@ -17,22 +19,24 @@ from hypothesis.stateful import initialize, run_state_machine_as_test
 from mezzo.compat import apex
 from mezzo.session.attach import attached_now
 
-from . import scalers  # noqa: F401 - two more drivers
+from ..distributed.ranks import on_ranks
+from . import captured, ranks, scalers  # noqa: F401 - more drivers
 from .checkpoints import Checkpoints
 from .edits import Edits
 from .faults import Faults
 from .loop import configs
 
 #: Scaled gradients are edited on purpose.
-pytestmark = pytest.mark.filterwarnings("ignore:(?s).*carry the loss scale")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(?s).*carry the loss scale"),
+    pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated"),
+]
 
 
 @pytest.fixture(autouse=True)
 def quiet(caplog):
-    """Overflows are meant here: neither NumPy nor mezzo's log has to tell of each."""
+    """Overflows are meant here: mezzo's log has not to tell of each."""
     caplog.set_level(logging.ERROR, "mezzo")
-    with np.errstate(all="ignore"):
-        yield
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +65,12 @@ SEQUENCES = {
     "Paddle": 12,
     "Accelerate": 6,
     "Lightning": 6,
+    "captured step": 12,
+    "one rank": 8,
 }
+ON_RANKS = 12
+#: How many ``slow`` ones.
+MANY = int(os.environ.get("MEZZO_SEQUENCES", "100"))
 FRAMEWORKS = ("Accelerate", "Lightning")
 
 
@@ -78,18 +87,44 @@ def run(style, **options):
 
     Driven.__name__ = style
     options = {"stateful_step_count": STEPS, "deadline": None, "suppress_health_check": QUIET, **options}
-    run_state_machine_as_test(Driven, settings=settings(**options))
+    executors = captured.predicated() if style == "captured step" else contextlib.nullcontext()
+    with executors, np.errstate(all="ignore"):
+        run_state_machine_as_test(Driven, settings=settings(**options))
+
+
+def run_on_rank(style, **options):
+    """Run the same sequences on each rank, which draws what the others draw: without a database, or a look at time."""
+    logging.getLogger("mezzo").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    run(style, phases=(Phase.generate,), database=None, **options)
 
 
 @pytest.mark.parametrize("style", SEQUENCES)
-def test_sequences(style):
+def test_sequences(style, request):
     """The same ones in each run."""
+    if style == "one rank":
+        request.getfixturevalue("alone")
     run(style, max_examples=SEQUENCES[style], derandomize=True, phases=PHASES)
+
+
+def test_sequences_on_two_ranks():
+    on_ranks(2, run_sequences_on_rank, ON_RANKS)
+
+
+def run_sequences_on_rank(number):
+    run_on_rank("two ranks", max_examples=number, derandomize=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", SEQUENCES)
-def test_many_sequences(style):
+def test_many_sequences(style, request):
     """As many as MEZZO_SEQUENCES says, other ones each time, or those of ``--hypothesis-seed``."""
-    number = int(os.environ.get("MEZZO_SEQUENCES", "500"))
-    run(style, max_examples=number, derandomize=False, database=None, print_blob=True, phases=PHASES)
+    if style == "one rank":
+        request.getfixturevalue("alone")
+    run(style, max_examples=MANY, derandomize=False, database=None, print_blob=True, phases=PHASES)
+
+
+@pytest.mark.slow
+def test_many_sequences_on_two_ranks():
+    """The same ones in each run, as both ranks must draw them."""
+    on_ranks(2, run_sequences_on_rank, MANY, timeout=60 + MANY)

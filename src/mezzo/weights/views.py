@@ -130,7 +130,8 @@ class Views:
         self._depth = 0
         self._undo: list[Callable[[], None]] = []
         for each in _family(optimizer):
-            for key, state in each.state.items():  # Adagrad's is there already
+            # Adagrad's is there already. Who reads halves keeps its own tensors, which its kernels write.
+            for key, state in () if isinstance(each, ReadsHalves) else each.state.items():
                 if isinstance(key, Tensor) and owner_of(key, halves) is not None and isinstance(state, dict):
                     state.update({name: widened(value) for name, value in state.items()})
             self._hook(each)

@@ -1,0 +1,76 @@
+"""The driver of a captured step: whole steps are one call, and the five lines come in between."""
+
+import contextlib
+from dataclasses import replace
+from unittest.mock import patch
+
+from mezzo.optim import optimizer as one_pass
+from mezzo.session.capture import Captured
+from mezzo.step import exchange, gradients
+
+from ..session.capture.host_graph import HostGraph, Predicated
+from .drivers import DRIVERS, FiveLines
+from .loop import total
+
+
+@contextlib.contextmanager
+def predicated():
+    """Executors that skip without a look at the flag, as a graph needs them."""
+    with (
+        patch.object(one_pass, "executor_for", lambda device: Predicated()),
+        patch.object(gradients, "executor_for", lambda device: Predicated()),
+        patch.object(exchange, "update_of", Predicated().update_of),
+    ):
+        yield
+
+
+class CapturedStep(FiveLines):
+    """``mezzo.capture`` over a stand-in for a CUDA graph: after three real steps one is recorded, others are replays."""
+
+    def __init__(self, model, optimizers, config):
+        super().__init__(model, optimizers, config)
+        self.capture()
+
+    @classmethod
+    def suited(cls, config):
+        rule = config.rule if config.library == "mezzo" else {"AdamW": "AdamW", "SGD": "SGD"}[config.rule]
+        return replace(config, library="mezzo", rule=rule, on_overflow="skip", wide=False)
+
+    def capture(self):
+        """Begin anew, as a program does once the graph holds what has moved."""
+        self.graph = HostGraph()
+        self.captured, self.held = Captured(self.iteration, self.amp, self.graph), None
+
+    def iteration(self, x, factors, added):
+        with self.amp.autocast():
+            outputs = self.model(x)
+            loss = total(outputs, factors, added)
+        self.amp.backward(loss)
+        step = self.amp.step()
+        self.amp.zero_grad()
+        return outputs, step
+
+    def holds(self):
+        """What a graph reads by its address, and what is part of it."""
+        held = [self.amp.max_grad_norm]
+        for optimizer in self.optimizers:
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                state = [
+                    value.data_ptr() for value in optimizer.state.get(param, {}).values() if hasattr(value, "data_ptr")
+                ]
+                held.append((param.data_ptr(), param.requires_grad, state))
+        return held
+
+    def is_stale(self):
+        """Whether what was recorded has moved."""
+        return self.held is not None and self.held != self.holds()
+
+    def train(self, share):
+        calls = self.model.calls
+        self.outputs, step = self.captured(share.x, share.factors, share.added)
+        self.model.calls = calls + 1  # which a replay cannot count
+        self.held = self.holds() if self.graph.replays else None
+        return step
+
+
+DRIVERS |= {"captured step": CapturedStep}
