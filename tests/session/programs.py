@@ -8,15 +8,13 @@ it looks at on the way it keeps with ``driver.see``. ``not_for`` names the style
 import copy
 import functools
 import itertools
-import math
 
 import torch
 from torch import nn, optim
 from torch.func import functional_call
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
-from torch.nn.functional import cosine_similarity, cross_entropy, normalize
+from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.checkpoint import checkpoint
 
 PROGRAMS = {}
 #: Styles in which gradients carry a scale until they are unscaled by a call.
@@ -77,58 +75,7 @@ def recurrent_language_model_with_clipping(driver):
     fit(driver, model, optim.SGD(model.parameters(), lr=1.0), losses(), clip)
 
 
-@program
-def checkpointed_blocks(driver):
-    for reentrant in (False, True):
-        model = nn.ModuleList([mlp(6, 12, 6), mlp(6, 12, 6), nn.Linear(6, 3)])
-
-        def losses(model=model, reentrant=reentrant):
-            for x, y in batches(2):
-                hidden = x.clone().requires_grad_()
-                for block in model[:2]:
-                    hidden = checkpoint(block, hidden, use_reentrant=reentrant)
-                yield cross_entropy(model[2](hidden), y)
-
-        fit(driver, model, optim.SGD(model.parameters(), lr=0.1), losses())
-
-
-@program
-def sparse_embeddings_and_an_optimizer_that_accumulates(driver):
-    table, body, head = nn.Embedding(20, 8, sparse=True), nn.Linear(8, 8), nn.Linear(8, 3)
-    optimizers = [optim.SparseAdam(table.parameters(), lr=0.01), optim.RMSprop(head.parameters(), lr=0.01)]
-    slow = optim.SGD(body.parameters(), lr=0.1)
-    driver.begin(nn.ModuleList([table, body, head]), *optimizers, slow)
-    for number in range(4):
-        words = torch.randint(0, 20, (6, 4))
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        driver.backward(cross_entropy(head(body(table(words).mean(1))), words[:, 0] % 3))
-        for optimizer in optimizers:
-            driver.step(optimizer)
-        if number % 2:
-            driver.step(slow)
-            slow.zero_grad()
-        driver.update()
-
-
 # Several losses and models -------------------------------------------------------------------------------------------
-
-
-@program
-def contrastive_towers_and_numbers_that_are_learnt(driver):
-    """A temperature that is clamped after each step, and the uncertainty of each task."""
-    towers, numbers = nn.ModuleList([mlp(6, 12, 4), mlp(5, 12, 4)]), nn.ParameterList([torch.tensor(2.0)] * 3)
-
-    def losses():
-        for _ in range(3):
-            one, other = (normalize(t(torch.randn(8, w)), dim=1) for t, w in zip(towers, (6, 5), strict=True))
-            logits, target = numbers[0].exp() * one @ other.T, torch.arange(8)
-            both = cross_entropy(logits, target), cross_entropy(logits.T, target)
-            yield sum(torch.exp(-w) * loss + w for w, loss in zip(numbers[1:], both, strict=True))
-            with torch.no_grad():
-                numbers[0].clamp_(0, math.log(7))
-
-    fit(driver, [towers, numbers], optim.AdamW([*towers.parameters(), *numbers], lr=1e-2), losses())
 
 
 def adversaries(driver, make):
@@ -168,29 +115,6 @@ def wasserstein_gan_with_weight_clipping(driver):
         for_critic.zero_grad()
         for_generator.zero_grad()
         driver.update()
-
-
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -0.5 * gradient
-
-
-@program
-def domain_adversary_with_reversed_gradients(driver):
-    trunk, label, domain = mlp(6, 12, 12), nn.Linear(12, 3), nn.Linear(12, 2)
-    model = nn.ModuleList([trunk, label, domain])
-
-    def losses():
-        for x, y in batches():
-            hidden = trunk(x)
-            yield cross_entropy(label(hidden), y) + cross_entropy(domain(Reversed.apply(hidden)), y % 2)
-
-    fit(driver, model, optim.SGD(model.parameters(), lr=0.1, nesterov=True, momentum=0.9), losses())
 
 
 # Gradients that the program reads or edits ---------------------------------------------------------------------------
@@ -353,57 +277,3 @@ def averages_of_weights(driver):
                 before += 0.5 * (param.data - before)
                 param.data.copy_(before)
     driver.see(*means[0].parameters(), *means[1].parameters(), *shadow.values())
-
-
-@program
-def momentum_encoder(driver):
-    online, target = mlp(6, 12, 4), mlp(6, 12, 4).requires_grad_(False)
-
-    def losses():
-        for x, _ in batches():
-            yield 2 - 2 * cosine_similarity(online(x), target(x + 0.1 * torch.randn_like(x)).detach()).mean()
-            for param, average in zip(online.parameters(), target.parameters(), strict=True):
-                average.data = average.data * 0.9 + param.data * 0.1
-
-    fit(driver, [online, target], optim.SGD(online.parameters(), lr=0.1), losses())
-
-
-# Reinforcement learning ----------------------------------------------------------------------------------------------
-
-
-class Agent(nn.Module):
-    """As CleanRL has it: no ``forward`` at all."""
-
-    def __init__(self):
-        super().__init__()
-        self.critic, self.actor = mlp(4, 16, 1), mlp(4, 16, 2)
-
-    def get_value(self, x):
-        return self.critic(x)
-
-    def get_action_and_value(self, x, action=None):
-        choice = torch.distributions.Categorical(logits=self.actor(x))
-        action = choice.sample() if action is None else action
-        return action, choice.log_prob(action), choice.entropy(), self.critic(x)
-
-
-@program
-def proximal_policies(driver):
-    agent = Agent()
-
-    def losses():
-        seen = torch.randn(16, 4)
-        with torch.no_grad():
-            action, old, _, value = agent.get_action_and_value(seen)
-            returns = torch.randn(16) + agent.get_value(seen).flatten()
-        advantage = returns - value.flatten()
-        for rows in torch.randperm(16).chunk(3):
-            _, new, entropy, now = agent.get_action_and_value(seen[rows], action[rows])
-            ratio = (new - old[rows]).exp()
-            gain = torch.min(ratio * advantage[rows], ratio.clamp(0.8, 1.2) * advantage[rows])
-            yield 0.5 * (now.flatten() - returns[rows]).square().mean() - gain.mean() - 0.01 * entropy.mean()
-
-    def clip():
-        driver.see(nn.utils.clip_grad_norm_(agent.parameters(), 0.5))
-
-    fit(driver, agent, optim.Adam(agent.parameters(), lr=1e-2, eps=1e-5), losses(), clip)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.swa_utils import AveragedModel
 
 import mezzo
 from mezzo import StateError
@@ -118,20 +117,6 @@ def test_a_session_says_what_it_is(caplog):
         assert [record.getMessage().split(",")[0] for record in caplog.records] == ["no policy is given: O1"]
         assert amp.policy.level == "O1"
         assert amp.policy.dtype in (torch.float16, torch.bfloat16)
-
-
-def test_an_attached_session_has_the_calls_of_the_five_lines():
-    model, made = built()
-    with attached(model, made, "O1,emulate=true,loss_scale=dynamic(init=1024)") as amp:
-        assert isinstance(amp, mezzo.MixedPrecision)
-        assert amp.last_step is None
-        amp.backward(loss_of(model, 0, amp))
-        assert model[0].weight.grad.abs().max() < 1  # plain here, too
-        assert not amp.step().skipped
-        amp.zero_grad()
-        train_plainly(model, made, 1, spoilt=True)
-        assert bool(amp.last_step.skipped)
-        assert (amp.stats().steps, amp.stats().skipped) == (2, 1)
 
 
 # Optimizers that come later, or belong to others ----------------------------------------------------------------------
@@ -260,27 +245,6 @@ def test_copies_are_plain_models_in_fp32(policy, optimizer):
                 assert len(calls) == 2  # a hook of the user's is in a copy
 
 
-@pytest.mark.parametrize("policy", [*EVERY, *O3])
-def test_averages_of_weights_are_averages_of_fp32_values(policy):
-    model, made = built()
-    with attached(model, made, policy):
-        averages = AveragedModel(model), AveragedModel(model, avg_fn=lambda mean, now, _: 0.9 * mean + 0.1 * now)
-        seen = []
-        for number in range(4):
-            train_plainly(model, made, number)
-            for average in averages:
-                average.update_parameters(model)
-            seen.append(nn.utils.parameters_to_vector(model.state_dict().values()).double())
-        for average in averages:
-            assert {p.dtype for p in average.parameters()} == {torch.float32}
-    moving = seen[0]
-    for now in seen[1:]:
-        moving = 0.9 * moving + 0.1 * now
-    for average, true in zip(averages, (sum(seen) / 4, moving), strict=True):
-        found = nn.utils.parameters_to_vector(average.parameters()).double()
-        torch.testing.assert_close(found, true, rtol=0, atol=1e-6)
-
-
 # Checkpoints of the program's own -------------------------------------------------------------------------------------
 
 
@@ -337,17 +301,3 @@ def test_checkpoints_are_plain_torchs_both_ways():
         assert "mezzo" not in theirs.state_dict()
         assert_same(exact, list(twin.parameters()))
         train_plainly(twin, theirs, 1)
-
-
-def test_the_state_of_another_model_is_refused_and_changes_nothing():
-    wide = nn.Linear(8, 3)
-    with attached(wide, made := torch.optim.SGD(wide.parameters(), lr=0.1, momentum=0.9), "O1,emulate=true"):
-        (strange,) = on_disk(made)
-    model, made = built()
-    with attached(model, made, "O1,emulate=true") as amp:
-        train_plainly(model, made, 0)
-        before = weights(amp), amp.stats(), float(amp.loss_scale)
-        with pytest.raises((StateError, ValueError)):
-            made.load_state_dict(strange)
-        assert_same((weights(amp), amp.stats(), float(amp.loss_scale)), before)
-        train_plainly(model, made, 1)

@@ -1,7 +1,5 @@
 """Whatever of an attached model is called from outside runs in its region: products are counted by their dtypes."""
 
-import contextlib
-
 import pytest
 import torch
 from torch import nn
@@ -110,14 +108,6 @@ def test_a_part_that_has_a_rule_follows_it_when_it_is_called_by_itself(rule):
         assert dtypes(lambda: model.actor(x))[0] == {"bfloat16"}
 
 
-def test_batch_norm_with_low_weights_may_be_called_by_itself():
-    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4))
-    x, _ = batch(0)
-    with attached(model, sgd(model), POLICIES[2]):
-        whole = model(x)
-        assert torch.equal(model[1](model[0](x)), whole)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_keys_and_values_that_the_model_gave_out_come_back_as_they_were(policy):
     class Cached(nn.Module):
@@ -205,16 +195,6 @@ def test_an_exception_leaves_the_region(error, policy):
         model.raises = False
         used, out = dtypes(lambda: model(torch.ones(2, 8)))
         assert (used, out.dtype) == ({"bfloat16"}, torch.float32)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_program_may_have_regions_of_its_own(policy):
-    """``torch.autocast`` inside, disabled ones too, and mezzo's."""
-    model, made = built()
-    with attached(model, made, policy):
-        for region in (torch.autocast("cpu", torch.bfloat16), mezzo.autocast(policy), contextlib.nullcontext()):
-            with region:
-                assert dtypes(lambda: model(batch(0)[0]))[0] == {"bfloat16"}
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------

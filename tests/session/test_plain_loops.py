@@ -23,7 +23,6 @@ from .loops import (
     LOW,
     O3,
     OPTIMIZERS,
-    assert_near,
     assert_same,
     attached,
     batch,
@@ -127,51 +126,7 @@ def test_observers_are_told_losses_as_the_loop_has_them():
         assert (amp.stats().skipped, float(amp.loss_scale)) == (1, 512)
 
 
-@pytest.mark.parametrize("policy", EVERY)
-def test_gradients_that_the_session_has_not_made_are_taken_as_they_are(policy):
-    """Never cleared, from before it was attached, assigned; none at all is no step, as in plain torch."""
-    ends = []
-    for own in (True, False):
-        model, made = built(lambda p: torch.optim.SGD(p, lr=0.1))
-        loss_of(model, 7).backward() if not policy.startswith("O2") else None
-        with attached(model, made, policy) if own else contextlib.nullcontext() as amp:
-            for number in range(3):
-                loss_of(model, number).backward()
-                made.step()
-            made.zero_grad()
-            made.step()
-            for param in model.parameters():
-                param.grad = torch.full_like(param, 0.5)
-            made.step()
-            made.zero_grad()
-            ends.append([p.detach().float() for p in model.parameters()])
-            if own:
-                assert amp.stats().steps == 4
-                for param in model.parameters():
-                    param.grad = torch.full_like(param, INF)
-                made.step()
-                assert_same(ends[0], [p.detach().float() for p in model.parameters()])
-    if policy in FP32:
-        assert_same(*ends)
-    assert_near(*ends, list(network().parameters()), share=0.1)
-
-
 # Which passes, and which leaves ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", ["O0,loss_scale=65536", "O1,dtype=bfloat16,emulate=true,loss_scale=1024"])
-def test_a_pass_that_reaches_no_attached_parameter_is_untouched(policy):
-    other, twin = network(), network()
-    loss_of(twin, 3).backward()
-    model, made = built()
-    with attached(model, made, policy):
-        loss_of(other, 3).backward()
-        assert_same(gradients(other), gradients(twin))
-        with torch.no_grad():
-            x = model(batch(0)[0])
-        leaf = torch.ones(3, requires_grad=True)
-        (x.sum() + leaf.sum()).backward()
-        assert torch.equal(leaf.grad, torch.ones(3))
 
 
 @pytest.mark.parametrize("scale", [1024, 65536])
@@ -263,36 +218,6 @@ def test_gradients_are_differentiated_again_where_there_is_no_scale():
             model.zero_grad()  # torch warns of the cycle otherwise
         ends.append(list(model.parameters()))
     assert_same(*ends)
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise RuntimeError("a backward function of the user's")
-
-
-@pytest.mark.parametrize("policy", [*EVERY, *O3])
-def test_a_pass_that_fails_leaves_nothing_behind(policy):
-    for begin in (mezzo.attach, mezzo.MixedPrecision):
-        ends = []
-        for fails in (True, False):
-            model, made = built()
-            amp = begin(model, made, policy)
-            amp.backward(loss_of(model, 0, amp))
-            x = batch(0)[0].requires_grad_()
-            if fails:
-                with pytest.raises(RuntimeError, match="of the user's"):
-                    amp.backward(Fails.apply(model(x).float()).sum())
-            assert not x._backward_hooks
-            amp.backward(loss_of(model, 1, amp))
-            amp.step()
-            ends.append((weights(amp), amp.stats()))
-            amp.close()
-        assert_same(*ends)
 
 
 @pytest.mark.parametrize("policy", ["O0", "O0,loss_scale=1024", "O1,dtype=bfloat16,emulate=true"])

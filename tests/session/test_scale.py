@@ -13,24 +13,6 @@ from mezzo import LossScale, MixedPrecision, NumericsError, Policy, ScaleCollaps
 from .loops import INF, NAN, Weights, assert_same, counted, iterate, over
 
 
-@pytest.mark.parametrize(
-    "policy, scale, moves",
-    [
-        ("O0", 1.0, False), ("O1,dtype=bfloat16", 1.0, False), ("O2,dtype=bfloat16", 1.0, False), ("O3", 1.0, False),
-        ("O1", 2.0**16, True), ("O2", 2.0**16, True), ("O2,loss_scale=1024", 1024.0, False),
-        ("O1,loss_scale=none", 1.0, False),
-    ],
-)  # fmt: skip
-def test_what_a_level_begins_with(policy, scale, moves):
-    model = Weights(2)
-    _, amp = over(model, f"{policy},emulate=true")
-    assert amp.loss_scale.item() == amp.stats().scale == scale
-    amp.backward(model.loss(1.0) * 2.0**-12)
-    model.each[0].grad[0] = INF
-    step = amp.step()
-    assert (step.scale.item(), step.next_scale.item()) == (scale, scale / 2 if moves else scale)
-
-
 @pytest.mark.parametrize("struck", [(0,), (1,), (0, 1), ()])
 @pytest.mark.parametrize("first, hysteresis", [(0, 1), (1, 2)])
 def test_one_loss_that_two_optimizers_step_from_counts_once(first, struck, hysteresis):
@@ -54,15 +36,6 @@ def test_one_loss_that_two_optimizers_step_from_counts_once(first, struck, hyste
         if clean == 2:
             scale, clean = scale * 2, 0
         assert amp.loss_scale.item() == scale
-
-
-def test_a_scale_below_one_trains_exactly():
-    model, amp = counted("dynamic(init=2**-8,floor=2**-20,interval=2)")
-    for event in "..X.XXX..":
-        step = iterate(model, amp, event)
-    assert step.scale.item() == 2.0**-11
-    assert amp.loss_scale.item() == 2.0**-10
-    assert model.each[0].tolist() == [-5.0, -5.0]
 
 
 # Giving up ------------------------------------------------------------------------------------------------------------
@@ -231,29 +204,6 @@ def test_stats_are_what_a_book_kept_by_hand_says(pattern, interval, hysteresis, 
     assert model.each[0].isfinite().all()
 
 
-@pytest.mark.parametrize("level", ["O0", "O1,emulate=true", "O2,emulate=true", "O2,dtype=bfloat16,emulate=true"])
-def test_stats_without_a_dynamic_scale(level):
-    """Skipped steps are counted whatever the policy; the scale does not move."""
-    for rules, scale in (("none", 1.0), ("1024", 1024.0)):
-        model, amp = counted(rules, level=level)
-        for event in ".X..XF":
-            iterate(model, amp, event)
-        stats = amp.stats()
-        assert (stats.steps, stats.skipped, stats.skip_rate) == (6, 3, 0.5)
-        assert (stats.growths, stats.backoffs) == (0, 0)
-        assert (stats.scale, stats.lowest_scale, stats.highest_scale) == (scale,) * 3
-        assert torch.equal(next(amp.master_params()).detach(), torch.full((2,), -3.0))
-
-
-def test_lowest_and_highest_begin_again_with_another_scale():
-    saved = counted("4096")[1].state_dict()
-    for scale in (4096.0, 8.0):
-        amp = counted(f"{scale:g}")[1]
-        amp.load_state_dict(saved)
-        stats = amp.stats()
-        assert (stats.scale, stats.lowest_scale, stats.highest_scale) == (scale,) * 3
-
-
 # Log lines -----------------------------------------------------------------------------------------------
 
 
@@ -268,12 +218,3 @@ def test_a_line_for_each_change_of_scale_and_none_for_a_step(caplog):
     for line, change, step in zip(lines, changes, (3, 4, 5, 8, 10, 11), strict=True):
         assert change in line
         assert f"step {step}" in line
-
-
-@pytest.mark.parametrize("rules", ["none", "1024"])
-def test_no_lines_where_no_scale_moves(rules, caplog):
-    caplog.set_level(logging.DEBUG, logger="mezzo.session.stats")
-    model, amp = counted(rules)
-    for event in "..X.X":
-        iterate(model, amp, event)
-    assert not [record for record in caplog.records if record.levelname == "INFO"]

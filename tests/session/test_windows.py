@@ -17,7 +17,6 @@ from .loops import (
     EVERY,
     FP32,
     LOW,
-    O3,
     OPTIMIZERS,
     Weights,
     assert_same,
@@ -66,38 +65,6 @@ def test_unscaled_gradients_are_the_low_ones_divided_by_the_scale_in_fp32():
     for _ in range(2):
         amp.unscale_()
         assert_same(gradients(model), [g.float() * over_scale for g in low])
-
-
-def test_losses_that_share_a_graph_and_passes_that_leave_a_parameter_alone():
-    for policy in EVERY:
-        model = Weights(2, 2)
-        _, amp = over(model, policy)
-        loss = model.loss(1.0, 1.0)
-        amp.backward(loss, retain_graph=True)
-        amp.backward(loss * 2)
-        amp.backward(model.each[0].float().sum())
-        amp.step()
-        assert [p.tolist() for p in model.each] == [[-4.0, -4.0], [-3.0, -3.0]], policy
-
-
-def test_gradients_that_are_cleared_to_zeros_stay_in_the_step():
-    """A parameter that a pass does not reach has the gradient zero, as in plain torch: momentum and decay go on."""
-    for optimizer in (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.5), lambda p: torch.optim.AdamW(p, lr=0.5)):
-        plain = []
-        for policy in (None, *EVERY):
-            model = Weights(2, 2, value=1.0)
-            made = optimizer(model.parameters())
-            amp = policy and MixedPrecision(model, made, policy)
-            for losses in ((1.0, 1.0), (1.0, None)):
-                loss = sum(w.float().sum() * c for w, c in zip(model.each, losses, strict=True) if c is not None)
-                amp.backward(loss) if amp else loss.backward()
-                amp.step() if amp else made.step()
-                made.zero_grad(set_to_none=False)
-            ends = [value.detach().clone() for value in model.state_dict().values()]
-            if policy is None:
-                plain = ends
-            for mine, true in zip(ends, plain, strict=True):
-                torch.testing.assert_close(mine, true, rtol=0, atol=1e-6)
 
 
 # What users do with gradients -----------------------------------------------------------------------------------------
@@ -168,25 +135,6 @@ def test_no_other_edit_is_warned_of():
                     edit(list(model.parameters()))
                     amp.step()
                     amp.zero_grad()
-
-
-def test_what_a_step_has_left_is_refused_before_gradients_mix():
-    for policy in (*EVERY, *O3):
-        for optimizer in OPTIMIZERS:
-            model, made, amp = session(policy, optimizer)
-            backward(amp, model, 0)
-            amp.step()
-            before = weights(amp)
-            for _ in range(2):
-                with pytest.raises(StateError, match=r"the last step's gradients are still there(.|\n)*zero_grad\(\)"):
-                    backward(amp, model, 1)
-            assert_same(before, weights(amp))
-            made.zero_grad(set_to_none=False)  # zeros are no leftovers
-            backward(amp, model, 1)
-            assert not amp.step().skipped
-            made.zero_grad()
-            backward(amp, model, 2)  # nor are new gradients in the memory of freed ones
-            assert not amp.step().skipped
 
 
 def test_gradients_made_without_the_session_are_not_stepped_with_unseen():

@@ -70,18 +70,6 @@ class TwoSteps(Loop):
         return norms
 
 
-class ClippedWeights(Loop):
-    def __init__(self):
-        super().__init__(make=OPTIMIZERS["torch"])
-
-    def train_step(self, x, y, boost):
-        out = super().train_step(x, y, boost)
-        with torch.no_grad():
-            for param in self.model.parameters():
-                param.clamp_(-0.05, 0.05)
-        return out
-
-
 class ClearedToZeros(Loop):
     def train_step(self, x, y, boost):
         out = super().train_step(x, y, boost)
@@ -139,7 +127,6 @@ KINDS = {
     "micro-batches": MicroBatches,
     "a penalty": Penalty,
     "two steps": TwoSteps,
-    "clipped weights": ClippedWeights,
     "gradients cleared to zeros": ClearedToZeros,
     "two optimizers": TwoOptimizers,
     "gradients cleared first": ClearedFirst,
@@ -162,22 +149,6 @@ def test_whatever_a_train_step_does_is_captured(kind):
     assert bits(eager) == bits(captured)
     assert captured[2].skipped >= 3
     assert loop.graph.replays == 13
-
-
-def test_gradients_of_the_batch_begin_anew_in_each_call():
-    class Slopes(Loop):
-        def train_step(self, x, y, boost):
-            out = super().train_step(x, y, boost)
-            return out, x.grad
-
-    def data():
-        return [(x.requires_grad_(), *rest) for x, *rest in batches(range(6), bad=(2,))]
-
-    eager, other = Slopes(), Slopes()
-    captured = other.captured()
-    eager, captured = run(eager, eager.train_step, data()), run(other, captured, data())
-    assert all(slope.any() for _, slope in captured[0])
-    assert bits(eager) == bits(captured)
 
 
 def test_steps_without_the_graph_come_in_between():

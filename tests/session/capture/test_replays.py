@@ -44,35 +44,6 @@ def test_outputs_are_the_same_tensors_with_the_values_of_the_last_call():
     assert first[1:] == ("text", loop.amp.policy)
 
 
-def test_a_step_that_is_returned_speaks_of_the_last_call():
-    loop = Loop(scale=LossScale.dynamic(init=1024))
-
-    def train_step(x, y, boost):
-        with loop.amp.autocast():
-            loss = functional.cross_entropy(loop.model(x).float(), y)
-        loop.amp.backward(loss * boost)
-        step = loop.amp.step()
-        loop.amp.zero_grad()
-        return step
-
-    captured = recorded(loop, train_step)
-    told = []
-    for data in batches(range(3), bad=(1,)):
-        step = captured(*data)
-        told.append((step.skipped.item(), step.scale.item(), step.next_scale.item()))
-    assert told == [(False, 1024.0, 1024.0), (True, 1024.0, 512.0), (False, 512.0, 512.0)]
-    assert step.overflow is None
-
-
-def test_a_step_without_the_graph_keeps_its_numbers():
-    loop = Loop(scale=LossScale.dynamic(init=1024))
-    captured = recorded(loop)
-    *_, (_, scale, next_scale, _) = loop.train_step(*batch(1)).values()
-    for data in batches(range(2, 5), bad=(2, 3, 4)):
-        captured(*data)
-    assert (scale.item(), next_scale.item(), loop.amp.loss_scale.item()) == (1024, 1024, 128)
-
-
 def test_the_accounts_go_on(caplog):
     loop = Loop()
     captured = loop.captured()
@@ -113,15 +84,6 @@ def test_evaluation_between_captured_steps_sees_the_new_weights():
         assert not torch.equal(evaluated(), before)
 
 
-def test_a_scheduler_made_after_the_first_steps_does_not_warn():
-    loop = Loop()
-    captured = recorded(loop)
-    schedule = torch.optim.lr_scheduler.StepLR(loop.optimizer, 1)
-    loop.optimizer._opt_called = False  # the loop's own schedule has seen the first steps
-    captured(*batch(0))
-    schedule.step()  # would warn that no optimizer has stepped
-
-
 # What a replay follows ------------------------------------------------------------------------------------
 
 
@@ -150,19 +112,6 @@ class OnDevice(torch.Tensor):
 
     def __deepcopy__(self, memo):
         return self.clone().as_subclass(OnDevice)
-
-
-def test_a_hyper_parameter_on_the_device_is_followed_where_it_is_written():
-    def make():
-        loop = Loop(make=lambda groups: optim.AdamW(groups, lr=1e-2))
-        loop.optimizer.param_groups[0]["lr"] = OnDevice.holding(1e-2)
-        return loop
-
-    def between(loop, number):
-        loop.optimizer.param_groups[0]["lr"].fill_(0.01 / (number + 1))
-
-    eager, captured, _ = both(make, batches(range(8)), between)
-    assert bits(eager[:1]) == bits(captured[:1])
 
 
 @pytest.mark.parametrize("make", ["adamw", "torch"])
@@ -291,14 +240,6 @@ def test_a_step_that_is_captured_once_more_goes_on():
         eager.train_step(*data)
     assert bits(eager.state()) == bits(other.state())
     assert other.graph.replays == 8 - FIRST
-
-
-def test_a_closed_session_is_refused():
-    loop = Loop()
-    captured = recorded(loop)
-    loop.amp.close()
-    with pytest.raises(StateError, match=r"after close\(\)"):
-        captured(*batch(0))
 
 
 @pytest.mark.parametrize("calls", [0, FIRST + 1])
