@@ -6,6 +6,13 @@ FAULTS = (
     *in_file(
         "session/session.py",
         (
+            "R17: a norm that is set is not looked at",
+            "        raise_together(wrong_options(max_grad_norm=value))\n",
+            "",
+            "tests/session/test_refusals.py::test_a_call_that_is_refused_leaves_everything_as_it_was",
+            "a norm of NaN would be written into all weights",
+        ),
+        (
             "session: averages are those of low weights",
             "plain(averaged, model if is_low else InFP32(model, amp.engine.weights.halves()))",
             "plain(averaged, model)",
@@ -53,6 +60,13 @@ FAULTS = (
     ),
     *in_file(
         "session/window.py",
+        (
+            "window: what stood in a window is cleared to zeros, and counts",
+            "self.found = None if self.found is None else moved(self.found, device) & stays",
+            "pass",
+            "tests/acceptance/test_machine.py::test_sequences",
+            "a window that was given up would skip the next step",
+        ),
         (
             "window: micro-batches are summed low",
             "_widen(there)",
@@ -104,8 +118,8 @@ FAULTS = (
         ),
         (
             "window: what a step has left is divided again",
-            "is_new = not self.has_left_alone()",
-            "is_new = True",
+            "self.scale = self.made_with = scale if is_new else self._left_scale",
+            "self.scale = self.made_with = scale",
             "tests/compat/test_torch_faults.py::test_what_a_step_has_left_is_not_divided_again",
             "steps 65536 times too small",
         ),
@@ -133,6 +147,20 @@ FAULTS = (
     ),
     *in_file(
         "session/engine.py",
+        (
+            "engine: hooks see the scale, and nobody is told",
+            "        if names:\n            self._has_warned",
+            "        if False:\n            self._has_warned",
+            "tests/session/test_plain_loops.py::test_hooks_of_parameters_see_the_scale_and_one_warning_names_them",
+            "a hook that clips would compare with gradients 65536 times too large",
+        ),
+        (
+            "engine: what a loss was computed from is asked for after clearing",
+            "            self._inner = None\n",
+            "            pass\n",
+            "tests/session/test_penalties.py::test_any_of_several_counts_and_what_is_cleared_does_not",
+            "a step would be skipped for a batch that was given up",
+        ),
         (
             "engine: a failed loss moves the scale",
             "self.tell(verdict.found_inf, hold=judged.failed)",
@@ -235,7 +263,7 @@ FAULTS = (
             "engine: Ctrl-C ends a step half-way",
             "            with uninterrupted():\n                if self.ranks.size == 1:\n",
             "            if True:\n                if self.ranks.size == 1:\n",
-            "tests/session/test_interrupts.py::test_a_signal_at_some_lines_leaves_a_whole_step",
+            "tests/acceptance/test_machine.py::test_sequences",
             "some weights would be those of the next step, and some not",
         ),
         (
@@ -303,6 +331,27 @@ FAULTS = (
     ),
     *in_file(
         "session/closures.py",
+        (
+            "closures: options are not put back",
+            "            group.clear()\n            group.update(params=params, **before)\n",
+            "            pass\n",
+            "tests/session/test_closures.py::test_an_overflow_puts_everything_back_and_halves_the_scale_once",
+            "what an optimizer counts in its groups would count steps that were undone",
+        ),
+        (
+            "closures: the scale of an evaluation stays in its gradients",
+            "        if not judged.verdict.is_one:\n",
+            "        if False:\n",
+            "tests/session/test_closures.py::test_fp32_trajectories_are_plain_torch_s_bit_for_bit",
+            "LBFGS would search along gradients 65536 times too large",
+        ),
+        (
+            "closures: a closure without a backward pass is a step",
+            "        if not self._window.has_gradients():\n            raise StateError(",
+            "        if False:\n            raise StateError(",
+            "tests/session/test_refusals.py::test_a_call_that_is_refused_leaves_everything_as_it_was",
+            "a step without a gradient would pass for one",
+        ),
         (
             "closures: state is not put back",
             "                for restore in restores:\n                    restore()\n",
@@ -397,6 +446,34 @@ FAULTS = (
     *in_file(
         "session/attach.py",
         (
+            "attach: a scheduler that is made after a skipped step waits",
+            "return not begins and now[0] > total",
+            "return now[0] > total",
+            "tests/session/test_plain_loops.py::test_a_scheduler_of_epochs_waits_for_no_single_skipped_step",
+            "its first learning rate would be the optimizer's own",
+        ),
+        (
+            "attach: checkpoints of a program have no scale",
+            "        found[CARRIED] = state.save(self.engine, self.policy, weights=False)\n",
+            "        pass\n",
+            "tests/session/test_attach.py::test_a_run_goes_on_bit_for_bit_from_its_own_checkpoint",
+            "a resumed run would begin with the first scale",
+        ),
+        (
+            "attach: an optimizer inside steps unseen",
+            "for inner in inner_optimizers(optimizer):",
+            "for inner in ():",
+            "tests/session/test_closures.py::test_an_attached_optimizer_takes_closures_as_in_plain_torch",
+            "SAM's second step would be unchecked, and past the FP32 values",
+        ),
+        (
+            "attach: one optimizer's skips hold another's scheduler",
+            'optimizer = getattr(scheduler, "optimizer", None)',
+            "optimizer = next(iter(self._total), None)",
+            "tests/session/test_plain_loops.py::test_a_scheduler_waits_for_its_own_optimizer_alone",
+            "a generator's schedule would stand still with its critic's",
+        ),
+        (
             "attach: schedulers run ahead",
             "return not begins and now[0] > total and now[1] == taken",
             "return False",
@@ -413,6 +490,20 @@ FAULTS = (
     ),
     *in_file(
         "session/stats.py",
+        (
+            "stats: the extremes of another scale are kept",
+            '        if state["scale"] != scale:\n',
+            "        if False:\n",
+            "tests/session/test_scale.py::test_a_saved_scale_stays_within_this_sessions_bounds_and_extremes_begin_again_with_another",
+            "the account would tell of scales that this session never had",
+        ),
+        (
+            "stats: a change of the scale goes unsaid",
+            "        if scale != old.scale:\n            logger",
+            "        if scale > old.scale:\n            logger",
+            "tests/session/test_scale.py::test_a_line_for_each_change_of_scale_and_none_for_a_step",
+            "a scale that falls would not be in the log",
+        ),
         (
             "stats: the lowest scale is the latest",
             "lowest_scale=min(scale, old.lowest_scale),",
@@ -438,6 +529,27 @@ FAULTS = (
     *in_file(
         "session/capture.py",
         (
+            "capture: layers that stopped training go on",
+            "[module.training for module in model.modules()]",
+            "[]",
+            "tests/session/capture/test_replays.py::test_what_a_replay_would_not_follow_is_refused",
+            "dropout and batch norm would train in an evaluation",
+        ),
+        (
+            "capture: parameters that were frozen go on",
+            "[param.requires_grad for param in model.parameters()]",
+            "[]",
+            "tests/session/capture/test_replays.py::test_what_a_replay_would_not_follow_is_refused",
+            "frozen weights would be trained",
+        ),
+        (
+            "capture: another norm to clip to is not seen",
+            'found: dict[str, Any] = {"max_grad_norm": engine.max_grad_norm}',
+            "found: dict[str, Any] = {}",
+            "tests/session/capture/test_replays.py::test_what_a_replay_would_not_follow_is_refused",
+            "gradients would be clipped to the norm of the first step",
+        ),
+        (
             "capture: a replay reads what the session has left",
             "            _refuse_changes(self._recorded.holds, _held(engine))\n",
             "",
@@ -454,6 +566,13 @@ FAULTS = (
     ),
     *in_file(
         "session/files.py",
+        (
+            "load: a part is loaded before another is missed",
+            "    states = {name: found[name] for name in parts}\n",
+            "    states = found\n",
+            "tests/session/test_files.py::test_what_is_loaded_is_what_was_asked_for",
+            "a model of one run and an optimizer of another",
+        ),
         (
             "load: damaged records are handed out",
             "damaged = archive.testzip() or next(folders, None)",
@@ -479,7 +598,7 @@ FAULTS = (
             "load: programs are run",
             "weights_only=weights_only, mmap=False",
             "weights_only=False, mmap=False",
-            "tests/session/test_files.py::test_what_is_no_weight_is_refused_unless_it_is_asked_for",
+            "tests/session/test_files.py::test_what_is_loaded_is_what_was_asked_for",
             "a checkpoint from elsewhere would run what it likes",
         ),
     ),
@@ -505,6 +624,78 @@ FAULTS = (
             "(taken_over or optimizer.step)()",
             "tests/compat/test_torch_faults.py::test_step_hands_on_what_it_is_given_and_returns_what_it_gets",
             "options of an optimizer's own step would have no effect",
+        ),
+    ),
+    *in_file(
+        "session/state.py",
+        (
+            "state: a saved scale passes this session's bounds",
+            '_load_scale(engine, _within(state["loss_scale"], policy.loss_scale))',
+            '_load_scale(engine, state["loss_scale"])',
+            "tests/session/test_scale.py::test_a_saved_scale_stays_within_this_sessions_bounds_and_extremes_begin_again_with_another",
+            "a scale beyond the ceiling would overflow at every step until it has fallen",
+        ),
+        (
+            "state: remainders of another format are taken",
+            'if (param := named[name]) in stored and state["parameters"][name].startswith(f"{dtype_name(param.dtype)} "):',
+            "if (param := named[name]) in stored:",
+            "tests/session/test_state.py::test_fp32_values_survive_a_change_of_policy_or_optimizer",
+            "lower halves of FP16 would be read as those of BF16",
+        ),
+        (
+            "state: a repaired session stays broken",
+            '    engine.broken = ""\n',
+            "",
+            "tests/session/test_state.py::test_a_repaired_session_goes_on_after_an_update_that_ended_half_way",
+            "no checkpoint would cure an update that was ended half-way",
+        ),
+        (
+            "state: the session's own memory is saved",
+            "sharded_as(stored[p].rest_of(p).clone(), p)",
+            "sharded_as(stored[p].rest_of(p), p)",
+            "tests/session/test_state.py::test_a_state_is_a_plain_tree_that_shares_no_memory_with_the_session",
+            "a state that is kept would follow the steps after it",
+        ),
+    ),
+    *in_file(
+        "session/stateful.py",
+        (
+            "stateful: states that only have a form are loaded",
+            'if values and name not in rest["fresh"]:',
+            "if values:",
+            "tests/session/test_state.py::test_stateful_goes_on_bit_for_bit",
+            "an optimizer would begin at its second step",
+        ),
+        (
+            "stateful: what was loaded is trained on",
+            "_lying_as(value, param).clone() for key",
+            "_lying_as(value, param) for key",
+            "tests/session/test_state.py::test_stateful_goes_on_bit_for_bit",
+            "a checkpoint in memory would change with each step",
+        ),
+        (
+            "stateful: values beyond FP16 are loaded",
+            "elif name in params and name in model and overflows(",
+            "elif False and overflows(",
+            "tests/session/test_state.py::test_what_fp16_does_not_hold_is_refused_by_stateful_before_anything_is_loaded",
+            "half of a checkpoint would be loaded before the error",
+        ),
+    ),
+    *in_file(
+        "session/overflows.py",
+        (
+            "overflows: passes that were given up are run again",
+            "if not any(window.passes for window in engine.windows):",
+            "if False:",
+            "tests/session/test_overflows.py::test_only_the_passes_of_the_window_are_run_again",
+            "another batch's overflow would be explained",
+        ),
+        (
+            "overflows: a failed loss is called an overflow",
+            "if bool(judged.failed)\n",
+            "if False\n",
+            "tests/session/test_overflows.py::test_an_overflow_raises_names_what_is_not_finite_and_the_loop_goes_on",
+            "a smaller scale would be looked for where the loss is infinite",
         ),
     ),
 )

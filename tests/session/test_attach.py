@@ -150,22 +150,6 @@ def test_an_optimizer_that_is_added_is_as_one_that_was_there(policy, optimizer):
     assert ends[0][1]
 
 
-@pytest.mark.parametrize("policy", ["O0", *LOW[:2]])
-def test_an_optimizer_of_the_same_weights_is_added_once_gradients_that_waited_were_cleared(policy):
-    model = network()
-    one, other = OPTIMIZERS["SGD"](model.parameters()), OPTIMIZERS["SGD"](model[3].parameters())
-    with attached(model, one, policy) as amp:
-        loss_of(model, 0).backward()
-        with pytest.raises(StateError, match="added inside an accumulation window"):
-            amp.add(other)
-        one.zero_grad()
-        amp.add(other)
-        before = model[3].weight.detach().clone()
-        loss_of(model, 1).backward()
-        other.step()
-        assert not torch.equal(model[3].weight, before)
-
-
 def test_what_belongs_to_other_models_steps_as_ever():
     """Optimizers, a disabled GradScaler and one of another model; and what was unknown, after the end."""
     other, twin = network(), network()

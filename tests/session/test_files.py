@@ -321,8 +321,14 @@ class Program:
         return os.getpid, ()
 
 
-def test_what_is_no_weight_is_refused_unless_it_is_asked_for(path):
+def test_what_is_loaded_is_what_was_asked_for(path):
     assert mezzo.load(path, map_location="meta")["weights"].device.type == "meta"
+    model = torch.nn.Linear(2, 1)
+    mezzo.save(path, model=torch.nn.Linear(2, 1), step=3)
+    before = model.weight.clone()
+    with pytest.raises(KeyError):  # and nothing was loaded
+        mezzo.load(path, model=model, optimizer=torch.optim.SGD(model.parameters()))
+    assert torch.equal(model.weight, before)
     mezzo.save(path, weight=torch.zeros(1), program=Program())
     with pytest.raises(pickle.UnpicklingError, match="posix"):
         mezzo.load(path)

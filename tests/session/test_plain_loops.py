@@ -318,6 +318,10 @@ def test_a_scheduler_of_epochs_waits_for_no_single_skipped_step():
         assert (scheduler.last_epoch, plateau.last_epoch) == (1, 1)
         scheduler.step()  # nothing was stepped since: torch's own
         assert scheduler.last_epoch == 2
+        made.param_groups[0]["lr"] = 1.0  # one that is made after a skipped step begins all the same
+        del made.param_groups[0]["initial_lr"]
+        lr_scheduler.LambdaLR(made, lambda epoch: 0.25)
+        assert made.param_groups[0]["lr"] == 0.25
 
 
 def test_a_scheduler_waits_for_its_own_optimizer_alone():

@@ -204,6 +204,21 @@ def test_stats_are_what_a_book_kept_by_hand_says(pattern, interval, hysteresis, 
     assert model.each[0].isfinite().all()
 
 
+def test_a_saved_scale_stays_within_this_sessions_bounds_and_extremes_begin_again_with_another():
+    saved = counted("dynamic(init=4096)")[1].state_dict()
+    for rules, scale in (
+        ("dynamic(init=4)", 4096.0),
+        ("dynamic(init=4,ceiling=64)", 64.0),
+        ("dynamic(init=2**16,floor=8192)", 8192.0),
+        ("8", 8.0),
+        ("4096", 4096.0),
+    ):
+        amp = counted(rules)[1]
+        amp.load_state_dict(saved)
+        stats = amp.stats()
+        assert (float(amp.loss_scale), stats.scale, stats.lowest_scale, stats.highest_scale) == (scale,) * 4, rules
+
+
 # Log lines -----------------------------------------------------------------------------------------------
 
 
