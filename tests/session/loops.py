@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo import MixedPrecision
+from mezzo import LossScale, MixedPrecision, Policy
 
 INF, NAN = float("inf"), float("nan")
 
@@ -79,8 +79,16 @@ def backward(amp, model, number, *, spoilt=False):
         spoil(model)
 
 
-def spoil(model, value=INF):
-    next(p for p in model.parameters() if p.grad is not None).grad.fill_(value)
+def spoil(model, value=INF, which=0):
+    [p for p in model.parameters() if p.grad is not None][which].grad.fill_(value)
+
+
+def poisoned(output):
+    """A finite loss whose gradients overflow in part."""
+    factors = torch.ones_like(output)
+    factors[::2] = INF
+    output.register_hook(lambda gradient: gradient * factors)
+    return output.sum()
 
 
 def train(amp, model, number, *, spoilt=False, micro_batches=1):
@@ -174,6 +182,25 @@ def over(model, policy, *groups, lr=1.0, **options):
     lists = groups or (list(model.parameters()),)
     optimizers = [torch.optim.SGD(each, lr=lr) for each in lists]
     return optimizers, MixedPrecision(model, optimizers, policy, **options)
+
+
+def counted(rules="none", *, level="O0", params=1, **options):
+    """A session over parameters whose gradients are all ones, for what is counted of its steps."""
+    model = Weights(*[2] * params)
+    policy = Policy.parse(level).evolve(loss_scale=rules if isinstance(rules, LossScale) else LossScale.parse(rules))
+    return model, over(model, policy, **options)[1]
+
+
+def iterate(model, amp, event=".", poison=INF):
+    """One step: clean, with an overflow (X), or with a loss that is not finite itself (F)."""
+    loss = model.loss(*[1.0] * len(model.each))
+    amp.backward(loss * poison if event == "F" else loss)
+    if event == "X":
+        model.each[0].grad[0] = poison
+    try:
+        return amp.step()
+    finally:
+        amp.zero_grad()
 
 
 def _names_in(place, *, below=False):

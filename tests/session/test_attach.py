@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
-from torch.optim.swa_utils import AveragedModel
 
 import mezzo
 from mezzo import StateError
 from mezzo.session.attach import AttachedPrecision
 
-from ..support.tables import thinned
 from .loops import (
     EVERY,
     LOW,
@@ -32,11 +30,10 @@ from .loops import (
     network,
     on_disk,
     spoil,
+    train,
     train_plainly,
     weights,
 )  # fmt: skip
-
-O2 = [policy for policy in LOW if policy.startswith("O2")]
 
 
 class _OfAFramework(AttachedPrecision):
@@ -49,26 +46,38 @@ class _OfAFramework(AttachedPrecision):
 
 
 @pytest.mark.parametrize("policy", [EVERY[1], LOW[0], LOW[2], O3[1]])
-def test_every_bound_name_is_given_back(policy):
+@pytest.mark.parametrize("begin", [mezzo.attach, mezzo.MixedPrecision])
+def test_every_bound_name_is_given_back(policy, begin):
+    """Model and optimizer are plain after the end, and go on as others from their states."""
     gc.collect()  # sessions of other tests
     before = bound_names()
-    model, made = built()
+    model, made = built("AdamW")
     instances = set(vars(model)), set(vars(made))
-    amp = mezzo.attach(model, made, policy)
+    amp = begin(model, made, policy)
     scheduler = StepLR(made, 1)
     for number in range(3):
-        train_plainly(model, made, number, spoilt=number == 1)
+        if begin is mezzo.attach:
+            train_plainly(model, made, number, spoilt=number == 1)
+        else:
+            train(amp, model, number, spoilt=number == 1)
         scheduler.step()
-    amp.detach()
-    amp.detach()
+    amp.backward(loss_of(model, 3, amp))
+    kept = weights(amp)
+    amp.close()
+    amp.close()
+    assert repr(amp).endswith("(closed)")
     after = bound_names()
     assert {key for key in before if after[key] is not before[key]} == set()
     assert after.keys() == before.keys()
     assert set(vars(model)) == instances[0]
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._state_dict_hooks for m in model.modules())
     assert not made._optimizer_step_pre_hooks
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-    twin, theirs = built()
+    assert made.param_groups[0]["params"] == list(model.parameters())
+    for param, exact in zip(model.parameters(), kept, strict=True):
+        assert param.dtype == torch.float32
+        assert torch.equal(param, exact)
+        assert param.grad is None
+    twin, theirs = built("AdamW")
     twin.load_state_dict(model.state_dict())
     theirs.load_state_dict(copy.deepcopy(made.state_dict()))
     for number in range(2):
@@ -99,51 +108,24 @@ def test_a_session_that_nobody_holds_ends_by_itself():
     assert torch.autograd._engine_run_backward is engine
 
 
-def test_without_a_policy_it_is_o1_in_the_fast_format_and_the_log_says_so(caplog):
+def test_a_session_says_what_it_is(caplog):
+    policy = "O1,dtype=bfloat16,emulate=true"
+    amp = mezzo.MixedPrecision(*built(), policy)
+    assert (repr(amp), str(amp.policy)) == (f"MixedPrecision(Sequential, SGD, policy={policy!r})", policy)
+    assert mezzo.MixedPrecision(*built(), None).policy.level == "O1"
     with caplog.at_level("INFO", "mezzo.session.attach"), attached(*built()) as amp:
         assert [record.getMessage().split(",")[0] for record in caplog.records] == ["no policy is given: O1"]
         assert amp.policy.level == "O1"
         assert amp.policy.dtype in (torch.float16, torch.bfloat16)
 
 
-def test_it_is_a_session_with_the_calls_of_the_five_lines():
-    model, made = built()
-    with attached(model, made, "O1,emulate=true,loss_scale=dynamic(init=1024)") as amp:
-        assert isinstance(amp, mezzo.MixedPrecision)
-        assert amp.last_step is None
-        amp.backward(loss_of(model, 0, amp))
-        assert model[0].weight.grad.abs().max() < 1  # plain here, too
-        assert not amp.step().skipped
-        amp.zero_grad()
-        train_plainly(model, made, 1, spoilt=True)
-        assert bool(amp.last_step.skipped)
-        assert (amp.stats().steps, amp.stats().skipped) == (2, 1)
-
-
-@pytest.mark.parametrize("policy", EVERY)
-def test_its_own_clipping_is_that_of_the_five_lines(policy):
-    ends = []
-    for own in (True, False):
-        model, made = built("AdamW")
-        amp = (mezzo.attach if own else mezzo.MixedPrecision)(model, made, policy, max_grad_norm=0.1)
-        for number in range(3):
-            if own:
-                train_plainly(model, made, number)
-            else:
-                amp.backward(loss_of(model, number, amp))
-                amp.step()
-                amp.zero_grad()
-        ends.append(weights(amp))
-        amp.close()
-    for mine, theirs in zip(*ends, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
-
-
 # Optimizers that come later, or belong to others ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy, optimizer", thinned(EVERY, ["SGD", "mezzo"], every=2))
+@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize("optimizer", ["SGD", "mezzo"])
 def test_an_optimizer_that_is_added_is_as_one_that_was_there(policy, optimizer):
+    """Of a layer that was frozen until then, whose FP32 values are taken over whole."""
     ends = []
     for late in (True, False):
         model = network()
@@ -154,8 +136,8 @@ def test_an_optimizer_that_is_added_is_as_one_that_was_there(policy, optimizer):
                 if late and number == 1:
                     other = OPTIMIZERS[optimizer](model[3].parameters())
                     amp.add(other)
-                if number == 0:
-                    model[3].requires_grad_(False)
+                    assert torch.equal(model.state_dict()["3.weight"], network()[3].weight)
+                model[3].requires_grad_(number > 0)
                 loss_of(model, number).backward()
                 if number == 2:
                     spoil(model[3])
@@ -163,56 +145,36 @@ def test_an_optimizer_that_is_added_is_as_one_that_was_there(policy, optimizer):
                 if number:
                     other.step()
                 model.zero_grad()
-                model[3].requires_grad_(True)
             ends.append((weights(amp), "mezzo" in other.state_dict()))
     assert_same(*ends)
     assert ends[0][1]
 
 
-@pytest.mark.parametrize("policy", ["O0", *LOW[:2]])
-def test_an_optimizer_of_the_same_weights_is_added_once_gradients_that_waited_were_cleared(policy):
-    model = network()
-    one, other = OPTIMIZERS["SGD"](model.parameters()), OPTIMIZERS["SGD"](model[3].parameters())
-    with attached(model, one, policy) as amp:
-        loss_of(model, 0).backward()
-        with pytest.raises(StateError, match="added inside an accumulation window"):
-            amp.add(other)
-        one.zero_grad()
-        amp.add(other)
-        before = model[3].weight.detach().clone()
-        loss_of(model, 1).backward()
-        other.step()
-        assert not torch.equal(model[3].weight, before)
-
-
-def test_optimizers_of_other_models_step_as_ever():
+def test_what_belongs_to_other_models_steps_as_ever():
+    """Optimizers, a disabled GradScaler and one of another model; and what was unknown, after the end."""
     other, twin = network(), network()
     beside, theirs = OPTIMIZERS["SGD"](other.parameters()), OPTIMIZERS["SGD"](twin.parameters())
-    model, made = built()
-    for number in range(2):
-        train_plainly(twin, theirs, number)
-    with attached(model, made, "O2,emulate=true,loss_scale=dynamic(init=1024)"):
-        for number in range(2):
-            train_plainly(model, made, number)
-            train_plainly(other, beside, number)
-    assert_same(facts(other, beside), facts(twin, theirs))
-
-
-@pytest.mark.parametrize("policy", ["O0,loss_scale=8", *LOW])
-def test_a_disabled_grad_scaler_and_one_of_another_model_work(policy):
-    model, made = built()
-    with attached(model, made, policy) as amp:
-        off = torch.amp.GradScaler("cpu", enabled=False)
-        off.scale(loss_of(model, 0)).backward()
-        off.unscale_(made)
-        off.step(made)
-        off.update()
-        assert (amp.stats().steps, amp.stats().skipped) == (1, 0)
-        other, scaler = network(), torch.amp.GradScaler("cpu", init_scale=8.0)
-        beside = torch.optim.SGD(other.parameters(), lr=0.1)
-        scaler.scale(loss_of(other, 0)).backward()
-        assert scaler.step(beside) is None
-        assert (amp.stats().steps, amp.stats().skipped) == (1, 0)
+    train_plainly(twin, theirs, 0)
+    for policy in ("O0,loss_scale=8", *LOW):
+        model, made = built()
+        stranger = torch.optim.SGD(model.parameters(), lr=1.0)
+        with attached(model, made, policy) as amp:
+            off = torch.amp.GradScaler("cpu", enabled=False)
+            off.scale(loss_of(model, 0)).backward()
+            off.unscale_(made)
+            off.step(made)
+            off.update()
+            assert (amp.stats().steps, amp.stats().skipped) == (1, 0)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+            scaler.scale(loss_of(other, 0)).backward()
+            assert scaler.step(beside) is None
+            assert (amp.stats().steps, amp.stats().skipped) == (1, 0)
+            assert_same(facts(other, beside), facts(twin, theirs))
+            with pytest.raises(StateError, match="does not know"):
+                stranger.step()
+        train_plainly(model, stranger, 1)
+        other, beside = copy.deepcopy(network()), None
+        beside = OPTIMIZERS["SGD"](other.parameters())
 
 
 # Copies ---------------------------------------------------------------------------------------------------------------
@@ -242,124 +204,63 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("policy, optimizer, way", thinned([*EVERY, *O3], ["SGD", "mezzo"], WAYS, every=4))
-def test_copies_are_plain_models_in_fp32(policy, optimizer, way):
-    model, made = built(optimizer)
-    calls = []
-    with attached(model, made, policy) as amp:
-        train_plainly(model, made, 0)
-        exact = [value.float() for value in weights(amp)]
-        held = WAYS[way]({"epoch": 3, "all": nn.ModuleList([model]), "part": model[0]})
-        assert_same(exact[:2], [p.float() for p in held["part"].parameters()])
-        for twin in (held["all"][0], WAYS[way](model)):
-            assert_same(exact, list(twin.parameters()))
-            assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in twin.parameters())
-            assert vars(twin).keys() == vars(network()).keys()
-            for module in twin.modules():
-                assert not any(value for name, value in vars(module).items() if name.endswith("hooks"))
-            train_plainly(twin, OPTIMIZERS["SGD"](twin.parameters()), 1)
-            mezzo.MixedPrecision(twin, OPTIMIZERS["SGD"](twin.parameters()), "O2,emulate=true").close()
-        model.register_forward_hook(lambda *_: calls.append(1)) if way == "deepcopy" else None
-        train_plainly(model, made, 1)  # and the model itself goes on
-        if way == "deepcopy":
-            copy.deepcopy(model)(batch(0)[0])
-            assert len(calls) == 2  # a hook of the user's is in a copy
-
-
-@pytest.mark.parametrize("policy", EVERY)
-def test_state_dicts_hold_fp32_values_and_load_them_whole(policy):
-    for optimizer in ("SGD", "mezzo"):
+@pytest.mark.parametrize("policy, optimizer", list(zip([*EVERY, *O3], 4 * ["SGD", "mezzo"], strict=True)))
+def test_copies_are_plain_models_in_fp32(policy, optimizer):
+    for way, copied in WAYS.items():
         model, made = built(optimizer)
-        generator = torch.Generator().manual_seed(3)
-        fresh = {name: torch.randn(value.shape, generator=generator) for name, value in model.state_dict().items()}
+        calls = []
         with attached(model, made, policy) as amp:
             train_plainly(model, made, 0)
-            assert_same(list(model.state_dict().values()), weights(amp))
-            model.load_state_dict(fresh)
-            error = 2.0**-40 if policy.startswith("O2,emulate") and optimizer == "mezzo" else 0.0
-            for name, value in model.state_dict().items():
-                assert value.dtype == torch.float32
-                assert (value - fresh[name]).abs().max() <= error
-        for name, value in model.state_dict().items():
-            assert (value - fresh[name]).abs().max() <= error
-
-
-@pytest.mark.parametrize("policy", [*EVERY, *O3])
-def test_averages_of_weights_are_averages_of_fp32_values(policy):
-    model, made = built()
-    with attached(model, made, policy):
-        averages = AveragedModel(model), AveragedModel(model, avg_fn=lambda mean, now, _: 0.9 * mean + 0.1 * now)
-        seen = []
-        for number in range(4):
-            train_plainly(model, made, number)
-            for average in averages:
-                average.update_parameters(model)
-            seen.append(nn.utils.parameters_to_vector(model.state_dict().values()).double())
-        for average in averages:
-            assert {p.dtype for p in average.parameters()} == {torch.float32}
-    moving = seen[0]
-    for now in seen[1:]:
-        moving = 0.9 * moving + 0.1 * now
-    for average, true in zip(averages, (sum(seen) / 4, moving), strict=True):
-        found = nn.utils.parameters_to_vector(average.parameters()).double()
-        torch.testing.assert_close(found, true, rtol=0, atol=1e-6)
+            exact = [value.float() for value in weights(amp)]
+            held = copied({"epoch": 3, "all": nn.ModuleList([model]), "part": model[0]})
+            assert_same(exact[:2], [p.float() for p in held["part"].parameters()])
+            for twin in (held["all"][0], copied(model)):
+                assert_same(exact, list(twin.parameters()))
+                assert all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in twin.parameters())
+                assert vars(twin).keys() == vars(network()).keys()
+                for module in twin.modules():
+                    assert not any(value for name, value in vars(module).items() if name.endswith("hooks"))
+            train_plainly(twin, OPTIMIZERS["SGD"](twin.parameters()), 1)
+            mezzo.MixedPrecision(twin, OPTIMIZERS["SGD"](twin.parameters()), "O2,emulate=true").close()
+            model.register_forward_hook(lambda *_, calls=calls: calls.append(1)) if way == "deepcopy" else None
+            train_plainly(model, made, 1)  # and the model itself goes on
+            if way == "deepcopy":
+                copy.deepcopy(model)(batch(0)[0])
+                assert len(calls) == 2  # a hook of the user's is in a copy
 
 
 # Checkpoints of the program's own -------------------------------------------------------------------------------------
 
 
-def resumed(policy, optimizer, order):
-    """The end of a run that is saved after three steps and goes on with new objects, and of one that just goes on."""
-    found = []
-    for stops in (True, False):
-        model, made = built(optimizer)
-        scheduler = StepLR(made, 2, gamma=0.5)
-        amp = mezzo.attach(model, made, policy)
-        for number in range(6):
-            if stops and number == 3:
-                files = on_disk(model, made, scheduler)
-                amp.detach()
-                model, made = built(optimizer)
-                nn.init.ones_(next(model.parameters()))
-                scheduler = StepLR(made, 2, gamma=0.5)
-                amp = mezzo.attach(model, made, policy)
-                parts = [model, made, scheduler]
-                for place in order:
-                    parts[place].load_state_dict(files[place])
-            train_plainly(model, made, number, spoilt=number in (1, 4))
-            scheduler.step()
-        found.append((facts(model, made, amp=amp), scheduler.last_epoch))
-        amp.detach()
-    return found
+@pytest.mark.parametrize("policy", [*EVERY, *O3])
+def test_a_run_goes_on_bit_for_bit_from_its_own_checkpoint(policy):
+    """Saved after three steps and gone on with in new objects: model, optimizer and scheduler alone, in any order."""
+    for optimizer, order in zip(OPTIMIZERS, [(0, 1, 2), (1, 2, 0), (2, 1, 0), (0, 2, 1)], strict=True):
+        found = []
+        for stops in (True, False):
+            model, made = built(optimizer)
+            scheduler = StepLR(made, 2, gamma=0.5)
+            amp = mezzo.attach(model, made, policy)
+            for number in range(6):
+                if stops and number == 3:
+                    files = on_disk(model, made, scheduler)
+                    amp.detach()
+                    model, made = built(optimizer)
+                    nn.init.ones_(next(model.parameters()))
+                    scheduler = StepLR(made, 2, gamma=0.5)
+                    amp = mezzo.attach(model, made, policy)
+                    for place in order:
+                        [model, made, scheduler][place].load_state_dict(files[place])
+                train_plainly(model, made, number, spoilt=number in (1, 4))
+                scheduler.step()
+            found.append((facts(model, made, amp=amp), scheduler.last_epoch))
+            amp.detach()
+        assert_same(*found)
+        assert found[0][1] == 4
 
 
-@pytest.mark.parametrize(
-    "policy, optimizer, order", thinned([*EVERY, *O3], OPTIMIZERS, [(0, 1, 2), (1, 2, 0)], every=4)
-)
-def test_a_run_goes_on_bit_for_bit_from_its_own_checkpoint(policy, optimizer, order):
-    one, other = resumed(policy, optimizer, order)
-    assert_same(one, other)
-    assert one[1] == 4
-
-
-@pytest.mark.parametrize("policy", [*LOW, *O3])
-def test_plain_torch_loads_a_programs_checkpoint(policy):
-    model, made = built("AdamW")
-    with attached(model, made, policy) as amp:
-        train_plainly(model, made, 0)
-        states = on_disk(model, made)
-        exact = [value.float() for value in weights(amp)]
-    assert all(value.dtype == torch.float32 for value in states[0].values())
-    twin, theirs = built("AdamW")
-    twin.load_state_dict(states[0])
-    theirs.load_state_dict(states[1])
-    assert "mezzo" not in theirs.state_dict()
-    assert_same(exact, list(twin.parameters()))
-    train_plainly(twin, theirs, 1)
-
-
-def test_a_checkpoint_of_plain_torch_is_loaded_as_it_is():
-    for policy in LOW:
+def test_checkpoints_are_plain_torchs_both_ways():
+    for policy in (*LOW, *O3):
         plain, theirs = built("AdamW")
         start = copy.deepcopy(list(plain.parameters()))
         train_plainly(plain, theirs, 0)
@@ -367,45 +268,20 @@ def test_a_checkpoint_of_plain_torch_is_loaded_as_it_is():
         with attached(model, made, policy) as amp:
             train_plainly(model, made, 5)
             scale = float(amp.loss_scale)
-            states = copy.deepcopy([plain.state_dict(), theirs.state_dict()])
-            model.load_state_dict(states[0])
-            made.load_state_dict(states[1])
+            model.load_state_dict(copy.deepcopy(plain.state_dict()))
+            made.load_state_dict(copy.deepcopy(theirs.state_dict()))
             assert float(amp.loss_scale) == scale
             for number in range(1, 4):
                 train_plainly(model, made, number)
                 train_plainly(plain, theirs, number)
-            assert_near(weights(amp), list(plain.parameters()), start, share=0.35)
-
-
-def test_the_state_of_another_model_is_refused_and_changes_nothing():
-    wide = nn.Linear(8, 3)
-    with attached(wide, made := torch.optim.SGD(wide.parameters(), lr=0.1, momentum=0.9), "O1,emulate=true"):
-        (strange,) = on_disk(made)
-    model, made = built()
-    with attached(model, made, "O1,emulate=true") as amp:
-        train_plainly(model, made, 0)
-        before = weights(amp), amp.stats(), float(amp.loss_scale)
-        with pytest.raises((StateError, ValueError)):
-            made.load_state_dict(strange)
-        assert_same((weights(amp), amp.stats(), float(amp.loss_scale)), before)
-        train_plainly(model, made, 1)
-
-
-def test_the_sessions_own_state_does_as_well():
-    for policy in (*EVERY, O3[1]):
-        ends = []
-        for stops in (True, False):
-            model, made = built("AdamW")
-            amp = mezzo.attach(model, made, policy)
-            for number in range(4):
-                if stops and number == 2:
-                    saved = on_disk(model, made, amp)
-                    amp.detach()
-                    model, made = built("AdamW")
-                    amp = mezzo.attach(model, made, policy)
-                    for part, state in zip((amp, made, model), reversed(saved), strict=True):
-                        part.load_state_dict(state)
-                train_plainly(model, made, number, spoilt=number == 1)
-            ends.append(facts(model, made, amp=amp))
-            amp.detach()
-        assert_same(*ends)
+            if policy in LOW:
+                assert_near(weights(amp), list(plain.parameters()), start, share=0.35)
+            states = on_disk(model, made)
+            exact = [value.float() for value in weights(amp)]
+        assert all(value.dtype == torch.float32 for value in states[0].values())
+        twin, theirs = built("AdamW")
+        twin.load_state_dict(states[0])
+        theirs.load_state_dict(states[1])
+        assert "mezzo" not in theirs.state_dict()
+        assert_same(exact, list(twin.parameters()))
+        train_plainly(twin, theirs, 1)

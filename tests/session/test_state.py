@@ -1,16 +1,19 @@
-"""A session's state between steps: bit-exact resume in any order, other policies, other systems' scalers, refusals."""
+"""What begins before a session and outlasts it: states, other systems' scalers, prepared models, what none updates.
+
+Saving and loading in the middle of training, in any order, is ``tests/acceptance``'s.
+"""
 
 import copy
-import itertools
+import io
 
 import pytest
 import torch
 from torch import nn
 
 import mezzo
-from mezzo import LossScale, MixedPrecision, StateError
+from mezzo import LossScale, MixedPrecision, Policy, StateError
 
-from ..support.tables import thinned
+from ..support.refusals import bits, refused
 from .loops import (
     EVERY,
     LOW,
@@ -19,57 +22,22 @@ from .loops import (
     Weights,
     assert_same,
     backward,
-    built,
     facts,
+    network,
     on_disk,
     over,
     session,
     train,
+    train_plainly,
     weights,
 )  # fmt: skip
 
-ORDERS = list(itertools.permutations(range(3)))
+BF16 = LOW[3]
+
+# States ---------------------------------------------------------------------------------------------------------------
 
 
-def build(policy, optimizer):
-    return session(policy, optimizer, max_grad_norm=1.0)
-
-
-@pytest.mark.parametrize("policy, optimizer, order", thinned([*EVERY, *O3], OPTIMIZERS, ORDERS, every=8))
-def test_ten_steps_after_loading_are_the_same_in_whatever_order(policy, optimizer, order):
-    """Saved after a skipped step; the scale grows between saving and the end."""
-    policy = policy.replace("init=1024", "init=1024,interval=4")
-    parts = build(policy, optimizer)
-    for number in range(5):
-        train(parts[2], parts[0], number, spoilt=number == 3)
-    saved = on_disk(*parts)
-    fresh = build(policy, optimizer)
-    nn.init.ones_(fresh[0][0].bias)
-    for place in order:
-        fresh[place].load_state_dict(saved[place])
-    for number in range(5, 15):
-        for model, _, amp in (parts, fresh):
-            train(amp, model, number, spoilt=number == 8)
-    assert_same(facts(*parts[:2], amp=parts[2]), facts(*fresh[:2], amp=fresh[2]))
-    assert_same(parts[2].state_dict(), fresh[2].state_dict())
-
-
-def test_loading_goes_back_in_time_within_one_session():
-    for policy in (*EVERY, O3[1]):
-        model, made, amp = session(policy, "AdamW")
-        train(amp, model, 0)
-        saved = copy.deepcopy([model.state_dict(), made.state_dict(), amp.state_dict()])
-        for number in range(1, 4):
-            train(amp, model, number, spoilt=number == 2)
-        after = facts(model, made, amp=amp)
-        for part, state in zip((model, made, amp), saved, strict=True):
-            part.load_state_dict(state)
-        for number in range(1, 4):
-            train(amp, model, number, spoilt=number == 2)
-        assert_same(after, facts(model, made, amp=amp))
-
-
-def test_a_state_shares_no_memory_with_the_session():
+def test_a_state_is_a_plain_tree_that_shares_no_memory_with_the_session():
     for policy in LOW:
         model, _, amp = session(policy)
         train(amp, model, 0)
@@ -77,143 +45,15 @@ def test_a_state_shares_no_memory_with_the_session():
         before = copy.deepcopy(state)
         train(amp, model, 1, spoilt=True)
         assert_same(before, state)
-
-
-def test_it_is_a_plain_tree():
-    _, _, amp = session(LOW[2])
-    for leaf in torch.utils._pytree.tree_leaves(amp.state_dict()):
-        assert type(leaf) in (int, float, bool, str, torch.Tensor)
-
-
-# Another policy -------------------------------------------------------------------------------------------------------
-
-KINDS = [("O0", "AdamW"), (LOW[1], "AdamW"), (LOW[3], "AdamW"), (LOW[2], "AdamW"), (LOW[3], "mezzo"), (LOW[2], "mezzo")]
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1)])
-@pytest.mark.parametrize("other", KINDS)
-@pytest.mark.parametrize("one", KINDS)
-def test_fp32_values_survive_a_change_of_policy_or_optimizer(one, other, order):
-    (model, _, amp), fresh = session(*one), session(*other)
-    for number in range(3):
-        train(amp, model, number)
-    saved = on_disk(model, amp)
-    parts = {0: (fresh[0], saved[0]), 2: (fresh[2], saved[1])}
-    for place in order:
-        if place in parts:
-            parts[place][0].load_state_dict(parts[place][1])
-    error = 2.0**-40 if other == (LOW[2], "mezzo") else 0.0
-    for mine, theirs in zip(weights(amp), weights(fresh[2]), strict=True):
-        assert (mine - theirs).abs().max() <= error
-    assert not train(fresh[2], fresh[0], 3).skipped
-
-
-@pytest.mark.parametrize("policy", [*EVERY, O3[1]])
-def test_stateful_goes_on_bit_for_bit(policy):
-    for optimizer in ("AdamW", "mezzo"):
-        model, _, amp = session(policy, optimizer)
-        for number in range(3):
-            train(amp, model, number, spoilt=number == 1)
-        saved = copy.deepcopy(amp.stateful().state_dict())
-        again, _, fresh = session(policy, optimizer)
-        fresh.stateful().load_state_dict(saved)
-        for number in range(3, 6):
-            train(amp, model, number)
-            train(fresh, again, number)
-        assert_same((weights(amp), amp.stats()), (weights(fresh), fresh.stats()))
-
-
-def test_what_fp16_does_not_hold_is_refused_by_stateful_before_anything_is_loaded():
-    model, _, amp = session(LOW[3], "AdamW")
-    with torch.no_grad():
-        model[0].weight.fill_(1e6)
-    saved = amp.stateful().state_dict()
-    again, made, fresh = session(LOW[2], "AdamW")
-    before = facts(again, made, amp=fresh)
-    with pytest.raises(StateError, match=r"0\.weight: values beyond 65504 → float16"):
-        fresh.stateful().load_state_dict(saved)
-    assert_same(before, facts(again, made, amp=fresh))
-
-
-def test_stateful_refuses_what_has_no_place_by_the_names_of_parameters():
-    """LBFGS tells what it keeps only to a closure, and keeps lists of tensors then."""
-    model, _, amp = session("O0", lambda params: torch.optim.LBFGS(params, max_iter=8))
-    with pytest.raises(
-        mezzo.UnsupportedError, match=r"before its first step(.|\n)*LBFGS(.|\n)*one step of the session"
-    ):
-        amp.stateful().state_dict()
-
-    def closure():
-        amp.zero_grad()
-        loss = model(torch.ones(2, 8)).square().mean()
-        amp.backward(loss)
-        return loss
-
-    amp.step(closure=closure)
-    with pytest.raises(mezzo.UnsupportedError, match=r"LBFGS keeps tensors in nested containers(.|\n)*old_dirs"):
-        amp.stateful().state_dict()
-
-
-# Other systems --------------------------------------------------------------------------------------------------------
-
-SCALERS = {
-    "torch": lambda scale: (
-        torch.amp.GradScaler("cpu", init_scale=scale).state_dict() | {"scale": scale, "_growth_tracker": 3}
-    ),
-    "apex": lambda scale: {"loss_scaler0": {"loss_scale": scale, "unskipped": 3}},
-    "paddle": lambda scale: {
-        "scale": torch.tensor([scale]),
-        "incr_ratio": 2.0,
-        "decr_ratio": 0.5,
-        "incr_every_n_steps": 2000,
-        "decr_every_n_nan_or_inf": 1,
-        "incr_count": 3,
-        "decr_count": 0,
-        "use_dynamic_loss_scaling": True,
-    },
-}
-
-
-@pytest.mark.parametrize("system", SCALERS)
-@pytest.mark.parametrize("style", ["five lines", "attached"])
-def test_scalers_of_other_systems_give_their_scale_and_their_count(system, style):
-    model = Weights(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    make = MixedPrecision if style == "five lines" else mezzo.attach
-    amp = make(model, optimizer, "O0,loss_scale=dynamic(interval=5)")
-    amp.load_state_dict(SCALERS[system](512.0))
-    assert amp.loss_scale.item() == 512.0
-    for scale in (512.0, 1024.0):
-        amp.backward(model.loss(1.0))
-        assert amp.step().next_scale.item() == scale
-        amp.zero_grad()
-
-
-@pytest.mark.parametrize("policy", ["O0", "O0,loss_scale=8"])
-def test_where_the_scale_does_not_move_a_scaler_s_stays_out(policy):
-    model = Weights(1)
-    _, amp = over(model, policy)
-    before = amp.state_dict()
-    amp.load_state_dict(SCALERS["torch"](512.0))
-    assert_same(before, amp.state_dict())
-
-
-def test_a_scale_that_counts_from_below_zero_is_saved_and_loaded():
-    """DeepSpeed's first growth comes a step late: its count begins at -1."""
-    saved, loaded = (over(Weights(1), f"O0,loss_scale={LossScale.like('deepspeed')}")[1] for _ in range(2))
-    assert saved.state_dict()["loss_scale"]["clean_steps"] == -1
-    loaded.load_state_dict(saved.state_dict())
-    assert_same(saved.state_dict(), loaded.state_dict())
-
-
-# Refusals -------------------------------------------------------------------------------------------------------------
+        leaves = torch.utils._pytree.tree_leaves(state)
+        assert {type(leaf) for leaf in leaves} <= {int, float, bool, str, torch.Tensor, type(None)}
 
 
 def test_remainders_are_saved_by_name():
     def of(order):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         params = [p for number in order for p in model[number].parameters()]
-        return model, MixedPrecision(model, torch.optim.SGD(params, lr=0.1), "O2,dtype=bfloat16,emulate=true")
+        return model, MixedPrecision(model, torch.optim.SGD(params, lr=0.1), BF16)
 
     (model, amp), (again, fresh) = of([0, 1]), of([1, 0])
     again.load_state_dict(model.state_dict())
@@ -222,40 +62,42 @@ def test_remainders_are_saved_by_name():
     assert_same(amp.state_dict()["remainders"], fresh.state_dict()["remainders"])
 
 
-@pytest.mark.parametrize("policy", LOW[2:])
-@pytest.mark.parametrize("optimizer", ["SGD", "mezzo"])
-def test_values_that_are_loaded_into_the_model_reach_the_optimizer_whole(policy, optimizer):
-    model, _, amp = session(policy, optimizer)
-    fresh, _ = built()
-    with torch.no_grad():
-        for param in fresh.parameters():
-            param.mul_(1.0009765625)
-    model.load_state_dict(fresh.state_dict())
-    error = 2.0**-40 if "bfloat16" not in policy else 0.0
-    for mine, theirs in zip(weights(amp), fresh.parameters(), strict=True):
-        assert (mine - theirs).abs().max() <= error
-    large = {name: value * 1e6 for name, value in fresh.state_dict().items()}
-    if "bfloat16" not in policy:
-        with pytest.raises(mezzo.NumericsError, match="beyond the range"):
-            model.load_state_dict(large)
+KINDS = [("O0", "AdamW"), (LOW[1], "AdamW"), (BF16, "AdamW"), (LOW[2], "AdamW"), (BF16, "mezzo"), (LOW[2], "mezzo")]
+
+
+@pytest.mark.parametrize("one", KINDS)
+def test_fp32_values_survive_a_change_of_policy_or_optimizer(one):
+    model, _, amp = session(*one)
+    for number in range(2):
+        train(amp, model, number)
+    saved = on_disk(model, amp)
+    for other in KINDS:
+        for order in ((0, 1), (1, 0)):
+            fresh = session(*other)
+            for place in order:
+                fresh[2 * place].load_state_dict(saved[place])
+            error = 2.0**-40 if other == (LOW[2], "mezzo") else 0.0
+            for mine, theirs in zip(weights(amp), weights(fresh[2]), strict=True):
+                assert (mine - theirs).abs().max() <= error
+        assert not train(fresh[2], fresh[0], 3).skipped
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("policy", LOW[2:])
-@pytest.mark.parametrize("optimizer", ["SGD", "mezzo"])
-def test_low_values_that_are_loaded_leave_what_rounds_to_them_as_it_is(policy, optimizer, dtype):
+def test_low_values_that_are_loaded_leave_what_rounds_to_them_as_it_is(policy, dtype):
     """So that the state of the session may be loaded before that of a model that another run has saved low."""
-    model, _, amp = session(policy, optimizer)
-    train(amp, model, 0)
-    before = [weight.clone() for weight in weights(amp)]
-    assert any((weight.to(dtype) != weight).any() for weight in before)
-    low = {name: weight.to(dtype) for name, weight in zip(model.state_dict(), before, strict=True)}
-    low["0.weight"][0, 0] += 1
-    model.load_state_dict(low)
-    after = weights(amp)
-    assert after[0][0, 0] == low["0.weight"][0, 0]
-    before[0][0, 0] = after[0][0, 0]
-    assert_same(before, after)
+    for optimizer in ("SGD", "mezzo"):
+        model, _, amp = session(policy, optimizer)
+        train(amp, model, 0)
+        before = [weight.clone() for weight in weights(amp)]
+        assert any((weight.to(dtype) != weight).any() for weight in before)
+        low = {name: weight.to(dtype) for name, weight in zip(model.state_dict(), before, strict=True)}
+        low["0.weight"][0, 0] += 1
+        model.load_state_dict(low)
+        after = weights(amp)
+        assert after[0][0, 0] == low["0.weight"][0, 0]
+        before[0][0, 0] = after[0][0, 0]
+        assert_same(before, after)
 
 
 def test_a_repaired_session_goes_on_after_an_update_that_ended_half_way():
@@ -285,19 +127,273 @@ def test_a_repaired_session_goes_on_after_an_update_that_ended_half_way():
         assert not train(amp, model, 1).skipped
 
 
-def test_one_optimizers_scale_is_in_the_state_once():
-    model = Weights(1, 1)
-    _, amp = over(model, "O0,loss_scale=dynamic(init=8)", [model.each[0]], [model.each[1]])
-    assert amp.state_dict()["loss_scale"]["scale"] == 8.0
+# stateful -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "mezzo"])
-def test_a_window_whose_gradients_the_model_has_cleared_is_none(optimizer):
-    model, made = built(optimizer)
-    amp = mezzo.attach(model, made, "O2,dtype=bfloat16,emulate=true")
-    model(torch.ones(2, 8)).square().mean().backward()
-    with pytest.raises(StateError, match="inside an accumulation window"):
-        amp.state_dict()
-    model.zero_grad()
-    assert amp.state_dict()["stats"]["steps"] == 0
-    amp.detach()
+@pytest.mark.parametrize("policy", [*EVERY, O3[1]])
+def test_stateful_goes_on_bit_for_bit(policy):
+    """From the first step on, whatever the optimizer had made by then; and what was loaded is left as it was."""
+    for optimizer, begun in (("AdamW", 0), ("AdamW", 3), ("mezzo", 3)):
+        model, _, amp = session(policy, optimizer)
+        for number in range(begun):
+            train(amp, model, number, spoilt=number == 1)
+        saved = copy.deepcopy(amp.stateful().state_dict())
+        kept = copy.deepcopy(saved)
+        again, _, fresh = session(policy, optimizer)
+        fresh.stateful().load_state_dict(saved)
+        for number in range(3, 6):
+            train(amp, model, number)
+            train(fresh, again, number)
+        assert_same((weights(amp), amp.stats()), (weights(fresh), fresh.stats()))
+        assert_same(saved, kept)
+
+
+def test_what_fp16_does_not_hold_is_refused_by_stateful_before_anything_is_loaded():
+    model, _, amp = session(BF16, "AdamW")
+    with torch.no_grad():
+        model[0].weight.fill_(1e6)
+    saved = amp.stateful().state_dict()
+    parts = session(LOW[2], "AdamW")
+    with refused(StateError, "0.weight: values beyond 65504 → float16", parts=parts):
+        parts[2].stateful().load_state_dict(saved)
+
+
+def test_stateful_refuses_what_has_no_place_by_the_names_of_parameters():
+    """LBFGS tells what it keeps only to a closure, and keeps lists of tensors then."""
+    model, _, amp = session("O0", lambda params: torch.optim.LBFGS(params, max_iter=8))
+    with refused(mezzo.UnsupportedError, "before its first step", "LBFGS", "one step of the session"):
+        amp.stateful().state_dict()
+
+    def closure():
+        amp.zero_grad()
+        loss = model(torch.ones(2, 8)).square().mean()
+        amp.backward(loss)
+        return loss
+
+    amp.step(closure=closure)
+    with refused(mezzo.UnsupportedError, "LBFGS keeps tensors in nested containers", "old_dirs"):
+        amp.stateful().state_dict()
+
+
+# Other systems --------------------------------------------------------------------------------------------------------
+
+SCALERS = {
+    "torch": lambda scale: (
+        torch.amp.GradScaler("cpu", init_scale=scale).state_dict() | {"scale": scale, "_growth_tracker": 3}
+    ),
+    "apex": lambda scale: {"loss_scaler0": {"loss_scale": scale, "unskipped": 3}},
+    "paddle": lambda scale: {
+        "scale": torch.tensor([scale]), "incr_ratio": 2.0, "decr_ratio": 0.5, "incr_every_n_steps": 2000,
+        "decr_every_n_nan_or_inf": 1, "incr_count": 3, "decr_count": 0, "use_dynamic_loss_scaling": True,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("system", SCALERS)
+def test_scalers_of_other_systems_give_their_scale_and_their_count(system):
+    for make in (MixedPrecision, mezzo.attach):
+        model = Weights(1)
+        amp = make(model, torch.optim.SGD(model.parameters(), lr=1.0), "O0,loss_scale=dynamic(interval=5)")
+        amp.load_state_dict(SCALERS[system](512.0))
+        assert amp.loss_scale.item() == 512.0
+        for scale in (512.0, 1024.0):
+            amp.backward(model.loss(1.0))
+            assert amp.step().next_scale.item() == scale
+            amp.zero_grad()
+        amp.close()
+    for policy in ("O0", "O0,loss_scale=8"):  # where the scale does not move, a scaler's stays out
+        _, amp = over(Weights(1), policy)
+        before = amp.state_dict()
+        amp.load_state_dict(SCALERS[system](512.0))
+        assert_same(before, amp.state_dict())
+
+
+def test_a_scale_that_counts_from_below_zero_is_saved_and_loaded():
+    """DeepSpeed's first growth comes a step late: its count begins at -1."""
+    saved, loaded = (over(Weights(1), f"O0,loss_scale={LossScale.like('deepspeed')}")[1] for _ in range(2))
+    assert saved.state_dict()["loss_scale"]["clean_steps"] == -1
+    loaded.load_state_dict(saved.state_dict())
+    assert_same(saved.state_dict(), loaded.state_dict())
+
+
+# Models that are prepared first ---------------------------------------------------------------------------------------
+
+
+def steps(model, amp, numbers=range(3)):
+    for number in numbers:
+        train(amp, model, number, spoilt=number == 1)
+
+
+@pytest.mark.parametrize("policy", [*EVERY, *O3])
+def test_a_session_over_a_prepared_model_is_the_one_that_prepares_it_itself(policy):
+    """Of an optimizer from before or after; and one session after another goes on with every bit."""
+    for optimizer in ("AdamW", "mezzo"):
+        one, first, amp_one = session(policy, optimizer)
+        steps(one, amp_one)
+        expected = facts(one, first, amp=amp_one)
+        steps(one, amp_one, range(3, 5))
+        amp_one.close()
+        for is_early in (True, False):
+            two = network()
+            made = OPTIMIZERS[optimizer](two.parameters()) if is_early else None
+            handle = mezzo.prepare(two, policy)
+            made = made or OPTIMIZERS[optimizer](two.parameters())
+            amp = MixedPrecision(handle, made)
+            assert amp.policy == Policy.parse(policy)
+            steps(two, amp)
+            assert_same(expected, facts(two, made, amp=amp))
+            low = copy.deepcopy(two.state_dict())
+            amp.close()
+            assert_same(low, two.state_dict())  # a wrapper around it may rely on its dtypes
+            again = MixedPrecision(handle, made)
+            if "loss_scale" not in policy:  # which would begin anew
+                steps(two, again, range(3, 5))
+                again.close()
+                handle.remove()
+                assert_same(one.state_dict(), two.state_dict())
+
+
+@pytest.mark.parametrize("policy", [*LOW, O3[1]])
+def test_without_a_session_removing_restores_every_bit(policy):
+    model = network()
+    with torch.no_grad():
+        model[0].weight[0, :4] = torch.tensor([1.00390625, -0.0, 1e-40, 3.0e-8])  # a tie in BF16; subnormal numbers
+    before = copy.deepcopy(model.state_dict())
+    handle = mezzo.prepare(model, policy)
+    with handle.autocast():
+        model(torch.ones(2, 8)).float().sum().backward()
+    for _ in range(2):
+        handle.remove()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, before[name]) or "bfloat16" not in policy
+            assert ((value - before[name]).abs() <= 2.0**-40).all(), name
+            assert torch.equal(value.signbit(), before[name].signbit()), name
+
+
+def test_what_is_written_or_loaded_in_between_counts():
+    """What is loaded with all its bits; what is written to half a spacing, and all else exactly."""
+    model, fresh = network(), network()
+    nn.init.normal_(fresh[3].weight)
+    handle = mezzo.prepare(model, BF16)
+    model.load_state_dict(fresh.state_dict())
+    model[0].weight.data[0, :2] = torch.tensor([2.0, -3.0])  # as programs initialise: no version counts this
+    with torch.no_grad():
+        model[0].weight[1] *= 2
+    master, _, _, _, last, _ = MixedPrecision(handle, OPTIMIZERS["SGD"](model.parameters())).master_params()
+    before = fresh[0].weight.detach()
+    assert master[0, :2].tolist() == pytest.approx([2.0, -3.0], rel=2**-8)
+    torch.testing.assert_close(master[1].detach(), model[0].weight[1].detach().float(), rtol=2**-8, atol=0)
+    assert torch.equal(master[2:], before[2:])
+    assert torch.equal(master[0, 2:], before[0, 2:])
+    assert torch.equal(last, fresh[3].weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what goes through a hook, read by Dynamo itself
+def test_wrappers_around_a_prepared_model_are_known(alone):
+    one, _, first = session(BF16, "AdamW")
+    steps(one, first)
+    for wrap in (
+        lambda model: torch.compile(model, backend="eager"),
+        nn.Sequential,
+        nn.parallel.DistributedDataParallel,
+    ):
+        two = network()
+        handle = mezzo.prepare(two, BF16)
+        wrapper = wrap(two)
+        found = handle if isinstance(wrapper, nn.parallel.DistributedDataParallel) else wrapper
+        amp = MixedPrecision(found, OPTIMIZERS["AdamW"](two.parameters()))
+        assert amp.policy == Policy.parse(BF16)
+        steps(wrapper, amp)
+        assert_same(weights(first), weights(amp))
+        amp.close()
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_several_models_train_in_one_session_prepared_or_not(is_tied):
+    """Tied ones stay tied, and empty parameters are no case."""
+    ends = []
+    for early in (0, 1, 2):
+        models = [network(), network()]
+        models[0].register_parameter("nothing", nn.Parameter(torch.zeros(0, 3)))
+        if is_tied:
+            models[1][0].weight = models[0][0].weight
+        made = OPTIMIZERS["AdamW"](dict.fromkeys(param for model in models for param in model.parameters()))
+        handles = [mezzo.prepare(model, BF16) for model in models[:early]]
+        amp = MixedPrecision([*handles, *models[early:]], made, BF16, max_grad_norm=1.0)
+        for number in range(2):
+            with amp.autocast():
+                loss = (models[0](torch.ones(4, 8)) * models[1](torch.ones(4, 8) * number)).float().square().mean()
+            amp.backward(loss + models[0].nothing.float().sum())
+            assert torch.isfinite(amp.step().grad_norm)
+            amp.zero_grad()
+        ends.append([model.state_dict() for model in models])
+        amp.close()
+        assert [m[0].weight.dtype for m in models] == [torch.bfloat16] * early + [torch.float32] * (
+            2 - early
+        ) or is_tied
+        assert not is_tied or models[1][0].weight is models[0][0].weight
+    assert_same(ends[0], ends[1])
+    assert_same(ends[0], ends[2])
+
+
+def test_a_copy_or_a_pickled_model_leads_to_no_handle():
+    model = network()
+    mezzo.prepare(model, LOW[0])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        steps(other, MixedPrecision(other, OPTIMIZERS["SGD"](other.parameters()), LOW[1]))
+
+
+def test_values_that_do_not_fit_are_refused_while_they_load():
+    for begin in (
+        mezzo.prepare,
+        lambda model, policy: MixedPrecision(model, OPTIMIZERS["SGD"](model[3:].parameters()), policy),
+    ):
+        model = network()
+        begun = begin(model, "O2,emulate=true")
+        large = network().state_dict()
+        large["0.weight"] *= 1e6
+        with refused(mezzo.NumericsError, "beyond the range of the model's dtype", "0.weight", parts=(model, begun)):
+            model.load_state_dict(large)
+
+
+# What no optimizer updates --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", LOW[2:])
+@pytest.mark.parametrize("begin", [MixedPrecision, mezzo.attach])
+def test_what_no_optimizer_updates_is_given_back_as_it_was(policy, begin):
+    """A frozen part with batch norm and a buffer, in any copy and checkpoint of the model's, and for any policy."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), network()[3])
+    model[:3].requires_grad_(False).eval()
+    nn.init.normal_(model[1].weight)
+    model.register_buffer("shift", torch.randn(6, generator=torch.Generator().manual_seed(0)))
+
+    def frozen(net):
+        return bits({name: value for name, value in net.state_dict().items() if not name.startswith("3.")})
+
+    before, head = frozen(model), model[3].weight.detach().clone()
+    optimizer = OPTIMIZERS["AdamW"](model[3].parameters())
+    amp = begin(model, optimizer, policy)
+    assert model[0].weight.dtype == amp.policy.dtype  # and that is what computes
+    for number in range(3):
+        if begin is MixedPrecision:
+            train(amp, model, number)
+        else:
+            train_plainly(model, optimizer, number)
+        assert frozen(model) == frozen(copy.deepcopy(model)) == before
+    saved = copy.deepcopy(amp.stateful().state_dict())
+    amp.close()
+    assert frozen(model) == before
+    assert not torch.equal(model[3].weight, head)
+    for level in ("O1,emulate=true", policy):
+        other = copy.deepcopy(model)
+        for param in other.parameters():
+            nn.init.ones_(param)
+        again = MixedPrecision(other, OPTIMIZERS["AdamW"](other[3].parameters()), level)
+        again.stateful().load_state_dict(copy.deepcopy(saved))
+        again.close()
+        assert frozen(other) == before

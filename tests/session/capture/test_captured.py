@@ -6,24 +6,24 @@ from torch.nn import functional
 
 from mezzo import LossScale, optim
 
-from ...support.tables import thinned
+from ...support.refusals import bits
 from .loops import OPTIMIZERS, POLICIES, Loop, batches, both, run
 
 
-@pytest.mark.parametrize("policy, make", thinned(POLICIES, OPTIMIZERS, every=3))
-def test_fifty_captured_steps_are_fifty_eager_ones_bit_for_bit(policy, make, bits):
+@pytest.mark.parametrize("policy, make", list(zip(POLICIES, OPTIMIZERS, strict=True)))
+def test_captured_steps_are_eager_ones_bit_for_bit(policy, make):
     def between(loop, number):
         loop.schedule.step()
-        if number == 20 and make != "torch":
+        if number == 12 and make != "torch":
             loop.optimizer.param_groups[0]["weight_decay"] = 0.3
 
-    data = batches(range(50), bad=(0, 7, 8, 23, 49))
+    data = batches(range(30), bad=(0, 7, 8, 23, 29))
     eager, captured, loop = both(lambda: Loop(policy, OPTIMIZERS[make]), data, between)
     assert bits(eager) == bits(captured)
-    assert (loop.graph.runs, loop.graph.replays) == (3, 47)
+    assert (loop.graph.runs, loop.graph.replays) == (3, 27)
     stats = captured[2]
-    assert (stats.steps, stats.skipped, stats.backoffs) == (50, 5, 5)
-    assert stats.growths > 5
+    assert (stats.steps, stats.skipped, stats.backoffs) == (30, 5, 5)
+    assert stats.growths > 3
 
 
 class MicroBatches(Loop):
@@ -52,17 +52,6 @@ class Penalty(Loop):
         return loss, step.skipped, slope
 
 
-class TwoLosses(Loop):
-    def train_step(self, x, y, boost):
-        for factor in (1.0, boost):
-            with self.amp.autocast():
-                loss = functional.cross_entropy(self.model(x).float(), y)
-            self.amp.backward(loss * factor)
-        step = self.amp.step()
-        self.amp.zero_grad()
-        return loss, step.scale, step.next_scale
-
-
 class TwoSteps(Loop):
     """Two steps in one train step, the first with a look at the gradients, and gradients cleared at the beginning."""
 
@@ -79,18 +68,6 @@ class TwoSteps(Loop):
                     param.grad.clamp_(-1e-3, 1e-3)
             norms.append(self.amp.step().grad_norm)
         return norms
-
-
-class ClippedWeights(Loop):
-    def __init__(self):
-        super().__init__(make=OPTIMIZERS["torch"])
-
-    def train_step(self, x, y, boost):
-        out = super().train_step(x, y, boost)
-        with torch.no_grad():
-            for param in self.model.parameters():
-                param.clamp_(-0.05, 0.05)
-        return out
 
 
 class ClearedToZeros(Loop):
@@ -118,14 +95,42 @@ class TwoOptimizers(Loop):
         return steps
 
 
+class ClearedFirst(Loop):
+    """Gradients of the last call are there when it begins, and are no part of the graph."""
+
+    def train_step(self, x, y, boost):
+        self.amp.zero_grad()
+        with self.amp.autocast():
+            loss = functional.cross_entropy(self.model(x).float(), y)
+        self.amp.backward(loss * boost)
+        step = self.amp.step()
+        return loss, step.skipped
+
+
+class Opened(Loop):
+    """A region that was made before."""
+
+    def __init__(self):
+        super().__init__()
+        self.region = self.amp.autocast()
+
+    def train_step(self, x, y, boost):
+        with self.region:
+            loss = functional.cross_entropy(self.model(x).float(), y)
+        self.amp.backward(loss * boost)
+        self.amp.step()
+        self.amp.zero_grad()
+        return loss
+
+
 KINDS = {
     "micro-batches": MicroBatches,
     "a penalty": Penalty,
-    "two losses": TwoLosses,
     "two steps": TwoSteps,
-    "clipped weights": ClippedWeights,
     "gradients cleared to zeros": ClearedToZeros,
     "two optimizers": TwoOptimizers,
+    "gradients cleared first": ClearedFirst,
+    "a region made before": Opened,
     "constant scale": lambda: Loop(scale=LossScale.constant(128)),
     "no scale": lambda: Loop(scale=LossScale.none()),
     "no clipping": lambda: Loop(max_grad_norm=None),
@@ -137,7 +142,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whatever_a_train_step_does_is_captured(kind, bits):
+def test_whatever_a_train_step_does_is_captured(kind):
     data = batches(range(16), bad=(3, 4, 9))
     data[11] = (data[11][0] * float("inf"), *data[11][1:])  # the loss itself is not finite
     eager, captured, loop = both(KINDS[kind], data)
@@ -146,40 +151,7 @@ def test_whatever_a_train_step_does_is_captured(kind, bits):
     assert loop.graph.replays == 13
 
 
-def test_gradients_of_the_batch_begin_anew_in_each_call(bits):
-    class Slopes(Loop):
-        def train_step(self, x, y, boost):
-            out = super().train_step(x, y, boost)
-            return out, x.grad
-
-    def data():
-        return [(x.requires_grad_(), *rest) for x, *rest in batches(range(6), bad=(2,))]
-
-    eager, other = Slopes(), Slopes()
-    captured = other.captured()
-    eager, captured = run(eager, eager.train_step, data()), run(other, captured, data())
-    assert all(slope.any() for _, slope in captured[0])
-    assert bits(eager) == bits(captured)
-
-
-def test_gradients_that_are_there_are_no_part_of_the_graph(bits):
-    """A train step that clears them first finds those of the last call."""
-
-    class ClearedFirst(Loop):
-        def train_step(self, x, y, boost):
-            self.amp.zero_grad()
-            with self.amp.autocast():
-                loss = functional.cross_entropy(self.model(x).float(), y)
-            self.amp.backward(loss * boost)
-            step = self.amp.step()
-            return loss, step.skipped
-
-    eager, captured, loop = both(ClearedFirst, batches(range(8), bad=(2, 5)))
-    assert bits(eager) == bits(captured)
-    assert loop.graph.replays == 5
-
-
-def test_steps_without_the_graph_come_in_between(bits):
+def test_steps_without_the_graph_come_in_between():
     eager, other = (Loop("O2,dtype=float16,emulate=true") for _ in range(2))
     captured, turn = other.captured(), []
 
@@ -192,19 +164,10 @@ def test_steps_without_the_graph_come_in_between(bits):
     assert (other.graph.runs, other.graph.replays) == (3, 9)
 
 
-def test_a_train_step_may_open_its_region_before(bits):
-    class Opened(Loop):
-        def __init__(self):
-            super().__init__()
-            self.region = self.amp.autocast()
+def test_torchs_fused_sgd_is_recorded_once_it_has_momentum():
+    def make():
+        return Loop(make=lambda groups: torch.optim.SGD(groups, lr=torch.tensor(1e-2), momentum=0.9, fused=True))
 
-        def train_step(self, x, y, boost):
-            with self.region:
-                loss = functional.cross_entropy(self.model(x).float(), y)
-            self.amp.backward(loss * boost)
-            self.amp.step()
-            self.amp.zero_grad()
-            return loss
-
-    eager, captured, _ = both(Opened, batches(range(6), bad=(1, 4)))
+    eager, captured, loop = both(make, batches(range(12), bad=(0, 1, 2, 3, 4, 8)))
     assert bits(eager) == bits(captured)
+    assert (loop.graph.runs, loop.graph.replays) == (6, 6)

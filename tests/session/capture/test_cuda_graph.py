@@ -10,6 +10,7 @@ import torch
 import mezzo
 from mezzo.session.capture import CudaGraph
 
+from ...support.refusals import bits
 from .loops import Loop, batch, batches, run
 
 # A CUDA graph, as far as a machine without one goes ------------------------------------------------------
@@ -100,7 +101,7 @@ def test_a_capture_that_failed_puts_the_stream_back(monkeypatch):
 # Without a GPU -------------------------------------------------------------------------------------------
 
 
-def test_a_session_on_the_cpu_is_called_plainly(bits):
+def test_a_session_on_the_cpu_is_called_plainly():
     eager, other = Loop(), Loop()
     captured = mezzo.capture(other.train_step, other.amp)
     assert repr(captured) == "Captured(Loop.train_step)"

@@ -1,0 +1,293 @@
+"""Whatever of an attached model is called from outside runs in its region: products are counted by their dtypes."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mezzo
+
+from ..support.products import Products
+from .loops import assert_same, attached, batch, built, network
+
+#: A format without emulation, so that products reach the dispatcher in their own dtype; the numbers do not matter here.
+POLICIES = ["O1,dtype=bfloat16,emulate=false", "O2,dtype=bfloat16,emulate=false", "O3,dtype=bfloat16,emulate=false"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # Dynamo, of autograd functions
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # Dynamo, of any loss
+]
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def dtypes(run):
+    """The dtypes of the matrix products that something comes to, and what it returns."""
+    with Products() as products:
+        out = run()
+    return set(products.dtypes), out
+
+
+class Agent(nn.Module):
+    """A model whose ``forward`` nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.actor = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.calls = 0
+
+    def get_value(self, x):
+        self.calls += 1
+        return self.critic(x)
+
+    def get_action_and_value(self, x, action=None):
+        choice = torch.distributions.Categorical(logits=self.actor(x).float(), validate_args=False)
+        action = torch.zeros(len(x), dtype=torch.long) if action is None else action
+        return action, choice.log_prob(action), choice.entropy(), self.get_value(x)
+
+    def loss(self, x, y):
+        return functional.cross_entropy(self.actor(x).float() + self.actor[0](x).float().sum(), y)
+
+    def likeness(self, x):
+        features = self.actor[0](x)
+        return features @ features.mT
+
+    @property
+    def widths(self):
+        return [layer.out_features for layer in self.actor[::2]]
+
+    @staticmethod
+    def scaled(x):
+        return x * 2
+
+    @classmethod
+    def made(cls):
+        return cls()
+
+
+CALLS = {
+    "model.loss(x)": lambda model: model.loss(*batch(0)),
+    "get_action_and_value": lambda model: sum(p.float().sum() for p in model.get_action_and_value(batch(0)[0])[1:]),
+    "get_value": lambda model: model.get_value(batch(0)[0]).float().mean(),
+    "likeness": lambda model: model.likeness(batch(0)[0]).float().mean(),
+    "a part": lambda model: model.critic(batch(0)[0]).float().mean(),
+    "a layer of a part": lambda model: model.actor[0](batch(0)[0]).float().mean(),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_it_runs_low_forward_and_backward_and_trains(policy):
+    for name, call in CALLS.items():
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = Agent()
+        made = sgd(model)
+        with attached(model, made, policy) as amp:
+            before = [p.detach().clone() for p in model.parameters()]
+            forward, loss = dtypes(lambda call=call, model=model: call(model))
+            backward, _ = dtypes(loss.backward)
+            assert forward | backward == {"bfloat16"}, name
+            assert not torch.is_autocast_enabled("cpu")
+            made.step()
+            assert amp.stats().steps == 1
+            assert not all(map(torch.equal, before, model.parameters()))
+            with torch.no_grad():
+                assert dtypes(lambda call=call, model=model: call(model.eval()))[0] == {"bfloat16"}, name
+        assert dtypes(lambda call=call, model=model: call(model))[0] == {"float32"}, name
+
+
+@pytest.mark.parametrize("rule", ["fp32_module=critic", "fp32=linear@critic"])
+def test_a_part_that_has_a_rule_follows_it_when_it_is_called_by_itself(rule):
+    x, _ = batch(0)
+    model = Agent()
+    with attached(model, sgd(model), f"{POLICIES[0]},{rule}"):
+        assert dtypes(lambda: model.critic(x))[0] == {"float32"}
+        assert dtypes(lambda: model.critic[2](model.critic[1](model.critic[0](x))))[0] == {"float32"}
+        assert dtypes(lambda: model.actor(x))[0] == {"bfloat16"}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_comes_out_of_the_model_is_fp32_and_what_goes_on_inside_is_not(policy):
+    inner = network()
+    outer = nn.Sequential(inner, nn.Linear(3, 3))
+    with attached(outer, sgd(outer), policy):
+        seen = []
+        for part in (inner, inner[0]):
+            part.register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+        assert outer(batch(0)[0]).dtype == torch.float32
+        assert inner(batch(0)[0]).dtype == torch.float32  # a part that is called by itself
+        assert seen == [torch.bfloat16] * 3 + [torch.float32]
+    assert "forward" not in vars(inner)
+    with attached(*built(), "O1,emulate=true,output_dtype=float16") as amp:
+        assert amp.weights.models[0](batch(0)[0]).dtype == torch.float16
+
+
+def test_methods_are_the_models_own():
+    """They bind, they see attributes, they are given back; properties and static methods stay what they are."""
+    model = Agent()
+    before = set(vars(model))
+    with attached(model, sgd(model), POLICIES[0]):
+        model.get_value(batch(0)[0])
+        assert (model.calls, model.widths, model.get_value.__name__) == (1, [16, 3], "get_value")
+        assert torch.equal(model.scaled(torch.ones(2)), torch.full((2,), 2.0))
+        assert isinstance(model.made(), Agent)
+        assert isinstance(model, Agent)
+        assert not model.train().eval().training
+        assert len(list(model.named_parameters())) == 8
+    assert set(vars(model)) == before
+
+
+@pytest.mark.parametrize("error", [ValueError("ours"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_exception_leaves_the_region(error, policy):
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.raises = nn.Linear(8, 4), True
+
+        def forward(self, x):
+            x = self.inner(x)
+            if self.raises:
+                raise error
+            return x
+
+        def loss(self, x):
+            return self(x).float().sum()
+
+    def modes():
+        torch.autocast_decrement_nesting()
+        return torch._C._len_torch_function_stack(), torch.autocast_increment_nesting()
+
+    model = Fails()
+    before = modes()
+    with attached(model, sgd(model), policy):
+        for call in (model, model.loss):
+            with pytest.raises(type(error)):
+                call(torch.ones(2, 8))
+            assert modes() == before
+            assert not torch.is_autocast_enabled("cpu")
+        model.raises = False
+        used, out = dtypes(lambda: model(torch.ones(2, 8)))
+        assert (used, out.dtype) == ({"bfloat16"}, torch.float32)
+
+
+# Compiled -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_parts_of_what_is_compiled_anew_between_two_passes_of_a_step_are_parts(policy):
+    """torch breaks the graph at a 16-bit weight with an FP32 gradient, so that Python calls the parts."""
+
+    class Steps(nn.Module):
+        """A residual network that counts its passes; compiled, it is compiled anew when its counter becomes FP32."""
+
+        def __init__(self):
+            super().__init__()
+            self.first, self.parts = nn.Linear(8, 8), nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+            self.register_buffer("steps", torch.zeros(()))
+
+        def forward(self, x):
+            self.steps += 1
+            x = self.first(x)
+            for part in self.parts:
+                x = x + part(x)
+            return x
+
+    outputs = []
+    for compiles in (False, True):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        model = Steps()
+        with attached(model, sgd(model), policy):
+            run = torch.compile(model, backend="eager") if compiles else model
+            found = []
+            for x in torch.randn(3, 4, 8).unbind():
+                found.append(run(x))
+                found[-1].square().mean().backward()
+        outputs.append(found)
+    assert_same(*outputs)
+
+
+@pytest.mark.parametrize("policy", ["O1,emulate=true,loss_scale=1024", "O2,loss_scale=1024"])
+def test_a_compiled_step_with_its_backward_pass_is_the_eager_one(policy):
+    """The graph ends before the pass, without a word of Dynamo's about what stands there."""
+    ends = []
+    for compiles in (True, False):
+        model, made = built()
+
+        def evaluate(x, y, model=model):
+            loss = functional.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        with attached(model, made, policy):
+            run = torch.compile(evaluate, backend="eager") if compiles else evaluate
+            for number in range(2):
+                made.zero_grad()
+                run(*batch(number))
+                made.step()
+            ends.append([p.detach().clone() for p in model.parameters()])
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("rule", ["", ",fp32_module=inner"])
+def test_parts_without_autocast_are_that_in_compiled_code_too(rule):
+    """Parts are called where autocast is off; the second by the model itself."""
+
+    class Island(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 3)
+            self.inner = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def forward(self, x):
+            x = self.inner(self.first(x))
+            with torch.autocast("cpu", enabled=False):
+                return self.last(x.float())
+
+    torch.compiler.reset()
+    model = Island()
+    with attached(model, sgd(model), f"O1,dtype=bfloat16,emulate=true{rule}"), torch.no_grad():
+        x = torch.randn(4, 8)
+        compiled = torch.compile(lambda x: model(x).softmax(-1), backend="eager")
+        for _ in range(2):
+            assert torch.equal(compiled(x), model(x).softmax(-1))
+        part = torch.compile(model.inner, backend="eager")
+        assert torch.equal(part(x), model.inner(x))
+
+
+# Explained ------------------------------------------------------------------------------------------------------------
+
+
+class Scaled(torch.autograd.Function):
+    """A function whose gradient is computed by hand, with an FP32 matrix of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        twice = 2 * torch.eye(len(gradient))
+        return twice @ gradient
+
+
+@pytest.mark.parametrize("begins", [mezzo.MixedPrecision, mezzo.attach])
+def test_torchs_errors_about_dtypes_in_a_backward_pass_are_explained(begins):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model[0].register_forward_hook(lambda module, args, output: Scaled.apply(output))
+    amp = begins(model, sgd(model), POLICIES[1])
+    try:
+        with amp.autocast():
+            loss = model(batch(0)[0]).sum()
+        with pytest.raises(RuntimeError) as error:
+            loss.backward() if begins is mezzo.attach else amp.backward(loss)
+        (note,) = error.value.__notes__
+        assert "twice is float32 [" in note
+        assert "gradient is bfloat16 [" in note
+        assert note.endswith("write  twice.to(gradient.dtype)")
+    finally:
+        amp.close()
