@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from mezzo.compat.apex import amp
 from mezzo.compat.paddle.regions import last_dtype
 
 
 @pytest.fixture(autouse=True)
-def no_region_of_paddles_before():
-    """Paddle's scaler goes by the last ``auto_cast``, which may be another test's."""
+def anew():
+    """Paddle's scaler goes by the last ``auto_cast``, and apex has one session a process."""
     token = last_dtype.set(torch.float16)
     yield
     last_dtype.reset(token)
+    amp.deinitialize()

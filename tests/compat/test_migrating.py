@@ -121,12 +121,6 @@ def plant(model, overflow):
         model.weight.grad.fill_(float("inf"))
 
 
-@pytest.fixture(autouse=True)
-def ended():
-    yield
-    amp.deinitialize()
-
-
 LOOPS = {
     "torch, import changed": (TORCH, lambda: TorchStyle(GradScaler("cpu"), lambda: autocast("cpu", torch.bfloat16))),
     "torch, by hand": (TORCH, lambda: Session(mezzo.LossScale.like("torch"))),

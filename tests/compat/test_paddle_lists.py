@@ -1,16 +1,19 @@
-"""Paddle's levels and lists, op by op: the dtypes that Paddle's own rule gives, measured in regions of mezzo's."""
+"""Paddle's lists and Fleet's: the dtypes that Paddle's own rule gives each op, and ``amp_configs`` as a policy."""
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import mezzo
-from mezzo import Policy
+from mezzo import LossScale, Policy
+from mezzo.compat import fleet
 from mezzo.compat.paddle.lists import rules
 from mezzo.policy.ops import OPS, resolve
 from mezzo.policy.ops.lists import FLEET, PADDLE
 
-HALVES = (torch.float16, torch.bfloat16)
+from .programs import update_of_paddle
+
 WHITE, BLACK, EXTRA = PADDLE["white list"], PADDLE["black list"], PADDLE["extra black list"]
 #: The lists of each level, and what the rest gets: ``white_list()`` and ``black_list()`` of paddle/amp/amp_lists.py.
 LEVELS = {
@@ -138,8 +141,7 @@ def mixtures(low, args):
     return [*found, (low, *(torch.float32,) * (count - 1)), (torch.float32, *(low,) * (count - 1))][: 2 * min(count, 2)]
 
 
-@pytest.mark.parametrize("low", HALVES, ids=str)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level, low", [*((level, torch.float16) for level in LEVELS), ("O1", torch.bfloat16)])
 def test_each_op_runs_in_the_dtype_that_paddle_gives_it(level, low, emulating):
     wrong, here = [], region(level, low)
     for name, function, args in CALLS:
@@ -151,9 +153,9 @@ def test_each_op_runs_in_the_dtype_that_paddle_gives_it(level, low, emulating):
     assert wrong == []
 
 
-@pytest.mark.parametrize("low", HALVES, ids=str)
 @pytest.mark.parametrize("level", LEVELS)
-def test_normalisations_follow_their_input_where_no_list_names_them(level, low):
+def test_normalisations_follow_their_input_where_no_list_names_them(level):
+    low = torch.float16
     for name, function, args in BY_INPUT:
         for first in (low, torch.float32):
             with region(level, low):
@@ -220,17 +222,85 @@ def test_each_rule_says_why():
     assert reasons["max_pool2d"] == "on Paddle's white list"
     assert reasons["conv3d"] == "on neither of Paddle's lists"
     assert reasons["linalg_vecdot"] == "on Paddle's black list: Paddle computes it with sum"
-
-
-def test_the_rules_are_text_and_a_file(tmp_path):
-    for level in LEVELS:
-        policy = region(level, torch.float16, custom_white_list=["gelu"]).policy
-        assert Policy.parse(str(policy)) == policy
-        policy.save(tmp_path / "my.policy")
-        assert Policy.load(tmp_path / "my.policy") == policy
+    policy = region("Fleet", torch.float16, custom_white_list=["gelu"]).policy
+    assert Policy.parse(str(policy)) == policy
 
 
 def test_every_name_of_the_systems_lists_is_an_op():
     for names in (*PADDLE.values(), *FLEET.values()):
         for name in names:
             assert resolve(f"paddle:{name}") in OPS
+
+
+# Fleet's amp_configs ------------------------------------------------------------------------------------------
+
+
+def test_fleets_defaults():
+    policy = fleet.policy()
+    assert policy == fleet.policy({})
+    assert (policy.level, policy.dtype, policy.param_dtype) == ("O1", torch.float16, torch.float32)
+    assert policy.loss_scale == LossScale.like("fleet")
+    scale = policy.loss_scale
+    assert (scale.init, scale.interval, scale.hysteresis) == (32768, 1000, 2)
+    assert (scale.growth, scale.backoff) == (2.0, 0.5)
+    for op in ("conv2d", "matmul", "linear", "mm"):
+        assert policy.explain(op).treatment == "low"
+    black = "exp square log mean sum cosine_similarity softmax cross_entropy binary_cross_entropy_with_logits"
+    for op in black.split():
+        assert policy.explain(op).treatment == "fp32"
+    for op in ("relu", "batch_norm", "avg_pool2d", "add", "gelu", "pow", "layer_norm", "conv3d"):
+        assert policy.explain(op).treatment in ("native", "promote", "fp32_math")
+
+
+def test_each_knob_of_the_loss_scale():
+    knobs = {
+        "init_loss_scaling": ("init", 1024), "incr_every_n_steps": ("interval", 7), "incr_ratio": ("growth", 4.0),
+        "decr_every_n_nan_or_inf": ("hysteresis", 3), "decr_ratio": ("backoff", 0.8),
+    }  # fmt: skip
+    for key, (field, value) in knobs.items():
+        assert fleet.policy({key: value}).loss_scale == LossScale.like("fleet", **{field: value})
+        assert fleet.policy({key: value, "use_dynamic_loss_scaling": True}).loss_scale.mode == "dynamic"
+        constant = fleet.policy({key: value, "use_dynamic_loss_scaling": False}).loss_scale
+        assert constant == LossScale.constant(1024 if field == "init" else 32768)
+
+
+@pytest.mark.parametrize("key, dtype", [("use_pure_fp16", torch.float16), ("use_pure_bf16", torch.bfloat16)])
+def test_pure_is_o2(key, dtype):
+    policy = fleet.policy({key: True, "custom_black_list": ["softmax"], "custom_black_varnames": ["head.*"]})
+    assert (policy.level, policy.dtype, policy.param_dtype, policy.master_weights) == ("O2", dtype, dtype, True)
+    assert policy.loss_scale == (LossScale.like("fleet") if dtype == torch.float16 else LossScale.none())
+    assert policy.explain("softmax").treatment == "fp32"
+    assert policy.explain("mean").treatment == "native"  # Fleet's own black list says nothing in O2
+    assert policy.storage("head.weight", "head")[0] == torch.float32
+    off = {"use_pure_fp16": False, "use_pure_bf16": False, "use_fp16_guard": True, "use_optimizer_fp16": False}
+    assert fleet.policy(off) == fleet.policy()
+    assert fleet.policy({key: True, "use_fp16_guard": False}) == fleet.policy({key: True})
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_a_program_of_fleets_trains_with_its_ops_and_parameters_where_its_keys_want_them(pure, emulating):
+    torch.manual_seed(0)
+    model, low = nn.Sequential(nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 2)), torch.float16
+    configs = {"init_loss_scaling": 256, "custom_white_list": ["gelu"], "use_pure_fp16": pure}
+    configs |= {"incr_every_n_steps": 3, "custom_black_varnames": ["2.weight", "2.bias"]}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    amp, losses, dtypes, rule = mezzo.MixedPrecision(model, optimizer, fleet.policy(configs)), [], set(), (256.0, 0, 0)
+    assert [param.dtype for param in model.parameters()] == [low if pure else torch.float32] * 2 + [torch.float32] * 2
+    for layer in model:
+        layer.register_forward_hook(lambda layer, _, out: dtypes.add((type(layer), layer is model[2], out.dtype)))
+    x = torch.randn(32, 4, generator=torch.Generator().manual_seed(3))
+    for number in range(12):
+        with amp.autocast():
+            out = model(x)
+            if number in (3, 4):
+                out.register_hook(lambda gradient: gradient * torch.inf)
+            loss = functional.cross_entropy(out, (x[:, 0] > 0).long())
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+        losses.append(loss.item())
+        rule = update_of_paddle(rule, number in (3, 4), grows_after=3, backs_off_after=2)
+        assert amp.stats().scale == rule[0]
+    assert dtypes == {(nn.Linear, False, low), (nn.GELU, False, low), (nn.Linear, True, low if pure else torch.float32)}
+    assert loss.dtype == torch.float32
+    assert losses[-1] < losses[0] / 1.5

@@ -14,13 +14,9 @@ from mezzo.compat.apex import amp
 from mezzo.compat.paddle.lists import rules
 from mezzo.compat.torch import GradScaler, autocast
 
+from ..support.refusals import refused
+
 pytestmark = pytest.mark.usefixtures("emulating")
-
-
-@pytest.fixture(autouse=True)
-def ended():
-    yield
-    amp.deinitialize()
 
 
 class Given:
@@ -42,20 +38,28 @@ class Given:
         self.optimizer.zero_grad()
         scaler.scale(self.loss()).backward()
 
-    def state(self):
-        found = [param.detach().clone() for param in self.model.parameters()]
-        return found, self.scaler.state_dict(), self.paddles.state_dict()
-
     def initialize(self, **options):
         return amp.initialize(self.model, self.optimizer, verbosity=0, **options)
 
     def decorate(self, **given):
-        self.optimizer.zero_grad()
         return paddle.decorate(**{"models": self.model, "optimizers": self.optimizer, "level": "O2"} | given)
 
     def at_o1(self):
         self.initialize(opt_level="O1")
-        return self
+
+
+class After:
+    """What is refused, after something that is not."""
+
+    def __init__(self, begin, use):
+        self.begin, self.use = begin, use
+
+    def __call__(self, given):
+        self.use(given)
+
+
+def at_o1(use):
+    return After(Given.at_o1, use)
 
 
 def twice(call):
@@ -134,11 +138,6 @@ def contradicts(write, **options):
     return lambda g: g.initialize(**options), PolicyError, ["contradict each other", write]
 
 
-def again(g):
-    g.initialize(opt_level="O1")
-    amp.initialize(g.other, g.stranger)
-
-
 APEX = [
     contradicts("without keep_batchnorm_fp32", opt_level="O1", keep_batchnorm_fp32=True),
     contradicts("without master_weights", opt_level="O1", master_weights=True),
@@ -166,7 +165,11 @@ APEX = [
     (lambda g: g.initialize(cast_model_outputs="int4"), PolicyError, ["cast_model_outputs is 'int4'"]),
     (lambda g: g.initialize(min_loss_scale=-1.0), PolicyError, ["floor"]),
     (lambda g: g.initialize(min_loss_scale=2.0**10, max_loss_scale=2.0**8), PolicyError, ["ceiling"]),
-    (again, StateError, ["amp is initialised already", "amp.initialize([model, other], [optimizer, another], …)"]),
+    (
+        at_o1(lambda g: amp.initialize(g.other, g.stranger)),
+        StateError,
+        ["amp is initialised already", "amp.initialize([model, other], [optimizer, another], …)"],
+    ),
     (lambda g: amp.initialize([g.model, "model"], g.optimizer), PolicyError, ["takes Modules", "'model'"]),
     (lambda g: amp.initialize(g.model, [g.optimizer, g.model]), PolicyError, ["takes Optimizers"]),
     (lambda g: amp.initialize(None), PolicyError, ["takes Modules"]),
@@ -174,45 +177,31 @@ APEX = [
     (scaled_for(Given.loss, lambda g: g.optimizer), StateError, ["amp.scale_loss before amp.initialize"]),
     (lambda g: amp.state_dict(), StateError, ["amp.state_dict before amp.initialize"]),
     (lambda g: amp.load_state_dict({}), StateError, ["amp.load_state_dict before amp.initialize"]),
-    (lambda g: scaled_for(Given.loss, lambda g: g.stranger)(g.at_o1()), PolicyError, ["that amp.initialize was not"]),
-    (lambda g: scaled_for(Given.loss, lambda g: None)(g.at_o1()), PolicyError, ["where  NoneType"]),
-    (lambda g: g.at_o1() and amp.load_state_dict({"scale": 1.0}), StateError, ["no state of amp", "keys are 'scale'"]),
-    (lambda g: g.at_o1() and amp.load_state_dict([1]), StateError, ["this is no state of amp"]),
+    (at_o1(scaled_for(Given.loss, lambda g: g.stranger)), PolicyError, ["that amp.initialize was not"]),
+    (at_o1(scaled_for(Given.loss, lambda g: None)), PolicyError, ["where  NoneType"]),
+    (at_o1(lambda g: amp.load_state_dict({"scale": 1.0})), StateError, ["no state of amp", "keys are 'scale'"]),
+    (at_o1(lambda g: amp.load_state_dict([1])), StateError, ["this is no state of amp"]),
     (
-        lambda g: g.at_o1() and amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0}}),
+        at_o1(lambda g: amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0}})),
         StateError,
         ["loss_scaler0 has a loss_scale and a count, unskipped"],
     ),
     (lambda g: amp.register_half_function(torch, "softmaxx"), PolicyError, ["no function 'softmaxx'", "'softmax'"]),
     (
-        lambda g: g.at_o1() and amp.register_float_function(torch, "softmax"),
+        at_o1(lambda g: amp.register_float_function(torch, "softmax")),
         StateError,
         ["amp.register_float_function after amp.initialize"],
     ),
 ]
 
 
-def decorated_again(g):
-    g.decorate()
-    paddle.decorate(g.model, level="O2")
-
-
 def damaged(**changed):
     return loaded(lambda s: s | changed, "paddles")
 
 
-def without_masters(call):
-    def use(g):
-        g.decorate(master_weight=False)
-        g.backward(g.paddles)
-        getattr(g.paddles, call)(g.optimizer)
-
-    return use
-
-
-def decorated_twice(g):
-    g.decorate()
-    paddle.decorate(g.other, g.optimizer, level="O2")
+def without_masters(g):
+    g.decorate(master_weight=False)
+    g.backward(g.paddles)
 
 
 PADDLE = [
@@ -237,12 +226,16 @@ PADDLE = [
     (damaged(use_dynamic_loss_scaling=1), StateError, ["use_dynamic_loss_scaling is 1"]),
     (lambda g: g.paddles.minimize(g.optimizer), StateError, ["step() before backward()"]),
     (
-        lambda g: g.backward(g.paddles) or g.paddles.minimize(g.loss()),
+        After(lambda g: g.backward(g.paddles), lambda g: g.paddles.minimize(g.loss())),
         PolicyError,
         ["an optimizer must be a torch.optim.Optimizer, not Tensor"],
     ),
     *(
-        (without_masters(call), UnsupportedError, ["cannot be unscaled", "write  decorate(models=model, optimizers="])
+        (
+            After(without_masters, lambda g, call=call: getattr(g.paddles, call)(g.optimizer)),
+            UnsupportedError,
+            ["cannot be unscaled", "write  decorate(models=model, optimizers="],
+        )
         for call in ("unscale_", "step", "minimize")
     ),
     (lambda g: g.decorate(level="O0"), PolicyError, ["unknown level 'O0'", "valid: O1, O2"]),
@@ -258,8 +251,12 @@ PADDLE = [
     (lambda g: g.decorate(optimizers=3), PolicyError, ["optimizers has to be a torch.optim.Optimizer", "not int"]),
     (lambda g: g.decorate(optimizers=g.stranger), PolicyError, ["updates parameters that are not the models'"]),
     (lambda g: g.decorate(models=[g.model, 3], level="x", dtype="y", save_dtype="z"), PolicyError, ["4 problems"]),
-    (decorated_again, StateError, ["prepared already"]),
-    (decorated_twice, PolicyError, ["or it was decorated already"]),
+    (After(Given.decorate, lambda g: paddle.decorate(g.model, level="O2")), StateError, ["prepared already"]),
+    (
+        After(Given.decorate, lambda g: paddle.decorate(g.other, g.optimizer, level="O2")),
+        PolicyError,
+        ["or it was decorated already"],
+    ),
     (lambda g: paddle.auto_cast(level="O4"), PolicyError, ["unknown level 'O4'", "O1, O2, OD, O0", 'level="O1"']),
     (lambda g: paddle.auto_cast(level=1), PolicyError, ["unknown level 1"]),
     (lambda g: paddle.auto_cast(dtype="float61"), PolicyError, ["unknown dtype 'float61'", "did you mean 'float16'"]),
@@ -274,11 +271,6 @@ PADDLE = [
         PolicyError,
         ["4 problems"],
     ),
-]
-
-
-DECORATED = [
-    use for use, error, says in PADDLE if use in (decorated_again, decorated_twice) or "cannot be unscaled" in says
 ]
 
 
@@ -333,39 +325,40 @@ FLEET = [
 ]
 
 
-@pytest.mark.parametrize("use, error, says", TORCH)
-def test_a_scaler_that_refuses_goes_on(use, error, says):
-    given = Given()
-    before = given.scaler.state_dict()
-    with pytest.raises(error) as raised:
-        use(given)
-    for words in says:
-        assert words in str(raised.value)
-    assert "amp." not in str(raised.value) or "MixedPrecision" in str(raised.value)
-    assert given.scaler.state_dict() == before
-    given.scaler.load_state_dict(before)  # another iteration
-    given.model.float()
-    given.backward(given.scaler)
-    given.scaler.step(given.optimizer)
-    given.scaler.update()
-    assert not given.scaler.last_step.skipped
-    assert given.scaler.state_dict() == before | {"_growth_tracker": 1}
+def refuse(use, error, words, given, *, parts):
+    """Do what is refused; say which row it was if it is not, or is otherwise."""
+    if isinstance(use, After):
+        use.begin(given)
+    try:
+        with refused(error, *words, parts=parts):
+            use(given)
+    except (AssertionError, pytest.fail.Exception) as wrong:
+        raise AssertionError(f"{error.__name__} {words}: {wrong}") from wrong
 
 
-@pytest.mark.parametrize("use, error, says", [*APEX, *PADDLE, *FLEET])
-def test_what_is_refused_changes_nothing(use, error, says):
-    given = Given()
-    before = given.state()
-    with pytest.raises(error) as raised:
-        use(given)
-    for words in says:
-        assert words in str(raised.value)
-    amp.deinitialize()
-    after = given.state()
-    assert after[1:] == before[1:]
-    if given.model.weight.dtype == torch.float32:
-        assert all(map(torch.equal, before[0], after[0]))
-    else:  # a first call has decorated the model, and the second was refused
-        assert use in DECORATED
-    assert not torch.is_autocast_enabled("cpu")
-    assert torch.overrides._get_current_function_mode_stack() == []
+def test_a_scaler_that_refuses_goes_on():
+    for use, error, words in TORCH:
+        given = Given()
+        before = given.scaler.state_dict()
+        refuse(use, error, words, given, parts=())
+        assert given.scaler.state_dict() == before, words
+        given.scaler.load_state_dict(before)  # another iteration
+        given.model.float()
+        given.backward(given.scaler)
+        given.scaler.step(given.optimizer)
+        given.scaler.update()
+        assert not given.scaler.last_step.skipped, words
+        assert given.scaler.state_dict() == before | {"_growth_tracker": 1}, words
+
+
+@pytest.mark.parametrize("table", ["APEX", "PADDLE", "FLEET"])
+def test_what_is_refused_changes_nothing(table):
+    for use, error, words in globals()[table]:
+        given = Given()
+        given.optimizer.zero_grad()
+        states = given.scaler.state_dict(), given.paddles.state_dict()
+        refuse(use, error, words, given, parts=(given.model, given.optimizer, given.other, given.stranger))
+        amp.deinitialize()
+        assert (given.scaler.state_dict(), given.paddles.state_dict()) == states, words
+        assert not torch.is_autocast_enabled("cpu")
+        assert torch.overrides._get_current_function_mode_stack() == []

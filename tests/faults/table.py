@@ -7,6 +7,7 @@ from . import (
     distributed,
     explanation,
     ground,
+    integrations,
     numerics,
     optim,
     overflow,
@@ -20,7 +21,7 @@ from . import (
 from .fault import Fault
 
 _ROOMS = (
-    *(policy, scale, step, optim, weights, cast, session, distributed, compat),
+    *(policy, scale, step, optim, weights, cast, session, distributed, compat, integrations),
     *(explanation, overflow, numerics, script, cli, ground),
 )
 FAULTS: tuple[Fault, ...] = tuple(fault for room in _ROOMS for fault in room.FAULTS)

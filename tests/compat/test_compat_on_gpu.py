@@ -1,4 +1,4 @@
-"""`mezzo.compat.torch` on a CUDA device: no read in a step, torch's own bits, and a scale that lives there.
+"""apex's and torch's loops on a CUDA device: the host waits for nothing in a steady step, and training follows torch's.
 
 Where a test asks for ``gpu`` alone it also runs on a device that computes nothing (tests/fake_cuda).
 """
@@ -8,10 +8,12 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.compat.apex import amp
 from mezzo.compat.torch import GradScaler, autocast
-from mezzo.compat.torch.cuda import amp
+from mezzo.compat.torch.cuda.amp import GradScaler as CudaGradScaler
 
 from ..fake_cuda.case_sessions import FIRST
+from .programs import apex_pass, initialized
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,19 +27,64 @@ OPTIMIZERS = {
 }
 
 
+def network():
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def batch(number):
+    return torch.sin(torch.arange(64.0, device="cuda") * (number + 1)).view(4, 16)
+
+
+@pytest.mark.parametrize("level, optimizer", [("O0", "fused"), ("O1", "mezzo"), ("O2", "fused"), ("O2", "mezzo")])
+def test_steady_steps_in_apexs_form_wait_for_nothing(gpu, level, optimizer):
+    model = network()
+    with initialized(model, OPTIMIZERS[optimizer](model.parameters()), opt_level=level) as (model, made):
+
+        def step(number):
+            for delays in (True, False):
+                apex_pass(model(batch(number)).float().square().mean(), made, delay_unscale=delays)
+            made.step()
+            made.zero_grad()
+
+        for number in range(4):
+            step(number)
+        with gpu.unread():
+            for number in range(8):
+                step(number)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_program_in_apexs_form_follows_fp32(computing, level):
+    def losses(level):
+        model, found = network(), []
+        made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        with initialized(model, made, opt_level=level) as (model, made):
+            for number in range(30):
+                output = model(batch(number))
+                assert output.dtype == torch.float32
+                loss = output.square().mean()
+                made.zero_grad()
+                apex_pass(loss, made)
+                nn.utils.clip_grad_norm_(amp.master_params(made), 5.0)
+                made.step()
+                found.append(loss.item())
+        return found
+
+    assert losses(level) == pytest.approx(losses("O0"), rel=0.1, abs=0.01)
+
+
 class Loop:
     """The loop that torch's documentation teaches."""
 
     def __init__(self, optimizer, scaler):
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            self.model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
-        self.optimizer, self.scaler = OPTIMIZERS[optimizer](self.model.parameters()), scaler
+        self.model, self.scaler = network(), scaler
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
 
     def backward(self, number):
-        x = torch.sin(torch.arange(64.0, device="cuda") * (number + 1)).view(4, 16)
         with autocast("cuda"):
-            loss = self.model(x).float().square().mean()
+            loss = self.model(batch(number)).float().square().mean()
         self.scaler.scale(loss * torch.inf if number == 2 else loss).backward()
 
     def step(self, unscales=False):
@@ -51,8 +98,8 @@ class Loop:
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("optimizer", ["fused", "mezzo"])
-def test_a_step_reads_nothing(gpu, optimizer, unscales):
-    loop = Loop(optimizer, amp.GradScaler(growth_interval=3))
+def test_a_step_of_the_scaler_reads_nothing(gpu, optimizer, unscales):
+    loop = Loop(optimizer, CudaGradScaler(growth_interval=3))
     for number in range(FIRST):
         loop.backward(number)
         loop.step(unscales)
@@ -80,9 +127,7 @@ def test_the_scale_moves_in_one_launch(gpu, together):
 
 @pytest.mark.parametrize("unscales", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_it_trains_as_torchs_own(gpu, optimizer, unscales):
-    if not gpu.computes:
-        pytest.skip("numbers need a device that computes")
+def test_it_trains_as_torchs_own(computing, optimizer, unscales):
     found = []
     for scaler in (torch.amp.GradScaler("cuda", growth_interval=3), GradScaler("cuda", growth_interval=3)):
         loop, scales = Loop(optimizer, scaler), []
@@ -93,5 +138,4 @@ def test_it_trains_as_torchs_own(gpu, optimizer, unscales):
         found.append((list(loop.model.parameters()), scales))
     (theirs, scales), (mine, also) = found
     assert scales == also
-    for one, other in zip(theirs, mine, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(theirs, mine)
