@@ -16,7 +16,7 @@ FAULTS = (
             "policy: batch norm is never low",
             "if is_norm and self.keep_batchnorm_fp32:",
             "if is_norm:",
-            ("tests/policy/test_policy.py", "tests/cast/test_modules.py"),
+            ("tests/policy/test_policy.py", "tests/cast/test_prepare.py"),
             "keep_batchnorm_fp32=false would do nothing",
         ),
         (
@@ -40,7 +40,7 @@ FAULTS = (
             "policy: a rule on a block misses its layers",
             "for part in _ancestry(path))",
             "for part in (path,))",
-            ("tests/policy/test_policy.py", "tests/cast/test_modules.py"),
+            ("tests/policy/test_policy.py", "tests/cast/test_prepare.py"),
             "keep_fp32(modules=['head']) would leave head.fc low",
         ),
         (
