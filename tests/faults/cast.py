@@ -470,7 +470,7 @@ FAULTS = (
             "probe: the limit is set and not read",
             "    torch.ops.mkldnn._is_mkldnn_bf16_supported()\n",
             "",
-            "tests/cast/test_trap.py::test_an_environment_that_is_put_back_does_not_take_the_limit_away",
+            "tests/cast/test_device.py::test_an_environment_that_is_put_back_does_not_take_the_limit_away",
             "a test that puts the environment back would take the protection with it",
         ),
         (

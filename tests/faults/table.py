@@ -15,12 +15,13 @@ from . import (
     script,
     session,
     step,
+    trace,
     weights,
 )
 from .fault import Fault
 
 _ROOMS = (
     *(policy, scale, step, optim, weights, cast, session, distributed, compat),
-    *(explanation, overflow, numerics, script, cli, ground),
+    *(trace, explanation, overflow, numerics, script, cli, ground),
 )
 FAULTS: tuple[Fault, ...] = tuple(fault for room in _ROOMS for fault in room.FAULTS)
