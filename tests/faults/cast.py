@@ -512,25 +512,11 @@ FAULTS = (
     *in_file(
         "cast/region.py",
         (
-            "region: the outermost is brought back",
-            "_Again(list(modes[-1].per_device.values()))",
-            "_Again(list(modes[0].per_device.values()))",
-            "tests/cast/test_recompute.py::test_the_innermost_of_several_regions_is_brought_back",
-            "recomputation would run under another policy",
-        ),
-        (
             "region: low batch norm meets FP32 statistics",
             'treatment="native", wide_weights=True)',
             'treatment="native")',
             "tests/cast/test_prepare.py::test_batch_norm_statistics_follow_the_fp32_formula",
             "O3 would raise torch's error at the first batch norm",
-        ),
-        (
-            "region: the session's backward pass has no mode",
-            "            if differs:\n                OPENED_BACKWARD",
-            "            if False:\n                OPENED_BACKWARD",
-            "tests/cast/test_recompute.py::test_functions_are_recomputed_under_the_policy_of_the_region_s_backward",
-            "recomputed functions would be torch's own",
         ),
     ),
     *in_file(
@@ -613,13 +599,6 @@ FAULTS = (
     ),
     *in_file(
         "cast/model/mismatch.py",
-        (
-            "mismatch: a cure that is none",
-            'not op.endswith("_") and policy',
-            "policy",
-            "tests/cast/test_mismatch.py::test_the_cure_of_a_write_in_place_casts_what_is_written",
-            "a user would be told to try what changes nothing",
-        ),
         (
             "mismatch: the wrong side is cast where something is written",
             "if program and wides and (widened or wides[0] == _written(program[-1])):",

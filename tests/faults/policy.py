@@ -51,7 +51,7 @@ FAULTS = (
             "policy: a module's rule stores FP32 weights anew",
             "if pinned and (rule.param is not None or self.param_dtype != torch.float32):",
             "if pinned:",
-            "tests/cast/test_prepare.py::test_every_treatment_of_a_module_or_its_ops",
+            "tests/policy/test_policy.py::test_explain_gives_rule_reason_and_source",
             "low_module= under O1 would round the weights",
         ),
         (
@@ -96,7 +96,7 @@ FAULTS = (
             "policy: a glob on ops matches one alone",
             "return fnmatch.fnmatchcase(op, pattern) if _is_glob(pattern) else",
             "return op == pattern if _is_glob(pattern) else",
-            "tests/policy/test_ops.py::test_what_is_explained_is_what_a_region_does",
+            "tests/policy/test_policy.py::test_explain_gives_rule_reason_and_source",
             "fp32=conv* would do nothing, while the region obeys it",
         ),
     ),

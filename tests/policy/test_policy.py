@@ -105,6 +105,17 @@ def test_explain_gives_rule_reason_and_source():
     for op, module, treatment in (("softmax", "attn.0", "low"), ("softmax", "mlp", "fp32"), ("exp", "attn.0", "fp32"),
                                   ("softmax", None, "fp32")):  # fmt: skip
         assert policy.explain(op, module).treatment == treatment
+    assert Policy.O1().fp32("conv*").explain("conv2d").treatment == "fp32"
+    # What is stored is the level's matter, unless a rule names the parameter.
+    head = Rule("low", module="head")
+    for policy, dtype, rule in (
+        (Policy.O1("bf16", rules=[head]), torch.float32, None),
+        (Policy.O2("fp16", rules=[head]), torch.float16, head),
+        (Policy.O2("bf16").keep_fp32(modules=["head"]), torch.float32, Rule("fp32", module="head")),
+        (Policy.O1("bf16", rules=[Rule("low", param="head.*")]), torch.bfloat16, Rule("low", param="head.*")),
+        (Policy.O3("bf16"), torch.bfloat16, None),
+    ):
+        assert policy.storage("head.weight", "head") == (dtype, rule)
 
 
 def test_the_source_is_who_decided_and_not_whose_lists_name_the_op():
