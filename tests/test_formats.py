@@ -5,7 +5,6 @@ import itertools
 import math
 import struct
 from collections import Counter
-from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from itertools import pairwise
 
@@ -135,14 +134,6 @@ def test_fields_agree_with_torch(number_format):
         number_format.eps,
     )
     assert str(number_format.dtype) == f"torch.{number_format}"
-
-
-def test_formats_are_values():
-    with pytest.raises(FrozenInstanceError):
-        FP16.max = 1.0
-    with pytest.raises(TypeError):
-        FORMATS["x"] = FP16
-    assert list(FORMATS) == ["float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
 
 
 # From the paper
@@ -305,13 +296,6 @@ def test_spacing_is_the_distance_to_the_neighbour_away_from_zero(number_format):
         assert number_format.spacing(-float(low)) == float(high - low)
 
 
-@settings(deadline=None)
-@given(st.floats(-(2.0**120), 2.0**120).filter(lambda value: abs(value) >= 2.0**-120))
-def test_fp32_spacing_as_numpy_has_it(value):
-    single = np.float32(value)
-    assert FP32.spacing(float(single)) == abs(float(np.spacing(single)))
-
-
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
 def test_spacing_where_there_is_none(number_format):
     beyond = math.nextafter(number_format.max, math.inf)
@@ -330,17 +314,16 @@ def stored(number_format: Format, value: float, dtype: torch.dtype) -> float:
     return torch.tensor(number_format.decode(number_format.encode(value)), dtype=dtype).double().item()
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("number_format", SMALL, ids=str)
-def test_round_equals_encode_at_every_edge(number_format, dtype, step):
-    values = torch.tensor(edge_values(number_format, step), dtype=torch.float64).to(dtype)
-    rounded = number_format.round(values)
-    assert rounded.dtype == dtype
-    table = {x: stored(number_format, x, dtype) for x in set(values.double().tolist()) if x == x}
-    for value, result in zip(values.double().tolist(), rounded.double().tolist(), strict=True):
-        expected = math.copysign(table.get(value, math.nan), value)
-        assert same(result, expected), value
+def test_round_equals_encode_at_every_edge(number_format):
+    for dtype in INPUTS:
+        values = torch.tensor(edge_values(number_format, 97), dtype=torch.float64).to(dtype)
+        rounded = number_format.round(values)
+        assert rounded.dtype == dtype
+        table = {x: stored(number_format, x, dtype) for x in set(values.double().tolist()) if x == x}
+        for value, result in zip(values.double().tolist(), rounded.double().tolist(), strict=True):
+            expected = math.copysign(table.get(value, math.nan), value)
+            assert same(result, expected), (dtype, value)
 
 
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
@@ -379,22 +362,16 @@ def test_float64_is_rounded_once():
     assert BF16.round(above * 0 + 1 + 2.0**-8 + 2.0**-40).item() == 1 + 2.0**-7
 
 
-@pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
-def test_round_keeps_shape_layout_and_stays_outside_autograd(number_format, dtype):
-    for shape in [(), (0,), (3, 0, 2), (2, 3)]:
+def test_round_keeps_shape_layout_and_stays_outside_autograd(number_format):
+    for shape, dtype in itertools.product([(), (0,), (3, 0, 2), (2, 3)], INPUTS):
         values = torch.ones(shape, dtype=dtype, requires_grad=True)
         rounded = number_format.round(values)
         assert (rounded.shape, rounded.dtype, rounded.device) == (values.shape, dtype, values.device)
         assert not rounded.requires_grad
         assert rounded.data_ptr() != values.data_ptr() or values.numel() == 0
-    strided = torch.full((4, 6), 1.0009765625 + 1e-4, dtype=dtype).t()[::2]
+    strided = torch.full((4, 6), 1.0009765625 + 1e-4).t()[::2]
     assert torch.equal(number_format.round(strided), number_format.round(strided.contiguous()))
-
-
-def test_a_result_the_input_cannot_hold_is_infinite():
-    values = torch.tensor([65280.0, 65376.0, 65408.0, -65504.0], dtype=torch.float16)
-    assert BF16.round(values).tolist() == [65280.0, 65280.0, math.inf, -math.inf]
 
 
 # stochastic rounding
@@ -422,17 +399,17 @@ def test_stochastic_rounding_leaves_the_grid_alone(number_format):
     assert torch.equal(drawn.view(torch.int64), values.view(torch.int64))  # the sign of zero too
 
 
-@pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
-def test_stochastic_rounding_takes_a_neighbour(number_format, dtype):
+def test_stochastic_rounding_takes_a_neighbour(number_format):
     source = torch.Generator().manual_seed(5)
-    values = torch.randn(4000, generator=source, dtype=torch.float64)
-    values = (values * torch.exp2(torch.randint(-20, 6, (4000,), generator=source).double())).to(dtype)
-    drawn = number_format.round(values, stochastic=True, generator=source)
-    for value, result in zip(values.double().tolist(), drawn.double().tolist(), strict=True):
-        assert abs(result - value) < number_format.spacing(value)
-        assert number_format.decode(number_format.encode(result)) == result
-        assert math.copysign(1, result) == math.copysign(1, value)
+    for dtype in INPUTS:
+        values = torch.randn(1000, generator=source, dtype=torch.float64)
+        values = (values * torch.exp2(torch.randint(-20, 6, (1000,), generator=source).double())).to(dtype)
+        drawn = number_format.round(values, stochastic=True, generator=source)
+        for value, result in zip(values.double().tolist(), drawn.double().tolist(), strict=True):
+            assert abs(result - value) < number_format.spacing(value)
+            assert number_format.decode(number_format.encode(result)) == result
+            assert math.copysign(1, result) == math.copysign(1, value)
 
 
 def test_stochastic_rounding_beyond_the_largest_follows_the_nearest_rule():
@@ -487,10 +464,9 @@ def test_coverage_partitions_the_elements(number_format, values, scale):
     assert coverage.total == sum(counts(coverage).values()) == len(values)
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("number_format", SMALL, ids=str)
-def test_coverage_at_every_edge(number_format, step):
-    values = edge_values(number_format, step)
+def test_coverage_at_every_edge(number_format):
+    values = edge_values(number_format, 97)
     expected = Counter(classify(number_format, value) for value in values)
     assert counts(number_format.coverage(torch.tensor(values, dtype=torch.float64))) == expected
 
@@ -500,13 +476,6 @@ def test_coverage_of_every_fp16_pattern_in_itself():
     assert FP16.coverage(patterns) == Coverage(
         zero=2, underflow=0, subnormal=2046, normal=61440, overflow=2, nan=2046, total=65536
     )
-
-
-def test_coverage_multiplies_without_overflow_on_the_way():
-    tensor = torch.tensor([60000.0, 1e-7], dtype=torch.float16)
-    assert FP32.coverage(tensor, scale=2.0**100).normal == 2
-    assert counts(FP16.coverage(tensor, scale=2.0**24))["overflow"] == 1
-    assert FP16.coverage(torch.tensor([1e-8]), scale=2.0**-200).underflow == 1
 
 
 def test_coverage_walks_in_chunks(monkeypatch):
@@ -546,10 +515,10 @@ def test_landmarks(number_format):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
-def test_the_gpu_rounds_as_the_cpu_does(number_format, dtype):
-    values = torch.tensor(edge_values(BF16) + edge_values(E4M3), dtype=torch.float64).to(dtype)
-    on_gpu = number_format.round(values.cuda()).cpu()
-    assert torch.equal(on_gpu.nan_to_num(7.0), number_format.round(values).nan_to_num(7.0))
-    assert number_format.coverage(values.cuda()) == number_format.coverage(values)
+def test_the_gpu_rounds_as_the_cpu_does(number_format):
+    for dtype in INPUTS:
+        values = torch.tensor(edge_values(BF16, 7) + edge_values(E4M3), dtype=torch.float64).to(dtype)
+        on_gpu = number_format.round(values.cuda()).cpu()
+        assert torch.equal(on_gpu.nan_to_num(7.0), number_format.round(values).nan_to_num(7.0))
+        assert number_format.coverage(values.cuda()) == number_format.coverage(values)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils import collect_env
 
-import mezzo
 from mezzo import machine
 from mezzo.machine import VARIABLES, environment
 
@@ -113,12 +112,3 @@ def test_the_home_folder_is_not_named(torchs, monkeypatch, tmp_path):
     assert found["variables"]["XDG_CACHE_HOME"] == os.path.join("~", "cache")
     assert found["compiler"] == "no C++ compiler for optimizer kernels"
     assert "jane.doe" not in json.dumps(found)
-
-
-def test_a_user_without_a_home_has_an_environment(torchs, monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(collect_env, "get_env_info", lambda: SimpleNamespace(_asdict=dict))
-    monkeypatch.setattr(Path, "home", homeless)
-    assert environment()["machine"]["mezzo"] == mezzo.__version__

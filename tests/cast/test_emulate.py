@@ -179,21 +179,6 @@ def test_what_is_not_asked_for_is_left_out_and_layouts_stay():
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_torch_func_differentiates_and_vectorises_emulated_products(dtype):
-    x, w = torch.randn(3, 8), torch.randn(4, 8)
-
-    def loss(weight, row):
-        with mezzo.autocast(f"O1,dtype={dtype},emulate=true", "cpu"):
-            return functional.linear(row, weight).float().square().sum()
-
-    leaf = w.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(loss(leaf, x), leaf)
-    assert torch.equal(torch.func.grad(loss)(w, x), expected)
-    rows = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, x)
-    torch.testing.assert_close(rows.sum(0), expected, rtol=0.02, atol=0.02 * expected.abs().max().item())
-
-
 COMPOSED = {
     "tensordot": (lambda a, b: torch.tensordot(a, b, 1), (4, 9), (9, 5)),
     "inner": (torch.inner, (4, 9), (5, 9)),
@@ -256,14 +241,8 @@ def test_composites_of_products_are_rounded_once(dtype):
     """torch's autocast rounds each product inside; FP32 with one rounding is nearer to the FP32 result than that."""
     generator = torch.Generator().manual_seed(0)
     rows, square = torch.randn(3, 8, generator=generator), torch.randn(4, 4, generator=generator) / 2
-    calls = [
-        (lambda x: torch.linalg.matrix_power(x, 5), square),
-        (lambda x: torch.matrix_power(x, 3), square),
-        (lambda x: x.matrix_power(-2), square),
-        (torch.cov, rows),
-        (lambda x: x.cov(correction=0, aweights=torch.ones(8)), rows),
-        (lambda x: torch.corrcoef(input=x), rows),
-    ]
+    calls = [(lambda x: torch.linalg.matrix_power(x, 5), square), (lambda x: x.matrix_power(-2), square),
+             (torch.cov, rows), (lambda x: torch.corrcoef(input=x), rows)]  # fmt: skip
     policy = f"O1,dtype={str(dtype).removeprefix('torch.')},emulate=true"
     for function, value in calls:
         for operand in (value, value.to(dtype)):

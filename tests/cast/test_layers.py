@@ -272,7 +272,7 @@ def test_weights_that_are_computed(policy, make, theirs):
     assert_matches(policy, lambda: getattr(parametrizations, make)(nn.Linear(8, 6)), data(4, 8), theirs)
 
 
-# Written in place, and into what the caller gives -------------------------------------------------------
+# Written in place -------------------------------------------------------
 
 
 class WritesInPlace(nn.Linear):
@@ -292,25 +292,6 @@ def test_in_place_variants(policy):
     assert_matches(
         policy, lambda: WritesInPlace(8, 8), data(4, 8), lambda hand, model, x: model.after(hand.linear(model, x), x)
     )
-
-
-WITH_OUT = {
-    "mm": (torch.mm, 2), "matmul": (torch.matmul, 2), "addmm": (torch.addmm, 3), "exp": (torch.exp, 1),
-    "softmax": (lambda x, out: torch.softmax(x, -1, out=out), 1), "cat": (lambda *x, out: torch.cat(x, out=out), 1),
-    "cumsum": (lambda x, out: torch.cumsum(x, 0, out=out), 1), "pow": (lambda x, out: torch.pow(x, 2, out=out), 1),
-    "addcmul": (torch.addcmul, 3),
-}  # fmt: skip
-
-
-def test_out_variants(policy):
-    hand = Hand(policy)
-    for function, count in WITH_OUT.values():
-        operands = [data(4, 4, seed=seed).to(hand.dtype if hand.converts else torch.float32) for seed in range(count)]
-        mine, theirs = torch.zeros_like(operands[0]), torch.zeros_like(operands[0])
-        with mezzo.autocast(policy, "cpu"):
-            assert function(*operands, out=mine) is mine
-        function(*operands, out=theirs)
-        assert_same([mine], [theirs])
 
 
 # The user's own functions -------------------------------------------------------------------------------
@@ -357,45 +338,3 @@ def test_custom_autograd_functions(policy, decorated):
         return own_function(*forward, *(forward if inside else (torch.matmul, torch.exp))).apply(x, model.weight)
 
     assert_matches(policy, lambda: Model(8, 8), data(4, 8), theirs)
-
-
-SEEN = []
-
-
-@torch.library.custom_op("mezzo_layers::product", mutates_args=())
-def registered_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Multiply, and note in what precision."""
-    SEEN.append((a.dtype, b.dtype))
-    return (a @ b).exp()
-
-
-def product_backward(ctx, gradient):
-    a, b, out = ctx.saved_tensors
-    inner = gradient * out
-    return (inner.float() @ b.float().mT).to(a.dtype), (a.float().mT @ inner.float()).to(b.dtype)
-
-
-registered_product.register_autograd(
-    product_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output)
-)
-registered_product.register_autocast("cpu", torch.bfloat16)
-
-
-class Registered(nn.Linear):
-    def forward(self, x):
-        return registered_product(super().forward(x), self.weight)
-
-
-def test_custom_ops_with_an_autocast_rule_of_their_own(policy):
-    """The rule is torch.library's: it acts where the policy autocasts, and nothing inside the op is treated."""
-
-    def theirs(hand, model, x):
-        x = hand.linear(model, x)
-        cast = (lambda y: y) if hand.converts else (lambda y: y.bfloat16())
-        return registered_product(cast(x), cast(model.weight))
-
-    SEEN.clear()
-    assert_matches(policy, lambda: Registered(8, 8), data(4, 8), theirs)
-    assert {dtype for each in SEEN for dtype in each} == {
-        Hand(policy).dtype if Hand(policy).converts else torch.bfloat16
-    }

@@ -8,13 +8,9 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import (
-    CheckpointError,
-    CheckpointPolicy,
     checkpoint,
     checkpoint_sequential,
-    create_selective_checkpoint_contexts,
 )
 
 import mezzo
@@ -103,18 +99,6 @@ def test_contexts_serve_functions_whatever_begins_the_backward_pass(policy):
     for backward in (bare, through_region(policy)):
         mine = gradient(policy, both, backward)
         assert torch.equal(mine, gradient(policy, lambda a, w: torch.log1p(inner(a, w).exp())))
-
-
-@pytest.mark.parametrize("reentrant", VARIANTS)
-def test_functions_in_a_bare_backward_are_torchs(reentrant):
-    """What is documented of it, and what the tests above would not notice if torch restored function modes itself."""
-    plain, recomputed = WAYS["whole"]
-    for policy in POLICIES:
-        try:
-            again = gradient(policy, lambda a, w: recomputed(a, w, reentrant))
-            assert not torch.equal(again, gradient(policy, plain))
-        except CheckpointError:
-            assert not reentrant
 
 
 # Modules of prepared models -----------------------------------------------------------------------------
@@ -254,30 +238,6 @@ def test_a_session_s_gradients_are_those_of_the_plain_run(policy):
             assert_same(session_gradients(policy, build, again, whole=whole, backward=backward), expected)
 
 
-def test_backward_functions_of_the_user_s_own_see_no_autocast():
-    """The mode that serves recomputation must not reach into a custom backward."""
-    seen = []
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x @ w
-
-        @staticmethod
-        def backward(ctx, gradient):
-            x, w = ctx.saved_tensors
-            seen.append((gradient.float() @ w.float().T).dtype)
-            return gradient.float() @ w.float().T, x.float().T @ gradient.float()
-
-    model = nn.Linear(4, 4)
-    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1,dtype=bfloat16,emulate=true")
-    with amp.autocast():
-        loss = Product.apply(torch.ones(2, 4), model.weight).float().sum()
-    amp.backward(loss)
-    assert seen == [torch.float32]
-
-
 # Where the region ends ----------------------------------------------------------------------------------
 
 
@@ -366,28 +326,12 @@ def test_nothing_is_left_behind(contexts):
 # Other options of torch's -------------------------------------------------------------------------------
 
 
-def on_cpu(a, w):
-    with save_on_cpu():
-        hidden = inner(a, w)
-    return hidden.exp()
-
-
-def selective():
-    def keep_products(ctx, op, *args, **kwargs):
-        is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(keep_products)
-
-
 OPTIONS = {
     "no early stop": lambda a, w: checkpoint(body, a, w, use_reentrant=False, early_stop=False),
     "no tensor argument": lambda a, w: checkpoint(lambda: body(a, w), use_reentrant=False),
     "keyword arguments": lambda a, w: checkpoint(lambda a, w: body(a, w), use_reentrant=False, a=a, w=w),
     "no determinism check": lambda a, w: checkpoint(body, a, w, use_reentrant=False, determinism_check="none"),
     "contexts as well": lambda a, w: checkpoint(body, a, w, **CONTEXTS),
-    "saved on the CPU inside": lambda a, w: checkpoint(on_cpu, a, w, use_reentrant=False),
-    "selective": lambda a, w: checkpoint(body, a, w, use_reentrant=False, context_fn=selective),
 }
 
 

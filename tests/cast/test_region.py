@@ -16,7 +16,6 @@ from mezzo import Policy, UnsupportedError
 from mezzo.cast.device import decide
 from mezzo.cast.notes import WATCHERS, notes, watched
 
-from ..support.products import Products
 from ..support.refusals import refused
 from .models import assert_same, data
 
@@ -357,16 +356,6 @@ def test_a_backward_pass_that_begins_inside_a_region_computes_as_one_after_it(te
         assert_same(found, after)
 
 
-def test_emulated_products_run_no_low_precision_kernel():
-    weight = w.clone().requires_grad_()
-    with Products() as products:
-        with mezzo.autocast("O1,dtype=float16,emulate=true", "cpu"):
-            out = functional.linear(x, weight)
-        out.float().sum().backward()
-    assert (out.dtype, weight.grad.dtype) == (torch.float16, WIDE)
-    assert products.dtypes == {"float32": 2}
-
-
 def test_torch_func_differentiates_emulated_products_without_autocast():
     weight, x = data(64, 64), data(32, 64, seed=2)
 
@@ -488,12 +477,3 @@ def test_each_kernel_is_a_cast_of_emulation_or_of_the_op():
     assert any(kinds == ("op", "emulation") for _, kinds in found[0])
     assert WATCHERS == []
     assert all(not kinds for each in heard(model) for _, kinds in each)
-
-
-def test_the_boundary_of_a_converted_model_is_a_cast():
-    model = nn.Linear(4, 4)
-    mezzo.prepare(model, "O2,dtype=bfloat16,emulate=true,output_dtype=float32")
-    with watched(), Listener() as listener:
-        model(torch.ones(2, 4))
-    copies = [kinds for name, kinds in listener.heard if name == "_to_copy"]
-    assert copies[0][0] == copies[-1][0] == "cast"

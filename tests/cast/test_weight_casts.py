@@ -278,30 +278,3 @@ def test_an_edit_between_two_passes_of_a_step_is_seen_by_the_second(policy):
         (first, one), (second, two) = by_hand(before), by_hand(before * 2)
         assert losses == [first, second], name
         assert torch.equal(model.weight.grad, one + two), name
-
-
-def test_a_closure_that_moves_weights_through_data_is_evaluated_with_them():
-    """As SAM does: climb, evaluate again, come back, step."""
-
-    class Climbing(torch.optim.SGD):
-        def step(self, closure=None):
-            closure()
-            (param,) = self.param_groups[0]["params"]
-            param.data.mul_(2)
-            closure()
-            param.data.mul_(0.5)
-            super().step()
-
-    model, losses = linear(), []
-    amp = mezzo.MixedPrecision(model, Climbing(model.parameters(), lr=0.1), FORMATS[1])
-
-    def closure():
-        amp.zero_grad()
-        with amp.autocast():
-            loss = model(torch.ones(2, 8)).float().square().mean()
-        amp.backward(loss)
-        losses.append(loss.item())
-        return loss
-
-    amp.step(closure=closure)
-    assert losses[1] == pytest.approx(4 * losses[0], rel=2**-7)
