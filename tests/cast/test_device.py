@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mezzo import files
-from mezzo.cast.device import arithmetic, child, decide, fast_format, intended, probe, probing
+from mezzo.cast.device import arithmetic, child, decide, devices, fast_format, intended, kinds, probe, probing
 from mezzo.cast.device.probing import FORMATS, ISA_LIMIT, DeviceReport, FormatSupport
 from mezzo.errors import PolicyError, UnsupportedError
 
@@ -536,6 +536,13 @@ def present(monkeypatch, device_type, *, has_bfloat16=True):
     supported = lambda including_emulation=True: has_bfloat16 or including_emulation  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+
+
+def test_the_devices_are_the_cpu_and_the_accelerator_which_a_bare_region_covers(monkeypatch):
+    for device_type, every in ((None, ["cpu"]), ("xpu", ["cpu", "xpu"])):
+        present(monkeypatch, device_type)
+        assert devices() == every
+        assert kinds.default_kinds() == (every[-1],)
 
 
 def test_an_absent_device_is_named_and_never_touched(monkeypatch):

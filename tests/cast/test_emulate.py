@@ -26,8 +26,10 @@ def operands(shapes, dtype, seed=0):
 
 CASES = {
     "linear": (functional.linear, [(5, 33), (7, 33), (7,)], {}),
+    "linear without bias": (functional.linear, [(2, 3, 33), (7, 33)], {}),
     "linear of a vector": (functional.linear, [(33,), (7, 33), (7,)], {}),
     "matmul": (torch.matmul, [(4, 33), (33, 6)], {}),
+    "matmul of vectors": (torch.matmul, [(33,), (33,)], {}),
     "matmul vector first": (torch.matmul, [(33,), (33, 6)], {}),
     "matmul vector last": (torch.matmul, [(2, 4, 33), (33,)], {}),
     "matmul broadcast": (torch.matmul, [(3, 1, 4, 17), (5, 17, 6)], {}),
@@ -54,6 +56,7 @@ CASES = {
     "conv2d": (functional.conv2d, [(2, 4, 9, 8), (6, 4, 3, 3), (6,)], {"padding": 1}),
     "conv2d grouped": (functional.conv2d, [(2, 4, 9, 8), (6, 2, 3, 3)], {"groups": 2, "dilation": (2, 1)}),
     "conv2d same": (functional.conv2d, [(2, 4, 9, 8), (6, 4, 2, 3), (6,)], {"padding": "same"}),
+    "conv2d valid": (functional.conv2d, [(2, 4, 9, 8), (6, 4, 3, 3)], {"padding": "valid"}),
     "conv2d unbatched": (functional.conv2d, [(4, 9, 8), (6, 4, 3, 3), (6,)], {}),
     "conv3d": (functional.conv3d, [(1, 2, 5, 6, 7), (3, 2, 2, 3, 3), (3,)], {"stride": (1, 2, 1)}),
     "conv_transpose1d": (

@@ -27,6 +27,13 @@ FAULTS = (
             "the backward pass of attention would drop other elements",
         ),
         (
+            "emulation: a product of two vectors is a vector",
+            "return out.squeeze(-1 if other.dim() == 1 else -2) if input.dim() == 1 else out",
+            "return out.squeeze(-2) if input.dim() == 1 and other.dim() > 1 else out",
+            "tests/cast/test_emulate.py::test_results_and_gradients_are_within_the_fp32_accumulation_bound",
+            "what follows a dot product would broadcast",
+        ),
+        (
             "emulation: the odd element is padded in front",
             "for side in (0, amount % 2)]",
             "for side in (amount % 2, 0)]",
@@ -605,6 +612,16 @@ FAULTS = (
             "if program and wides and widened:",
             "tests/cast/test_mismatch.py::test_the_note_names_both_tensors_the_module_and_the_rule_and_its_cures_work",
             "out[index] = h would be answered with a cast of a copy of out",
+        ),
+    ),
+    *in_file(
+        "cast/device/kinds.py",
+        (
+            "region: a bare one covers the CPU",
+            "return (devices()[-1],)",
+            "return (devices()[0],)",
+            "tests/cast/test_device.py::test_the_devices_are_the_cpu_and_the_accelerator_which_a_bare_region_covers",
+            "on a machine with a GPU mezzo.autocast would cast nothing",
         ),
     ),
 )
