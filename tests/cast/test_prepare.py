@@ -85,9 +85,11 @@ def test_o0_and_o1_convert_nothing(level):
 
 
 def test_low_parameters_in_the_policy_s_own_dtype_are_welcome_and_complex_ones_stay():
-    model = nn.Linear(4, 4).half()
-    mezzo.prepare(model, "O2,dtype=float16")
-    assert model.weight.dtype == torch.float16
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).half()
+    handle = mezzo.prepare(model, "O2,dtype=float16,fp32_module=1")
+    assert [layer.weight.dtype for layer in model] == [torch.float16, WIDE]
+    handle.remove()
+    assert [layer.weight.dtype for layer in model] == [torch.float16] * 2
     for policy in ("O1,emulate=true", "O2,emulate=true"):
         model, x = nn.Linear(4, 4, dtype=torch.complex64), torch.randn(2, 4, dtype=torch.complex64)
         plain = model(x)

@@ -593,6 +593,13 @@ FAULTS = (
             "tests/cast/test_region.py::test_a_pinned_class_computes_in_fp32_at_every_level",
             "@mezzo.fp32 would be rounded weights",
         ),
+        (
+            "prepare: what came low stays in FP32",
+            "            give_back(tensor, tensor.data.to(dtype))\n",
+            "            pass\n",
+            "tests/cast/test_prepare.py::test_low_parameters_in_the_policy_s_own_dtype_are_welcome_and_complex_ones_stay",
+            "a model in sixteen bits would come back twice as large",
+        ),
     ),
     *in_file(
         "cast/model/places.py",
@@ -602,6 +609,13 @@ FAULTS = (
             "        if False:\n            yield from owned(child)",
             "tests/cast/test_calls.py::test_weights_in_lists_and_dicts_are_those_of_the_module_that_uses_them",
             "a mixture of experts would raise torch's dtype error",
+        ),
+        (
+            "prepare: buffers that no checkpoint has are low",
+            "if name not in module._non_persistent_buffers_set",
+            "if name not in ()",
+            "tests/cast/test_prepare.py::test_conversion_stores_what_the_design_says_and_remove_undoes_it",
+            "rotary angles would be rounded, although nothing stores them",
         ),
     ),
     *in_file(
@@ -622,6 +636,30 @@ FAULTS = (
             "return (devices()[0],)",
             "tests/cast/test_device.py::test_the_devices_are_the_cpu_and_the_accelerator_which_a_bare_region_covers",
             "on a machine with a GPU mezzo.autocast would cast nothing",
+        ),
+    ),
+    *in_file(
+        "cast/nested.py",
+        (
+            "calls: labels are cast",
+            "if now == dtype or now not in CASTABLE:",
+            "if now == dtype:",
+            "tests/cast/test_calls.py::test_inputs_and_outputs_are_cast_through_nested_containers",
+            "classes would be rounded, and float64 be lost",
+        ),
+        (
+            "calls: a tensor in several places is cast for each",
+            "            if seen is each:\n",
+            "            if seen is made:\n",
+            "tests/cast/test_calls.py::test_inputs_and_outputs_are_cast_through_nested_containers",
+            "attention(x, x, x) would keep three copies of its input",
+        ),
+        (
+            "calls: the caller's own batch is changed",
+            "    out = copy.copy(value)\n",
+            "    out = value\n",
+            "tests/cast/test_calls.py::test_inputs_and_outputs_are_cast_through_nested_containers",
+            "the next model would be given what was rounded for this one",
         ),
     ),
 )

@@ -134,6 +134,13 @@ FAULTS = (
             "tests/test_files.py::test_nobody_reads_more_of_a_file_while_it_is_written_than_when_it_is",
             "a checkpoint that others read could not be read any more",
         ),
+        (
+            "files: what is kept is readable by all",
+            "with _beside(path, 0o600) as file:",
+            "with _beside(path, 0o644) as file:",
+            "tests/test_files.py::test_what_is_kept_is_found_again",
+            "R4: a folder that is opened later would show what is in it",
+        ),
     ),
     *in_file(
         "errors.py",
