@@ -46,6 +46,14 @@ def test_another_user_s_folder_is_not_read(home):
         files.kept("name")
 
 
+def test_the_folder_follows_the_xdg_specification(home, monkeypatch, tmp_path):
+    assert files.cache_folder() == home / "mezzo"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for relative in ("relative/path", ""):
+        monkeypatch.setenv("XDG_CACHE_HOME", relative)
+        assert files.cache_folder() == tmp_path / ".cache" / "mezzo"
+
+
 # Files that a user names -----------------------------------------------------------------------------------------
 
 

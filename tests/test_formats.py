@@ -1,10 +1,10 @@
 """The format table against oracles that share no code with it: struct, fractions, numpy, torch's casts."""
 
 import bisect
+import itertools
 import math
 import struct
 from collections import Counter
-from dataclasses import FrozenInstanceError
 from fractions import Fraction
 from itertools import pairwise
 
@@ -19,9 +19,10 @@ from mezzo.cli.show import landmarks
 from mezzo.errors import PolicyError
 from mezzo.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, TF32, Coverage, Format, by_name
 
+from .support.refusals import refused
+
 SMALL = [FP16, BF16, E4M3, E5M2]  # every pattern can be tried
 EVERY = list(FORMATS.values())
-INTEGERS = {16: torch.int16, 8: torch.uint8}
 any_float = st.floats(width=64)
 
 
@@ -84,7 +85,7 @@ def same(left: float, right: float) -> bool:
 
 
 #: How many values of a 16-bit format are passed over, but for those next to a power of two.
-STEPS = [pytest.param(23, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
+STEPS = [pytest.param(97, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
 
 
 def some_patterns(number_format: Format, step: int, until: int) -> list[int]:
@@ -135,15 +136,7 @@ def test_fields_agree_with_torch(number_format):
     assert str(number_format.dtype) == f"torch.{number_format}"
 
 
-def test_formats_are_values():
-    with pytest.raises(FrozenInstanceError):
-        FP16.max = 1.0
-    with pytest.raises(TypeError):
-        FORMATS["x"] = FP16
-    assert list(FORMATS) == ["float32", "tf32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
-
-
-# From the formats' papers, and the same kind of table for the others
+# From the paper
 
 FACTS = {
     FP16: [
@@ -161,88 +154,24 @@ FACTS = {
         ("1 10000 0000000000", 0xC000, -2.0),
         ("1 11111 0000000000", 0xFC00, -math.inf),
     ],
-    BF16: [
-        ("0 00000000 0000000", 0x0000, 0.0),
-        ("0 00000000 0000001", 0x0001, 2.0**-133),
-        ("0 00000000 1111111", 0x007F, 127 * 2.0**-133),
-        ("0 00000001 0000000", 0x0080, 2.0**-126),
-        ("0 01111101 0101011", 0x3EAB, 0.333984375),
-        ("0 01111110 1111111", 0x3F7F, 1 - 2.0**-8),
-        ("0 01111111 0000000", 0x3F80, 1.0),
-        ("0 01111111 0000001", 0x3F81, 1 + 2.0**-7),
-        ("0 11111110 1111111", 0x7F7F, 3.3895313892515355e38),
-        ("0 11111111 0000000", 0x7F80, math.inf),
-        ("1 00000000 0000000", 0x8000, -0.0),
-        ("1 10000000 0000000", 0xC000, -2.0),
-        ("1 11111111 0000000", 0xFF80, -math.inf),
-    ],
-    E4M3: [
-        ("0 0000 000", 0x00, 0.0),
-        ("0 0000 001", 0x01, 2.0**-9),
-        ("0 0000 111", 0x07, 7 * 2.0**-9),
-        ("0 0001 000", 0x08, 2.0**-6),
-        ("0 0101 011", 0x2B, 0.34375),
-        ("0 0110 111", 0x37, 0.9375),
-        ("0 0111 000", 0x38, 1.0),
-        ("0 0111 001", 0x39, 1.125),
-        ("0 1111 110", 0x7E, 448.0),
-        ("0 1111 111", 0x7F, math.nan),
-        ("1 0000 000", 0x80, -0.0),
-        ("1 1000 000", 0xC0, -2.0),
-        ("1 1111 110", 0xFE, -448.0),
-    ],
-    E5M2: [
-        ("0 00000 00", 0x00, 0.0),
-        ("0 00000 01", 0x01, 2.0**-16),
-        ("0 00000 11", 0x03, 3 * 2.0**-16),
-        ("0 00001 00", 0x04, 2.0**-14),
-        ("0 01101 01", 0x35, 0.3125),
-        ("0 01110 11", 0x3B, 0.875),
-        ("0 01111 00", 0x3C, 1.0),
-        ("0 01111 01", 0x3D, 1.25),
-        ("0 11110 11", 0x7B, 57344.0),
-        ("0 11111 00", 0x7C, math.inf),
-        ("1 00000 00", 0x80, -0.0),
-        ("1 10000 00", 0xC0, -2.0),
-        ("1 11111 00", 0xFC, -math.inf),
-    ],
 }
-ROWS = [(number_format, *row) for number_format, rows in FACTS.items() for row in rows]
 
 
-@pytest.mark.parametrize("number_format, text, bits, value", ROWS)
-def test_facts(number_format, text, bits, value):
-    assert int(text.replace(" ", ""), 2) == bits
-    assert same(number_format.decode(bits), value)
-    assert number_format.encode(value) == bits
-
-
-@pytest.mark.parametrize("number_format, bits", [(FP16, 0x3555), (BF16, 0x3EAB), (E4M3, 0x2B), (E5M2, 0x35)], ids=str)
-def test_nearest_to_a_third(number_format, bits):
-    assert number_format.encode(1 / 3) == bits
-
-
-def test_fp16_figures():
-    assert FP16.decode(0x0001) == pytest.approx(5.9604645e-8, rel=1e-7)
-    assert FP16.decode(0x03FF) == pytest.approx(6.0975552e-5, rel=1e-7)
-    assert FP16.decode(0x0400) == 6.103515625e-5
-    assert FP16.decode(0x3C01) == pytest.approx(1.00097656, abs=1e-8)
+def test_facts():
+    for number_format, rows in FACTS.items():
+        for text, bits, value in rows:
+            assert int(text.replace(" ", ""), 2) == bits
+            assert same(number_format.decode(bits), value)
+            assert number_format.encode(value) == bits
+    assert [each.encode(1 / 3) for each in (FP16, BF16, E4M3, E5M2)] == [0x3555, 0x3EAB, 0x2B, 0x35]
     # 40 powers of two, subnormals included: 2^-24 … 2^15.
     exact = [k for k in range(-40, 40) if FP16.decode(FP16.encode(2.0**k)) == 2.0**k]
     assert exact == list(range(-24, 16))
-
-
-@pytest.mark.parametrize("k", range(-24, -14))
-def test_subnormals_keep_25_plus_k_bits(k):
-    # 2^k ≤ x < 2^(k+1) holds 2^(24+k) values, that is 24+k fraction bits and the leading one.
-    inside = [bits for bits in range(0x400) if 2.0**k <= FP16.decode(bits) < 2.0 ** (k + 1)]
-    assert len(inside) == 2 ** (25 + k - 1)
-
-
-def test_small_terms_are_shifted_out():
-    assert FP16.spacing(2.0**-3) == 2.0**-13
+    for k in range(-24, -14):  # 2^k ≤ x < 2^(k+1) holds 2^(24+k) values: 24+k fraction bits and the leading one
+        inside = [bits for bits in range(0x400) if 2.0**k <= FP16.decode(bits) < 2.0 ** (k + 1)]
+        assert len(inside) == 2 ** (25 + k - 1)
+    assert FP16.spacing(2.0**-3) == 2.0**-13  # small terms are shifted out
     assert FP16.decode(FP16.encode(2.0**-3 + 2.0**-14)) == 0.125
-    assert FP16.decode(FP16.encode(2.0**-3 + 2.0**-13)) == pytest.approx(0.1251, abs=5e-5)
 
 
 # decode and encode
@@ -250,37 +179,22 @@ def test_small_terms_are_shifted_out():
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("number_format", [*SMALL, TF32], ids=str)
-def test_every_pattern_decodes_as_struct_reads_it(number_format, step):
-    for bits in some_patterns(number_format, step, 1 << number_format.num_bits):
-        assert same(number_format.decode(bits), read(number_format, bits)), hex(bits)
-
-
-@settings(deadline=None)
-@given(st.integers(0, 2**32 - 1))
-def test_fp32_patterns_decode_as_struct_reads_them(bits):
-    assert same(FP32.decode(bits), read(FP32, bits))
-
-
-@pytest.mark.parametrize("number_format", SMALL, ids=str)
-def test_every_pattern_decodes_as_torch_reads_it(number_format):
-    storage = INTEGERS[number_format.num_bits]
-    patterns = torch.arange(1 << number_format.num_bits, dtype=torch.int32).to(storage)
-    as_torch = patterns.view(number_format.dtype).double().tolist()
-    ours = [number_format.decode(bits) for bits in range(1 << number_format.num_bits)]
-    assert all(map(same, ours, as_torch))
-
-
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("number_format", [*SMALL, TF32], ids=str)
-def test_every_pattern_survives_a_round_trip(number_format, step):
+def test_every_pattern_decodes_as_struct_reads_it_and_survives_a_round_trip(number_format, step):
     for bits in some_patterns(number_format, step, 1 << number_format.num_bits):
         value = number_format.decode(bits)
+        assert same(value, read(number_format, bits)), hex(bits)
         again = number_format.encode(value)
         if math.isnan(value):
             assert math.isnan(number_format.decode(again))
             assert again >> (number_format.num_bits - 1) == bits >> (number_format.num_bits - 1)
         else:
             assert again == bits
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_fp32_patterns_decode_as_struct_reads_them(bits):
+    assert same(FP32.decode(bits), read(FP32, bits))
 
 
 @pytest.mark.parametrize(
@@ -337,11 +251,38 @@ def test_overflow_boundaries():
     assert E4M3.encode(-math.inf) == 0xFF
 
 
-@pytest.mark.parametrize("bits", [-1, 1 << 16, 1.5, "3c00"])
-def test_patterns_out_of_range_are_refused(bits):
-    with pytest.raises(PolicyError, match="is no bit pattern of float16") as caught:
-        FP16.decode(bits)
-    assert "write  an integer from 0 to 0xffff" in str(caught.value)
+def test_what_is_refused():
+    for bits in (-1, 1 << 16, 1.5, "3c00"):
+        with refused(PolicyError, "is no bit pattern of float16", "write  an integer from 0 to 0xffff"):
+            FP16.decode(bits)
+    for value in ("1", None, [1.0], 1j, 10**400, torch.ones(2)):
+        with refused(PolicyError, "has no bit pattern\n  write  a real number"):
+            FP16.encode(value)
+    for tensor, write in (
+        (torch.ones(2, dtype=torch.int64), "tensor.float()"),
+        (torch.ones(2, dtype=torch.bool), "tensor.float()"),
+        (torch.ones(2, dtype=torch.complex64), "torch.view_as_real(tensor)"),
+        (torch.ones(2).to(torch.float8_e5m2), "tensor.float()"),
+    ):
+        for method in (FP16.round, FP16.coverage):
+            words = "tensors cannot be rounded to float16", f"write  {write}", "tensor of shape (2,) on cpu"
+            with refused(PolicyError, *words):
+                method(tensor)
+            for wrong in ([1.0], None, 1.0):
+                with refused(PolicyError, "cannot be rounded to float16\n  write  torch.tensor"):
+                    method(wrong)
+    for scale in (0.0, -1.0, math.inf, math.nan):
+        with refused(PolicyError, "coverage cannot be taken at scale", "positive finite number"):
+            FP16.coverage(torch.ones(2), scale)
+    for name, near in (
+        ("flaot16", "did you mean 'float16'?"), ("bf61", "did you mean 'bf16'?"),
+        (torch.int8, "why    valid: float32, tf32, float16"), (torch.float64, "why    valid: float32, tf32, float16"),
+        (16, "valid: float32, tf32, float16"), ("", "valid: float32, tf32, float16"),
+    ):  # fmt: skip
+        with refused(
+            PolicyError, f"unknown number format {name!r}", near, 'write  by_name("float16"), by_name("fp16")'
+        ):
+            by_name(name)
 
 
 # spacing
@@ -353,13 +294,6 @@ def test_spacing_is_the_distance_to_the_neighbour_away_from_zero(number_format):
     for low, high in pairwise(table):
         assert number_format.spacing(float(low)) == float(high - low)
         assert number_format.spacing(-float(low)) == float(high - low)
-
-
-@settings(deadline=None)
-@given(st.floats(-(2.0**120), 2.0**120).filter(lambda value: abs(value) >= 2.0**-120))
-def test_fp32_spacing_as_numpy_has_it(value):
-    single = np.float32(value)
-    assert FP32.spacing(float(single)) == abs(float(np.spacing(single)))
 
 
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
@@ -380,17 +314,16 @@ def stored(number_format: Format, value: float, dtype: torch.dtype) -> float:
     return torch.tensor(number_format.decode(number_format.encode(value)), dtype=dtype).double().item()
 
 
-@pytest.mark.parametrize("step", STEPS)
-@pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("number_format", SMALL, ids=str)
-def test_round_equals_encode_at_every_edge(number_format, dtype, step):
-    values = torch.tensor(edge_values(number_format, step), dtype=torch.float64).to(dtype)
-    rounded = number_format.round(values)
-    assert rounded.dtype == dtype
-    table = {x: stored(number_format, x, dtype) for x in set(values.double().tolist()) if x == x}
-    for value, result in zip(values.double().tolist(), rounded.double().tolist(), strict=True):
-        expected = math.copysign(table.get(value, math.nan), value)
-        assert same(result, expected), value
+def test_round_equals_encode_at_every_edge(number_format):
+    for dtype in INPUTS:
+        values = torch.tensor(edge_values(number_format, 97), dtype=torch.float64).to(dtype)
+        rounded = number_format.round(values)
+        assert rounded.dtype == dtype
+        table = {x: stored(number_format, x, dtype) for x in set(values.double().tolist()) if x == x}
+        for value, result in zip(values.double().tolist(), rounded.double().tolist(), strict=True):
+            expected = math.copysign(table.get(value, math.nan), value)
+            assert same(result, expected), (dtype, value)
 
 
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
@@ -429,68 +362,33 @@ def test_float64_is_rounded_once():
     assert BF16.round(above * 0 + 1 + 2.0**-8 + 2.0**-40).item() == 1 + 2.0**-7
 
 
-@pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
-def test_round_keeps_shape_layout_and_stays_outside_autograd(number_format, dtype):
-    for shape in [(), (0,), (3, 0, 2), (2, 3)]:
+def test_round_keeps_shape_layout_and_stays_outside_autograd(number_format):
+    for shape, dtype in itertools.product([(), (0,), (3, 0, 2), (2, 3)], INPUTS):
         values = torch.ones(shape, dtype=dtype, requires_grad=True)
         rounded = number_format.round(values)
         assert (rounded.shape, rounded.dtype, rounded.device) == (values.shape, dtype, values.device)
         assert not rounded.requires_grad
         assert rounded.data_ptr() != values.data_ptr() or values.numel() == 0
-    strided = torch.full((4, 6), 1.0009765625 + 1e-4, dtype=dtype).t()[::2]
+    strided = torch.full((4, 6), 1.0009765625 + 1e-4).t()[::2]
     assert torch.equal(number_format.round(strided), number_format.round(strided.contiguous()))
-
-
-def test_a_result_the_input_cannot_hold_is_infinite():
-    values = torch.tensor([65280.0, 65376.0, 65408.0, -65504.0], dtype=torch.float16)
-    assert BF16.round(values).tolist() == [65280.0, 65280.0, math.inf, -math.inf]
-
-
-@pytest.mark.parametrize(
-    "tensor, write",
-    [
-        (torch.ones(2, dtype=torch.int64), "tensor.float()"),
-        (torch.ones(2, dtype=torch.bool), "tensor.float()"),
-        (torch.ones(2, dtype=torch.complex64), "torch.view_as_real(tensor)"),
-        (torch.ones(2).to(torch.float8_e5m2), "tensor.float()"),
-    ],
-)
-def test_other_dtypes_are_refused(tensor, write):
-    for method in (FP16.round, FP16.coverage):
-        with pytest.raises(PolicyError, match=r"tensors cannot be rounded to float16") as caught:
-            method(tensor)
-        assert f"write  {write}" in str(caught.value)
-        assert "tensor of shape (2,) on cpu" in str(caught.value)
-        for wrong in ([1.0], None, 1.0):
-            with pytest.raises(PolicyError, match=r"cannot be rounded to float16\n  write  torch\.tensor"):
-                method(wrong)
-
-
-@pytest.mark.parametrize("value", ["1", None, [1.0], 1j, 10**400, torch.ones(2)], ids=repr)
-def test_what_is_no_real_number_has_no_pattern(value):
-    with pytest.raises(PolicyError, match=r"has no bit pattern\n  write  a real number"):
-        FP16.encode(value)
 
 
 # stochastic rounding
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("number_format", [TF32, *SMALL], ids=str)
-@pytest.mark.parametrize("share", [0.0, 0.125, 0.5, 0.875])
-@pytest.mark.parametrize("base", ["normal", "subnormal"])
-def test_stochastic_rounding_is_unbiased(number_format, dtype, share, base):
-    low = -1.5 if base == "normal" else -number_format.smallest_subnormal
-    gap = number_format.spacing(low)
-    trials = 20_000
-    values = torch.full((trials,), low - share * gap, dtype=dtype)
-    drawn = number_format.round(values, stochastic=True, generator=torch.Generator().manual_seed(11))
-    seen = Counter(drawn.double().tolist())
-    assert set(seen) <= {low, low - gap}
-    # Five standard deviations of a binomial share; none at all where the value is on the grid.
-    bound = 5 * math.sqrt(share * (1 - share) / trials)
-    assert abs(seen[low - gap] / trials - share) <= bound
+def test_stochastic_rounding_is_unbiased(number_format):
+    trials, each = 20_000, itertools.product((torch.float32, torch.float64), (0.0, 0.125, 0.5, 0.875), (True, False))
+    for dtype, share, is_normal in each:
+        low = -1.5 if is_normal else -number_format.smallest_subnormal
+        gap = number_format.spacing(low)
+        values = torch.full((trials,), low - share * gap, dtype=dtype)
+        drawn = number_format.round(values, stochastic=True, generator=torch.Generator().manual_seed(11))
+        seen = Counter(drawn.double().tolist())
+        assert set(seen) <= {low, low - gap}
+        # Five standard deviations of a binomial share; none at all where the value is on the grid.
+        assert abs(seen[low - gap] / trials - share) <= 5 * math.sqrt(share * (1 - share) / trials)
 
 
 @pytest.mark.parametrize("number_format", SMALL, ids=str)
@@ -501,17 +399,17 @@ def test_stochastic_rounding_leaves_the_grid_alone(number_format):
     assert torch.equal(drawn.view(torch.int64), values.view(torch.int64))  # the sign of zero too
 
 
-@pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
-def test_stochastic_rounding_takes_a_neighbour(number_format, dtype):
+def test_stochastic_rounding_takes_a_neighbour(number_format):
     source = torch.Generator().manual_seed(5)
-    values = torch.randn(4000, generator=source, dtype=torch.float64)
-    values = (values * torch.exp2(torch.randint(-20, 6, (4000,), generator=source).double())).to(dtype)
-    drawn = number_format.round(values, stochastic=True, generator=source)
-    for value, result in zip(values.double().tolist(), drawn.double().tolist(), strict=True):
-        assert abs(result - value) < number_format.spacing(value)
-        assert number_format.decode(number_format.encode(result)) == result
-        assert math.copysign(1, result) == math.copysign(1, value)
+    for dtype in INPUTS:
+        values = torch.randn(1000, generator=source, dtype=torch.float64)
+        values = (values * torch.exp2(torch.randint(-20, 6, (1000,), generator=source).double())).to(dtype)
+        drawn = number_format.round(values, stochastic=True, generator=source)
+        for value, result in zip(values.double().tolist(), drawn.double().tolist(), strict=True):
+            assert abs(result - value) < number_format.spacing(value)
+            assert number_format.decode(number_format.encode(result)) == result
+            assert math.copysign(1, result) == math.copysign(1, value)
 
 
 def test_stochastic_rounding_beyond_the_largest_follows_the_nearest_rule():
@@ -522,12 +420,6 @@ def test_stochastic_rounding_beyond_the_largest_follows_the_nearest_rule():
         assert drawn[:5].tolist() == [65504.0, 65504.0, math.inf, -math.inf, math.inf]
         assert drawn[5].isnan()
     assert E4M3.round(torch.tensor([448.0, math.inf]), stochastic=True).isnan().tolist() == [False, True]
-
-
-def test_a_draw_of_zero_leaves_the_grid_alone_too(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda shape, **options: torch.zeros(shape, dtype=options["dtype"]))
-    values = torch.tensor([1.0, -(2.0**-24), 0.0, 1.0 + 2.0**-20], dtype=torch.float64)
-    assert FP16.round(values, stochastic=True).tolist() == [1.0, -(2.0**-24), 0.0, 1.0 + 2.0**-10]
 
 
 def test_stochastic_rounding_draws_from_the_generator_it_is_given():
@@ -572,10 +464,9 @@ def test_coverage_partitions_the_elements(number_format, values, scale):
     assert coverage.total == sum(counts(coverage).values()) == len(values)
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("number_format", SMALL, ids=str)
-def test_coverage_at_every_edge(number_format, step):
-    values = edge_values(number_format, step)
+def test_coverage_at_every_edge(number_format):
+    values = edge_values(number_format, 97)
     expected = Counter(classify(number_format, value) for value in values)
     assert counts(number_format.coverage(torch.tensor(values, dtype=torch.float64))) == expected
 
@@ -587,13 +478,6 @@ def test_coverage_of_every_fp16_pattern_in_itself():
     )
 
 
-def test_coverage_multiplies_without_overflow_on_the_way():
-    tensor = torch.tensor([60000.0, 1e-7], dtype=torch.float16)
-    assert FP32.coverage(tensor, scale=2.0**100).normal == 2
-    assert counts(FP16.coverage(tensor, scale=2.0**24))["overflow"] == 1
-    assert FP16.coverage(torch.tensor([1e-8]), scale=2.0**-200).underflow == 1
-
-
 def test_coverage_walks_in_chunks(monkeypatch):
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 1e-5
     whole = FP16.coverage(values)
@@ -602,58 +486,16 @@ def test_coverage_walks_in_chunks(monkeypatch):
     assert FP16.coverage(values[:0]).total == 0
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
-def test_coverage_refuses_a_scale(scale):
-    with pytest.raises(PolicyError, match="coverage cannot be taken at scale") as caught:
-        FP16.coverage(torch.ones(2), scale)
-    assert "positive finite number" in str(caught.value)
-
-
 # names and landmarks
 
 
-@pytest.mark.parametrize(
-    "name, expected",
-    [
-        ("float16", FP16),
-        ("fp16", FP16),
-        ("half", FP16),
-        ("torch.half", FP16),
-        (torch.float16, FP16),
-        ("torch.float16", FP16),
-        (" BF16 ", BF16),
-        (torch.bfloat16, BF16),
-        ("fp32", FP32),
-        ("float", FP32),
-        (torch.float32, FP32),
-        ("TF32", TF32),
-        ("e4m3", E4M3),
-        (torch.float8_e4m3fn, E4M3),
-        ("fp8_e5m2", E5M2),
-        (E5M2, E5M2),
-    ],
-)
-def test_by_name(name, expected):
-    assert by_name(name) is expected
-
-
-@pytest.mark.parametrize(
-    "name, near",
-    [
-        ("flaot16", "did you mean 'float16'?"),
-        ("bf61", "did you mean 'bf16'?"),
-        (torch.int8, "why    valid: float32, tf32, float16"),
-        (torch.float64, "why    valid: float32, tf32, float16"),
-        (16, "valid: float32, tf32, float16"),
-        ("", "valid: float32, tf32, float16"),
-    ],
-)
-def test_by_name_refuses(name, near):
-    with pytest.raises(PolicyError, match="unknown number format") as caught:
-        by_name(name)
-    assert repr(name) in str(caught.value)
-    assert near in str(caught.value)
-    assert 'write  by_name("float16"), by_name("fp16") or by_name(torch.float16)' in str(caught.value)
+def test_by_name():
+    for expected, names in {
+        FP16: ["float16", "fp16", "half", "torch.half", torch.float16, "torch.float16"],
+        BF16: [" BF16 ", torch.bfloat16], FP32: ["fp32", "float", torch.float32], TF32: ["TF32"],
+        E4M3: ["e4m3", torch.float8_e4m3fn], E5M2: ["fp8_e5m2", E5M2],
+    }.items():  # fmt: skip
+        assert all(by_name(name) is expected for name in names)
 
 
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
@@ -667,16 +509,16 @@ def test_landmarks(number_format):
     assert value["smallest above one"] - 1.0 == number_format.eps
     assert 1.0 - value["largest below one"] == number_format.eps / 2
     assert ("+inf" in marks) == ("−inf" in marks) == number_format.has_inf
-    if number_format in FACTS and number_format.has_inf:
+    if number_format in FACTS:
         assert {bits for _, bits, _ in FACTS[number_format]} <= set(marks.values())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", INPUTS, ids=str)
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
-def test_the_gpu_rounds_as_the_cpu_does(number_format, dtype):
-    values = torch.tensor(edge_values(BF16) + edge_values(E4M3), dtype=torch.float64).to(dtype)
-    on_gpu = number_format.round(values.cuda()).cpu()
-    assert torch.equal(on_gpu.nan_to_num(7.0), number_format.round(values).nan_to_num(7.0))
-    assert number_format.coverage(values.cuda()) == number_format.coverage(values)
+def test_the_gpu_rounds_as_the_cpu_does(number_format):
+    for dtype in INPUTS:
+        values = torch.tensor(edge_values(BF16, 7) + edge_values(E4M3), dtype=torch.float64).to(dtype)
+        on_gpu = number_format.round(values.cuda()).cpu()
+        assert torch.equal(on_gpu.nan_to_num(7.0), number_format.round(values).nan_to_num(7.0))
+        assert number_format.coverage(values.cuda()) == number_format.coverage(values)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils import collect_env
 
-import mezzo
 from mezzo import machine
 from mezzo.machine import VARIABLES, environment
 
@@ -33,19 +32,14 @@ def test_the_cpu_is_named_as_the_system_names_it():
     assert "tf32_matmul" not in facts
 
 
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """A GPU, as torch would speak of it."""
+def test_a_gpu_states_whether_tf32_is_on(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-
-
-@pytest.mark.parametrize("matmul, convolution", [("tf32", "none"), ("ieee", "tf32")])
-def test_a_gpu_states_whether_tf32_is_on(monkeypatch, on_a_gpu, matmul, convolution):
-    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=matmul))
-    monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=convolution))
-    facts = machine.describe(torch.device("cuda"))
-    assert (facts["gpu"], facts["device"]) == ("NVIDIA H200", "cuda")
-    assert (facts["tf32_matmul"], facts["tf32_convolution"]) == (matmul == "tf32", convolution == "tf32")
+    for matmul, convolution in (("tf32", "none"), ("ieee", "tf32")):
+        monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision=matmul))
+        monkeypatch.setattr(torch.backends.cudnn, "conv", SimpleNamespace(fp32_precision=convolution))
+        facts = machine.describe(torch.device("cuda"))
+        assert (facts["gpu"], facts["device"]) == ("NVIDIA H200", "cuda")
+        assert (facts["tf32_matmul"], facts["tf32_convolution"]) == (matmul == "tf32", convolution == "tf32")
 
 
 def test_every_switch_for_tf32_is_read():
@@ -118,12 +112,3 @@ def test_the_home_folder_is_not_named(torchs, monkeypatch, tmp_path):
     assert found["variables"]["XDG_CACHE_HOME"] == os.path.join("~", "cache")
     assert found["compiler"] == "no C++ compiler for optimizer kernels"
     assert "jane.doe" not in json.dumps(found)
-
-
-def test_a_user_without_a_home_has_an_environment(torchs, monkeypatch):
-    def homeless():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(collect_env, "get_env_info", lambda: SimpleNamespace(_asdict=dict))
-    monkeypatch.setattr(Path, "home", homeless)
-    assert environment()["machine"]["mezzo"] == mezzo.__version__

@@ -1,6 +1,9 @@
-"""What mezzo does about a device: it never lets a policy kill the process, and says why it does what."""
+"""What the probe finds out about a device, what is kept of it, and what mezzo does then: never die, and say why."""
 
+import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -10,12 +13,346 @@ import time
 import pytest
 import torch
 
+from mezzo import files
 from mezzo.cast.device import arithmetic, child, decide, devices, fast_format, intended, kinds, probe, probing
-from mezzo.cast.device.probing import FORMATS, DeviceReport, FormatSupport
+from mezzo.cast.device.probing import FORMATS, ISA_LIMIT, DeviceReport, FormatSupport
 from mezzo.errors import PolicyError, UnsupportedError
 
+from ..support.refusals import refused
+
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
-LIMIT = "AVX512_CORE_FP16"
+VARIABLE = "ONEDNN_MAX_CPU_ISA"
+CAN_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
+RIGHT = {"status": "right", "speed_ratio": 2.0, "detail": "slowest: matmul"}
+DEAD = -signal.SIGILL
+#: Where this run of the suite keeps what the probe has found: it asks once.
+SHARED = os.environ["XDG_CACHE_HOME"]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    """Begin as a new process does: nothing cached, no limit set; return the folder of the cache."""
+    for name in ("_reports", "_revived"):
+        monkeypatch.setattr(decide, name, {})
+    monkeypatch.setattr(decide, "_said", set())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    # Through setenv, so that whatever a decision does to the variable is undone.
+    monkeypatch.setenv(VARIABLE, "")
+    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
+    return tmp_path / "mezzo"
+
+
+# What a child says --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Small products, that all take a second."""
+    monkeypatch.setattr(child, "WIDTHS", (32,))
+    monkeypatch.setattr(child, "_seconds", lambda work, device: work() and 1.0)
+
+
+def off_by(share):
+    return lambda a, b: (torch.matmul(a.float(), b.float()) * (1 + share * (a.dtype != torch.float32))).to(a.dtype)
+
+
+def refusing(dtype):
+    def product(a, b):
+        if a.dtype == dtype:
+            raise RuntimeError("no kernel\nand more")
+        return a @ b
+
+    return product
+
+
+class WrongBackward(torch.autograd.Function):
+    """A product whose gradients are right in FP32 alone."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, gradient):
+        a, b = ctx.saved_tensors
+        return gradient @ b.T, a.T @ gradient * (1.1 if a.dtype == BFLOAT16 else 1)
+
+
+PRODUCTS = [
+    (torch.matmul, "right", "slowest: linear"),
+    (off_by(0.01), "right", "slowest: linear"),
+    (off_by(0.05), "wrong", "matmul at width 32 is off by 0.05 of its norm"),
+    (lambda a, b: a @ b * (math.nan if a.dtype == BFLOAT16 else 1), "wrong", "matmul at width 32 is off by nan"),
+    (WrongBackward.apply, "wrong", "matmul at width 32 is off by"),
+    (refusing(BFLOAT16), "unsupported", "matmul: no kernel"),
+]
+
+
+def test_a_product_that_is_further_from_fp32s_than_rounding_is_wrong(small, monkeypatch):
+    before = torch.get_rng_state()
+    with torch.inference_mode(), torch.autocast("cpu", dtype=FLOAT16), torch.device("meta"):  # which reach it not
+        assert child.examined(FLOAT16) == {"status": "right", "speed_ratio": 1.0, "detail": "slowest: linear"}
+    assert torch.equal(before, torch.get_rng_state())
+    shapes = child.PRODUCTS["matmul"][0]
+    for product, status, detail in PRODUCTS:
+        monkeypatch.setitem(child.PRODUCTS, "matmul", (shapes, product))
+        found = child.examined(BFLOAT16)
+        assert found["status"] == status
+        assert found["detail"].startswith(detail)
+        assert (found["speed_ratio"] is None) == (status != "right")
+    monkeypatch.setitem(child.PRODUCTS, "matmul", (shapes, refusing(torch.float32)))
+    with pytest.raises(RuntimeError, match="no kernel"):  # of FP32: a failure, and no answer
+        child.examined(BFLOAT16)
+
+
+def test_the_slowest_product_decides_what_is_fast(small, monkeypatch):
+    times = iter([1.0, 0.5, 1.0, 4.0, 1.0, 2.0])  # FP32 and the format, by turns: linear, matmul, convolution
+    monkeypatch.setattr(child, "_seconds", lambda work, device: next(times))
+    found = child.examined(BFLOAT16)
+    assert (found["speed_ratio"], found["detail"]) == (0.25, "slowest: matmul")
+
+
+def test_what_other_programs_take_of_the_processor_makes_no_format_slow():
+    """A child that waits is measured as one that does not: a busy machine's verdict would be kept for good."""
+    assert child._seconds(lambda: time.sleep(0.02), "cpu") < 0.01
+
+
+# What the parent makes of it ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def children(monkeypatch):
+    """How each child ends, by format and limit: what it says, or its exit code. Others are right. What was asked."""
+    ends, asked = {}, []
+
+    def run(command, env, **_):
+        key = command[-1], env.get(VARIABLE)
+        asked.append(key)
+        end = ends.get(key, RIGHT)
+        if isinstance(end, int):
+            return subprocess.CompletedProcess(command, end, b"", b"")
+        return subprocess.CompletedProcess(command, 0, f"chatter\n{child.PREFIX}{json.dumps(end)}\nmore".encode(), b"")
+
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(subprocess, "run", run)
+    return ends, asked
+
+
+def test_a_healthy_cpu_is_asked_once_for_each_format(children, cache):
+    ends, asked = children
+    ends["float16", None] = {"status": "unsupported", "speed_ratio": None, "detail": "linear: no kernel"}
+    report = probing.cpu_report()
+    formats = {FLOAT16: FormatSupport(**ends["float16", None]), BFLOAT16: FormatSupport(**RIGHT)}
+    assert report == DeviceReport(device_type="cpu", name=probing.processor()["name"], formats=formats)
+    assert asked == [("float16", None), ("bfloat16", None)]
+    assert probing.cpu_report() == report
+    assert len(asked) == 2, "the next process reads the answers"
+    (file,) = cache.iterdir()
+    assert (cache.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+    assert probing.cpu_report(refresh=True) == report
+    assert len(asked) == 4
+    assert list(cache.iterdir()) == [file]
+
+
+def test_a_death_is_asked_again_under_the_limit(children):
+    ends, asked = children
+    ends["bfloat16", None] = DEAD
+    report = probing.cpu_report()
+    support, died = report.formats[BFLOAT16], "another process that tried it was killed by SIGILL"
+    assert (support.status, support.fast, support.speed_ratio) == ("dead", True, 2.0)
+    assert support.detail == f"{died}; right with {VARIABLE}=AVX512_CORE_FP16"
+    assert report.needs_isa_limit
+    assert asked == [("float16", None), ("bfloat16", None), ("bfloat16", ISA_LIMIT)]
+    assert probing.cpu_report() == report
+    assert len(asked) == 3
+    for end in (DEAD, 1, RIGHT | {"status": "wrong", "speed_ratio": None}):  # which the limit does not cure
+        ends["bfloat16", ISA_LIMIT] = end
+        report = probing.cpu_report(refresh=True)
+        support = report.formats[BFLOAT16]
+        assert (support.status, support.fast, support.speed_ratio, support.detail) == ("dead", False, None, died)
+        assert not report.needs_isa_limit
+
+
+@pytest.mark.parametrize("name", [VARIABLE, "DNNL_MAX_CPU_ISA"])
+def test_under_the_users_own_limit_a_format_is_as_it_is_there(children, monkeypatch, name):
+    ends, asked = children
+    probing.cpu_report()
+    monkeypatch.setenv(name, "AVX2")
+    assert probing.isa_setting() == "AVX2"
+    ends["bfloat16", "AVX2"] = RIGHT | {"speed_ratio": 0.1}
+    assert probing.cpu_report().formats[BFLOAT16].speed_ratio == 0.1
+    assert asked[2:] == [("float16", "AVX2"), ("bfloat16", "AVX2")]
+    monkeypatch.delenv(name)
+    assert probing.cpu_report().formats[BFLOAT16].speed_ratio == 2.0
+    assert len(asked) == 4, "both answers are in the one file"
+
+
+def test_under_the_users_own_limit_a_death_stays_one(children, monkeypatch):
+    ends, _ = children
+    monkeypatch.setenv(VARIABLE, "AVX2")
+    ends["bfloat16", None] = DEAD
+    report = probing.cpu_report()
+    assert (report.formats[BFLOAT16].status, report.formats[BFLOAT16].speed_ratio) == ("dead", 2.0)
+    assert report.needs_isa_limit
+    ends["bfloat16", "AVX2"] = DEAD
+    assert probing.cpu_report(refresh=True).formats[BFLOAT16].speed_ratio is None
+
+
+def test_a_child_that_says_nothing_is_asked_again_by_the_next_process(children):
+    ends, asked = children
+    for end, how in ((-signal.SIGKILL, "was killed by SIGKILL"), (7, "ended with exit code 7")):
+        ends["bfloat16", None] = end
+        support = probing.cpu_report().formats[BFLOAT16]
+        detail = f"it could not be asked: another process {how} and had said nothing"
+        assert (support.status, support.fast, support.detail) == ("unknown", False, detail)
+    del ends["bfloat16", None]
+    assert probing.cpu_report().formats[BFLOAT16].status == "right"
+    assert asked == [("float16", None), *[("bfloat16", None)] * 3]
+
+
+@pytest.mark.parametrize(
+    "command, reason",
+    [
+        (["/nonexistent/python"], "another process could not be started or did not end"),
+        ([sys.executable, "-S", "-c", "import time; time.sleep(60)"], "could not be started or did not end"),
+        ([sys.executable, "-S", "-c", "pass"], "ended with exit code 0 and had said nothing"),
+        (None, "this Python has no executable of its own to start another with"),
+    ],
+)
+def test_what_cannot_be_asked_is_unknown(monkeypatch, cache, command, reason):
+    monkeypatch.setattr(probing, "CHILD_TIMEOUT_S", 0.5)
+    if command is None:  # a frozen program's executable is the program
+        monkeypatch.setattr(sys, "frozen", True, raising=False)
+        monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a child was started"))
+    else:
+        monkeypatch.setattr(probing, "CHILD_COMMAND", command)
+    for support in probing.cpu_report().formats.values():
+        assert support.status == "unknown"
+        assert reason in support.detail
+    assert not cache.exists() or json.loads(next(cache.iterdir()).read_text()) == {}
+
+
+def test_warning_filters_and_folders_of_the_users_do_not_reach_the_child(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONWARNINGS", "error")
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*filter(None, sys.path), tmp_path / "no text", None])  # imports pass over them
+    script = tmp_path / "folder" / "program.py"
+    script.parent.mkdir()
+    script.write_text(
+        f"import warnings; warnings.warn('old'); import json; print({child.PREFIX!r} + '{json.dumps(RIGHT)}')"
+    )
+    monkeypatch.setattr(probing, "CHILD_COMMAND", [*probing.CHILD_COMMAND[:-1], str(script)])
+    assert {each.status for each in probing.cpu_report().formats.values()} == {"right"}
+
+
+def test_another_processor_torch_or_probe_is_another_file(children, cache, monkeypatch):
+    probing.cpu_report()
+    others = (
+        (probing, "processor", lambda: {"name": "another"}),
+        (torch, "__version__", "9.9.9"),
+        (probing, "_VERSION", 9),
+    )
+    for number, other in enumerate(others, start=2):
+        with monkeypatch.context() as patch:
+            patch.setattr(*other)
+            probing.cpu_report()
+        assert len(children[1]) == 2 * number
+        assert len(list(cache.iterdir())) == number
+
+
+HARM = [b"", b"null", b"[]", b"3", b'{"bfloat16": 1}', b'{"bfloat16": {"word": 1}}', b"\xff\xfe", b"[" * 100_000,
+        b'{"bfloat16": {"status": "rigth", "detail": ""}}',
+        b'{"bfloat16": {"status": "right", "speed_ratio": "2", "detail": ""}}']  # fmt: skip
+
+
+def test_a_file_that_is_not_right_is_replaced_with_a_line_in_the_log(children, cache, caplog):
+    report = probing.cpu_report()
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    for harm in HARM:
+        file.write_bytes(harm)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            assert probing.cpu_report() == report, harm
+        (record,) = caplog.records
+        assert record.getMessage().startswith("nothing is known of this CPU: ")
+        assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("place", ["file", "homeless"])
+def test_a_cache_that_cannot_be_written_costs_a_line_in_the_log(children, monkeypatch, tmp_path, caplog, place):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file") if place == "file" else "")
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(files.Path, "home", homeless)
+    with caplog.at_level("INFO"):
+        assert probing.cpu_report().formats[BFLOAT16].status == "right"
+    assert caplog.records[-1].getMessage().startswith("what was found out of this CPU could not be kept: ")
+
+
+# The trial in a copy of this process ---------------------------------------------------------------------
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGILL)
+
+
+@CAN_FORK
+def test_a_copy_that_survives(capfd):
+    x = torch.ones(64, 64)
+    (x @ x).sum().item()  # whatever threads a product starts are running now
+    before = os.listdir("/dev/fd")
+    assert probing.survives_here(torch.float32)
+    assert os.listdir("/dev/fd") == before
+    assert capfd.readouterr() == ("", "")
+
+
+@CAN_FORK
+def test_a_copy_that_does_not(monkeypatch, capfd):
+    """Handlers and masks of the user's hide neither a death nor an endless wait."""
+    monkeypatch.setattr(probing, "TRIAL_TIMEOUT_S", 1)
+    threads = torch.get_num_threads()
+    before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGILL, signal.SIGALRM)}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    try:
+        for end in (die, lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: 1 / 0, lambda: sys.exit(0),
+                    lambda: threading.Lock().acquire() and time.sleep(60)):  # fmt: skip
+            monkeypatch.setattr(child, "products", lambda dtype, end=end: end())
+            assert not probing.survives_here(BFLOAT16)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert torch.get_num_threads() == threads
+    assert capfd.readouterr() == ("", ""), "a death that was expected is nobody's business"
+
+
+@CAN_FORK
+def test_no_answer_is_no_survival(monkeypatch):
+    """An exit status that other code has collected, a process too large to copy, a platform without fork."""
+    real = os.waitpid
+
+    def collected(pid, options):
+        real(pid, 0)
+        return real(pid, options)
+
+    def refuse():
+        raise BlockingIOError("no memory")
+
+    monkeypatch.setattr(os, "waitpid", collected)
+    assert not probing.survives_here(torch.float32)
+    monkeypatch.setattr(os, "fork", refuse)
+    assert not probing.survives_here(BFLOAT16)
+    monkeypatch.delattr(os, "fork")
+    assert not probing.survives_here(BFLOAT16)
+
+
+# Decisions ------------------------------------------------------------------------------------------------
 
 
 def report(float16=("right", 0.02), bfloat16=("right", 2.0), *, needs_isa_limit=False):
@@ -29,23 +366,11 @@ def report(float16=("right", 0.02), bfloat16=("right", 2.0), *, needs_isa_limit=
 CURED = report(bfloat16=("dead", 2.0), needs_isa_limit=True)
 
 
-@pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    """Begin as a new process does: nothing cached, no limit set, no probe allowed unless a test says so."""
-    for cache in ("_reports", "_revived"):
-        monkeypatch.setattr(decide, cache, {})
-    monkeypatch.setattr(decide, "_said", set())
-    monkeypatch.setattr(probing, "cpu_report", lambda **_: pytest.fail("the CPU was probed"))
-    monkeypatch.setattr(decide, "survives_here", lambda dtype: pytest.fail("a copy of this process was made"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    # Through setenv, so that whatever a decision does to the variable is undone.
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
-    monkeypatch.delenv("DNNL_MAX_CPU_ISA", raising=False)
-
-
 @pytest.fixture
 def told(monkeypatch):
     """Return a function that tells what the probe finds, and collects how it is asked."""
+    monkeypatch.setattr(probing, "cpu_report", lambda **_: pytest.fail("the CPU was probed"))
+    monkeypatch.setattr(decide, "survives_here", lambda dtype: pytest.fail("a copy of this process was made"))
 
     def tell(found):
         asked = []
@@ -56,46 +381,33 @@ def told(monkeypatch):
 
 
 @pytest.fixture
-def tried(monkeypatch):
+def tried(told, monkeypatch):
     """Return a function that sets how the trial in a copy of this process ends, and collects what it was given."""
 
     def end(survives):
         given = []
-
-        def survives_here(dtype):
-            given.append((dtype, os.environ.get("ONEDNN_MAX_CPU_ISA")))
-            return survives
-
-        monkeypatch.setattr(decide, "survives_here", survives_here)
+        monkeypatch.setattr(
+            decide, "survives_here", lambda dtype: given.append((dtype, os.environ.get(VARIABLE))) or survives
+        )
         return given
 
     return end
 
 
-# probe ------------------------------------------------------------------------------------------------
-
-
-def test_a_process_asks_once_unless_it_is_to_ask_again(told):
+def test_a_process_asks_once_unless_it_is_to_ask_again(told, monkeypatch):
     asked = told(report())
     first = probe("cpu")
     assert first == report()
     assert probe("cpu") is first
     assert asked == [False]
     asked = told(CURED)
-    assert probe("cpu", refresh=True) == CURED
-    assert probe("cpu") == CURED
+    assert probe("cpu", refresh=True) == probe("cpu") == CURED
     assert asked == [True]
-
-
-def test_threads_that_ask_together_probe_once(monkeypatch):
+    monkeypatch.setattr(decide, "_reports", {})  # and threads that ask together
     asked = []
-
-    def slow(*, refresh):
-        asked.append(refresh)
-        time.sleep(0.05)
-        return report()
-
-    monkeypatch.setattr(probing, "cpu_report", slow)
+    monkeypatch.setattr(
+        probing, "cpu_report", lambda *, refresh: (asked.append(refresh), time.sleep(0.05), report())[-1]
+    )
     threads = [threading.Thread(target=probe) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -104,10 +416,7 @@ def test_threads_that_ask_together_probe_once(monkeypatch):
     assert len(asked) == 1
 
 
-# arithmetic -------------------------------------------------------------------------------------------
-
-
-def test_full_precision_is_never_emulated_and_never_probed():
+def test_full_precision_is_never_emulated_and_never_probed(told):
     for dtype in (torch.float32, torch.float64):
         for emulate in ("auto", True, False):
             choice = arithmetic(dtype, "cpu", emulate)
@@ -115,38 +424,42 @@ def test_full_precision_is_never_emulated_and_never_probed():
             assert choice.reason.endswith("is what emulation computes in")
 
 
-@pytest.mark.parametrize(
-    "found, emulate, action, reason",
-    [
-        (("right", 2.0), "auto", "native", "bfloat16 on this cpu is right"),
-        (("right", 0.5), "auto", "native", "is right"),
-        (("right", 0.499), "auto", "emulate", "bfloat16 on this cpu is slow: speed 0.5 times float32's, as told"),
-        (("right", 0.02), False, "native", "is right"),
-        (("right", 2.0), True, "emulate", "emulate=True asks for it"),
-        (("wrong", None), "auto", "emulate", "bfloat16 on this cpu is wrong (as told)"),
-        (("unsupported", None), "auto", "emulate", "bfloat16 on this cpu is unsupported (as told)"),
-        (("unknown", None), "auto", "emulate", "bfloat16 on this cpu is unknown (as told)"),
-        (("dead", None), "auto", "emulate", "bfloat16 kills the process on this CPU (as told)"),
-        (("dead", None), True, "emulate", "emulate=True asks for it"),
-    ],
-)
-def test_what_is_not_right_or_slow_is_emulated(told, found, emulate, action, reason):
+DECISIONS = [
+    (("right", 2.0), "auto", "native", "bfloat16 on this cpu is right"),
+    (("right", 0.5), "auto", "native", "is right"),
+    (("right", 0.499), "auto", "emulate", "bfloat16 on this cpu is slow: speed 0.5 times float32's, as told"),
+    (("right", 0.02), False, "native", "is right"),
+    (("right", 2.0), True, "emulate", "emulate=True asks for it"),
+    (("wrong", None), "auto", "emulate", "bfloat16 on this cpu is wrong (as told)"),
+    (("unsupported", None), "auto", "emulate", "bfloat16 on this cpu is unsupported (as told)"),
+    (("unknown", None), "auto", "emulate", "bfloat16 on this cpu is unknown (as told)"),
+    (("dead", None), "auto", "emulate", "bfloat16 kills the process on this CPU (as told)"),
+    (("dead", None), True, "emulate", "emulate=True asks for it"),
+]
+
+
+@pytest.mark.parametrize("found, emulate, action, reason", DECISIONS)
+def test_what_is_not_right_or_slow_is_emulated(told, caplog, found, emulate, action, reason):
+    """Where something is amiss it is said, once."""
     told(report(bfloat16=found))
-    choice = arithmetic(BFLOAT16, "cpu", emulate)
-    assert choice.action == action
-    assert reason in choice.reason
-    assert not os.environ["ONEDNN_MAX_CPU_ISA"]
+    for _ in range(2):
+        choice = arithmetic(BFLOAT16, "cpu", emulate)
+        assert choice.action == action
+        assert reason in choice.reason
+    assert not os.environ[VARIABLE]
+    assert len(caplog.records) == (emulate == "auto" and found[0] in ("wrong", "unknown", "dead"))
 
 
-@pytest.mark.parametrize("status", ["wrong", "unsupported", "unknown"])
-def test_native_arithmetic_that_is_not_right_is_refused(told, status):
-    told(report(bfloat16=(status, None)))
-    with pytest.raises(UnsupportedError) as caught:
-        arithmetic(BFLOAT16, "cpu", False)
-    assert str(caught.value) == textwrap.dedent(f"""\
-        bfloat16 cannot be computed natively on this cpu
-          why    bfloat16 on this cpu is {status} (as told)
-          write  emulate="auto", the text emulate=auto""")
+def test_native_arithmetic_that_is_not_right_is_refused(told, monkeypatch):
+    for status in ("wrong", "unsupported", "unknown"):
+        told(report(bfloat16=(status, None)))
+        monkeypatch.setattr(decide, "_reports", {})
+        with pytest.raises(UnsupportedError) as caught:
+            arithmetic(BFLOAT16, "cpu", False)
+        assert str(caught.value) == textwrap.dedent(f"""\
+            bfloat16 cannot be computed natively on this cpu
+              why    bfloat16 on this cpu is {status} (as told)
+              write  emulate="auto", the text emulate=auto""")
 
 
 @pytest.mark.parametrize("emulate, action", [("auto", "limit"), (False, "limit"), (True, "emulate")])
@@ -156,196 +469,158 @@ def test_a_limit_is_set_before_it_is_tried_and_the_answer_stays_the_same(told, t
     first = arithmetic(BFLOAT16, "cpu", emulate)
     assert first.action == action
     if action == "limit":
-        assert first.reason.endswith(f"(as told), so mezzo has set ONEDNN_MAX_CPU_ISA={LIMIT}")
-    assert os.environ["ONEDNN_MAX_CPU_ISA"] == LIMIT, "for what emulation does not reach, too"
-    assert arithmetic(BFLOAT16, "cpu", emulate) == first
+        assert first.reason.endswith(f"(as told), so mezzo has set {VARIABLE}={ISA_LIMIT}")
+    assert os.environ[VARIABLE] == ISA_LIMIT, "for what emulation does not reach, too"
     probe("cpu", refresh=True)
     assert arithmetic(BFLOAT16, "cpu", emulate) == first
-    assert given == [(BFLOAT16, LIMIT)]
+    assert given == [(BFLOAT16, ISA_LIMIT)]
     assert not caplog.records
 
 
 def test_where_the_limit_comes_too_late_it_is_taken_back_and_one_warning_says_so(told, tried, caplog):
     told(CURED)
     tried(survives=False)
-    with pytest.raises(UnsupportedError) as caught:
-        arithmetic(BFLOAT16, "cpu", False)
     why = "bfloat16 kills the process on this CPU (as told), and this process has used oneDNN before that was set"
-    assert str(caught.value) == (
-        "bfloat16 cannot be computed natively on this cpu\n"
-        f"  why    {why}\n"
-        '  write  emulate="auto", the text emulate=auto\n'
-        f"         ONEDNN_MAX_CPU_ISA={LIMIT} python …"
-    )
+    with refused(UnsupportedError, f"  why    {why}\n", f"emulate=auto\n         {VARIABLE}={ISA_LIMIT} python …"):
+        arithmetic(BFLOAT16, "cpu", False)
     assert not caplog.records, "what is refused is not said twice"
     choice = arithmetic(BFLOAT16)
     assert arithmetic(BFLOAT16) == choice
     assert (choice.action, choice.reason) == ("emulate", why)
-    assert "ONEDNN_MAX_CPU_ISA" not in os.environ
+    assert VARIABLE not in os.environ
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert record.getMessage() == (
         "bfloat16 products are emulated on this cpu\n"
         "  where  every region of mezzo's in this process; do not compute in the format outside them\n"
         f"  why    {why}\n"
-        f"  write  ONEDNN_MAX_CPU_ISA={LIMIT} python …"
+        f"  write  {VARIABLE}={ISA_LIMIT} python …"
     )
-
-
-@pytest.mark.parametrize(
-    "status, said", [("wrong", 1), ("unknown", 1), ("dead", 1), ("unsupported", 0), ("right", 0)]
-)  # fmt: skip
-def test_what_is_emulated_since_something_is_amiss_is_said_once(told, caplog, status, said):
-    told(report(bfloat16=(status, 0.1 if status == "right" else None)))
-    for _ in range(2):
-        assert arithmetic(BFLOAT16).action == "emulate"
-    assert len(caplog.records) == said
 
 
 @pytest.mark.parametrize("survives, action", [(True, "native"), (False, "emulate")])
 def test_a_limit_of_the_users_own_is_tried_and_never_overridden(told, tried, monkeypatch, survives, action):
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+    monkeypatch.setenv(VARIABLE, "AVX512_CORE")
     told(CURED)
     given = tried(survives=survives)
     choice = arithmetic(BFLOAT16)
     assert choice.action == action
-    assert ("ONEDNN_MAX_CPU_ISA=AVX512_CORE is set" in choice.reason) is survives
+    assert (f"{VARIABLE}=AVX512_CORE is set" in choice.reason) is survives
     assert given == [(BFLOAT16, "AVX512_CORE")]
-    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE"
+    assert os.environ[VARIABLE] == "AVX512_CORE"
+
+
+def test_intentions_are_said_without_being_carried_out(monkeypatch):
+    assert [intended(CURED, dtype) for dtype in (BFLOAT16, FLOAT16)] == ["limit", "emulate"]
+    assert intended(report(), BFLOAT16) == "native"
+    for status in ("wrong", "dead", "unsupported", "unknown"):
+        assert intended(report(bfloat16=(status, None)), BFLOAT16) == "emulate"
+    assert not os.environ[VARIABLE]
+    monkeypatch.setenv(VARIABLE, ISA_LIMIT)
+    assert intended(CURED, BFLOAT16) == "native"
 
 
 def test_a_format_that_is_cured_but_slow_is_emulated(told, tried):
     told(report(float16=("dead", 0.1), needs_isa_limit=True))
     tried(survives=True)
-    assert arithmetic(FLOAT16).action == "emulate"
-    assert arithmetic(FLOAT16, "cpu", False).action == "limit"
+    assert [arithmetic(FLOAT16, "cpu", emulate).action for emulate in ("auto", False)] == ["emulate", "limit"]
 
 
-def test_intentions_are_said_without_being_carried_out(monkeypatch):
-    assert intended(CURED, BFLOAT16) == "limit"
-    assert intended(CURED, FLOAT16) == "emulate"
-    assert intended(report(), BFLOAT16) == "native"
-    for status in ("wrong", "dead", "unsupported", "unknown"):
-        assert intended(report(bfloat16=(status, None)), BFLOAT16) == "emulate"
-    assert not os.environ["ONEDNN_MAX_CPU_ISA"]
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", LIMIT)
-    assert intended(CURED, BFLOAT16) == "native"
-
-
-# devices ----------------------------------------------------------------------------------------------
+# Other devices --------------------------------------------------------------------------------------------
 
 
 def present(monkeypatch, device_type, *, has_bfloat16=True):
     accelerator = torch.device(device_type) if device_type else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
-
-    def is_bf16_supported(including_emulation=True):
-        return has_bfloat16 or including_emulation  # a bfloat16 that torch imitates is not native
-
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    # A bfloat16 that torch imitates is not native.
+    supported = lambda including_emulation=True: has_bfloat16 or including_emulation  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
 
 
-def test_the_devices_are_the_cpu_and_the_current_accelerator(monkeypatch):
-    present(monkeypatch, None)
-    assert devices() == ["cpu"]
-    assert kinds.default_kinds() == ("cpu",)
-    present(monkeypatch, "xpu")
-    assert devices() == ["cpu", "xpu"]
-    assert kinds.default_kinds() == ("xpu",)
+def test_the_devices_are_the_cpu_and_the_accelerator_which_a_bare_region_covers(monkeypatch):
+    for device_type, every in ((None, ["cpu"]), ("xpu", ["cpu", "xpu"])):
+        present(monkeypatch, device_type)
+        assert devices() == every
+        assert kinds.default_kinds() == (every[-1],)
 
 
-@pytest.mark.parametrize("device_type", ["cuda", "mps", "xpu"])
-def test_an_absent_device_is_named_and_never_touched(monkeypatch, device_type):
+def test_an_absent_device_is_named_and_never_touched(monkeypatch):
     present(monkeypatch, None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: pytest.fail("CUDA was touched"))
-    for call in (
-        lambda: arithmetic(FLOAT16, device_type, "auto"),
-        lambda: arithmetic(FLOAT16, device_type, True),
-        lambda: probe(device_type),
-    ):
-        with pytest.raises(UnsupportedError) as caught:
-            call()
-        assert str(caught.value).startswith(f"there is no {device_type} device here\n")
-        assert 'write  device_type="cpu"' in str(caught.value)
+    for kind in ("cuda", "mps", "xpu"):
+        for call in (lambda: arithmetic(FLOAT16, kind), lambda: arithmetic(FLOAT16, kind, True), lambda: probe(kind)):  # noqa: B023
+            with refused(UnsupportedError, f"there is no {kind} device here\n", 'write  device_type="cpu"'):
+                call()
+    with refused(PolicyError, "unknown device type 'cdua'\n  why    did you mean 'cuda'?"):
+        probe("cdua")
     assert not torch.cuda.is_initialized()
 
 
-def test_a_device_type_that_there_is_none_of():
-    with pytest.raises(PolicyError, match=r"unknown device type 'cdua'\n  why    did you mean 'cuda'\?"):
-        probe("cdua")
-
-
-@pytest.mark.parametrize("has_bfloat16, action", [(True, "native"), (False, "emulate")])
-def test_cuda_is_asked_and_not_measured(monkeypatch, has_bfloat16, action):
-    present(monkeypatch, "cuda", has_bfloat16=has_bfloat16)
+def test_cuda_is_asked_and_not_measured(monkeypatch):
     monkeypatch.setattr(child, "examined", lambda *_: pytest.fail("it was measured"))
-    assert probe("cuda").name == "a GPU"
-    assert arithmetic(BFLOAT16, "cuda").action == action
-    assert arithmetic(FLOAT16, "cuda").action == "native"
-    assert arithmetic(BFLOAT16, "cuda", True).action == "emulate"
-    if not has_bfloat16:
-        with pytest.raises(UnsupportedError, match="bfloat16 cannot be computed natively on this cuda"):
-            arithmetic(BFLOAT16, "cuda", False)
+    for has_bfloat16, action in ((True, "native"), (False, "emulate")):
+        present(monkeypatch, "cuda", has_bfloat16=has_bfloat16)
+        assert probe("cuda", refresh=True).name == "a GPU"
+        assert arithmetic(BFLOAT16, "cuda").action == action
+        assert arithmetic(FLOAT16, "cuda").action == "native"
+        assert arithmetic(BFLOAT16, "cuda", True).action == "emulate"
+    with refused(UnsupportedError, "bfloat16 cannot be computed natively on this cuda"):
+        arithmetic(BFLOAT16, "cuda", False)
 
 
 def test_other_accelerators_are_examined_in_this_process(monkeypatch):
     present(monkeypatch, "xpu")
     monkeypatch.setattr(torch, "get_device_module", lambda _: torch.cpu)  # which has no name
     examined = []
-
-    def answer(dtype, device):
-        examined.append((dtype, device))
-        return {"status": "right", "speed_ratio": 3.0, "detail": ""}
-
-    monkeypatch.setattr(child, "examined", answer)
+    answer = {"status": "right", "speed_ratio": 3.0, "detail": ""}
+    monkeypatch.setattr(child, "examined", lambda *given: examined.append(given) or answer)
     assert (probe("xpu").name, arithmetic(BFLOAT16, "xpu").action) == ("xpu", "native")
     assert examined == [(dtype, "xpu") for dtype in FORMATS]
 
 
-@pytest.mark.parametrize(
-    "accelerator, has_bfloat16, kinds_of_model, cpu, fast",
-    [
-        (None, True, {"cpu"}, report(), BFLOAT16),
-        (None, True, {"cpu"}, report(("right", 4.0), ("right", 2.0)), BFLOAT16),
-        (None, True, {"cpu"}, report(("right", 4.0), ("right", 0.1)), FLOAT16),
-        (None, True, {"cpu"}, report(("right", 0.1), ("right", 0.1)), BFLOAT16),
-        (None, True, {"cpu"}, report(("unknown", None), ("unknown", None)), BFLOAT16),
-        (None, True, {"cpu"}, report(("right", 4.0), ("dead", 2.0)), BFLOAT16),
-        (None, True, {"cpu"}, report(("right", 4.0), ("dead", None)), FLOAT16),
-        (None, True, set(), report(("right", 4.0), ("right", 0.1)), FLOAT16),
-        ("cuda", True, {"cpu", "cuda"}, None, BFLOAT16),
-        ("cuda", False, {"cpu", "cuda"}, None, FLOAT16),
-        ("cuda", False, set(), None, FLOAT16),
-        ("cuda", False, {"cpu"}, report(), BFLOAT16),
-    ],
-)
-def test_the_fast_format_is_the_devices(monkeypatch, told, accelerator, has_bfloat16, kinds_of_model, cpu, fast):
+FAST = [
+    (None, True, {"cpu"}, report(("right", 4.0), ("right", 2.0)), BFLOAT16),
+    (None, True, {"cpu"}, report(("right", 4.0), ("right", 0.1)), FLOAT16),
+    (None, True, {"cpu"}, report(("right", 0.1), ("right", 0.1)), BFLOAT16),
+    (None, True, {"cpu"}, report(("right", 4.0), ("dead", 2.0)), BFLOAT16),
+    (None, True, {"cpu"}, report(("right", 4.0), ("dead", None)), FLOAT16),
+    (None, True, set(), report(("right", 4.0), ("right", 0.1)), FLOAT16),
+    ("cuda", True, {"cpu", "cuda"}, None, BFLOAT16),
+    ("cuda", False, {"cpu", "cuda"}, None, FLOAT16),
+    ("cuda", False, {"cpu"}, report(), BFLOAT16),
+]
+
+
+@pytest.mark.parametrize("accelerator, has_bfloat16, of_model, cpu, fast", FAST)
+def test_the_fast_format_is_the_devices(monkeypatch, told, accelerator, has_bfloat16, of_model, cpu, fast):
     present(monkeypatch, accelerator, has_bfloat16=has_bfloat16)
     if cpu is not None:
         told(cpu)
-    assert fast_format(kinds_of_model) == fast
+    assert fast_format(of_model) == fast
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_real_gpu_computes_in_float16():
-    found = probe("cuda")
-    assert found.formats[FLOAT16].fast
-    assert found.name == torch.cuda.get_device_name()
-    assert arithmetic(FLOAT16, "cuda").action == "native"
+# Whole processes ------------------------------------------------------------------------------------------
 
 
-# whole processes --------------------------------------------------------------------------------------
+def run_alone(program, **environment):
+    unset = {key: value for key, value in os.environ.items() if not key.endswith("MAX_CPU_ISA")}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
+        env=unset | environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout.splitlines(), done.stderr
 
 
-def test_no_policy_kills_a_process_in_which_the_variable_is_not_set(tmp_path):
+def test_no_policy_kills_a_process_in_which_the_variable_is_not_set():
     """The real probe, on any machine: whatever mezzo calls native then runs, forward and backward, in this process."""
     program = """
         import torch
         from mezzo.cast.device import arithmetic, child, probe
         from mezzo.errors import UnsupportedError
 
+        child.WIDTHS = (128,)  # here; the probe takes its own
         x = torch.ones(2, 96, 96)
         torch.bmm(x, x)  # as a user may have done before: oneDNN has read its environment
         for dtype, support in probe("cpu").formats.items():
@@ -358,15 +633,29 @@ def test_no_policy_kills_a_process_in_which_the_variable_is_not_set(tmp_path):
                     assert child.examined(dtype)["status"] == "right"
                 print(dtype, support.status, emulate, action)
     """
-    unset = {key: value for key, value in os.environ.items() if not key.endswith("MAX_CPU_ISA")}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
-        env={**unset, "XDG_CACHE_HOME": str(tmp_path)}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
-    lines = [line.split() for line in done.stdout.splitlines()]
+    said, errors = run_alone(program, XDG_CACHE_HOME=SHARED)
+    lines = [line.split() for line in said]
     assert len(lines) == 2 * len(FORMATS)
     assert all(status in ("right", "dead") for _, status, _, _ in lines)
-    assert ("emulated" in done.stderr) == any("dead" in line for line in lines), "and only that is on stderr"
-    (stored,) = (tmp_path / "mezzo").iterdir()
-    assert stored.stat().st_mode & 0o077 == 0
+    assert ("emulated" in errors) == any("dead" in line for line in lines), "and only that is on stderr"
+
+
+def test_an_environment_that_is_put_back_does_not_take_the_limit_away():
+    """oneDNN reads it at once, and obeys it whatever the environment becomes."""
+    program = """
+        import os, unittest.mock
+        import torch
+        from mezzo.cast.device import arithmetic, decide, probing
+
+        probing.ISA_LIMIT = "SSE41"  # under which it offers no bfloat16
+        dead = probing.FormatSupport(status="dead", speed_ratio=2.0, detail="as told")
+        formats = dict.fromkeys(probing.FORMATS, dead)
+        decide._reports["cpu"] = probing.DeviceReport(
+            device_type="cpu", name="a CPU", formats=formats, needs_isa_limit=True
+        )
+        decide.survives_here = lambda dtype: True
+        with unittest.mock.patch.dict(os.environ):
+            print(arithmetic(torch.bfloat16, "cpu", False).action, os.environ["ONEDNN_MAX_CPU_ISA"])
+        print("ONEDNN_MAX_CPU_ISA" in os.environ, torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    """
+    assert run_alone(program)[0] == ["limit SSE41", "False False"]

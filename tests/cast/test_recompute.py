@@ -1,24 +1,22 @@
 """What a checkpoint recomputes is under the policy: modules by themselves, functions where one says so."""
 
 import gc
+import itertools
+import threading
 import weakref
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import save_on_cpu
-from torch.nn import functional
 from torch.utils.checkpoint import (
-    CheckpointError,
-    CheckpointPolicy,
     checkpoint,
     checkpoint_sequential,
-    create_selective_checkpoint_contexts,
-    set_checkpoint_early_stop,
 )
 
 import mezzo
 from mezzo import Policy
+
+from .models import Block, Looped, Tied, assert_same, data, plainly, seeded
 
 POLICIES = [
     "O1,dtype=float16,emulate=true",
@@ -30,6 +28,7 @@ POLICIES = [
 BF16 = Policy.O1("bfloat16", emulate=False)
 #: Without and with reentry.
 VARIANTS = [False, True]
+CONTEXTS = {"use_reentrant": False, "context_fn": mezzo.checkpoint_contexts}
 
 
 def through_region(policy):
@@ -49,79 +48,61 @@ def body(a, w):
     return inner(a, w).exp()
 
 
-def data(policy):
+def operands(policy):
     """Inputs and a weight, in what the policy stores weights in."""
-    generator = torch.Generator().manual_seed(0)
     dtype = Policy.of(policy).param_dtype
-    x, w = (torch.randn(size, generator=generator).to(dtype) for size in ((6, 8), (8, 8)))
-    return x, w.requires_grad_()
+    return data(6, 8).to(dtype), data(8, 8, seed=2).to(dtype).requires_grad_()
 
 
 def gradient(policy, run, backward=bare):
-    x, w = data(policy)
+    x, w = operands(policy)
     with mezzo.autocast(policy, "cpu"):
         loss = run(x, w).float().square().sum()
     backward(loss)
     return w.grad
 
 
-def nested(a, w, reentrant):
-    """Inside the outer checkpoint no op but the inner one's is treated by the policy."""
-    return checkpoint(
-        lambda b, v: checkpoint(inner, b, v, use_reentrant=reentrant).relu(), a, w, use_reentrant=reentrant
-    )
+def nested(last):
+    def run(a, w, reentrant):
+        """With ``relu`` no op inside the outer checkpoint but the inner one's is treated by the policy."""
+        again = {"use_reentrant": reentrant}
+        return checkpoint(lambda b, v: last(checkpoint(inner, b, v, **again)), a, w, **again)
+
+    return run
+
+
+def sequential(a, w, reentrant):
+    steps = [lambda b: inner(b, w), torch.exp, torch.log1p]
+    return checkpoint_sequential(steps, 2, a.requires_grad_(), use_reentrant=reentrant)
 
 
 WAYS = {
     "whole": (body, lambda a, w, reentrant: checkpoint(body, a, w, use_reentrant=reentrant)),
-    "nested": (lambda a, w: inner(a, w).relu(), nested),
-    "both levels": (
-        body,
-        lambda a, w, reentrant: checkpoint(
-            lambda b, v: checkpoint(inner, b, v, use_reentrant=reentrant).exp(), a, w, use_reentrant=reentrant
-        ),
-    ),
-    "sequential": (
-        lambda a, w: torch.log1p(inner(a, w).exp()),
-        lambda a, w, reentrant: checkpoint_sequential(
-            [lambda b: inner(b, w), torch.exp, torch.log1p], 2, a.requires_grad_(), use_reentrant=reentrant
-        ),
-    ),
+    "nested": (lambda a, w: inner(a, w).relu(), nested(torch.relu)),
+    "both levels": (body, nested(torch.exp)),
+    "sequential": (lambda a, w: torch.log1p(inner(a, w).exp()), sequential),
 }
 
 
-@pytest.mark.parametrize("reentrant", VARIANTS)
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_functions_are_recomputed_under_the_policy_of_the_region_s_backward(policy, way, reentrant):
-    plain, recomputed = WAYS[way]
-    mine = gradient(policy, lambda a, w: recomputed(a, w, reentrant), through_region(policy))
-    assert torch.equal(mine, gradient(policy, plain))
+def test_functions_are_recomputed_under_the_policy_of_the_region_s_backward(policy):
+    for (way, (plain, recomputed)), reentrant in itertools.product(WAYS.items(), VARIANTS):
+        mine = gradient(policy, lambda a, w: recomputed(a, w, reentrant), through_region(policy))  # noqa: B023
+        assert torch.equal(mine, gradient(policy, plain)), (way, reentrant)
 
 
-@pytest.mark.parametrize("backward", ["bare", "through region"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_contexts_serve_functions_whatever_begins_the_backward_pass(policy, backward):
+def test_contexts_serve_functions_whatever_begins_the_backward_pass(policy):
     def both(a, w):
-        inside = checkpoint(inner, a, w, use_reentrant=False, context_fn=mezzo.checkpoint_contexts).exp()
-        return checkpoint(torch.log1p, inside, use_reentrant=False, context_fn=mezzo.checkpoint_contexts)
+        return checkpoint(torch.log1p, checkpoint(inner, a, w, **CONTEXTS).exp(), **CONTEXTS)
 
-    mine = gradient(policy, both, bare if backward == "bare" else through_region(policy))
-    assert torch.equal(mine, gradient(policy, lambda a, w: torch.log1p(inner(a, w).exp())))
-
-
-@pytest.mark.parametrize("reentrant", VARIANTS)
-@pytest.mark.parametrize("policy", POLICIES)
-def test_functions_in_a_bare_backward_are_torchs(policy, reentrant):
-    """What is documented of it, and what the tests above would not notice if torch restored function modes itself."""
-    plain, recomputed = WAYS["whole"]
-    try:
-        assert not torch.equal(gradient(policy, lambda a, w: recomputed(a, w, reentrant)), gradient(policy, plain))
-    except CheckpointError:
-        assert not reentrant
+    for backward in (bare, through_region(policy)):
+        mine = gradient(policy, both, backward)
+        assert torch.equal(mine, gradient(policy, lambda a, w: torch.log1p(inner(a, w).exp())))
 
 
 # Modules of prepared models -----------------------------------------------------------------------------
+
 
 MODEL_POLICIES = [
     *POLICIES,
@@ -135,47 +116,32 @@ MODEL_POLICIES = [
 ]
 
 
-class Block(nn.Module):
-    """Products, a norm and an exponential in the forward pass of one module."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(functional.gelu(self.up(self.norm(x))).softmax(-1).exp())
-
-
-def parts(model, x, how):
-    """Each module by itself, between functions that a policy leaves alone."""
-    return x + how(model.down, torch.relu(how(model.up, how(model.norm, x))))
-
-
+#: Whole, by parts between functions that a policy leaves alone, nested, and twice in a sequence.
 CALLS = {
-    "whole": (lambda model, x, how: how(model, x)),
-    "parts": parts,
+    "whole": lambda model, x, how: how(model, x),
+    "parts": lambda model, x, how: x + how(model.down, torch.relu(how(model.up, how(model.norm, x)))),
     "nested": lambda model, x, how: how(lambda y: torch.relu(how(model, y)), x),
     "sequence": lambda model, x, how: how(nn.Sequential(model, nn.ReLU(), model), x),
 }
 
 
-@pytest.mark.parametrize("call, reentrant", [(call, reentrant) for call in CALLS for reentrant in VARIANTS])
 @pytest.mark.parametrize("policy", MODEL_POLICIES)
-def test_modules_are_recomputed_under_their_policy_whatever_begins_the_backward_pass(policy, call, reentrant):
-    def gradients(how, through_region=False):
-        torch.manual_seed(0)
-        model, x = Block(), torch.randn(4, 8).requires_grad_()
+def test_modules_are_recomputed_under_their_policy_whatever_begins_the_backward_pass(policy):
+    def gradients(call, how, begin):
+        model, x = seeded(Block), data(4, 8).requires_grad_()
         with mezzo.prepare(model, policy).autocast() as region:
             loss = CALLS[call](model, x, how).float().square().sum()
-        (region.run_backward if through_region else bare)(loss)
-        return [x.grad, *(param.grad for param in model.parameters())]
+            if begin == "inside":
+                loss.backward()
+        if begin != "inside":
+            (region.run_backward if begin == "through region" else bare)(loss)
+        return [grad for each in (x, *model.parameters()) if (grad := each.grad) is not None]
 
-    expected = gradients(lambda part, x: part(x))
-    for through_region in (False, True):
-        found = gradients(lambda part, x: checkpoint(part, x, use_reentrant=reentrant), through_region)
-        for mine, plain in zip(found, expected, strict=True):
-            assert (mine is None) == (plain is None)
-            assert mine is None or torch.equal(mine, plain)
+    for call in CALLS:
+        expected = gradients(call, lambda part, x: part(x), "bare")
+        for begin, reentrant in itertools.product(("bare", "through region", "inside"), VARIANTS):
+            found = gradients(call, lambda part, x: checkpoint(part, x, use_reentrant=reentrant), begin)  # noqa: B023
+            assert_same(found, expected)
 
 
 class Attention(nn.Module):
@@ -189,51 +155,87 @@ class Attention(nn.Module):
         return self.how(self.softmax, self.product(x)).exp()
 
 
-@pytest.mark.parametrize("reentrant", VARIANTS)
-@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16,emulate=true,low=softmax@1", "O2,dtype=float16,fp32=softmax@1"])
-def test_a_part_of_a_module_with_a_rule_is_recomputed_under_that_rule(policy, reentrant):
-    def gradients(how, through_region=False):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 8), Attention(how))
-        with mezzo.prepare(model, policy).autocast() as region:
-            loss = model(torch.randn(4, 8)).float().square().sum()
-        (region.run_backward if through_region else bare)(loss)
-        return [param.grad for param in model.parameters()]
-
-    expected = gradients(lambda part, x: part(x))
-    for through_region in (False, True):
-        found = gradients(lambda part, x: checkpoint(part, x, use_reentrant=reentrant), through_region)
-        assert all(map(torch.equal, found, expected)), through_region
-
-
 class Scaled(nn.Module):
-    """Reads a parameter that a rule pins, and nothing else that a policy treats."""
+    """Reads a parameter that a rule pins in a method of its own."""
 
-    def __init__(self):
+    def __init__(self, how):
         super().__init__()
-        self.scale = nn.Parameter(torch.rand(8))
+        self.scale, self.how = nn.Parameter(torch.rand(8)), how
 
     def body(self, a):
         return (a * self.scale).sigmoid() * self.scale
 
-    def forward(self, a, how):
-        return how(self.body, a)
+    def forward(self, a):
+        return self.how(self.body, a)
 
 
-@pytest.mark.parametrize("emulate", ["true", "false"])
-@pytest.mark.parametrize("reentrant", VARIANTS)
-def test_rules_on_parameters(reentrant, emulate):
-    def gradients(how):
-        torch.manual_seed(0)
-        model = nn.Sequential(Scaled())
-        handle = mezzo.prepare(model, f"O2,dtype=bfloat16,emulate={emulate},fp32_param=*.scale")
-        with handle.autocast() as region:
-            loss = model[0](torch.ones(2, 8).bfloat16().requires_grad_(), how).float().square().sum()
-        region.run_backward(loss)
-        return model[0].scale.grad
+RULES = [
+    (Attention, "O1,dtype=bfloat16,emulate=true,low=softmax@1", True),
+    (Attention, "O2,dtype=float16,fp32=softmax@1", True),
+    (Scaled, "O2,dtype=bfloat16,emulate=true,fp32_param=*.scale", False),  # of a method no module's hook speaks
+    (Scaled, "O2,dtype=bfloat16,emulate=false,fp32_param=*.scale", False),
+]
 
-    recomputed = gradients(lambda f, a: checkpoint(f, a, use_reentrant=reentrant))
-    assert torch.equal(recomputed, gradients(lambda f, a: f(a)))
+
+@pytest.mark.parametrize("build, policy, bare_too", RULES)
+def test_a_part_of_a_module_with_a_rule_is_recomputed_under_that_rule(build, policy, bare_too):
+    def gradients(how, is_bare=False):
+        model = seeded(lambda: nn.Sequential(nn.Linear(8, 8), build(how)))
+        with mezzo.prepare(model, policy).autocast() as region:
+            loss = model(data(4, 8)).float().square().sum()
+        (bare if is_bare else region.run_backward)(loss)
+        return [param.grad for param in model.parameters()]
+
+    expected = gradients(lambda part, x: part(x))
+    for reentrant, is_bare in itertools.product(VARIANTS, (False, True) if bare_too else (False,)):
+        found = gradients(lambda part, x: checkpoint(part, x, use_reentrant=reentrant), is_bare)  # noqa: B023
+        assert all(map(torch.equal, found, expected)), (reentrant, is_bare)
+
+
+# Sessions -----------------------------------------------------------------------------------------------
+
+
+def in_another_thread(amp, loss):
+    raised = []
+
+    def run():
+        try:
+            amp.backward(loss)
+        except BaseException as error:  # threading would only print it
+            raised.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert raised == []
+
+
+def session_gradients(policy, build, how, *, whole, backward):
+    model = seeded(lambda: build(plainly if whole else how))
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
+    x = data(4, build.width).requires_grad_()
+    with amp.autocast():
+        loss = (how(model, x) if whole else model(x)).float().square().mean()
+    backward(amp, loss)
+    return [x.grad, *(param.grad for param in model.parameters())]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["O1,dtype=float16,emulate=true,loss_scale=16,fp32_math=matmul,low=softmax", "O2,dtype=bfloat16,emulate=true",
+     "O1,dtype=bfloat16,emulate=false"],
+)  # fmt: skip
+def test_a_session_s_gradients_are_those_of_the_plain_run(policy):
+    """Where a weight is used several times, too: but for reentry around some of a weight's uses, which torch adds in
+    another order, in FP32 as well."""
+    run = mezzo.MixedPrecision.backward
+    for build, whole, reentrant in itertools.product((Block, Looped, Tied), (True, False), VARIANTS):
+        if (build, whole, reentrant) == (Tied, False, True):
+            continue
+        expected = session_gradients(policy, build, plainly, whole=False, backward=run)
+        for backward in (run, in_another_thread):
+            again = lambda function, x: checkpoint(function, x, use_reentrant=reentrant)  # noqa: E731, B023
+            assert_same(session_gradients(policy, build, again, whole=whole, backward=backward), expected)
 
 
 # Where the region ends ----------------------------------------------------------------------------------
@@ -255,11 +257,10 @@ def test_a_region_inside_the_checkpoint_stays_where_it_is(outer, reentrant):
         seen.append([t.dtype for t in (before, within, *after)])
         return after[0].float() + after[1].float()
 
-    x, w = data(BF16)
+    x, w = operands(BF16)
+    whole = {} if reentrant else {"early_stop": False}
     with mezzo.autocast(outer, "cpu") if outer else torch.enable_grad():
-        loss = checkpoint(
-            partly, x.bfloat16().requires_grad_(), w.bfloat16(), use_reentrant=reentrant, **_all(reentrant)
-        )
+        loss = checkpoint(partly, x.bfloat16().requires_grad_(), w.bfloat16(), use_reentrant=reentrant, **whole)
     through_region(outer or "O0")(loss.sum())
     first, again = seen
     assert again == first
@@ -267,26 +268,19 @@ def test_a_region_inside_the_checkpoint_stays_where_it_is(outer, reentrant):
     assert first[0] == (torch.float32 if isinstance(outer, Policy) else torch.bfloat16)
 
 
-def _all(reentrant):
-    """Arguments that have the whole function recomputed."""
-    return {} if reentrant else {"early_stop": False}
-
-
 def test_the_innermost_of_several_regions_is_brought_back():
     """Alone, whatever else is active in the backward pass."""
     innermost = BF16.low("softmax").native("exp")
 
     def run(how, backward):
-        x, w = data(BF16)
+        x, w = operands(BF16)
         with mezzo.autocast(BF16, "cpu"), mezzo.autocast(innermost, "cpu"):
             loss = how(x, w).float().square().sum()
         backward(loss)
         return w.grad
 
     for backward in (bare, through_region(BF16)):
-        recomputed = run(
-            lambda a, w: checkpoint(body, a, w, use_reentrant=False, context_fn=mezzo.checkpoint_contexts), backward
-        )
+        recomputed = run(lambda a, w: checkpoint(body, a, w, **CONTEXTS), backward)
         assert torch.equal(recomputed, run(body, bare))
         assert not torch.equal(recomputed, gradient(BF16, body))
 
@@ -298,15 +292,10 @@ def test_autocast_switched_off_inside_a_checkpoint_stays_off():
         return low.exp()
 
     plain = gradient(BF16, guarded)
-    for reentrant in VARIANTS:
-        again = gradient(
-            BF16, lambda a, w, r=reentrant: checkpoint(guarded, a, w, use_reentrant=r), through_region(BF16)
-        )
+    for given, backward in (({"use_reentrant": False}, through_region(BF16)), (CONTEXTS, bare),
+                            ({"use_reentrant": True}, through_region(BF16))):  # fmt: skip
+        again = gradient(BF16, lambda a, w: checkpoint(guarded, a, w, **given), backward)  # noqa: B023
         assert torch.equal(again, plain)
-    told = gradient(
-        BF16, lambda a, w: checkpoint(guarded, a, w, use_reentrant=False, context_fn=mezzo.checkpoint_contexts)
-    )
-    assert torch.equal(told, plain)
 
 
 @pytest.mark.parametrize("contexts", [{}, {"context_fn": mezzo.checkpoint_contexts}])
@@ -314,7 +303,7 @@ def test_nothing_is_left_behind(contexts):
     """Neither a mode, nor a hook, nor, once the graph is gone, the memory of a checkpoint."""
 
     def run(region):
-        x, w = data(BF16)
+        x, w = operands(BF16)
         hidden = (x @ w).detach().requires_grad_()
         gone = weakref.ref(hidden)
         with region:
@@ -334,7 +323,7 @@ def test_nothing_is_left_behind(contexts):
         gc.enable()
 
 
-# Other options of torch's --------------------------------------------------------------------------------
+# Other options of torch's -------------------------------------------------------------------------------
 
 
 OPTIONS = {
@@ -342,63 +331,26 @@ OPTIONS = {
     "no tensor argument": lambda a, w: checkpoint(lambda: body(a, w), use_reentrant=False),
     "keyword arguments": lambda a, w: checkpoint(lambda a, w: body(a, w), use_reentrant=False, a=a, w=w),
     "no determinism check": lambda a, w: checkpoint(body, a, w, use_reentrant=False, determinism_check="none"),
-    "contexts as well": lambda a, w: checkpoint(
-        body, a, w, use_reentrant=False, context_fn=mezzo.checkpoint_contexts
-    ),
-    "saved on the CPU inside": lambda a, w: checkpoint(on_cpu, a, w, use_reentrant=False),
-    "selective": lambda a, w: checkpoint(body, a, w, use_reentrant=False, context_fn=selective),
-}  # fmt: skip
+    "contexts as well": lambda a, w: checkpoint(body, a, w, **CONTEXTS),
+}
 
 
-def on_cpu(a, w):
-    with save_on_cpu():
-        hidden = inner(a, w)
-    return hidden.exp()
-
-
-def selective():
-    def keep_products(ctx, op, *args, **kwargs):
-        is_product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(keep_products)
-
-
-@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_options_of_checkpoints(policy, option):
-    assert torch.equal(gradient(policy, OPTIONS[option], through_region(policy)), gradient(policy, body))
-
-
-def test_debug_once_in_a_process():
-    """A second time torch's own logging mode makes ``a @ b`` raise under pytest, without any region."""
-    debugged = gradient(
-        BF16, lambda a, w: checkpoint(body, a, w, use_reentrant=False, debug=True), through_region(BF16)
-    )
-    assert torch.equal(debugged, gradient(BF16, body))
+def test_options_of_checkpoints(policy):
+    expected = gradient(policy, body)
+    for option, run in OPTIONS.items():
+        assert torch.equal(gradient(policy, run, through_region(policy)), expected), option
 
 
 def test_a_graph_that_is_kept_is_recomputed_each_time():
-    x, w = data(BF16)
+    x, w = operands(BF16)
     with mezzo.autocast(BF16, "cpu") as region:
-        loss = checkpoint(body, x, w, use_reentrant=False, context_fn=mezzo.checkpoint_contexts).float().square().sum()
+        loss = checkpoint(body, x, w, **CONTEXTS).float().square().sum()
         other = checkpoint(body, x, w, use_reentrant=False).float().square().sum()
     expected = gradient(BF16, body)
     for _ in range(2):
         assert torch.equal(torch.autograd.grad(loss, w, retain_graph=True)[0], expected)
         assert torch.equal(region.run_grad(other, [w], retain_graph=True)[0], expected)
-
-
-def test_early_stop_switched_off_for_all():
-    with set_checkpoint_early_stop(False):
-        recomputed = gradient(BF16, lambda a, w: checkpoint(body, a, w, use_reentrant=False), through_region(BF16))
-    assert torch.equal(recomputed, gradient(BF16, body))
-
-
-def test_gradients_switched_off_need_no_checkpoint():
-    x, w = data(BF16)
-    with mezzo.autocast(BF16, "cpu"), torch.no_grad():
-        assert torch.equal(checkpoint(body, x, w, use_reentrant=False), body(x, w))
 
 
 @pytest.mark.gpu
@@ -408,7 +360,7 @@ def test_a_backward_pass_in_a_thread_of_autograd_s(reentrant):
     policy = Policy.O1("bfloat16").low("softmax").fp32("mm")
 
     def run(how):
-        x, w = (t.detach().cuda() for t in data(policy))
+        x, w = (t.detach().cuda() for t in operands(policy))
         with mezzo.autocast(policy) as region:
             loss = how(x, w.requires_grad_()).float().square().sum()
         region.run_backward(loss)

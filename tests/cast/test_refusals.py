@@ -1,4 +1,4 @@
-"""What stands against converting a model: wrappers that collect its gradients, and formats that do not hold it."""
+"""What prepare, regions and pins refuse: with which words, and that every bit of the model stays as it was."""
 
 import gc
 
@@ -9,6 +9,8 @@ from torch import nn
 import mezzo
 from mezzo import MixedPrecision, PolicyError, StateError, UnsupportedError
 
+from ..support.refusals import refused
+
 CONVERTING = ["O2,emulate=true", "O2,dtype=bfloat16,emulate=true", "O3,dtype=bfloat16,emulate=true"]
 
 
@@ -16,70 +18,151 @@ def network():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
 
 
-def prepared(model, policy):
-    return mezzo.prepare(model, policy)
+class Named(nn.Module):
+    """Modules and parameters with names, two of them tied."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm, self.attn = nn.Embedding(8, 8), nn.BatchNorm1d(8), nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        return self.head(self.embed(tokens))
+
+
+def held_gradient():
+    model = network()
+    model(torch.ones(1, 4)).sum().backward()
+    return model
+
+
+def prepared():
+    model = network()
+    mezzo.prepare(model, "O2,dtype=bfloat16")
+    return model
+
+
+def scripted():
+    return nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
+
+
+def overflowing():
+    model = network()
+    model[2].weight.data[0, 0] = 1e6
+    return model
+
+
+ROWS = {
+    "float64": (lambda: network().double(), "O2", UnsupportedError, ["float64 parameters", "0.weight (float64)"]),
+    "another low format": (lambda: network().half(), "O2,bf16", UnsupportedError, ["already in a low precision"]),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(4)), "O1", UnsupportedError, ["lazy parameters have no values yet"]),
+    "scripted": (scripted, "O1", UnsupportedError, ["torch.jit has compiled a module"]),
+    "beyond FP16": (overflowing, "O2", UnsupportedError, ["do not fit float16", "2.weight", "beyond 65504"]),
+    "gradients": (held_gradient, "O2", StateError, ["hold gradients", "optimizer.zero_grad(set_to_none=True)"]),
+    "gradients under O1": (held_gradient, "O1,bf16,low_param=0.weight", StateError, ["hold gradients"]),
+    "prepared": (prepared, "O2,bf16", StateError, ["prepared already", "handle.remove()"]),
+    "inside another": (lambda: nn.Sequential(prepared()), "O2,bf16", StateError, ["prepared already"]),
+    "module": (Named, "O2,fp32_module=haed", PolicyError, ["'haed' matches no module", "text fp32_module=head"]),
+    "op of a module": (Named, "O1,low=exp@haed", PolicyError, ["'haed' matches no module", "the text low=exp@head"]),
+    "a parameter's path": (Named, "O2,fp32_module=head.weight", PolicyError, ["no module", "fp32_param=head.weight"]),
+    "op": (Named, "O1,fp32=sofmax*", PolicyError, ["the op glob 'sofmax*' matches no op", "the text fp32=softmax"]),
+    "a view": (Named, "O1,fp32=view", PolicyError, ["'view' matches no op that could be", "policy without fp32=view"]),
+    "parameter": (Named, "O2,fp32_param=*.scale", PolicyError, ["'*.scale' matches no parameter"]),
+    "near parameter": (Named, "O2,fp32_param=haed.weight", PolicyError, ['keep_fp32(params=["head.weight"])']),
+    "a module's path": (Named, "O2,fp32_param=head", PolicyError, ["no parameter or buffer", "text fp32_module=head"]),
+    "tied": (Named, "O2,fp32_param=head.weight,low_param=embed.weight", PolicyError, ["two storage dtypes"]),
+    "two": (Named, "O2,fp32_module=haed,fp32_param=nothing", PolicyError, ["2 problems", "did you mean 'head'?"]),
+    "never called": (Named, "O1,fp32_module=attn.out_proj", PolicyError, [
+        "never called", "the text fp32_module=attn; or ", "the text fp32_param=attn.out_proj.weight"]),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Lazy modules")
+@pytest.mark.parametrize("name", ROWS)
+def test_what_no_model_can_be_prepared_with(name):
+    build, policy, error, words = ROWS[name]
+    model = build()
+    parts = () if name in ("lazy", "scripted") else (model,)  # which have no bits to be looked at
+    with refused(error, *words, parts=parts):
+        mezzo.prepare(model, policy)
+    assert not any(module._forward_hooks for module in model.modules()) or "prepared" in words[0]
+
+
+@pytest.mark.parametrize("wrong", [None, "model", 3, nn.Linear, [nn.Linear(1, 1)], torch.ones(1)])
+def test_what_is_no_model_is_refused_with_the_order(wrong):
+    kind = type(wrong).__name__
+    with refused(PolicyError, f'be an nn.Module, not {kind}\n  write  mezzo.prepare(model, "O1"): the model first'):
+        mezzo.prepare(wrong, "O1")
+
+
+def test_what_is_no_policy_no_device_and_no_pin():
+    absent = "xpu" if torch.cuda.is_available() else "cuda"
+    for make, error, words in (
+        (lambda: mezzo.autocast("O7"), PolicyError, "unknown level 'O7'"),
+        (lambda: mezzo.autocast(3), PolicyError, "cannot be made from int"),
+        (lambda: mezzo.prepare("O1", nn.Linear(1, 1)), PolicyError, "a model must be an nn.Module, not str"),
+        (lambda: mezzo.autocast("O1,bf16", absent), UnsupportedError, absent),
+        (lambda: mezzo.fp32(int), PolicyError, "int is a class, and not one of modules"),
+        (lambda: mezzo.low(3), PolicyError, "3 cannot be pinned"),
+    ):
+        with refused(error, words):
+            make()
+
+
+# Wrappers that collect gradients ------------------------------------------------------------------------
 
 
 def in_session(model, policy):
     return MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
 
 
-def test_the_model_inside_a_data_parallel_wrapper_is_not_converted(alone):
-    for policy, build in zip(CONVERTING, [prepared, in_session, prepared], strict=True):
+def test_a_model_that_ddp_wraps_is_not_converted(alone):
+    """Itself, a part of it, or the model inside, whose gradients the wrapper collects."""
+    for policy, build in zip(CONVERTING, [mezzo.prepare, in_session, mezzo.prepare], strict=True):
         ddp = nn.parallel.DistributedDataParallel(network())
-        with pytest.raises(StateError) as error:
-            build(ddp.module, policy)
-        assert str(error.value) == (
+        for model in (ddp, nn.Sequential(ddp)):
+            with refused(StateError, f"{policy[:2]} cannot convert a model that DistributedDataParallel already wraps",
+                         "prepare first, then DistributedDataParallel(model); or O1", parts=(ddp,)):  # fmt: skip
+                build(model, policy)
+        with refused(
+            StateError,
             f"{policy[:2]} cannot convert parameters whose gradients are collected already\n"
             "  where  0.weight, 0.bias, 2.weight, 2.bias\n"
             "  why    a wrapper around this model, such as DistributedDataParallel, was made for their old dtype and "
             "would reduce no gradient;\n"
             "         or a loss or output of an earlier forward pass is kept\n"
             "  write  prepare first, then DistributedDataParallel(model), and the session with the model inside;\n"
-            "         del loss, output; or O1 without rules for parameters, which converts nothing"
-        )
-        assert {p.dtype for p in ddp.parameters()} == {torch.float32}
-        del ddp, error
+            "         del loss, output; or O1 without rules for parameters, which converts nothing",
+            parts=(ddp.module,),
+        ):
+            build(ddp.module, policy)
+        del ddp, model
         gc.collect()
         build(network(), policy)
 
 
-@pytest.mark.parametrize("policy", ["O0", "O1,emulate=true", "O1,dtype=bfloat16,emulate=true"])
-def test_what_converts_nothing_takes_it(alone, policy):
-    ddp = nn.parallel.DistributedDataParallel(network())
-    in_session(ddp.module, policy)
+def test_what_converts_nothing_takes_it_and_rules_for_parameters_convert(alone):
+    for policy in ("O0", "O1,emulate=true", "O1,dtype=bfloat16,emulate=true"):
+        in_session(nn.parallel.DistributedDataParallel(network()).module, policy)
+    ddp, policy = nn.parallel.DistributedDataParallel(network()), "O1,dtype=bfloat16,emulate=true,low_param="
+    with refused(StateError, "O1 cannot convert parameters whose gradients", "where  0.weight\n"):
+        mezzo.prepare(ddp.module, policy + "0.weight")
+    with refused(StateError, "O1 cannot convert a model that DistributedDataParallel already wraps"):
+        mezzo.prepare(ddp, policy + "module.0.weight")
 
 
-def test_rules_for_parameters_convert_under_o1_too(alone):
-    ddp = nn.parallel.DistributedDataParallel(network())
-    policy = "O1,dtype=bfloat16,emulate=true,low_param=0.weight"
-    with pytest.raises(StateError, match=r"O1 cannot convert parameters whose gradients(.|\n)*where  0.weight\n"):
-        mezzo.prepare(ddp.module, policy)
-    with pytest.raises(StateError, match="O1 cannot convert a model that DistributedDataParallel already wraps"):
-        mezzo.prepare(ddp, policy.replace("0.weight", "module.0.weight"))
-    plain = network()
-    plain(torch.ones(1, 4)).sum().backward()
-    with pytest.raises(StateError, match="hold gradients"):
-        mezzo.prepare(plain, policy)
-
-
-def test_a_kept_loss_is_the_other_cause(alone):
+def test_a_kept_loss_is_the_other_cause_and_one_in_a_cycle_is_kept_by_nothing(alone):
     model = network()
     output = model(torch.ones(1, 4))
-    with pytest.raises(StateError, match="or a loss or output of an earlier forward pass is kept"):
-        mezzo.prepare(model, "O2,emulate=true")
-    del output
-    mezzo.prepare(model, "O2,emulate=true")
-
-
-def test_a_loss_in_a_cycle_is_kept_by_nothing(alone):
-    model = network()
-    kept = [model(torch.ones(1, 4))]
-    kept.append(kept)
+    with refused(StateError, "or a loss or output of an earlier forward pass is kept"):
+        mezzo.prepare(model, CONVERTING[0])
+    output = [output]
+    output.append(output)
     gc.disable()
     try:
-        del kept
-        mezzo.prepare(model, "O2,emulate=true")
+        del output
+        mezzo.prepare(model, CONVERTING[0])
     finally:
         gc.enable()
 
@@ -88,24 +171,27 @@ def test_frozen_parameters_are_not_asked(alone):
     model = network()
     model[0].requires_grad_(False)
     ddp = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(StateError, match=r"where  2.weight, 2.bias\n"):
-        mezzo.prepare(ddp.module, "O2,emulate=true")
-    mezzo.prepare(model[0], "O2,emulate=true")
+    with refused(StateError, "where  2.weight, 2.bias\n"):
+        mezzo.prepare(ddp.module, CONVERTING[0])
+    mezzo.prepare(model[0], CONVERTING[0])
 
 
-def test_without_a_alone_a_kept_loss_does_not_matter():
+def test_without_ranks_a_kept_loss_does_not_matter():
     model = network()
     output = model(torch.ones(1, 4))
-    mezzo.prepare(model, "O2,dtype=bfloat16,emulate=true")
+    mezzo.prepare(model, CONVERTING[1])
     assert output.requires_grad
 
 
 # Formats ------------------------------------------------------------------------------------------------
 
 
-def base_and_adapter(base):
+def base_and_adapter(base, value):
     model = network()
     model[0].to(base).requires_grad_(False)
+    with torch.no_grad():
+        model[0].weight.fill_(value)
+        model[0].bias.zero_()
     return model
 
 
@@ -118,10 +204,7 @@ def base_and_adapter(base):
     ],
 )
 def test_frozen_weights_go_to_another_format_where_it_holds_them(base, policy, held):
-    model = base_and_adapter(base)
-    with torch.no_grad():
-        model[0].weight.fill_(held)
-        model[0].bias.zero_()
+    model = base_and_adapter(base, held)
     amp = MixedPrecision(model, torch.optim.SGD(model[2].parameters(), lr=0.1), policy)
     assert model[0].weight.dtype == amp.policy.dtype
     assert model[0].weight.double().unique().item() == held
@@ -139,28 +222,15 @@ def test_frozen_weights_go_to_another_format_where_it_holds_them(base, policy, h
     [(torch.bfloat16, "O2,emulate=true", 2.0**-25), (torch.float16, "O2,dtype=bfloat16,emulate=true", 1 + 2.0**-10)],
 )
 def test_only_those_that_it_does_not_hold_are_named(base, policy, lost):
-    model = base_and_adapter(base)
-    with torch.no_grad():
-        model[0].weight.fill_(0.5)
-        model[0].bias.fill_(lost)
-    dtypes = [str(each).removeprefix("torch.") for each in (base, mezzo.Policy.of(policy).dtype)]
-    with pytest.raises(UnsupportedError) as error:
-        mezzo.prepare(model, policy)
-    assert str(error.value) == (
+    model = base_and_adapter(base, 0.5)
+    model[0].bias.data.fill_(lost)
+    mine, other = (str(each).removeprefix("torch.") for each in (base, mezzo.Policy.of(policy).dtype))
+    with refused(
+        UnsupportedError,
         "parameters are already in a low precision that O2 would change\n"
-        f"  where  0.bias ({dtypes[0]})\n"
-        f"  why    one 16-bit format does not hold what another does; the policy says {dtypes[1]}\n"
-        f'  write  model.float() first; or Policy.O2("{dtypes[0]}"), the text O2,dtype={dtypes[0]}'
-    )
-    assert model[0].weight.dtype == base
-
-
-@pytest.mark.parametrize("wrong", [None, "model", 3, nn.Linear, [nn.Linear(1, 1)], torch.ones(1)])
-def test_what_is_no_model_is_refused_with_the_order(wrong):
-    says = (
-        rf"a model must be an nn.Module, not {type(wrong).__name__}\n  write  mezzo.prepare\(model, \"O1\"\): the model"
-    )
-    with pytest.raises(PolicyError, match=says):
-        mezzo.prepare(wrong, "O1")
-    with pytest.raises(PolicyError, match=r"a model must be an nn\.Module, not str"):
-        mezzo.prepare("O1", nn.Linear(1, 1))
+        f"  where  0.bias ({mine})\n"
+        f"  why    one 16-bit format does not hold what another does; the policy says {other}\n"
+        f'  write  model.float() first; or Policy.O2("{mine}"), the text O2,dtype={mine}',
+        parts=(model,),
+    ):
+        mezzo.prepare(model, policy)

@@ -36,9 +36,9 @@ def row_of(name):
     return None
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(4, marks=pytest.mark.slow)], ids="samples {}".format)
-def rows(request):
-    (found,) = on_ranks(1, compared, request.param, timeout=300, backend=None)
+@pytest.fixture(scope="module")
+def rows():
+    (found,) = on_ranks(1, compared, 1, timeout=300, backend=None)
     return found
 
 
@@ -59,11 +59,8 @@ def test_portable_lists_give_cuda_dtypes_on_a_cpu(rows):
         if row["mezzo"] != row["cuda"] and not is_error(row["cuda"]) and not known:
             wrong.setdefault(row["op"], row)
     assert wrong == {}
-
-
-@pytest.mark.parametrize("name", ON_PURPOSE)
-def test_deviations_still_deviate(rows, name):
-    assert any(row["mezzo"] != row["cuda"] for row in rows if row["op"] == name)
+    for name in ON_PURPOSE:
+        assert any(row["mezzo"] != row["cuda"] for row in rows if row["op"] == name)
 
 
 def test_rows_without_a_low_kernel_always_give_fp32(rows):
@@ -115,23 +112,23 @@ def test_native_rows_are_left_alone_by_torch_on_both_devices(rows):
     assert wrong == {}
 
 
-@pytest.mark.parametrize(
-    "name, low",
-    [
-        ("x @ y.T", "bfloat16"), ("x ** 2", "float32"), ("2 ** x", "float32"), ("1 / x", "float32"),
-        ("1 - x", "bfloat16"), ("x.norm()", "float32"), ("torch.norm(dim)", "float32"),
-        ("pairwise_distance", "float32"), ("gumbel_softmax", "float32"), ("softmin", "float32"),
-        ("instance_norm", "bfloat16"), ("interpolate(nearest)", "float32"), ("interpolate(area)", "bfloat16"),
-        ("pad(reflect)", "bfloat16"), ("torch.var", "bfloat16"), ("gaussian_nll_loss", "float32"),
-        ("triplet_margin_with_distance_loss", "float32"), ("embedding_bag", "bfloat16"), ("exp_", "bfloat16"),
-        ("x **= 2", "bfloat16"), ("exp(out=)", "bfloat16"), ("sum(dtype)", "float64"), ("softmax(dtype)", "bfloat16"),
-        ("multi_head_attention", ["bfloat16", "float32"]),
-    ],
-)  # fmt: skip
-def test_tricky_ones_by_name(rows, name, low):
+TRICKY = [
+    ("x @ y.T", "bfloat16"), ("x ** 2", "float32"), ("2 ** x", "float32"), ("1 / x", "float32"),
+    ("1 - x", "bfloat16"), ("x.norm()", "float32"), ("torch.norm(dim)", "float32"),
+    ("pairwise_distance", "float32"), ("gumbel_softmax", "float32"), ("softmin", "float32"),
+    ("instance_norm", "bfloat16"), ("interpolate(nearest)", "float32"), ("interpolate(area)", "bfloat16"),
+    ("pad(reflect)", "bfloat16"), ("torch.var", "bfloat16"), ("gaussian_nll_loss", "float32"),
+    ("triplet_margin_with_distance_loss", "float32"), ("embedding_bag", "bfloat16"), ("exp_", "bfloat16"),
+    ("x **= 2", "bfloat16"), ("exp(out=)", "bfloat16"), ("sum(dtype)", "float64"), ("softmax(dtype)", "bfloat16"),
+    ("multi_head_attention", ["bfloat16", "float32"]),
+]  # fmt: skip
+
+
+def test_tricky_ones_by_name(rows):
     """Written out, so that a reader sees what CUDA's autocast makes of low inputs."""
-    (row,) = (row for row in rows if row["op"] == name and row["inputs"] == "low")
-    assert (row["cuda"], row["mezzo"]) == (low, low)
+    for name, low in TRICKY:
+        (row,) = (row for row in rows if row["op"] == name and row["inputs"] == "low")
+        assert (row["cuda"], row["mezzo"]) == (low, low), name
 
 
 def test_what_is_said_to_be_left_to_torch_is_left_alone_by_cudas_lists(rows):

@@ -1,0 +1,224 @@
+"""What all rooms stand on: the builder of messages and the tree of errors, values as JSON, facts about tensors."""
+
+import json
+import math
+import pickle
+from collections import OrderedDict
+from dataclasses import dataclass
+from importlib import metadata
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mezzo
+from mezzo import DistributedError, MezzoError, NumericsError, PolicyError, ScaleCollapsed, StateError, UnsupportedError
+from mezzo.compat import paddle
+from mezzo.compat import torch as torch_like
+from mezzo.compat.apex import options
+from mezzo.documents import jsonable
+from mezzo.errors import message, nearest, printable, require_extra, shown, some_of
+from mezzo.tensors import each_tensor, mark, moved, tensors
+
+# Errors -------------------------------------------------------------------------------------------------
+
+
+def test_messages_answer_what_where_why_and_what_to_write():
+    text = message("it broke", where="layer.0\nlayer.1", why="because", write="this")
+    assert text.splitlines() == [
+        "it broke", "  where  layer.0", "         layer.1", "  why    because", "  write  this",
+    ]  # fmt: skip
+    assert message("only what") == "only what"
+
+
+def test_errors_are_ours_and_python_s():
+    for error, builtin in (
+        (PolicyError, ValueError), (UnsupportedError, RuntimeError), (NumericsError, FloatingPointError),
+        (ScaleCollapsed, NumericsError), (StateError, RuntimeError), (DistributedError, StateError),
+    ):  # fmt: skip
+        assert issubclass(error, MezzoError)
+        assert issubclass(error, builtin)
+        raised = error("what", why="why")
+        again = pickle.loads(pickle.dumps(raised))
+        assert type(again) is error
+        assert str(again) == str(raised) == "what\n  why    why"
+
+
+def test_several_problems_become_one_error():
+    one, two = PolicyError("first", write="a"), StateError("second")
+    assert PolicyError.together([one]) is one
+    both = PolicyError.together([one, two])
+    assert type(both) is PolicyError
+    assert str(both) == "2 problems\n1. first\n  write  a\n2. second"
+    many = str(PolicyError.together([PolicyError(f"problem {n}") for n in range(1000)]))
+    assert many.startswith("1000 problems\n1. problem 0\n")
+    assert many.endswith("20. problem 19\nand 980 more")
+
+
+def test_the_nearest_word_is_suggested_and_long_lists_are_counted():
+    assert nearest("O5", ["O0", "O1"]).startswith("did you mean 'O")
+    assert nearest("FLOAT16", ["float16"]).startswith("did you mean 'float16'?")
+    assert nearest("zzz", ["float16", "bfloat16"]) == "valid: float16, bfloat16"
+    assert some_of(list("abc")) == "a, b, c"
+    assert some_of(list("abcdefg")) == "a, b, c, d, e and 2 more"
+    many = [f"blocks.{number}" for number in range(100)]
+    assert nearest("block.99", many).startswith("did you mean 'blocks.99'? valid: blocks.0, blocks.1, ")
+    assert nearest("block.99", many).endswith("blocks.19 and 80 more")
+
+
+#: Colours, a jump of the cursor in one character, a text shown backwards, an invisible join, half a character.
+EVIL = "fc\x1b[31m\x9b2J\u202e\u200d\x7f\r\t\ud800"
+
+
+def test_nothing_reaches_a_terminal_that_is_not_seen():
+    spelled = r"fc\x1b[31m\x9b2J\u202e\u200d\x7f\r\t\ud800"
+    assert printable(EVIL) == spelled
+    assert printable("a\nb") == r"a\nb"
+    assert printable("a\nb", keep="\n") == "a\nb"
+    assert printable("größer 4 096×3 → ‰") == "größer 4 096×3 → ‰"
+    text = message(EVIL, where=EVIL, why=f"{EVIL}\n{EVIL}", write=EVIL)
+    assert text.count(spelled) == 5
+    assert all(line.isprintable() for line in text.split("\n"))
+    assert str(StateError.together([StateError(EVIL), PolicyError(EVIL)])).count(spelled) == 2
+    assert some_of([EVIL, "a\nb", "c"], 2) == rf"{spelled}, a\nb and 1 more"
+    text.encode()
+    text = message("what", where="a\x85  write  rm\u2028  write  rm\x0b  write  rm")  # breaks that make no lines
+    assert text.split("\n") == ["what", r"  where  a\x85  write  rm\u2028  write  rm\x0b  write  rm"]
+
+
+def test_echoes_are_short():
+    long = "x" * 1_000_000
+    assert len(shown(long)) < 250
+    assert shown(long).endswith("(1,000,002 characters)")
+    assert len(message(long, where=f"{long}\nshort", why=long, write=long)) < 10_000
+    assert "         short" in message("what", where=f"{long}\nshort")
+    assert len(nearest(long, ["float16"])) < 300
+    assert shown(10**5000) == "a int"  # of more digits than Python writes
+
+    class Wrong:
+        def __repr__(self):
+            raise ValueError
+
+    assert shown(Wrong()) == "a Wrong"
+    assert shown("\x1b") == r"'\x1b'"
+
+
+REQUIRES = ["json>={}; extra == 'this'", "re>=99; extra == 'other'", "torch>=99", "gone>=9; extra == 'this'"]
+
+
+@pytest.mark.parametrize(
+    "have, asked, is_old",
+    [("2.3.9", "2.4", True), ("2.4.0rc1", "2.4", False), ("10.0", "9.1", False), ("1", "1.0.1", True)],
+)
+def test_a_package_that_is_too_old_is_named(monkeypatch, have, asked, is_old):
+    """As the extra asks for it, by numbers and not by letters; what is not asked for by this extra does not count."""
+
+    def version(name):
+        if name not in ("json", "re"):
+            raise metadata.PackageNotFoundError(name)
+        return {"json": have, "re": "1"}[name]
+
+    monkeypatch.setattr(metadata, "requires", lambda _: [each.format(asked) for each in REQUIRES])
+    monkeypatch.setattr(metadata, "version", version)
+    if not is_old:
+        require_extra("this", "reading needs json", "json")
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        require_extra("this", "reading needs json", "json")
+    assert str(caught.value).split("\n") == [
+        "reading needs json",
+        f"  why    there is json {have}, and {asked} is the oldest that will do",
+        f'  write  pip install "json>={asked}" "gone>=9"',
+    ]
+
+
+def test_without_metadata_no_package_is_too_old(monkeypatch):
+    def requires(_):
+        raise metadata.PackageNotFoundError("mezzo")
+
+    monkeypatch.setattr(metadata, "requires", requires)
+    require_extra("this", "reading needs json", "json")
+    with pytest.raises(UnsupportedError, match=r'gone_away(.|\n)*write  pip install "\.\[this\]", in a clone of mezzo'):
+        require_extra("this", "reading needs what is gone", "gone_away")
+
+
+# Values as JSON -----------------------------------------------------------------------------------------
+
+leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats()
+values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner), max_leaves=9)
+
+
+def alike(value, read):
+    if isinstance(value, float) and not math.isfinite(value):
+        return read == str(value)
+    if isinstance(value, dict):
+        return value.keys() == read.keys() and all(alike(value[key], read[key]) for key in value)
+    if isinstance(value, list | tuple):
+        return isinstance(read, list) and len(value) == len(read) and all(map(alike, value, read))
+    return type(value) is type(read) and value == read
+
+
+@given(values)
+def test_what_is_written_is_strict_json_and_says_the_same(value):
+    value = {"ms": (value, math.inf)}
+    assert alike(value, json.loads(json.dumps(jsonable(value), allow_nan=False)))
+
+
+# Tensors ------------------------------------------------------------------------------------------------
+
+
+def test_what_is_there_already_is_not_copied_and_the_host_waits_for_what_it_reads(monkeypatch):
+    number, waits, plain = torch.tensor(2.0), [], torch.Tensor.to
+    assert moved(number, torch.device("cpu")) is number
+    assert moved(number, torch.device("cpu"), torch.float64).dtype == torch.float64
+
+    def to(tensor, device, dtype, *, non_blocking):
+        waits.append((device.type, non_blocking))
+        return plain(tensor, device, dtype)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    for device in ("cpu", "meta"):
+        moved(number, torch.device(device))
+    assert waits == [("cpu", False), ("meta", True)]
+
+
+@dataclass
+class Point:
+    x: torch.Tensor
+    rest: list
+
+
+def test_tensors_in_containers():
+    a, b, c, d = (torch.tensor(float(number)) for number in range(4))
+    value = (a, {"b": [b, None, 3]}, Point(c, [d]), OrderedDict(e=a), "text", Point)
+    assert [(path, int(tensor)) for path, tensor in each_tensor(value)] == [
+        ("[0]", 0), ("[1]['b'][0]", 1), ("[2].x", 2), ("[2].rest[0]", 3), ("[3]['e']", 0),
+    ]  # fmt: skip
+    assert [path for path, _ in each_tensor(a)] == [""]
+    found = tensors(({"b": [b, (None, a)]}, "text", Point(c, [d]), OrderedDict(e=c)))
+    assert [int(tensor) for tensor in found] == [1, 0, 2]
+
+
+def test_marks_tell_writing_and_other_memory():
+    weight = torch.zeros(3)
+    before = mark(weight)
+    weight.add_(1)
+    written = mark(weight)
+    weight.data = torch.ones(3)
+    assert len({before, written, mark(weight)}) == 3
+    with torch.inference_mode():
+        made = torch.zeros(3)
+    assert mark(made) == (-1, made.data_ptr())
+    sparse = torch.eye(2).to_sparse()
+    assert mark(sparse) == (sparse._version, 0)
+
+
+def test_words_for_a_dtype_are_known_wherever_one_stands():
+    for word in ("bf16", "BF16", "torch.bfloat16", torch.bfloat16):
+        assert [each.dtype for each in mezzo.weights.encode(torch.ones(3), word)] == [torch.bfloat16, torch.int16]
+        for region in (torch_like.autocast("cpu", dtype=word), paddle.auto_cast(dtype=word)):
+            with region:
+                assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
+        assert options.policy_of("O2", word).dtype == torch.bfloat16
+        assert options.policy_of("O2", cast_model_outputs=word).output_dtype == torch.bfloat16

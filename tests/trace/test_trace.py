@@ -1,0 +1,253 @@
+"""One watched pass: where each kernel belongs, what tensors are called, how numbers lie; and nothing is left behind."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo.cast.weight_casts import WeightCasts
+from mezzo.trace.frames import doing, user_line
+from mezzo.trace.measure import has_literal, is_finite, largest_in, needed, operands, range_of
+from mezzo.trace.modes import hooked, watching
+from mezzo.trace.names import Names, edges
+from mezzo.trace.products import Products
+from mezzo.trace.sandbox import leaves_of, untouched
+from mezzo.trace.where import LOSS, Where
+
+aten = torch.ops.aten
+
+
+# Where a pass is ----------------------------------------------------------------------------------------
+
+
+class Seen:
+    """Write down each kernel, the module that it belongs to, and whether gradients are computed."""
+
+    def __init__(self):
+        self.where, self.kernels, self.lines = Where(), [], []
+
+    def begin(self, function, args, kwargs):
+        self.lines.append(user_line())
+        place = type(self.where.now)(self.where.now.module, object())
+        self.where.enter(place)
+        return place
+
+    def finish(self, place, out):
+        pass
+
+    def before(self, kernel, args, kwargs):
+        pass
+
+    def kernel(self, kernel, args, kwargs, out, before):
+        name = kernel._schema.name.removeprefix("aten::")
+        self.kernels.append((name, self.where.place().module, self.where.is_gradient))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.body = nn.Linear(4, 4, bias=False), nn.Sequential(nn.Tanh(), nn.Linear(4, 2))
+
+    def forward(self, x):
+        return self.body(checkpoint(lambda y: self.first(y).sigmoid(), x, use_reentrant=False)).exp()
+
+
+def test_each_kernel_belongs_to_the_module_that_runs_or_whose_backward_pass_runs():
+    model, seen = Net(), Seen()
+    with hooked(seen, [model]):
+        with watching(seen):
+            loss = model(torch.ones(3, 4)).sum()
+        forward, seen.kernels = seen.kernels, []
+        with watching(seen, backward=True):
+            loss.backward()
+    assert [each for each in forward if each[0] in ("mm", "addmm", "tanh", "exp", "sum")] == [
+        ("mm", "first", False), ("tanh", "body.0", False), ("addmm", "body.1", False), ("exp", "", False),
+        ("sum", LOSS, False),
+    ]  # fmt: skip
+    products = [each for each in seen.kernels if each[0] in ("mm", "tanh_backward")]
+    # What a checkpoint recomputes is no gradient.
+    assert products == [("mm", "body.1", True), ("mm", "body.1", True), ("tanh_backward", "body.0", True),
+                        ("mm", "first", False), ("mm", "first", True)]  # fmt: skip
+    assert seen.where.modules_run == {"", "first", "body", "body.0", "body.1"}
+    assert seen.lines[0].rpartition(":")[0] == __file__
+    assert doing() == "other"
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_names_are_those_of_what_is_viewed_or_cast():
+    model, given = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), torch.ones(2, 4)
+    names, casts = Names([model]), WeightCasts()
+    names.put_inputs("", (given,), {"mask": torch.ones(1)})
+    weight, mean = model[0].weight, model[1].running_mean
+    used = [casts.cast(weight, torch.bfloat16) for _ in range(2)]  # another use of one cast
+    for tensor in (weight, weight.T, weight.bfloat16(), weight[:2].view(-1), *used, used[1].mT):
+        assert names.of(tensor)[:2] == ("parameter", "0.weight")
+    assert names.of(mean[1:])[:2] == ("buffer", "1.running_mean")
+    assert names.of(given[0])[:2] == ("input", "input 0")
+    assert names.of(weight * 2) is None
+    assert names.was_finite(mean)
+    product = used[1] @ (other := torch.ones(4, 4).bfloat16().requires_grad_())
+    found = [names.of_edge(edge, edges((other,), {})) for edge in product.grad_fn.next_functions]
+    assert found == ["0.weight", "input 0"]
+
+
+def test_operations_of_products_are_counted_by_the_format_that_they_read():
+    model, x = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)), torch.ones(2, 8)
+    first, second = 2 * 2 * 8 * 16, 2 * 2 * 16 * 4
+    for policy, low in (
+        ("O1,dtype=bfloat16,emulate=true", "emulated"),
+        ("O1,dtype=bfloat16,emulate=false", "bfloat16"),
+    ):
+        handle = mezzo.prepare(model, f"{policy},fp32_module=1")
+        with Products(torch.bfloat16) as products:
+            with handle.autocast():
+                loss = model(x).sum()
+            loss.backward()
+        handle.remove()
+        model.zero_grad()
+        # The first layer's input needs no gradient: one product of the backward pass, of the second layer two.
+        assert products.flops == {low: 2 * first, "float32": 3 * second}
+        assert products.low_share == 2 * first / (2 * first + 3 * second)
+
+
+def test_a_pass_in_the_sandbox_leaves_everything_as_it_was():
+    """Random states, buffers, gradients and the hooks that run on gradients; after an exception too."""
+    model, stepped = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)), []
+    model(torch.randn(8, 4)).sum().backward()
+    model[0].weight.register_post_accumulate_grad_hook(stepped.append)
+    kept, before = model[0].weight.grad, {name: value.clone() for name, value in model.state_dict().items()}
+    states = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+
+    def run():
+        with torch.no_grad(), untouched([model]):
+            assert model[0].weight.grad is None
+            loss = model(torch.randn(8, 4)).sum() * (random.random() + np.random.rand())
+            assert {*leaves_of([loss])} == {*model.parameters()}
+            loss.backward()
+            assert model[0].weight.grad is not None
+            model[1].running_mean = None
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert stepped == []
+    assert model[0].weight.grad is kept
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()
+    assert random.getstate() == states[2]
+    model(torch.randn(8, 4)).sum().backward()
+    assert len(stepped) == 1
+
+
+# Numbers ------------------------------------------------------------------------------------------------
+
+
+def test_a_range():
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        values = torch.tensor([[0.0, -3.0, 0.25], [torch.inf, torch.nan, -torch.inf]], dtype=dtype)
+        found, limit = range_of(values, "x"), torch.finfo(dtype).max
+        assert (found.name, found.dtype, found.shape) == ("x", str(dtype).removeprefix("torch."), (2, 3))
+        assert (found.smallest, found.largest) == (0.25, 3.0)
+        assert (found.num_zeros, found.num_inf, found.num_nan) == (1, 2, 1)
+        assert (found.share, found.headroom) == (3.0 / limit, math.log2(limit / 3.0))
+    for values in ([], [0.0, 0.0], [torch.nan]):
+        found = range_of(torch.tensor(values), "x")
+        assert (found.smallest, found.largest, found.share, found.headroom) == (None, 0.0, 0.0, None)
+        assert (found.num_zeros, found.num_nan) == (values.count(0.0), len(values) - values.count(0.0))
+    complex_ = torch.tensor([3 + 4j, complex(torch.inf, 0.0)])
+    assert (range_of(complex_, "z").largest, range_of(complex_, "z").num_inf) == (4.0, 1)  # of the real parts
+    eight_bits = torch.tensor([448.0, 0.5]).to(torch.float8_e4m3fn)
+    assert (range_of(eight_bits, "w").largest, range_of(eight_bits, "w").share) == (448.0, 1.0)
+    sparse = torch.tensor([[0.0, 2.0], [0.0, 0.0]]).to_sparse()
+    assert (range_of(sparse, "s").largest, range_of(sparse, "s").num_zeros) == (2.0, 0)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_finiteness():
+    finite = [torch.ones(2), torch.empty(0), torch.tensor([2**40]), torch.full((2,), torch.nan, device="meta")]
+    wrong = [torch.tensor([1.0, torch.nan]), torch.tensor([1.0, -torch.inf]), torch.tensor(complex(0.0, torch.inf))]
+    wrong += [wrong[0].to(torch.float8_e5m2), wrong[1].to_sparse(), wrong[1][None].to_sparse_csr()]
+    assert [is_finite(each) for each in (*finite, *wrong)] == [True] * len(finite) + [False] * len(wrong)
+    assert has_literal((torch.ones(2), -torch.inf), {})
+    assert has_literal((torch.ones(2),), {"value": torch.nan})
+    assert not has_literal((torch.ones(2), 1e300, 3, None), {"alpha": 1})
+
+
+def test_what_a_kernel_reads():
+    """What it writes to is copied before."""
+    x, y = torch.ones(2), torch.zeros(2)
+    for kernel, args, kwargs, names in (
+        (aten.add.Tensor, (x, y), {}, ["self", "other"]),
+        (aten.add.Tensor, (x,), {"other": y}, ["self", "other"]),
+        (aten.cat.default, ([x, y],), {}, ["tensors[0]", "tensors[1]"]),
+        (aten.where.self, (x > 0, x, y), {}, ["self", "other"]),  # a condition has no fractions
+        (aten.add.out, (x, y), {"out": x}, ["self", "other"]),
+        (aten.copy_.default, (x, y), {}, ["src"]),
+        (aten.fill_.Scalar, (x, 1.0), {}, []),
+        (aten.mul_.Tensor, (x, y), {}, ["self", "other"]),
+    ):
+        read = operands(kernel, args, kwargs)
+        assert [each.name for each in read] == names
+    aten.mul_.Tensor(x, y)
+    assert read[0].tensor.tolist() == [1.0, 1.0]
+    assert read[0].argument is x
+    assert read[1].tensor is read[1].argument is y
+
+
+def test_a_kernel_in_a_wider_format():
+    x = torch.tensor([300.0, -400.0], dtype=torch.float16)
+    for kernel, args, largest in (
+        (aten.mul.Tensor, (x, x), 160000.0),
+        (aten.mul_.Tensor, (x.clone(), x), 160000.0),
+        (aten.sum.dim_IntList, (torch.full((300,), 300.0, dtype=torch.float16), [0]), 90000.0),
+        (aten.dot.default, (x, x), 250000.0),
+    ):
+        read = operands(kernel, args, {})
+        kernel(*args)
+        assert largest_in(torch.float32, kernel, args, {}, read, 0) == largest
+        assert largest_in(torch.float64, kernel, args, {}, read, 0) == largest
+    state = torch.get_rng_state()
+    for kernel, args, kwargs, position in (
+        (aten.native_dropout.default, (x, 0.5, True), {}, 0), (aten.add.out, (x, x), {"out": x}, 0),
+        (aten.mm.default, (x, x), {}, 0), (aten.add.Tensor, (x, x), {}, 1),
+    ):  # fmt: skip
+        assert largest_in(torch.float32, kernel, args, kwargs, [], position) is None
+    assert torch.equal(state, torch.get_rng_state())
+    assert x.tolist() == [300.0, -400.0]
+
+
+def test_the_format_that_holds_a_result():
+    for number, dtype, magnitude, holds in (
+        (300.0, torch.float16, 9e4, torch.float32), (1e30, torch.float32, 1e60, torch.float64),
+        (1e200, torch.float64, None, None), (1e30, torch.bfloat16, 1e60, torch.float64),
+        (3.0, torch.float16, 9.0, torch.float32),
+    ):  # fmt: skip
+        x = torch.tensor([number], dtype=dtype)
+        found, wider = needed(dtype, aten.mul.Tensor, (x, x), {}, operands(aten.mul.Tensor, (x, x), {}), 0)
+        assert wider == holds
+        assert found == (magnitude and pytest.approx(magnitude, rel=0.01))
+    zero = (torch.zeros(1),)
+    read = operands(aten.log.default, zero, {})
+    assert needed(torch.float32, aten.log.default, zero, {}, read, 0) == (math.inf, None)
+
+
+@torch.library.custom_op("mezzo_tests::half_only", mutates_args=())
+def half_only(x: torch.Tensor, refusal: str) -> torch.Tensor:
+    if x.dtype != torch.float16:
+        raise {"assert": AssertionError, "table": KeyError, "torch": NotImplementedError}[refusal](x.dtype)
+    return x * x
+
+
+def test_a_user_s_kernel_refuses_a_wider_format_in_its_own_way():
+    x, kernel = torch.tensor([300.0], dtype=torch.float16), torch.ops.mezzo_tests.half_only.default
+    for refusal in ("assert", "table", "torch"):
+        assert largest_in(torch.float16, kernel, (x, refusal), {}, [], 0) == math.inf
+        assert largest_in(torch.float32, kernel, (x, refusal), {}, [], 0) is None
+        read = operands(kernel, (x, refusal), {})
+        assert needed(x.dtype, kernel, (x, refusal), {}, read, 0) == (None, None)
