@@ -16,7 +16,7 @@ FAULTS = (
             "optimizers: parameters in a set",
             "if isinstance(params, (set, frozenset)):",
             "if False:",
-            "tests/optim/test_saving.py::test_a_set_has_no_order_that_a_state_could_belong_to",
+            "tests/optim/test_refusals.py::test_a_set_has_no_order_that_a_state_could_belong_to",
             "P9: moments would land on other weights after a restart",
         ),
     ),
