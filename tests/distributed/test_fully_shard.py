@@ -328,39 +328,6 @@ def test_every_order_trains_alike_and_is_undone(of_two):
     assert [found["orders"] for found in of_two] == [[], []]
 
 
-FROZEN = ("first.", "blocks.0.")
-
-
-def frozen(policy, optimizer, order, loads):
-    """Names of frozen parameters that differ in a bit, after the session, from what they were or what was loaded."""
-    model = net()
-    for name, param in model.named_parameters():
-        param.requires_grad_(not name.startswith(FROZEN))
-    handle = mezzo.prepare(model, policy) if order == "prepare, fully_shard" else None
-    mezzo.fully_shard(model, policy)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = mezzo.optim.AdamW(trained, lr=0.01) if optimizer == "mezzo" else OPTIMIZERS[optimizer](trained)
-    amp = mezzo.MixedPrecision(handle or model, optimizer, policy)
-    expected = net().state_dict()
-    if loads:
-        expected = {name: value / 3 for name, value in expected.items()}
-        set_model_state_dict(model, {**expected}, options=StateDictOptions(full_state_dict=True))
-    train(model, amp, steps=2)
-    amp.close()
-    if handle is not None:
-        handle.remove()
-    expected = {name: value for name, value in expected.items() if name.startswith(FROZEN)}
-    left = {name: value for name, value in whole(model).items() if name.startswith(FROZEN)}
-    return same(expected, left)
-
-
-FROZEN_WAYS = [(BF16, "adamw", "fully_shard", True), (FP16, "mezzo", "prepare, fully_shard", False)]
-
-
-def test_frozen_parts_come_back_bit_for_bit(of_two):
-    assert [found["frozen"] for found in of_two] == [{}, {}]
-
-
 # Bytes on the wire ---------------------------------------------------------------------------------------
 
 
@@ -418,7 +385,6 @@ def everything():
         "dtypes": dtypes_of_all(),
         "sums": sharded_accumulation(),
         "orders": orders(),
-        "frozen": {way: found for way in FROZEN_WAYS if (found := frozen(*way))},
         "sent": sent(),
     }
 

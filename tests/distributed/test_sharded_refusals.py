@@ -118,7 +118,7 @@ def by_torch(mp_policy=None):
 SHARDED_OTHERWISE = [
     (by_torch, O2, UnsupportedError, "gathers parameters in float32, and O2 wants bfloat16",
      "param_dtype=torch.bfloat16"),
-    (lambda: by_torch(LOW), "O2,dtype=float16", UnsupportedError, "gathers parameters in bfloat16, and O2 wants float16",
+    (lambda: by_torch(LOW), "O2,dtype=float16", UnsupportedError, "in bfloat16, and O2 wants float16",
      "mezzo.fully_shard"),
     (lambda: by_torch(LOW), "O1,dtype=bfloat16", UnsupportedError,
      "gathers parameters in bfloat16, and O1 wants float32", "without param_dtype"),

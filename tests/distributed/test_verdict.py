@@ -116,18 +116,6 @@ def a_refused_step(fault):
     return said, same, (bool(after.skipped), float(after.scale)), model[0].weight.detach()
 
 
-def groups_of_one():
-    """Whether a rank that steps alone is untouched by what the other finds, and one that does not is not."""
-    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    found = []
-    for group in (alone, dist.new_group([0, 1])):
-        model = model_of()
-        amp = session_of(model, process_group=group)
-        amp.backward(loss_of(amp, model, 0) * (math.nan if dist.get_rank() == 1 else 1))
-        found.append((bool(amp.step().skipped), amp.stats().ranks))
-    return found
-
-
 # What it costs ----------------------------------------------------------------------------------------------
 
 
@@ -168,7 +156,6 @@ def everything():
         },
         "plain": [a_plain_loop(guilty) for guilty in (0, 1)],
         "refused": {fault: a_refused_step(fault) for fault in ("no gradient", "an error")},
-        "groups": groups_of_one(),
         "collectives": collectives_of_a_step(),
         "random": randomly_faulty(),
     }
@@ -212,11 +199,6 @@ def test_a_rank_with_an_error_or_without_a_gradient_ends_the_step_of_all(of_two)
         assert other[fault][1]
         assert after == other[fault][2] == (False, 2.0**16)
         assert torch.equal(weight, other[fault][3])
-
-
-def test_ranks_step_with_those_of_their_group(of_two):
-    for rank, each in enumerate(of_two):
-        assert each["groups"] == [(rank == 1, 1), (True, 2)]
 
 
 def test_a_step_exchanges_a_few_numbers_once_and_twice_where_parameters_are_sharded(of_two):

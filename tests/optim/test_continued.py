@@ -20,21 +20,6 @@ def copies(params):
     return [nn.Parameter(param.detach().clone()) for param in params]
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP16])
-def test_a_state_has_torch_s_entries_and_options_and_the_dtype_of_moments(dtype):
-    params, others = parameters(), parameters()
-    mine, theirs = optim.AdamW(params), torch.optim.AdamW(others)
-    halved(params, dtype, mine)
-    train(params, mine, range(1))
-    train(others, theirs, range(1))
-    found, expected = mine.state_dict(), theirs.state_dict()
-    for entry, of_torch in zip(found["state"].values(), expected["state"].values(), strict=True):
-        assert entry.keys() == of_torch.keys()
-    (group,), (of_torch,) = found["param_groups"], expected["param_groups"]
-    refused = {"foreach", "fused", "capturable", "differentiable", "decoupled_weight_decay"}
-    assert group.keys() == of_torch.keys() - refused | {"state_dtype"}
-
-
 @pytest.mark.parametrize("stored", [FP16, FP32])
 def test_a_state_loads_however_the_weights_are_stored(stored):
     params = parameters()

@@ -122,18 +122,6 @@ def test_torch_goes_on_from_a_saved_count(options):
     assert {float(state["step"]) for state in second.state.values()} == {6.0}
 
 
-def test_momentum_that_is_turned_on_later_begins_as_torch_s():
-    """As the gradient itself, without dampening, whatever the count is by then."""
-    one, other = weights(), weights()
-    for params, kind in ((one, optim.SGD), (other, torch.optim.SGD)):
-        optimizer = kind(params, lr=0.1, dampening=0.5)
-        train(params, optimizer)
-        optimizer.param_groups[0]["momentum"] = 0.9
-        train(params, optimizer)
-    for a, b in zip(one, other, strict=True):
-        torch.testing.assert_close(a, b, rtol=2**-22, atol=2**-24)
-
-
 # What users note down, and numbers of NumPy's -----------------------------------------------------------
 
 

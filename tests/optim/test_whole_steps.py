@@ -73,25 +73,6 @@ def test_whatever_is_refused_leaves_counts_and_moments_alone(kind, dtype):
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
-def test_a_hook_that_raises_before_a_step_is_called_once_and_nothing_steps():
-    params, optimizer = optimizer_of("AdamW")
-    gradients(params, 1)
-    before, called = facts(params, optimizer), []
-
-    def hook(*_):
-        called.append(None)
-        if len(called) == 1:
-            raise KeyError("its own")
-
-    optimizer.register_step_pre_hook(hook)
-    with pytest.raises(KeyError, match="its own"):
-        optimizer.step()
-    assert (len(called), optimizer.updates) == (1, 1)
-    assert same(facts(params, optimizer), before)
-    optimizer.step()
-    assert (len(called), optimizer.updates) == (2, 2)
-
-
 WRITERS = (optimizer_module.__file__, passes.__file__, tables.__file__, cpp.__file__, portable.__file__)
 
 

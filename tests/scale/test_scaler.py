@@ -88,22 +88,6 @@ def test_steps_between_two_moves_are_one_that_overflowed_where_one_did_that_coun
         assert same(state, on_device.state)
 
 
-@pytest.mark.parametrize("device", ["host", "device"])
-@pytest.mark.parametrize("rules", [rules for rules in RULES.values() if rules.mode != "none"], ids=str)
-def test_a_move_writes_to_nothing_and_makes_a_scale_of_its_own(rules, device):
-    scaler = made(rules, device)
-    for found, hold in itertools.product((YES, NO), repeat=2):
-        before, kept = scaler.state, scaler.state_dict()
-        scaler.update(found, hold=hold)
-        scaler.advance()
-        assert before.state_dict() == kept
-        assert scaler.state.scale is not before.scale
-        assert (YES.item(), NO.item()) == (True, False)
-        now = scaler.state
-        scaler.advance()  # nothing was told since
-        assert scaler.state is now
-
-
 def test_a_move_is_one_launch_on_a_device():
     launched = []
 

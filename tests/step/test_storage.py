@@ -1,4 +1,4 @@
-"""Split storage: FP32 as a low-precision value and 16 bits, against bit patterns, float64 and torch's own casts."""
+"""How a number is stored: FP32 as a low value and 16 bits, rounding to nearest and at random, against bit patterns."""
 
 import math
 import struct
@@ -9,16 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mezzo import NumericsError
-from mezzo.step.split import decode, encode, encode_into, halves, joined
-from mezzo.step.storage import SPLIT
+from mezzo.step.rounding import keys, nearest, noise, stochastic
+from mezzo.step.split import decode, encode, encode_into
+from mezzo.step.storage import PLAIN, READ, SPLIT
 from mezzo.tensors import flat
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LOW = [BF16, FP16]
 INFINITE, FIRST_REFUSED = 0x7F80_0000, 0x7F7F_8000
-#: The largest remainders that there are.
-EXTREMES = {BF16: (-0x8000, 0x7FFF), FP16: (-0x4000, 0x4000)}
 SAME_BITS = {"rtol": 0, "atol": 0, "equal_nan": True}
 
 
@@ -35,7 +33,7 @@ def random_bits(count, seed=0):
 def encodable(bits):
     """Without NaN, and without the finite values that BF16 refuses; these become infinities."""
     magnitude = bits & 0x7FFF_FFFF
-    return torch.where(magnitude >= FIRST_REFUSED, (bits & -(2**31)) | INFINITE, bits)
+    return torch.where(magnitude >= FIRST_REFUSED, (bits & -(2**31)) | 0x7F80_0000, bits)
 
 
 def check_bfloat16(bits):
@@ -48,15 +46,15 @@ def check_bfloat16(bits):
     assert (hi[away].float().abs() > w[away].abs()).all()
 
 
-def test_bfloat16_is_exact_over_50_million_log_uniform_values():
-    for seed in range(25):
-        check_bfloat16(random_bits(2_000_000, seed))
-
-
-@pytest.mark.slow
-def test_bfloat16_is_exact_for_every_fp32_value():
-    for first in range(-(2**31), 2**31, 2**24):
-        check_bfloat16(torch.arange(first, first + 2**24, dtype=torch.int32))
+def test_bfloat16_is_exact_at_every_high_half_and_every_low_one():
+    """A value is its upper and its lower sixteen bits, of which the lower may carry one over."""
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32)
+    for low in (0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF):
+        check_bfloat16(every * 2**16 + low)
+    for high in (0, 1, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3FFF, 0x7F7E, 0x7F7F):
+        for sign in (0, 0x8000):
+            check_bfloat16((every & 0xFFFF) + (((high | sign) ^ 0x8000) - 0x8000) * 2**16)
+    check_bfloat16(random_bits(2_000_000))
 
 
 def check_float16(w):
@@ -124,61 +122,14 @@ def check_value(value, back, dtype):
         assert math.copysign(1, back) == math.copysign(1, value)
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "with gaps", "scalar", "empty", "many blocks"])
-def test_halves_that_are_there_take_other_values(layout, dtype):
-    w = LAYOUTS[layout]()
-    hi, lo = encode(torch.zeros_like(w), dtype)
-    before = hi.data_ptr(), lo.data_ptr()
-    encode_into(w, hi, lo)
-    assert (hi.data_ptr(), lo.data_ptr()) == before
-    assert all(same.equal(other) for same, other in zip((hi, lo), encode(w, dtype), strict=True))
-
-
-def test_no_value_is_asked_of_the_device():
-    with torch.device("meta"):
-        encode_into(torch.zeros(5), torch.zeros(5, dtype=BF16), torch.zeros(5, dtype=torch.int16))
-
-
-def test_float16_keeps_its_bound_in_every_binade():
-    for exponent in range(-149, 16):
-        check_binade(exponent)
-
-
-def test_float16_keeps_its_bound_at_every_pattern_and_at_the_midpoints_to_both_neighbours():
+def test_float16_keeps_its_bound_at_every_pattern_between_them_and_in_every_binade():
     """Just below 2^-14 patterns differ by up to 2^13: 6.1008e-05 was read as 6.1020e-05."""
     patterns = torch.arange(0, 0x7C00, dtype=torch.int16).view(torch.float16).float()
     of_interest = torch.cat([patterns, (patterns[1:] + patterns[:-1]) / 2, torch.tensor([6.1008e-05])])
     near = [of_interest.view(torch.int32).add(step).clamp(min=0).view(torch.float32) for step in range(-3, 4)]
-    w = torch.cat(near).clamp(max=65504)
+    inside = random_bits(1_000_000).view(torch.float32).nan_to_num(0).abs()
+    w = torch.cat([*near, inside]).clamp(max=65504)
     check_float16(torch.cat([w, -w]))
-
-
-@pytest.mark.parametrize("dtype", LOW)
-def test_an_infinity_or_nan_is_the_value_whatever_remainder_lies_beside_it(dtype):
-    hi = torch.tensor([math.inf, -math.inf, math.nan], dtype=dtype).repeat_interleave(3)
-    read = SPLIT.read((hi, torch.tensor([*EXTREMES[dtype], 1], dtype=torch.int16).repeat(3)))
-    torch.testing.assert_close(read, hi.float(), **SAME_BITS)
-
-
-def check_binade(exponent):
-    start, end = 2.0**exponent, 2.0 ** (exponent + 1)
-    generator = torch.Generator().manual_seed(exponent + 149)
-    inside = start + (end - start) * torch.rand(2000, generator=generator, dtype=torch.float64)
-    edges = [math.nextafter(start, 0), start, end, *(start * (1 + k * 2.0**-11) for k in range(0, 2049, 64))]
-    magnitudes = torch.cat([inside, torch.tensor(edges, dtype=torch.float64)]).float().clamp(max=65504)
-    neighbours = [magnitudes, *(magnitudes.view(torch.int32).add(step).view(torch.float32) for step in (-1, 1))]
-    w = torch.cat(neighbours).nan_to_num(0).clamp(0, 65504)
-    check_float16(torch.cat([w, -w]))
-
-
-@pytest.mark.slow
-def test_float16_keeps_its_bound_for_every_fp32_value():
-    last = torch.tensor(65504.0).view(torch.int32).item()
-    for first in range(0, last + 1, 2**24):
-        w = torch.arange(first, min(first + 2**24, last + 1), dtype=torch.int32).view(torch.float32)
-        check_float16(w)
-        check_float16(-w)
 
 
 def remainder_by_definition(w, hi):
@@ -199,34 +150,6 @@ def test_float16_remainders_are_what_the_definition_says():
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_zeros_subnormals_and_infinities_keep_sign_and_value(dtype):
-    w = of_bits(0, 1 << 31, 1, (1 << 31) + 1, 0x007F_FFFF, INFINITE, 0xFF80_0000)
-    hi, lo = encode(w, dtype)
-    back = decode(hi, lo)
-    assert torch.equal(back.signbit(), w.signbit())
-    assert torch.equal(hi.signbit(), w.signbit())
-    assert back[-2:].tolist() == hi[-2:].tolist() == [math.inf, -math.inf]
-    exact = back if dtype == BF16 else torch.cat([back[:2], w[2:5], back[5:]])
-    assert torch.equal(exact.view(torch.int32), w.view(torch.int32))
-
-
-@pytest.mark.parametrize("dtype", LOW)
-def test_a_weight_written_beside_the_remainder_of_another_is_at_most_half_a_spacing_off(dtype):
-    """Pruned to zero, clamped, filled: through ``.data`` nobody sees it, and the remainder stays."""
-    _, remainders = encode(torch.tensor([1 + 2**-9 - 2**-23, 1 - 2**-9 + 2**-20, 2**-15 * 1.3, 0.1, -0.1, 3.1]), dtype)
-    remainders = torch.cat([remainders, -remainders, torch.tensor([*EXTREMES[dtype], -1, 0, 1], dtype=torch.int16)])
-    patterns = torch.arange(0, 0x7F80 if dtype == BF16 else 0x7C00, 37).to(torch.int16)
-    patterns = torch.cat([torch.tensor([0, -0x8000, 1, 2], dtype=torch.int16), patterns, patterns | -0x8000])
-    hi = patterns.view(dtype).repeat_interleave(len(remainders))
-    lo = remainders.repeat(len(patterns))
-    read = SPLIT.read((hi, lo))
-    # At a power of two the spacing below is half that above; subnormal halves of FP16 count in units of 2^-39.
-    smallest = torch.tensor(2.0**-24 if dtype == FP16 else 2.0**-133)
-    spacing = torch.maximum(hi.double().abs() * torch.finfo(dtype).eps, smallest)
-    assert ((read.double() - hi.double()).abs() <= spacing / 2).all()
-
-
-@pytest.mark.parametrize("dtype", LOW)
 def test_every_nan_becomes_the_one_nan_and_stays_visible(dtype):
     payloads = [0x7F80_0001, 0x7FC0_0000, 0x7FC0_1234, 0x7FFF_8000, 0x7FFF_FFFF]
     hi, lo = encode(of_bits(*payloads, *(p | 1 << 31 for p in payloads)), dtype)
@@ -236,24 +159,6 @@ def test_every_nan_becomes_the_one_nan_and_stays_visible(dtype):
     assert torch.equal(
         decode(hi, lo).view(torch.int32), of_bits(*[0x7FC0_0000] * 5, *[0xFFC0_0000] * 5).view(torch.int32)
     )
-
-
-def test_a_weight_that_leaves_float16_during_a_step_is_infinite_not_garbage():
-    w = torch.tensor([65519.99, 65520.0, -70000.0, 3e38])
-    high, remainder = halves(w, FP16)
-    assert high.half().tolist() == [65504.0, math.inf, -math.inf, math.inf]
-    assert joined(high.half().float(), remainder, FP16).tolist() == [w[0].item(), math.inf, -math.inf, math.inf]
-
-
-@pytest.mark.parametrize(
-    "dtype, fine, refused, range_",
-    [(FP16, 65504.0, 65504.004, "65504"), (BF16, of_bits(0x7F7F_7FFF).item(), of_bits(0x7F7F_8000).item(), "3.396")],
-)
-def test_finite_weights_that_would_become_infinite_are_refused_by_name(dtype, fine, refused, range_):
-    hi, lo = encode(torch.tensor([fine, -fine]), dtype)
-    assert decode(hi, lo).tolist() == [fine, -fine]
-    with pytest.raises(NumericsError, match=rf"2 of 3 weights(?s:.*)blocks\.0\.weight, shape \(3,\)(?s:.*){range_}"):
-        encode(torch.tensor([1.0, refused, -refused]), dtype, name="blocks.0.weight")
 
 
 LAYOUTS = {
@@ -269,23 +174,21 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_splits_and_joins(layout, dtype):
-    w = LAYOUTS[layout]()
-    hi, lo = encode(w, dtype)
-    like = torch.empty_like(w)
-    assert hi.stride() == lo.stride() == like.stride()
-    if dtype == BF16:
-        torch.testing.assert_close(decode(hi, lo), w, **SAME_BITS)
-    else:
-        torch.testing.assert_close(decode(hi, lo), w, rtol=0, atol=2.0**-40)
-
-
-def test_parameters_need_no_care_about_autograd():
-    weight = torch.nn.Parameter(torch.randn(4, 3))
-    hi, lo = encode(weight, BF16)
-    assert not hi.requires_grad
-    assert torch.equal(decode(torch.nn.Parameter(hi), lo), weight)
+def test_any_layout_splits_and_joins_anew_or_in_memory_that_is_there(dtype):
+    for name, layout in LAYOUTS.items():
+        w = layout()
+        hi, lo = encode(torch.nn.Parameter(w), dtype)
+        assert not hi.requires_grad
+        assert hi.stride() == lo.stride() == torch.empty_like(w).stride(), name
+        back = decode(torch.nn.Parameter(hi), lo)
+        torch.testing.assert_close(back, w, rtol=0, atol=0 if dtype == BF16 else 2.0**-40)
+        others = encode(torch.zeros_like(w), dtype)
+        before = [each.data_ptr() for each in others]
+        encode_into(w, *others)
+        assert [each.data_ptr() for each in others] == before
+        assert all(same.equal(other) for same, other in zip(others, (hi, lo), strict=True)), name
+    with torch.device("meta"):  # where there is no value to ask for
+        encode_into(torch.zeros(5), torch.zeros(5, dtype=dtype), torch.zeros(5, dtype=torch.int16))
 
 
 def test_flat_views_share_memory_and_refuse_what_lies_otherwise():
@@ -294,3 +197,88 @@ def test_flat_views_share_memory_and_refuse_what_lies_otherwise():
     assert vector.data_ptr() == w.data_ptr()
     assert flat(w, torch.randn(3, 4)) is None
     assert flat(torch.randn(4, 6)[:, ::2]) is None
+
+
+# Storages -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32])
+def test_a_storage_reads_what_it_has_written_and_writing_what_was_read_changes_nothing(dtype):
+    w = torch.randn(20, 300, generator=torch.Generator().manual_seed(0)).clamp(min=2.0**-16)
+    stored = [(PLAIN, (w.to(dtype),), w.to(dtype).float())]  # to nearest
+    stored += [(SPLIT, encode(w, dtype), w), (READ, encode(w, dtype), w)] if dtype in LOW else []
+    for kept, made, value in stored:
+        parts = kept.parts(*made, *[None] * (2 - len(made)))
+        assert torch.equal(kept.read(parts), value)
+        for part, written in zip(parts, kept.write(w, dtype), strict=True) if kept is not READ else ():
+            assert torch.equal(torch.empty_like(part).copy_(written), part)
+
+
+# Rounding on bit patterns, against torch's own casts ---------------------------------------------------------
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45, 2.0**-25, 3 * 2.0**-25, -(2.0**-25), 65519.9, 65520.0, -7e4]
+SPECIAL += [3.3961776e38, 3.4e38, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 2.0**-14 - 2.0**-26]
+
+
+def log_uniform(count=1_000_000):
+    bits = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
+    values = bits.view(torch.float32)
+    return torch.cat([torch.tensor(SPECIAL), values[~values.isnan()]])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_nearest_is_torch_s_cast(dtype):
+    w = log_uniform()
+    assert torch.equal(nearest(w, dtype).to(dtype).view(torch.int16), w.to(dtype).view(torch.int16))
+    fits = w.to(dtype).isfinite()
+    assert torch.equal(nearest(w, dtype)[fits], w.to(dtype)[fits].float())  # on the grid already, before any cast
+    assert nearest(torch.tensor(math.nan), dtype).isnan()
+
+
+def test_stochastic_rounding_takes_one_of_the_two_neighbours_with_the_right_odds():
+    w = log_uniform(2000).clamp(-3e38, 3e38)
+    every = torch.arange(0, 1 << 16, 1 << 6, dtype=torch.int32) + 32  # 1024 of the 65536 draws, spread evenly
+    rounded = stochastic(w.expand(len(every), -1), every[:, None].expand(-1, len(w)))
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    spacing = torch.exp2((w.double().frexp().exponent - 8).clamp(min=-133).double())
+    assert ((rounded.double() - w).abs() < spacing).all()
+    assert ((rounded.double().mean(0) - w).abs() <= spacing / 1024).all()
+    on_grid = w.bfloat16().float() == w
+    assert torch.equal(rounded[:, on_grid], w[on_grid].expand(len(every), -1))
+
+
+def test_stochastic_rounding_keeps_infinities_and_nan():
+    bits = torch.full((3,), 0xFFFF, dtype=torch.int32)
+    rounded = stochastic(torch.tensor([math.inf, -math.inf, math.nan]), bits)
+    assert rounded[:2].tolist() == [math.inf, -math.inf]
+    assert rounded[2].isnan()
+
+
+def test_noise_is_the_mixer_it_says_it_is():
+    def mixer(x):  # lowbias32, in Python integers
+        x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+        x = (x ^ x >> 15) * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    index = torch.tensor([0, 1, 2, 1000, 2**31 - 1, -1], dtype=torch.int32)
+    for key, slot in ((0, 0), (12345, 0), (-7, 2)):
+        expected = [mixer((i + key + slot * 0x9E3779B9) % 2**32) for i in index.tolist()]
+        assert [n % 2**32 for n in noise(index, torch.tensor(key, dtype=torch.int32), slot).tolist()] == expected
+
+
+def test_noise_is_even_and_uncorrelated_between_neighbours_slots_and_steps():
+    index = torch.arange(200_000, dtype=torch.int32)
+    steps = [keys(torch.tensor(step), 2) for step in (1, 2)]
+    draws = [noise(index, key, slot) & 0xFFFF for key in (*steps[0], *steps[1]) for slot in (0, 1)]
+    uniform = [draw.double() / 65536 for draw in draws]
+    for one in uniform:
+        assert abs(one.mean() - 0.5) < 5 * (1 / 12 / len(index)) ** 0.5
+        assert abs(torch.corrcoef(torch.stack([one[1:], one[:-1]]))[0, 1]) < 5 / len(index) ** 0.5
+    others = torch.corrcoef(torch.stack(uniform)) - torch.eye(len(uniform))
+    assert others.abs().max() < 5 / len(index) ** 0.5
+
+
+def test_keys_differ_by_parameter_step_and_seed_and_by_nothing_else():
+    made = [keys(torch.tensor(step), 50, seed) for step in range(1, 20) for seed in (0, 1, 12345678901)]
+    assert len(torch.cat(made).unique()) == 50 * len(made)
+    assert torch.equal(keys(torch.tensor(7), 5), keys(torch.tensor(7), 50)[:5])

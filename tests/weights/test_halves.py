@@ -69,17 +69,6 @@ def test_a_low_value_leaves_the_fp32_value_of_elements_that_hold_it(dtype):
     assert torch.equal(halves.read(weight), wanted)
 
 
-def test_what_is_not_stored_reads_as_it_is():
-    halves = Halves()
-    for dtype, wide in [(BF16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]:
-        tensor = torch.randn(3, dtype=dtype)
-        shown = halves.read(tensor)
-        assert shown.dtype == wide
-        assert torch.equal(shown, tensor.to(wide))
-        assert shown.data_ptr() != tensor.data_ptr()
-    assert not halves.has_rest(torch.zeros(1))
-
-
 def test_dropped_rests_leave_the_low_values():
     values = numbers(BF16)
     weight, halves = stored(values, BF16)

@@ -120,15 +120,6 @@ def test_what_a_state_dict_leaves_out_stays():
         model.load_state_dict(before | {"unknown": torch.ones(2)})
 
 
-def test_the_state_dict_that_is_given_stays_as_it_is():
-    model, *_ = prepared_net()
-    given = tensors_of(Net(seed=1))
-    clones = {name: value.clone() for name, value in given.items()}
-    model.load_state_dict(given)
-    assert given.keys() == clones.keys()
-    assert all(given[name].dtype == torch.float32 and same(given[name], value) for name, value in clones.items())
-
-
 # Copies and pickles -----------------------------------------------------------------------------------------
 
 

@@ -78,31 +78,10 @@ class SAM(torch.optim.Optimizer):
         return loss
 
 
-class Lookahead(torch.optim.Optimizer):
-    """Steps an optimizer, and every third time draws its weights half-way back to slow ones in its state."""
-
-    def __init__(self, params):
-        super().__init__(params, {})
-        self.base_optimizer = torch.optim.AdamW(self.param_groups, lr=0.05, foreach=False)
-        self.count = 0
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        loss = self.base_optimizer.step(closure)
-        self.count += 1
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
-            slow = self.state[p].setdefault("slow", p.detach().clone())
-            if self.count % 3 == 0:
-                slow.lerp_(p, 0.5)
-                p.copy_(slow)
-        return loss
-
-
 CLOSURES = {
     "LBFGS": lbfgs,
     "LBFGS, wolfe": lbfgs_with_search,
     "SAM": lambda model: SAM(list(model.parameters())),
-    "Lookahead": lambda model: Lookahead(list(model.parameters())),
     "AdamW": adamw,
 }
 
@@ -417,22 +396,6 @@ def test_edits_by_little_within_fp32(make):
     for param, before in zip(model.parameters(), wanted, strict=True):
         after = before * (1 - 1e-4) ** 200
         assert (halves.read(param).double() - after).abs().max() <= 200 * 2.0**-24 * after.abs().max()
-
-
-def test_gradients_within_fp32_are_fp32_and_plain():
-    with both(Net(), adamw, FP16) as (ours, by_hand):
-        with ours.amp.autocast():
-            loss = ours.model(0)
-        ours.amp.backward(loss)
-        ours.amp.unscale_()
-        by_hand.optimizer.step = lambda: None
-        by_hand.step(0)
-        with ours.amp.fp32(ours.optimizer):
-            for param, (_, master) in zip(params_of(ours.optimizer), by_hand.pairs, strict=True):
-                assert param.dtype == torch.float32
-                assert torch.equal(param, master)
-                assert (param.grad is None) == (master.grad is None)
-                assert param.grad is None or torch.equal(param.grad, master.grad)
 
 
 def test_what_raises_within_fp32_is_stored_all_the_same():
