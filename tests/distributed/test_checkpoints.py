@@ -107,38 +107,57 @@ def loaded(worlds, folders):
     return words
 
 
-def by_ranks(worlds):
-    """Yield each number of ranks, with the worlds of as many."""
-    for count in sorted({WORLDS[world][0] for world in worlds}):
-        yield count, [world for world in worlds if WORLDS[world][0] == count]
+FEW = ["one", "ddp", "two"], [(POLICIES[0], "split")]
+#: Four ranks and two dims of them; policies, and optimizers of torch's.
+MORE = list(WORLDS), [(POLICIES[1], "adamw"), (POLICIES[2], "damped")]
 
 
-@pytest.mark.parametrize(
-    "worlds, kinds",
-    [
-        (["one", "ddp", "two"], [(POLICIES[0], "split")]),
-        pytest.param(["one", "ddp", "two"], [(POLICIES[0], "adamw")], marks=pytest.mark.slow),
-        pytest.param(
-            list(WORLDS), list(itertools.product(POLICIES, ("split", "adamw", "damped"))), marks=pytest.mark.slow
-        ),
-    ],
-    ids=["few", "torch", "all"],
-)
+def all_saved(folders, file):
+    words = saved(folders)
+    return (words, to_a_file(file)) if dist.get_world_size() == 1 else (words, None)
+
+
+def all_loaded(worlds, folders, file):
+    """Load what any number of ranks has saved; on two ranks a file of one process and other models' too."""
+    words, found = loaded(worlds, folders), {}
+    if dist.get_world_size() == 2:
+        found = {"file": from_a_file(file), "others": other_models(file.parent)}
+    if dist.get_world_size() < 4:
+        found["torch"] = by_torch([(world, *kind) for world in worlds for kind in BY_TORCH], file.parent)
+    return words, found
+
+
+#: Policies and optimizers that go through torch's own state dicts, without the session.
+BY_TORCH = [(POLICIES[0], "fused"), (POLICIES[1], "split")]
+
+
+@pytest.mark.parametrize("worlds, kinds", [FEW, pytest.param(*MORE, marks=pytest.mark.slow)], ids=["few", "more"])
 def test_any_number_of_ranks_loads_what_any_other_saved(worlds, kinds, tmp_path):
-    places = itertools.product(worlds, range(len(kinds)))
-    folders = {(world, *kinds[number]): tmp_path / f"{world}{number}" for world, number in places}
-    there, wrong = {}, []
-    for count, alike in by_ranks(worlds):
-        words = on_ranks(count, saved, {key: path for key, path in folders.items() if key[0] in alike}, timeout=300)
+    folders = {(world, *kinds[n]): tmp_path / f"{world}{n}" for world in worlds for n in range(len(kinds))}
+    counts = sorted({WORLDS[world][0] for world in worlds})
+    of = {count: [world for world in worlds if WORLDS[world][0] == count] for count in counts}
+    there, wrong, file = {}, [], tmp_path / "one.pt"
+    for count, alike in of.items():
+        mine = {key: path for key, path in folders.items() if key[0] in alike}
+        ranks = on_ranks(count, all_saved, mine, file, timeout=300)
+        words = [each for each, _ in ranks]
         wrong += [("saved", key) for key in words[0] if len({each[key] for each in words}) > 1]
         there |= words[0]
-    for count, alike in by_ranks(worlds):
-        words = on_ranks(count, loaded, alike, folders, timeout=600)
+        there["file"] = ranks[0][1] or there["file"]
+    for count, alike in of.items():
+        ranks = on_ranks(count, all_loaded, alike, folders, file, timeout=600)
+        words = [each for each, _ in ranks]
         for (world, *source), (before, after) in words[0].items():
             was, went_on = there[tuple(source)]
             wrong += [("ranks differ", world, source)] * (len({each[world, *source] for each in words}) > 1)
             wrong += [("loaded", world, source)] * (before != was)
             wrong += [("went on", world, source)] * (world == source[0] and after != went_on)
+        for _, found in ranks:
+            wrong += found.get("torch", [])
+            if count == 2:
+                assert found["file"] == [there["file"]] * 2  # whole, and in parts
+                refused = [("StateError", True), True, ("CheckpointException", True), True]
+                assert found["others"] == refused * 2  # on all ranks, and nothing is loaded
     assert wrong == []
 
 
@@ -159,17 +178,12 @@ def to_a_file(path):
     return state(amp)
 
 
-def test_the_file_of_one_process_is_loaded_whole_or_in_parts(tmp_path):
-    (word,) = on_ranks(1, to_a_file, tmp_path / "one.pt")
-    assert on_ranks(2, from_a_file, tmp_path / "one.pt") == [[word, word]] * 2
-
-
 def other_models(folder):
     found = []
     for world in ("ddp", "two"):
         model, amp = session(world, POLICIES[0], "split", seed=0)
         train(model, amp, range(2))
-        checkpoint.save({"app": amp.stateful()}, checkpoint_id=folder / world)
+        checkpoint.save({"app": amp.stateful()}, checkpoint_id=folder / f"other{world}")
         for width in (7, 9):
             _, same = session(world, POLICIES[0], "split", seed=1, width=width)
             if width == 7:  # a smaller model, whose every key is there
@@ -178,16 +192,11 @@ def other_models(folder):
                 same = MixedPrecision(inner, OPTIMIZERS["split"](inner.parameters()), POLICIES[0])
             before = state(same)
             try:
-                checkpoint.load({"app": same.stateful()}, checkpoint_id=folder / world)
+                checkpoint.load({"app": same.stateful()}, checkpoint_id=folder / f"other{world}")
             except (StateError, checkpoint.CheckpointException) as error:
                 found.append((type(error).__name__, "0.weight" in str(error) or "2.weight" in str(error)))
             found.append(before == state(same))
     return found
-
-
-def test_the_state_of_another_model_is_refused_on_all_ranks_and_nothing_loaded(tmp_path):
-    wanted = [("StateError", True), True, ("CheckpointException", True), True] * 2
-    assert on_ranks(2, other_models, tmp_path) == [wanted] * 2
 
 
 def by_torch(kinds, folder):
@@ -201,8 +210,8 @@ def by_torch(kinds, folder):
             weights, moments = get_state_dict(model, amp.engine.weights.optimizers[0])
             sessions.append((model, amp, {"model": weights, "optimizer": moments}))
         (model, amp, there), (other, same, read) = sessions
-        checkpoint.save(there, checkpoint_id=folder / f"{world}{policy}{name}")
-        checkpoint.load(read, checkpoint_id=folder / f"{world}{policy}{name}")
+        checkpoint.save(there, checkpoint_id=folder / f"torch{world}{policy}{name}")
+        checkpoint.load(read, checkpoint_id=folder / f"torch{world}{policy}{name}")
         moments = {"model_state_dict": read["model"], "optim_state_dict": read["optimizer"]}
         set_state_dict(other, same.engine.weights.optimizers[0], **moments)
         for what in ("loaded", "went on"):
@@ -216,17 +225,3 @@ def kept(amp):
     """Return FP32 weights and the optimizer's state in one word."""
     found = amp.stateful().state_dict()
     return digest(found["model"], found["optimizers"])
-
-
-@pytest.mark.parametrize(
-    "worlds, policies, names",
-    [
-        (["one", "ddp", "two"], POLICIES[:1], ["fused"]),
-        pytest.param(["one", "ddp", "two"], POLICIES[:2], list(OPTIMIZERS), marks=pytest.mark.slow),
-    ],
-    ids=["few", "all"],
-)
-def test_torch_s_own_state_dicts_go_through_a_checkpoint_too(worlds, policies, names, tmp_path):
-    for count, alike in by_ranks(worlds):
-        kinds = list(itertools.product(alike, policies, names))
-        assert on_ranks(count, by_torch, kinds, tmp_path, timeout=300) == [[]] * count

@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 
 import mezzo
 from mezzo.distributed.exchange import OneRank, Ranks, average, broadcast_first
@@ -32,39 +31,6 @@ def sharded_norms():
     found = ranks.norms(params, norms(dense(params)[1], CPU))
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]
     return found, torch.stack([g.double().norm().float() for g in whole])
-
-
-class FromTheHost(TorchDispatchMode):
-    """Counts tensors that are made of Python numbers, each of which a GPU would have to wait for."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten.lift_fresh.default
-        return func(*args, **kwargs or {})
-
-
-def norms_over_two_groups():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    whole = [torch.arange(8.0).view(4, 2) + number for number in range(3)]
-    placements = [[Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(1)]]
-    params = [nn.Parameter(distribute_tensor(*each)) for each in zip(whole, [mesh] * 3, placements, strict=True)]
-    ranks = Ranks.of()
-    ranks.follow(params, lambda param: "a parameter")
-    own = torch.stack([param.detach().to_local().norm() for param in params])
-    found = ranks.norms(params, own)
-    with FromTheHost() as made:
-        again = ranks.norms(params, own)
-    return found.tolist(), again.tolist(), [each.norm().item() for each in whole], made.count
-
-
-def test_groups_that_hold_some_of_the_parameters_send_nothing_to_the_device_once_it_has_their_places():
-    for found, again, expected, count in on_ranks(4, norms_over_two_groups):
-        assert found == again
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
-        assert count == 0
 
 
 def agreed():

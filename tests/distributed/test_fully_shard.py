@@ -121,26 +121,23 @@ def in_one_process(policy, make=net, optimizer="adamw", **kwargs):
 # FP32: what one process makes of the whole batch ----------------------------------------------------------
 
 
-def fp32_table(names):
-    return {name: train(*sharded("O0", optimizer=name, max_grad_norm=2.0), steps=10) for name in names}
+def in_fp32():
+    return train(*sharded("O0", max_grad_norm=2.0), steps=10)
 
 
-@pytest.mark.parametrize("names", [["adamw"], pytest.param(["fused", "sgd"], marks=pytest.mark.slow)])
-def test_fp32_is_what_one_process_makes_of_the_whole_batch(names):
-    for found in on_ranks(2, fp32_table, names):
-        for name, (params, norms) in found.items():
-            model, expected = net(), []
-            optimizer = OPTIMIZERS[name](model.parameters())
-            for step in range(10):
-                x, y = batch(step)
-                (model(x) - y).square().mean().backward()
-                expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 2.0)))
-                optimizer.step()
-                optimizer.zero_grad()
-            worst = max(float((params[key] - value).abs().max()) for key, value in whole(model).items())
-            assert worst <= 1e-6, name
-            assert norms == pytest.approx(expected, rel=1e-5), name
-            assert min(norms) < 2 < max(norms)
+def test_fp32_is_what_one_process_makes_of_the_whole_batch(of_two):
+    for params, norms in (found["fp32"] for found in of_two):
+        model, expected = net(), []
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        for step in range(10):
+            x, y = batch(step)
+            (model(x) - y).square().mean().backward()
+            expected.append(float(nn.utils.clip_grad_norm_(model.parameters(), 2.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert max(float((params[key] - value).abs().max()) for key, value in whole(model).items()) <= 1e-6
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert min(norms) < 2 < max(norms)
 
 
 # Low precision: plain FSDP2 with FP32 masters that are kept by hand -----------------------------------------
@@ -178,26 +175,17 @@ def in_session(optimizer, **kwargs):
     return whole(model)
 
 
-def differences_from_masters(optimizers, ways):
+def differences_from_masters():
+    ways = [(name, 2, False) for name in OPTIMIZERS] + [("adamw", 1, True)]
     return {
-        (optimizer, micro, syncs): same(
-            by_hand(optimizer, micro=micro, syncs=syncs), in_session(optimizer, micro=micro, syncs=syncs)
-        )
-        for optimizer in optimizers
-        for micro, syncs in ways
+        (name, micro, syncs): same(by_hand(name, micro=micro, syncs=syncs), in_session(name, micro=micro, syncs=syncs))
+        for name, micro, syncs in ways
     }
 
 
-@pytest.mark.parametrize(
-    "optimizers, ways",
-    [
-        (list(OPTIMIZERS), [(2, False)]),
-        pytest.param(list(OPTIMIZERS), [(1, True), (2, True)], marks=pytest.mark.slow),
-    ],
-)
-def test_o2_updates_fp32_values_of_parts_bit_for_bit_as_masters_kept_by_hand(optimizers, ways):
-    for found in on_ranks(2, differences_from_masters, optimizers, ways):
-        assert {case: names for case, names in found.items() if names} == {}
+def test_o2_updates_fp32_values_of_parts_bit_for_bit_as_masters_kept_by_hand(of_two):
+    for found in of_two:
+        assert {case: names for case, names in found["masters"].items() if names} == {}
 
 
 # What policies say of modules and parameters, against a session in one process ------------------------------
@@ -250,38 +238,31 @@ def dtypes_of_all():
     return found
 
 
-def test_modules_compute_in_the_dtypes_that_they_have_in_one_process():
-    for found in on_ranks(2, dtypes_of_all):
+def test_modules_compute_in_the_dtypes_that_they_have_in_one_process(of_two):
+    for found in of_two:
         for policy in POLICIES:
             model = with_norm()
-            assert found[policy] == seen_dtypes(model, mezzo.prepare(model, policy)), policy
+            assert found["dtypes"][policy] == seen_dtypes(model, mezzo.prepare(model, policy)), policy
 
 
-def sharded_accumulation(policies):
+def sharded_accumulation():
     found = {}
-    for policy in policies:
+    for policy in (BF16, mezzo.Policy.parse(FP16).evolve(loss_scale=64)):
         for syncs in (True, False):
-            scale = {"loss_scale": 64} if "float16" in policy and "bfloat16" not in policy else {}
-            given = mezzo.Policy.parse(policy).evolve(**scale)
-            found[policy, syncs] = train(*sharded(given, optimizer="sgd"), micro=3, syncs=syncs)[0]
+            found[str(policy), syncs] = train(*sharded(policy, optimizer="sgd"), micro=3, syncs=syncs)[0]
         checks = net(checkpoints=True)
-        found[policy, "recomputed"] = train(*sharded(given, checks, optimizer="sgd"), micro=3, syncs=False)[0]
+        found[str(policy), "again"] = train(*sharded(policy, checks, optimizer="sgd"), micro=3, syncs=False)[0]
     return found
 
 
-@pytest.mark.parametrize(
-    "policies",
-    [[BF16], pytest.param(["O0", O1, FP16, "O3,dtype=bfloat16,emulate=false"], marks=pytest.mark.slow)],
-)
-def test_accumulation_with_and_without_exchanges_and_with_recomputation_trains_alike(policies):
-    first, second = on_ranks(2, sharded_accumulation, policies)
+def test_accumulation_with_and_without_exchanges_and_with_recomputation_trains_alike(of_two):
+    first, second = (found["sums"] for found in of_two)
     exact, _ = in_one_process("O0", optimizer="sgd", micro=3)
     for (policy, way), found in first.items():
         assert same(found, second[policy, way]) == [], (policy, way)
         worst = max(float((found[name] - value).abs().max()) for name, value in exact.items())
-        assert worst <= (1e-6 if policy == "O0" else 0.03), (policy, way, worst)
-    for policy in policies:
-        assert same(first[policy, False], first[policy, "recomputed"]) == [], policy
+        assert worst <= 0.03, (policy, way, worst)
+        assert same(first[policy, False], first[policy, "again"]) == [], policy
 
 
 # Orders: what is made when -------------------------------------------------------------------------------
@@ -322,10 +303,10 @@ def in_order(policy, optimizer, order):
     return model, amp, handle
 
 
-def orders(cases):
+def orders():
     """Distances of what each order trains from what the first does; and what closing changes, which gives FP32 back."""
     wrong = []
-    for policy, optimizer in cases:
+    for policy, optimizer in ((BF16, "sgd"), (BF16, "mezzo"), (O1, "sgd")):
         expected = None
         for order in ORDERS if policy == BF16 else ORDERS[:-1]:  # torch's alone gathers all in one dtype
             model, amp, handle = in_order(policy, optimizer, order)
@@ -343,62 +324,8 @@ def orders(cases):
     return wrong
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        [(BF16, "sgd"), (BF16, "mezzo")],
-        pytest.param(
-            [(policy, kind) for policy in (O1, f"{BF16},fp32_param=scaled.scale") for kind in ("sgd", "mezzo")],
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_every_order_trains_alike_and_is_undone(cases):
-    assert on_ranks(2, orders, cases) == [[], []]
-
-
-FROZEN = ("first.", "blocks.0.")
-
-
-def frozen(policy, optimizer, order, loads):
-    """Names of frozen parameters that differ in a bit, after the session, from what they were or what was loaded."""
-    model = net()
-    for name, param in model.named_parameters():
-        param.requires_grad_(not name.startswith(FROZEN))
-    handle = mezzo.prepare(model, policy) if order == "prepare, fully_shard" else None
-    mezzo.fully_shard(model, policy)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = mezzo.optim.AdamW(trained, lr=0.01) if optimizer == "mezzo" else OPTIMIZERS[optimizer](trained)
-    amp = mezzo.MixedPrecision(handle or model, optimizer, policy)
-    expected = net().state_dict()
-    if loads:
-        expected = {name: value / 3 for name, value in expected.items()}
-        set_model_state_dict(model, {**expected}, options=StateDictOptions(full_state_dict=True))
-    train(model, amp, steps=2)
-    amp.close()
-    if handle is not None:
-        handle.remove()
-    expected = {name: value for name, value in expected.items() if name.startswith(FROZEN)}
-    left = {name: value for name, value in whole(model).items() if name.startswith(FROZEN)}
-    return same(expected, left)
-
-
-FROZEN_WAYS = [(BF16, "adamw", "fully_shard", True), (FP16, "mezzo", "prepare, fully_shard", False)]
-MORE_FROZEN_WAYS = [
-    (policy, optimizer, order, loads)
-    for policy, optimizer in ((BF16, "mezzo"), (FP16, "adamw"), (BF16, "sgd"))
-    for order in ("fully_shard", "prepare, fully_shard")
-    for loads in (False, True)
-]
-
-
-def frozen_in(ways):
-    return {way: found for way in ways if (found := frozen(*way))}
-
-
-@pytest.mark.parametrize("ways", [FROZEN_WAYS, pytest.param(MORE_FROZEN_WAYS, marks=pytest.mark.slow)])
-def test_frozen_parts_come_back_bit_for_bit(ways):
-    assert on_ranks(2, frozen_in, ways) == [{}, {}]
+def test_every_order_trains_alike_and_is_undone(of_two):
+    assert [found["orders"] for found in of_two] == [[], []]
 
 
 # Bytes on the wire ---------------------------------------------------------------------------------------
@@ -439,10 +366,30 @@ def sent():
     return found
 
 
-def test_o2_gathers_half_the_bytes_and_reduces_in_fp32():
-    for found in on_ranks(2, sent):
+def test_o2_gathers_half_the_bytes_and_reduces_in_fp32(of_two):
+    for found in (each["sent"] for each in of_two):
         gathered, _ = found["O0", "allgather"]
         reduced = found["O0", "reducesca"]
         assert found[O1, "allgather"] == (gathered, ["torch.float32"])
         assert found[BF16, "allgather"] == (gathered / 2, ["torch.bfloat16"])
         assert found[BF16, "reducesca"] == reduced == (reduced[0], ["torch.float32"])
+
+
+# All of them, in one launch -------------------------------------------------------------------------------
+
+
+def everything():
+    return {
+        "fp32": in_fp32(),
+        "masters": differences_from_masters(),
+        "dtypes": dtypes_of_all(),
+        "sums": sharded_accumulation(),
+        "orders": orders(),
+        "sent": sent(),
+    }
+
+
+@pytest.fixture(scope="module")
+def of_two():
+    """What :func:`everything` returns on each of two ranks."""
+    return on_ranks(2, everything, timeout=120)

@@ -28,10 +28,8 @@ def failing(fault):
     return "well"
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_ranks_return_in_their_order_and_reach_each_other(count):
-    total = 10.0 * count + sum(range(count))
-    assert on_ranks(count, summed, 10) == [(rank, count, torch.tensor([total])) for rank in range(count)]
+def test_ranks_return_in_their_order_and_reach_each_other():
+    assert on_ranks(2, summed, 10) == [(rank, 2, torch.tensor([21.0])) for rank in range(2)]
 
 
 @pytest.mark.parametrize(

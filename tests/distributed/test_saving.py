@@ -1,19 +1,14 @@
 """mezzo.save on several ranks: the first writes, or each a file of its own; what a killed rank leaves."""
 
-import os
-import signal
-
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from mezzo import MixedPrecision, optim
 
-from .ranks import RankError, on_ranks, text_of
+from .ranks import on_ranks, text_of
 
 LOW = "O2,dtype=bfloat16,emulate=true"
 
@@ -65,45 +60,3 @@ def test_the_first_rank_writes_and_all_read(tmp_path):
         assert found["window"].startswith("StateError: ")
         assert "accumulation window" in found["window"]
         assert found["parts"] == (True, 2)
-
-
-class Fatal:
-    def __reduce__(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-        return int, ()
-
-
-def killed_while_saving(folder):
-    model, amp = session()
-    wrapper = DistributedDataParallel(model)
-    train(wrapper, amp, range(2))
-    mezzo.save(folder / "last.pt", app=amp.stateful())
-    checkpoint.save({"app": amp.stateful()}, checkpoint_id=folder / "step-2")
-    train(wrapper, amp, range(2, 4))
-    if dist.get_rank() == 0:
-        held = amp.stateful().state_dict()
-        held["model"]["weight"] = Fatal()
-        mezzo.save(folder / "last.pt", app=held)
-    train(wrapper, amp, range(4, 6))
-
-
-def alone(folder):
-    words = []
-    for is_file in (True, False):
-        model, amp = session()
-        if is_file:
-            amp.stateful().load_state_dict(mezzo.load(folder / "last.pt")["app"])
-        else:
-            checkpoint.load({"app": amp.stateful()}, checkpoint_id=folder / "step-2")
-        words.append((amp.stats().steps, model.weight.tolist()))
-        train(model, amp, range(2))
-    return words
-
-
-def test_a_first_rank_that_is_killed_leaves_the_last_checkpoint(tmp_path):
-    with pytest.raises(RankError) as failed:
-        on_ranks(2, killed_while_saving, tmp_path, group_timeout=3)
-    assert failed.value.texts[0] == "was killed"
-    ((first, second),) = on_ranks(1, alone, tmp_path)
-    assert first == second
-    assert first[0] == 2

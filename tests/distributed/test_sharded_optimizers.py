@@ -1,9 +1,7 @@
 """mezzo's optimizers over DTensors, no session around them: each shard as the same optimizer in one process has it."""
 
-import copy
 import itertools
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +9,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from mezzo import optim
 from mezzo.optim import optimizer as optimizer_file
-from mezzo.shards import placed
 from mezzo.step.executors.portable import Portable
 from mezzo.weights import Halves
 
@@ -29,7 +26,6 @@ RULES = {
     "lion": (optim.Lion, {"lr": 0.01}),
 }
 STORED = [FP32, BF16, FP16]
-SAVED = STORED[:2]
 
 
 def numbers(shape, seed):
@@ -159,75 +155,7 @@ def only_counted_together():
     return counts
 
 
-ALL = list(itertools.product(RULES, STORED))
-SOME = [(rule, dtype) for rule, dtype in ALL if rule == "adamw" or dtype == BF16]
-
-
-def some_updates():
-    return updates("C++", SOME), moved(), updates("portable", SOME[1:3]), lying_otherwise(), only_counted_together()
-
-
-def test_every_shard_is_updated_as_in_one_process_block_by_block_too_and_where_it_was_moved():
-    assert on_ranks(2, some_updates) == [([], ([], False), [], [], [0, 1])] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("executor", ["C++", "portable"])
-def test_every_rule_in_every_storage(executor):
-    assert on_ranks(2, updates, executor, ALL) == [[], []]
-
-
-def on_two_dims():
-    return of_two_dims(), rounded_at_random()
-
-
-def of_two_dims():
-    """Weights in every pair of placements, on 2 × 2 ranks."""
-    mesh, found = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")), []
-    for placements in ([Replicate(), Shard(0)], [Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Replicate()]):
-        full = numbers((5, 6), 0)
-        mine, theirs = nn.Parameter(shard(full.clone(), mesh, placements)), nn.Parameter(full.clone())
-        optimizer, other = optim.AdamW([mine], lr=0.02), optim.AdamW([theirs], lr=0.02)
-        owners = halved([mine], BF16, optimizer), halved([theirs], BF16, other)
-        for step in range(3):
-            for param, each in ((mine, optimizer), (theirs, other)):
-                give_gradients([param], step)
-                each.step()
-        found += [(placements, *each) for each in differences([mine], [theirs], optimizer, other, *owners)]
-    return found
-
-
-def rounded_at_random():
-    """Equal values everywhere, so that only random bits can make a difference."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    layouts = [Replicate(), Shard(0)], [Replicate(), Replicate()], [Shard(0), Replicate()], [Shard(0), Shard(0)]
-    params = [nn.Parameter(shard(torch.ones(4, 64), mesh, layout)) for layout in layouts]
-    params.append(nn.Parameter(torch.ones(4, 64)))
-    optimizer = optim.AdamW(params, lr=1e-3, weight_decay=0.0, state_dtype="bfloat16")
-    halved(params, BF16, optimizer)
-    for _ in range(3):
-        for param in params:
-            param.grad = torch.full_like(param, 0.3)
-        optimizer.step()
-    return [bits(optimizer.state[param]["exp_avg"]) for param in params]
-
-
-def test_on_two_dims_of_ranks_and_copies_of_a_shard_are_rounded_alike_at_random_and_shards_are_not():
-    wrong, ranks = zip(*on_ranks(4, on_two_dims), strict=True)  # rank = 2 · its replica + its shard
-    assert wrong == ([],) * 4
-    hsdp, copies, other_dim, cut_twice, plain = zip(*ranks, strict=True)
-    assert hsdp[0] == hsdp[2]
-    assert hsdp[1] == hsdp[3]
-    assert hsdp[0] != hsdp[1]
-    assert len({str(each) for each in copies}) == 1
-    assert len({str(each) for each in plain}) == 1
-    assert other_dim[0] == other_dim[1]
-    assert other_dim[2] == other_dim[3]
-    assert other_dim[0] != other_dim[2]
-    assert len({str(each) for each in cut_twice}) == 4
-
-
-# What is kept, and what is given --------------------------------------------------------------------------
+SOME = [(rule, dtype) for rule, dtype in itertools.product(RULES, STORED) if rule == "adamw" or dtype == BF16]
 
 
 def trained(dtype, mesh):
@@ -239,63 +167,6 @@ def trained(dtype, mesh):
             give_gradients(params, step)
             each.step()
     return sharded, whole, optimizer, other, *owners
-
-
-def loaded():
-    """State of one process loads into shards, of shards into shards that lie otherwise, and into one process."""
-    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
-    for dtype in SAVED:
-        sharded, whole, optimizer, other, halves, of_whole = trained(dtype, mesh)
-        for placements in ([Shard(0)], [Replicate()], None):
-            mine, _ = params_of(mesh, placements)
-            again = optim.AdamW(mine, lr=0.02)
-            own = halved(mine, dtype, again)
-            for saved, params, owner in ((other, whole, of_whole), (optimizer, sharded, halves)):
-                again.load_state_dict(copy.deepcopy(saved.state_dict()))
-                with torch.no_grad():  # values come with the model
-                    for one, of in zip(mine, params, strict=True):
-                        value = owner.read(of)
-                        if one in own:
-                            own.write(one, value.full_tensor() if isinstance(value, DTensor) else value)
-                        else:
-                            one.copy_(placed(value, one))
-                found += [(dtype, placements, *each) for each in differences(mine, whole, again, other, own, of_whole)]
-        back = optim.AdamW(copy.deepcopy(whole), lr=0.02)
-        back.load_state_dict(optimizer.state_dict())
-        for one, of in zip(back.param_groups[0]["params"], whole, strict=True):
-            for name, value in other.state[of].items():
-                if bits(back.state[one][name]) != bits(value):
-                    found.append((dtype, "back", name))
-    return found
-
-
-def written():
-    """FP32 values that are written are kept whole, also where the weight is edited, cast, or written by its user."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded, whole, optimizer, other, halves, of_whole = trained(BF16, mesh)
-    for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
-        value = numbers(theirs.shape, number + 20)
-        for wide in (value, value.to(BF16), theirs.detach().clone()):
-            as_it_lies = shard(wide, mesh, mine.placements) if isinstance(mine, DTensor) else wide
-            for given in (wide, as_it_lies):
-                halves.write(mine, given)
-                of_whole.write(theirs, wide)
-    with torch.no_grad():
-        for param in (*sharded, *whole):
-            param.clamp_(-0.25, 0.25)
-    for params, each in ((sharded, optimizer), (whole, other)):
-        give_gradients(params, 5)
-        each.step()
-    return differences(sharded, whole, optimizer, other, halves, of_whole)
-
-
-def loaded_and_written():
-    return loaded(), written()
-
-
-@pytest.mark.slow
-def test_states_load_however_weights_lie_and_values_are_written_and_edited_as_in_one_process():
-    assert on_ranks(2, loaded_and_written) == [([], [])] * 2
 
 
 def moved():
@@ -311,3 +182,16 @@ def moved():
         each.step()
     stale = [bits(mine) != bits(copied) for mine, copied in zip(before, kept, strict=True)]
     return differences(sharded, whole, optimizer, other, *owners), any(stale)
+
+
+def everything():
+    found = {"C++": updates("C++", SOME), "moved": moved(), "lying otherwise": lying_otherwise()}
+    found |= {"counted": only_counted_together()}
+    return found | {"portable": updates("portable", SOME[1:3])}  # the last one: it stays so in this process
+
+
+def test_every_shard_is_updated_as_in_one_process():
+    for found in on_ranks(2, everything):
+        assert found.pop("moved") == ([], False)
+        assert found.pop("counted") == [0, 1]
+        assert {what: wrong for what, wrong in found.items() if wrong} == {}

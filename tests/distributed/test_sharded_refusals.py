@@ -10,6 +10,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import mezzo
 from mezzo import PolicyError, StateError, UnsupportedError
 
+from ..support.refusals import refused
+
 LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 O2 = "O2,dtype=bfloat16"
 
@@ -24,28 +26,30 @@ def prepared():
     return model
 
 
-@pytest.mark.parametrize(
-    "make, policy, kwargs, error, text",
-    [
-        (net, O2, {"mp_policy": LOW}, TypeError, "mp_policy"),
-        (net, O2, {"wrap": nn.Conv2d}, PolicyError, "no module of the model is a Conv2d"),
-        (net, O2, {"wrap": 3}, TypeError, "not iterable"),
-        (net, O2, {"wrap": "blocks.*"}, PolicyError, "takes classes of modules(.|\\n)*'blocks"),
-        (net, O2, {"wrap": [nn.Linear, len]}, PolicyError, "takes classes of modules(.|\\n)*len"),
-        (net, f"{O2},fp32_module=head", {}, PolicyError, "matches no module"),
-        (net, f"{O2},fp32_param=1.bias", {}, UnsupportedError, "two dtypes(.|\n)*1.bias in float32"),
-        (lambda: net().double(), "O1", {}, UnsupportedError, "float64 parameters"),
-        (lambda: [net()], "O1", {}, PolicyError, "must be an nn.Module"),
-        (prepared, "O2,dtype=float16", {}, PolicyError, "prepared with another policy(.|\n)*dtype"),
-    ],
-)
-def test_what_cannot_be_sharded_stays_as_it_is(alone, make, policy, kwargs, error, text):
-    model = make()
-    with pytest.raises(error, match=text):
-        mezzo.fully_shard(model, policy, **kwargs)
-    if isinstance(model, nn.Module):
-        assert {*map(type, model.parameters())} == {nn.Parameter}
-        assert not any(isinstance(module, FSDPModule) for module in model.modules())
+#: By what is wrong: the model, the policy, and what else `fully_shard` is given; the error and its words.
+REFUSED = [
+    (net, O2, {"mp_policy": LOW}, TypeError, "mp_policy"),
+    (net, O2, {"wrap": nn.Conv2d}, PolicyError, "no module of the model is a Conv2d"),
+    (net, O2, {"wrap": 3}, TypeError, "not iterable"),
+    (net, O2, {"wrap": "blocks.*"}, PolicyError, "takes classes of modules", "'blocks"),
+    (net, O2, {"wrap": [nn.Linear, len]}, PolicyError, "takes classes of modules", "len"),
+    (net, f"{O2},fp32_module=head", {}, PolicyError, "matches no module"),
+    (net, f"{O2},fp32_param=1.bias", {}, UnsupportedError, "two dtypes", "1.bias in float32",
+     "1.weight in bfloat16", "policy.keep_fp32(modules=[\"1\"]), the text fp32_module=1: for all of them"),
+    (lambda: net().double(), "O1", {}, UnsupportedError, "float64 parameters"),
+    (lambda: [net()], "O1", {}, PolicyError, "must be an nn.Module"),
+    (prepared, "O2,dtype=float16", {}, PolicyError, "prepared with another policy", "dtype"),
+]  # fmt: skip
+
+
+def test_what_cannot_be_sharded_stays_as_it_is(alone):
+    for make, policy, kwargs, error, *words in REFUSED:
+        model = make()
+        with refused(error, *words, parts=[model]):
+            mezzo.fully_shard(model, policy, **kwargs)
+        assert not any(
+            isinstance(each, FSDPModule) for each in (model.modules() if isinstance(model, nn.Module) else ())
+        )
 
 
 def test_an_overflow_of_a_sharded_model_is_not_explained_in_the_run(alone):
@@ -106,48 +110,33 @@ def forgotten():
     return model
 
 
-@pytest.mark.parametrize(
-    "make, policy, error, text",
-    [
-        (
-            lambda: fully_shard(net()),
-            O2,
-            UnsupportedError,
-            "gathers parameters in float32, and O2 wants bfloat16(.|\n)*param_dtype=torch.bfloat16",
-        ),
-        (
-            lambda: fully_shard(net(), mp_policy=LOW),
-            "O2,dtype=float16",
-            UnsupportedError,
-            "gathers parameters in bfloat16, and O2 wants float16(.|\n)*mezzo.fully_shard",
-        ),
-        (
-            lambda: fully_shard(net(), mp_policy=LOW),
-            "O1,dtype=bfloat16",
-            UnsupportedError,
-            "gathers parameters in bfloat16, and O1 wants float32(.|\n)*without param_dtype",
-        ),
-        (
-            lambda: fully_shard(net(), mp_policy=LOW),
-            f"{O2},fp32_module=2",
-            UnsupportedError,
-            r"2.weight, 2.bias, of fully_shard\(model\)(.|\n)*fully_shard\(model.2\) without param_dtype",
-        ),
-        (
-            forgotten,
-            "O1,dtype=bfloat16",
-            UnsupportedError,
-            r"not be averaged over ranks\n  where  0.weight, 0.bias, 2.weight, 2.bias",
-        ),
-        (large, "O2,dtype=float16", UnsupportedError, r"do not fit float16\n  where  1.weight"),
-        (on_meta, O2, StateError, r"meta device(.|\n)*to_empty"),
-    ],
-)
-def test_a_session_refuses_what_was_sharded_otherwise(alone, make, policy, error, text):
-    model = make()
-    with pytest.raises(error, match=text):
-        session(model, policy)
-    assert {param.dtype for param in model.parameters()} == {torch.float32}
+def by_torch(mp_policy=None):
+    return fully_shard(net(), mp_policy=mp_policy or MixedPrecisionPolicy())
+
+
+#: The model, the policy of the session, the error and its words.
+SHARDED_OTHERWISE = [
+    (by_torch, O2, UnsupportedError, "gathers parameters in float32, and O2 wants bfloat16",
+     "param_dtype=torch.bfloat16"),
+    (lambda: by_torch(LOW), "O2,dtype=float16", UnsupportedError, "in bfloat16, and O2 wants float16",
+     "mezzo.fully_shard"),
+    (lambda: by_torch(LOW), "O1,dtype=bfloat16", UnsupportedError,
+     "gathers parameters in bfloat16, and O1 wants float32", "without param_dtype"),
+    (lambda: by_torch(LOW), f"{O2},fp32_module=2", UnsupportedError, "2.weight, 2.bias, of fully_shard(model)",
+     "fully_shard(model.2) without param_dtype"),
+    (forgotten, "O1,dtype=bfloat16", UnsupportedError, "not be averaged over ranks",
+     "where  0.weight, 0.bias, 2.weight, 2.bias"),
+    (large, "O2,dtype=float16", UnsupportedError, "do not fit float16", "where  1.weight"),
+    (on_meta, O2, StateError, "meta device", "to_empty"),
+]  # fmt: skip
+
+
+def test_a_session_refuses_what_was_sharded_otherwise(alone):
+    for make, policy, error, *words in SHARDED_OTHERWISE:
+        model = make()
+        with refused(error, *words):
+            session(model, policy)
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
 
 
 def test_parameters_that_are_averaged_by_hand_need_no_unit(alone):

@@ -1,25 +1,20 @@
 """Sessions over `fully_shard`: with mezzo's optimizers bit for bit as over whole models, a fault in one part, state."""
 
 import contextlib
-import copy
-import gc
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import mezzo
 from mezzo import optim
-from mezzo.cast.model import sharding
 
 from .ranks import on_ranks, text_of
-from .test_fully_shard import BF16, OPTIMIZERS, batch, in_one_process, net, own_part, same, sharded, train, whole
+from .test_fully_shard import BF16, batch, net, own_part, same, sharded, train
 
-SCALED = "O2,dtype=float16,loss_scale=dynamic(init=64),emulate=false"
 FIXED = [f"O2,dtype={dtype},loss_scale=1024,emulate=false" for dtype in ("bfloat16", "float16")]
 MEZZO = {
     "adamw": lambda params: optim.AdamW(params, lr=0.01),
@@ -92,62 +87,6 @@ def like_replicas(cases):
     return wrong
 
 
-class Wide(nn.Module):
-    """Blocks of equal size, each gathered by itself."""
-
-    def __init__(self, width=192):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(6))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def held_bytes():
-    """Bytes of all tensors, each memory once."""
-    gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and type(each) is not DTensor]
-    storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in tensors}
-    return sum(storages.values())
-
-
-def memory():
-    """Return how many parameters there are, in all and at most in a block, and bytes with gradients and in a pass."""
-    before = held_bytes()
-    model = mezzo.fully_shard(Wide(), FIXED[0])
-    elements = [sum(param.numel() for param in block.parameters()) for block in model.blocks]
-    model, _, amp = session(FIXED[0], "adamw", model)
-    inside = []
-    for _ in range(2):
-        hook = model.blocks[3].register_forward_hook(lambda *_: inside.append(held_bytes() - before))
-        with amp.autocast():
-            loss = model(torch.ones(2, 192)).float().square().mean()
-        amp.backward(loss)
-        del loss
-        hook.remove()
-        with_gradients = held_bytes() - before
-        amp.step()
-        amp.zero_grad()
-    return sum(elements), max(elements), with_gradients, inside[-1]
-
-
-def kept():
-    """What is saved of a session, loaded into others in any order: they go on as it does."""
-    found = {}
-    parts = session(FIXED[0], "adamw", mezzo.fully_shard(net(), FIXED[0]))
-    train(parts[0], parts[2], steps=2)
-    saved = copy.deepcopy([each.state_dict() for each in parts])
-    wanted, _ = train(parts[0], parts[2], steps=2)
-    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
-        fresh = session(FIXED[0], "adamw", mezzo.fully_shard(net(), FIXED[0]))
-        for each in order:
-            fresh[each].load_state_dict(copy.deepcopy(saved[each]))
-        found[order] = same(wanted, train(fresh[0], fresh[2], steps=2)[0])
-    return found
-
-
 # Windows ---------------------------------------------------------------------------------------------------
 
 
@@ -160,39 +99,6 @@ def waiting():
     refused = text_of(amp.step)
     amp.zero_grad()
     return refused, same(expected, train(model, amp, steps=1)[0])
-
-
-def evaluated_between():
-    """What training makes that is interrupted by forward passes, which leave the root's parameters gathered."""
-    expected = train(*sharded(BF16))
-    model, amp = sharded(BF16)
-
-    def evaluate():
-        with torch.no_grad(), amp.autocast():
-            model(batch(9)[0])
-
-    found = train(model, amp, between=evaluate)
-    return same(expected[0], found[0])
-
-
-def struck(where):
-    """Which steps were skipped, the scales, and the weights, where an infinity strikes one rank in the second step."""
-    model, amp = sharded(SCALED, optimizer="fused")
-    skipped, scales = [], []
-    for step in range(3):
-        x, y = map(own_part, batch(step))
-        if (step, where, dist.get_rank()) == (1, "input", 1):
-            x[0, 0] = 1e30
-        with amp.autocast():
-            loss = (model(x) - y).square().mean()
-        amp.backward(loss)
-        if (step, where, dist.get_rank()) == (1, "shard", 1):
-            model.blocks[0].up.weight.grad.to_local()[0, 0] = torch.inf
-        found = amp.step()
-        skipped.append(bool(found.skipped))
-        scales.append(float(found.next_scale))
-        amp.zero_grad()
-    return skipped, scales, whole(model)
 
 
 class Rows(nn.Module):
@@ -237,11 +143,7 @@ def means():
 def everything():
     return {
         "replicas": like_replicas([(FIXED[0], "adamw"), (FIXED[1], "momentum")]),
-        "memory": memory(),
-        "kept": kept(),
         "waiting": waiting(),
-        "evaluated": evaluated_between(),
-        "struck": {where: struck(where) for where in ("shard", "input")},
         "means": means(),
     }
 
@@ -256,24 +158,6 @@ def test_parts_are_trained_bit_for_bit_as_whole_models_are(of_two):
     assert [found["replicas"] for found in of_two] == [[], []]
 
 
-@pytest.mark.slow
-def test_so_they_are_whatever_the_rule():
-    cases = [(policy, name) for policy in FIXED for name in MEZZO]
-    assert on_ranks(2, like_replicas, cases, timeout=120) == [[], []]
-
-
-def test_a_parameter_takes_14_bytes_over_all_ranks_and_what_is_gathered(of_two):
-    for elements, largest, with_gradients, inside in (found["memory"] for found in of_two):
-        assert with_gradients == pytest.approx(14 * elements / 2, rel=0.05)
-        # Between two blocks torch still holds what arrived of the last one: 2 bytes each. There are no gradients yet.
-        assert inside <= 1.05 * (12 * elements / 2 + 2 * 2 * largest)
-
-
-def test_what_is_saved_goes_on_in_whatever_order_it_is_loaded(of_two):
-    for found in of_two:
-        assert {order: names for order, names in found["kept"].items() if names} == {}
-
-
 def test_gradients_that_wait_are_not_stepped_with_and_are_cleared(of_two):
     for found in of_two:
         refused, differing = found["waiting"]
@@ -281,131 +165,10 @@ def test_gradients_that_wait_are_not_stepped_with_and_are_cleared(of_two):
         assert differing == []
 
 
-def test_evaluation_between_a_backward_pass_and_its_step_leaves_nothing_stale(of_two):
-    assert [found["evaluated"] for found in of_two] == [[], []]
-
-
-def test_an_infinity_in_one_part_of_one_rank_skips_the_step_of_all(of_two):
-    first, second = (found["struck"] for found in of_two)
-    for where in ("shard", "input"):
-        (skipped, scales, params), (others, other_scales, other_params) = first[where], second[where]
-        assert skipped == others == [False, True, False], where
-        assert scales == other_scales, where
-        assert same(params, other_params) == []
-    assert first["shard"][1] == [64.0, 32.0, 32.0]
-
-
 def test_fp16_gradients_are_averaged_in_fp32_and_rounded_once(of_two):
     for once, twice in (found["means"] for found in of_two):
         assert once == [round(sum(row) / 2) for row in SENT]
         assert twice == [sum(row) for row in SENT]
-
-
-# Frozen parameters, and meshes of two dimensions --------------------------------------------------------------
-
-
-class LowRank(nn.Module):
-    def __init__(self, base):
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def adapted(base):
-    model = net().requires_grad_(False)
-    for block in model.blocks:
-        block.up, block.down = LowRank(block.up.to(base)), LowRank(block.down.to(base))
-    return model
-
-
-def adapters_trained():
-    found = {}
-    for policy in ("O0", "O1,dtype=bfloat16,emulate=false", BF16):
-        for base in (torch.float32, torch.bfloat16) if policy != "O0" else (torch.float32,):
-            model = mezzo.fully_shard(adapted(base), policy)
-            params = [param for param in model.parameters() if param.requires_grad]
-            amp = mezzo.MixedPrecision(model, torch.optim.SGD(params, lr=0.1), policy)
-            frozen = {name: value for name, value in whole(model).items() if "base" in name or "up" not in name}
-            after = train(model, amp, steps=2)[0]
-            kept = [name for name, value in frozen.items() if "down.weight" not in name and "up.up" not in name]
-            found[policy, str(base)] = after, same({n: frozen[n] for n in kept}, {n: after[n] for n in kept})
-    return found
-
-
-@pytest.mark.slow
-def test_adapters_train_beside_frozen_weights_of_any_dtype():
-    for found in on_ranks(2, adapters_trained):
-        exact, _ = found["O0", "torch.float32"]
-        for case, (params, changed) in found.items():
-            assert changed == [], case
-            assert max(float((params[n].float() - value).abs().max()) for n, value in exact.items()) < 0.02, case
-
-
-class Parallel(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(3, 8), nn.Linear(8, 1)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x)))
-
-
-def on_meshes():
-    found = {}
-    for policy in ("O0", BF16):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = mezzo.fully_shard(net(), policy, mesh=mesh)
-        amp = mezzo.MixedPrecision(model, OPTIMIZERS["adamw"](model.parameters()), policy)
-        found[policy, "replicas"] = train(model, amp, steps=5)
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        torch.manual_seed(0)
-        model = parallelize_module(Parallel(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        mezzo.fully_shard(model, policy, mesh=mesh["data"])
-        amp = mezzo.MixedPrecision(model, OPTIMIZERS["adamw"](model.parameters()), policy)
-        rank = mesh.get_local_rank("data")
-        found[policy, "tensor"] = train(model, amp, steps=5, part=lambda tensor, rank=rank: tensor.chunk(2)[rank])
-    return found
-
-
-@pytest.mark.slow
-def test_replicas_and_tensor_parallel_shards_train_as_one_process_does():
-    def parallel():
-        torch.manual_seed(0)
-        return Parallel()
-
-    by_rank = on_ranks(4, on_meshes, timeout=120)
-    for policy, limit in (("O0", 1e-5), (BF16, 0.03)):
-        for way, make in (("replicas", net), ("tensor", parallel)):
-            exact, norms = in_one_process("O0", make, steps=5)
-            for found in by_rank:
-                params, theirs = found[policy, way]
-                worst = max(float((params[name] - value).abs().max()) for name, value in exact.items())
-                assert worst < limit, (policy, way)
-                assert theirs == pytest.approx(norms, rel=1e-4 if policy == "O0" else 0.05), (policy, way)
-                assert same(params, by_rank[0][policy, way][0]) == []
-
-
-def replicas():
-    """Two replicas of two shards: with random rounding, with gradients that differ on all ranks."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = mezzo.fully_shard(net(), FIXED[0], mesh=mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=0.01, state_dtype="bfloat16")
-    amp = mezzo.MixedPrecision(model, optimizer, FIXED[0])
-    train(model, amp)
-    moments = [bits(optimizer.state[param]["exp_avg"]) for param in model.parameters()]
-    amp.close()
-    return moments, [bits(param) for param in model.parameters()]
-
-
-@pytest.mark.slow
-def test_replicas_stay_alike_to_the_bit():
-    ranks = on_ranks(4, replicas)
-    assert ranks[0] == ranks[2]
-    assert ranks[1] == ranks[3]
-    assert ranks[0] != ranks[1]
 
 
 # What a graph reaches ----------------------------------------------------------------------------------------
@@ -437,25 +200,3 @@ def test_gathered_parameters_are_no_leaves_of_others_and_are_unscaled_once(alone
     gradients = [param.grad.full_tensor() for param in model.parameters()]
     amp.close()
     assert all(map(torch.equal, gradients, plain))
-
-
-# What is read of torch's private state -----------------------------------------------------------------------
-
-
-def test_torch_keeps_what_it_is_asked_for(alone):
-    model = mezzo.fully_shard(net(), BF16)
-    found = sharding.units(model)
-    assert [type(unit).__mro__[1] for unit in found] == [FSDPModule] * 3
-    parts = sharding.shards(model)
-    assert {part.param for part in parts} == set(model.parameters())
-    assert {part.gathered for part in parts} == {torch.bfloat16}
-    assert {part.param.dtype for part in parts} == {torch.float32}
-    assert sharding.parts_of(found) == {}
-    gathered = sharding.gathered(model)
-    assert gathered.keys() == {part.param for part in parts}
-    assert {tensor.dtype for tensor in gathered.values()} == {torch.bfloat16}
-    assert sharding.parts_of(found) == {tensor: part for part, tensor in gathered.items()}
-    plain = net()
-    assert sharding.units(plain) == sharding.shards(plain) == []
-    fully_shard(plain.blocks[0])
-    assert sharding.units(plain) == [plain.blocks[0]]

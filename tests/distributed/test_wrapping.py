@@ -1,10 +1,9 @@
 """Which modules `fully_shard` gathers by themselves, in which dtype, and which choices are refused."""
 
-import pytest
 import torch
 from torch import nn
 
-from mezzo import Policy, PolicyError, UnsupportedError
+from mezzo import Policy
 from mezzo.cast.model.refusals import wanted_storage
 from mezzo.distributed.sharding import planned, wrapped
 
@@ -60,20 +59,6 @@ def test_modules_are_chosen_by_class_or_by_themselves():
         assert paths(model, wrap) == expected, wrap
 
 
-def test_without_a_choice_the_list_that_holds_most_is_taken():
-    nested = nn.Module()
-    nested.stages = nn.ModuleList(nn.ModuleList(nn.Linear(4, 4) for _ in range(3)) for _ in range(2))
-    nested.stages[1].append(nn.Linear(4, 4))
-    assert paths(nested, None) == {f"stages.1.{i}" for i in range(4)}  # stages themselves are never called
-    assert paths(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), None) == set()
-    assert paths(nn.Sequential(nn.ModuleList()), None) == set()
-
-
-def test_a_class_that_no_module_has_is_refused():
-    with pytest.raises(PolicyError, match=r"no module of the model is a Conv2d\n(.|\n)*valid: Net, ModuleList, Linear"):
-        wrapped(Net(), [Block, nn.Conv2d])
-
-
 def test_what_the_policy_keeps_in_fp32_is_gathered_apart():
     model = Net()
     norms = [("blocks.0.norm", FP32), ("blocks.1.norm", FP32)]
@@ -102,33 +87,3 @@ def test_what_the_policy_keeps_in_fp32_is_gathered_apart():
         (Policy.O1("bfloat16", rules=Policy.parse("O1,low_param=head.0.*").rules), (), [("head.0", BF16), ("", FP32)]),
     ]:
         assert plan(model, policy, wrap) == expected, (str(policy), wrap)
-
-
-def test_frozen_low_parameters_go_with_what_is_around_them():
-    model = Net()
-    for param in model.blocks[0].up.parameters():
-        param.requires_grad_(False).data = param.data.bfloat16()
-    assert plan(model, Policy.O1("bfloat16")) == [("", FP32)]
-    assert plan(model, O2.keep_fp32(modules="blocks.0.up")) == [
-        ("blocks.0.norm", FP32), ("blocks.0.up", FP32), ("blocks.1.norm", FP32), ("", BF16),
-    ]  # fmt: skip
-    assert plan(model)[-1] == ("", BF16)
-
-
-def test_parameters_in_containers_belong_to_the_module_around():
-    model = nn.Sequential(nn.Linear(4, 4))
-    model[0].extra = nn.ParameterList([nn.Parameter(torch.ones(4))])
-    assert plan(model) == [("", BF16)]
-    assert plan(model, O2.keep_fp32(modules="0")) == [("", FP32)]
-    with pytest.raises(UnsupportedError, match=r"0.weight, 0.bias in bfloat16; 0.extra.0 in float32"):
-        plan(model, O2.keep_fp32(params="0.extra.*"))
-
-
-def test_two_dtypes_in_one_module_are_refused():
-    model = Net()
-    with pytest.raises(UnsupportedError) as caught:
-        plan(model, O2.keep_fp32(params=["head.1.bias", "blocks.*.up.bias"]))
-    assert str(caught.value).count("gathered in two dtypes") == 3
-    assert "head.1.weight in bfloat16; head.1.bias in float32" in str(caught.value)
-    assert 'policy.keep_fp32(modules=["head.1"]), the text fp32_module=head.1: for all of them' in str(caught.value)
-    plan(model, O2.keep_fp32(modules=["head.1", "blocks.*.up"]))

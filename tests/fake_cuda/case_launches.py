@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from mezzo.session.capture import Captured
-from mezzo.step.split import encode
 
 from .case_sessions import FIRST, Trained
 from .machine import Graph
@@ -12,14 +11,11 @@ from .machine import Graph
 #: By policy and optimizer: mezzo's own launches, and so many small ones beside them. One a bucket writes the count of
 #: steps, which is computed first: a step that is refused half-way has not counted. A scale moves by one more.
 LAUNCHES = {
-    ("O1 bf16", "AdamW", "plain"): (["squares", "roots", "adamw_plain"], 5),
     ("O1 fp16", "AdamW", "plain"): (["squares", "roots", "adamw_plain"], 6),
-    ("O1 fp16", "AdamW", "accumulated"): (["squares", "roots", "adamw_plain"], 6),
     ("O2 fp16", "AdamW", "unscaled"): (["squares", "roots", "adamw_split", "adamw_plain"], 12),
     ("O2 fp16", "fused AdamW", "unscaled"): (["widen_read", "store_split"], 14),
     ("O3 bf16", "moments", "plain"): (["squares", "roots", "adamw_plain"], 5),  # no remainders: plain BF16 weights
-    ("O2 bf16", "AdamW", "plain"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 6),  # FP32 norms
-    ("O2 bf16", "moments", "plain"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 6),
+    ("O2 bf16", "moments", "plain"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 6),  # FP32 norms
     ("O2 bf16", "Lion", "plain"): (["squares", "squares", "roots", "lion_split", "lion_plain"], 6),
     # With torch's optimizers all are counted, those over whole tensors too: of its own step three.
     ("O2 fp16", "fused AdamW", "plain"): (["widen_read", "store_split"], 10),
@@ -42,7 +38,7 @@ def one_step(machine, trained):
 
 @pytest.mark.parametrize("policy, optimizer, way", LAUNCHES, ids=map(" / ".join, LAUNCHES))
 def test_a_step_launches_no_more_for_many_tensors_than_for_few(machine, policy, optimizer, way):
-    trained = [Trained(policy, optimizer, way, layers=layers) for layers in (1, 6)]
+    trained = [Trained(policy, optimizer, way, layers=layers) for layers in (1, 4)]
     few, many = (one_step(machine, each) for each in trained)
     mine, small = LAUNCHES[policy, optimizer, way]
     assert few.triton == many.triton == mine
@@ -52,29 +48,6 @@ def test_a_step_launches_no_more_for_many_tensors_than_for_few(machine, policy, 
     if optimizer == "moments":
         moments = [state[name] for state in trained[0].optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
         assert {moment.dtype for moment in moments} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize("policy, optimizer", [("O2 bf16", "moments"), ("O2 fp16", "fused AdamW")])
-def test_the_rest_of_a_window_launches_no_more_for_many_tensors_either(machine, policy, optimizer):
-    found = []
-    for layers in (1, 6):
-        trained = Trained(policy, optimizer, layers=layers)
-        passes = []
-        for _ in range(3):
-            with machine.watched() as record:
-                trained.backward_all()
-            passes.append(record.kernels)
-        # From the second pass on sums are FP32: the first gradients become so together, later ones in torch's engine.
-        assert [kernels.count("aten._foreach_copy_") for kernels in passes] == [0, 1, 0]
-        assert passes[1].count("aten._to_copy") == passes[2].count("aten._to_copy")
-        trained.amp.step()
-        with machine.watched() as cleared:
-            trained.amp.zero_grad(set_to_none=False)
-        found.append(cleared.kernels)
-    if optimizer == "moments":  # those of torch, whose masters took the gradients, get new zeros
-        assert found[0] == found[1]
-        assert {*found[0]} == {"aten._foreach_zero_"}
-        assert len(found[0]) <= 2  # one for each dtype
 
 
 def test_triton_describes_the_arguments_of_a_kernel_once(machine, monkeypatch):
@@ -97,8 +70,7 @@ def test_gradients_that_moved_are_uploaded_once_for_both_passes(machine, policy)
     assert not [each for each in record.pinned if "triton/launch.py" not in each and " at session/stats.py" not in each]
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "moments", "Lion"])
-@pytest.mark.parametrize("policy", ["O1 fp16", "O2 bf16", "O2 fp16"])
+@pytest.mark.parametrize("policy, optimizer", [("O1 fp16", "AdamW"), ("O2 bf16", "moments"), ("O2 fp16", "Lion")])
 def test_a_captured_step_uploads_nothing_in_its_graph_and_allocates_nothing_in_its_replays(machine, policy, optimizer):
     trained, graph = Trained(policy, optimizer), Graph(machine)
     trained.step()
@@ -129,10 +101,3 @@ def test_to_store_the_weights_of_a_session_the_host_waits_once(machine, optimize
     with machine.watched() as record:
         Trained("O2 fp16", optimizer, layers=6)
     assert len([read for read in record.reads if " at weights/" in read or " at step/" in read]) == 1
-
-
-def test_a_large_weight_is_split_in_few_launches(machine):
-    weight = torch.empty(1 << 24, device="cuda")
-    with machine.watched() as record:
-        encode(weight, torch.bfloat16)
-    assert len(record.kernels) <= 30

@@ -1,4 +1,4 @@
-"""Sessions over unusual models and loops on the fake device, and what their steady steps read."""
+"""Unusual models and loops on the fake device: what their steady steps read, a recorder beside them, and `explain`."""
 
 import functools
 
@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.numerics import Recorder
 
-from .case_sessions import FIRST
+from .case_sessions import FIRST, Trained
 from .machine import Machine
 
 FUSED = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
@@ -131,3 +132,47 @@ def test_a_session_goes_on_after_its_state_was_loaded(make):
         loop.step()
         assert loop.amp.stats().steps == 2
         assert loop.steady(machine).reads == []
+
+
+RECORDED = [("O1 fp16", "AdamW", "accumulated"), ("O2 fp16", "fused AdamW", "unscaled")]
+
+
+@pytest.mark.parametrize("policy, optimizer, way", RECORDED, ids=map(" / ".join, RECORDED))
+def test_only_recorded_steps_read_and_each_of_them_once(machine, policy, optimizer, way):
+    trained = Trained(policy, optimizer, way)
+    for _ in range(FIRST):
+        trained.step()
+    with Recorder(trained.model, trained.optimizer, every=4) as recorder:
+        for number in range(1, 10):
+            with machine.watched() as record:
+                trained.step()
+            assert len(record.reads) == (number % 4 == 1), (number, record.reads)
+            if number % 4 == 1:
+                assert "watches.py" in record.reads[0], record.reads
+    assert [step.step for step in recorder.evidence.steps] == [1, 5, 9]
+
+
+class Attend(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.proj = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).split(16, -1)
+        return self.proj(torch.softmax(q @ k.mT, -1) @ v) + x
+
+
+def explained(device):
+    model = nn.Sequential(nn.Linear(16, 16), Attend(), Attend(), nn.Linear(16, 16)).to(device)
+    return mezzo.explain(model, torch.ones(2, 8, 16, device=device), "O1,dtype=bfloat16,emulate=false")
+
+
+def test_products_and_casts_are_those_of_a_cpu(machine, monkeypatch):
+    monkeypatch.setattr("mezzo.explanation.run.copied", lambda model, *_: model)  # no copies of what computes nothing
+    there, here = explained("cuda"), explained("cpu")
+    assert there.devices == ("cuda",)
+    assert there.products == here.products
+    # A tensor of this device asks for its device as a kernel would, before autocast has cast it; a real one does not.
+    assert [each for each in there.findings if "prim::device" not in each.text] == list(here.findings)
+    for phase in ("forward", "backward"):
+        assert there.cast_bytes(phase=phase) == here.cast_bytes(phase=phase)

@@ -41,6 +41,27 @@ FAULTS = (
             "the scale would grow until gradients overflow",
         ),
         (
+            "scale: it backs off below the floor",
+            "_at_least(scale * config.backoff, config.floor), scale",
+            "scale * config.backoff, scale",
+            "tests/scale/test_rules.py",
+            "torch's scale sinks to zero so, and its inverse is infinite",
+        ),
+        (
+            "scale: it grows to infinity",
+            "higher = _chosen(higher < ROUNDS_TO_INFINITY, higher, scale)",
+            "pass",
+            "tests/scale/test_rules.py",
+            "no step would ever be taken again",
+        ),
+        (
+            "scale: the budget comes back at every event",
+            'config.refill.split("+")',
+            "events",
+            "tests/scale/test_rules.py",
+            "hysteresis would be one for all systems",
+        ),
+        (
             "scale: patience counts above the floor",
             "stuck = found & (scale <= as_float32(config.floor))",
             "stuck = found",
@@ -56,6 +77,20 @@ FAULTS = (
             "after = next_scale_on_host(before, overflowed, self.config)",
             "tests/scale/test_scaler.py",
             "a batch of NaN would count as a clean step",
+        ),
+        (
+            "scale: what was found is told twice",
+            "told, self._told = self._told, []",
+            "told = self._told",
+            "tests/scale/test_scaler.py",
+            "one overflow would halve the scale at each step after it",
+        ),
+        (
+            "scale: another scale keeps what was found",
+            "self.state, self.in_graph, self._told = state, in_graph, []",
+            "self.state, self.in_graph = state, in_graph",
+            "tests/scale/test_scaler.py",
+            "a scale that a user sets would move at once",
         ),
         (
             "scale: all optimizers have to overflow",
@@ -80,6 +115,23 @@ FAULTS = (
             "> limit:",
             "tests/scale/test_loss_scale.py",
             "the largest gradient would be infinite",
+        ),
+    ),
+    *in_file(
+        "scale/state.py",
+        (
+            "scale: the inverse is rounded twice",
+            "return scale.double().reciprocal().float()",
+            "return (1000 * scale).reciprocal() * 1000",
+            "tests/scale/test_scaler.py",
+            "unscaled gradients would be off by a unit in the last place",
+        ),
+        (
+            "scale: an infinite scale is loaded",
+            "2.0**-149 <= value <= torch.finfo(torch.float32).max",
+            "2.0**-149 <= value",
+            "tests/scale/test_refusals.py",
+            "every step after a damaged checkpoint would be skipped",
         ),
     ),
 )

@@ -39,24 +39,6 @@ def test_torch_s_arguments_are_taken_or_refused_by_name(mine, theirs):
             assert name not in mine(parameter(), **{name: theirs_is.default}).defaults
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_every_argument_arrives_where_groups_have_it(kind):
-    names = set(arguments(kind)) - {"params"}
-    assert {"lr", "weight_decay", "maximize", "state_dtype"} < names
-    assert set(kind(parameter()).defaults) == names
-    optimizer = kind(parameter(), lr=0.25, weight_decay=0.5, maximize=True, **OWN)
-    (group,) = optimizer.param_groups
-    assert group | {"lr": 0.25, "weight_decay": 0.5, "maximize": True, **OWN} == group
-
-
-def test_everything_wrong_is_said_at_once_and_misspellings_get_the_nearest_name():
-    with pytest.raises(PolicyError) as caught:
-        optim.Adam(parameter(), 1e-3, fused=True, weight_deacy=0.1)
-    text = str(caught.value)
-    assert text.startswith("2 problems\n1. Adam takes no fused=True\n")
-    assert "2. Adam has no argument 'weight_deacy'\n  why    did you mean 'weight_decay'? valid: params, lr," in text
-
-
 @pytest.mark.parametrize(
     "make, expected",
     [

@@ -1,4 +1,4 @@
-"""mezzo.optim against torch.optim: updates, state dicts, groups, schedules, skipping, storage, refusals."""
+"""mezzo.optim against torch.optim: updates, states, groups, schedules, skipping, storage."""
 
 import copy
 import math
@@ -9,7 +9,6 @@ from torch import nn
 
 import mezzo
 from mezzo import optim
-from mezzo.errors import StateError
 from mezzo.step.executors.cpp.launch import Cpp
 from mezzo.step.executors.portable import Portable
 
@@ -26,6 +25,10 @@ PAIRS = {
 }
 
 
+#: Dtypes of weights and of moments.
+STORED = [(torch.float32, "bfloat16"), (torch.bfloat16, "float32"), (torch.float16, "bfloat16")]
+
+
 def parameters(dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
@@ -35,7 +38,8 @@ def give_gradients(params, step, *, scale=1.0, dtype=None):
     generator = torch.Generator().manual_seed(1000 + step)
     for param in params:
         gradient = torch.randn(param.shape, generator=generator) * scale
-        if dtype is not None and dtype != param.dtype:
+        if dtype is not None:
+            param.grad = None
             param.grad_dtype = dtype
         param.grad = gradient.to(dtype or param.dtype)
 
@@ -52,28 +56,12 @@ def ulps(ours, theirs):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_two_hundred_steps_equal_torchs(pair):
+def test_forty_steps_equal_torchs(pair):
     mine, theirs, options = PAIRS[pair]
     one, other = parameters(), parameters()
-    train(one, mine(one, lr=1e-2, **options), range(200))
-    train(other, theirs(other, lr=1e-2, **options), range(200))
-    assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 64
-
-
-def test_lion_is_its_paper_in_float64():
-    params = parameters()
-    weights = [p.detach().double() for p in params]
-    momenta = [torch.zeros_like(w) for w in weights]
-    optimizer = optim.Lion(params, lr=1e-2, betas=(0.9, 0.98), weight_decay=0.1)
-    for step in range(100):
-        give_gradients(params, step)
-        for weight, momentum, param in zip(weights, momenta, params, strict=True):
-            gradient = param.grad.double()
-            weight.mul_(1 - 1e-2 * 0.1).sub_(1e-2 * (0.9 * momentum + (1 - 0.9) * gradient).sign())
-            momentum.mul_(0.98).add_(0.02 * gradient)
-        optimizer.step()
-    for param, weight in zip(params, weights, strict=True):
-        torch.testing.assert_close(param.detach().double(), weight, rtol=1e-5, atol=1e-6)
+    train(one, mine(one, lr=1e-2, **options), range(40))
+    train(other, theirs(other, lr=1e-2, **options), range(40))
+    assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 32
 
 
 @pytest.mark.parametrize("pair", [name for name in PAIRS if "sgd" not in name or "momentum" in name])
@@ -91,8 +79,7 @@ def test_state_goes_to_torch_and_back_in_mid_run(pair):
     assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 32
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype, state_dtype", STORED)
 def test_resuming_is_bit_exact(dtype, state_dtype):
     params, others = parameters(), parameters(seed=1)
     optimizer, resumed = (optim.AdamW(each, lr=1e-2, state_dtype=state_dtype) for each in (params, others))
@@ -111,23 +98,8 @@ def test_resuming_is_bit_exact(dtype, state_dtype):
         assert torch.equal(halves.read(one), restored.read(other))
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam, optim.SGD, optim.Lion])
-def test_halves_are_fp32_weights_bit_for_bit_in_bfloat16(kind):
-    one, other = parameters(), parameters()
-    low, wide = kind(one, lr=1e-2), kind(other, lr=1e-2)
-    halves = halved(one, torch.bfloat16, low)
-    for step in range(50):
-        give_gradients(one, step)
-        for param, same in zip(one, other, strict=True):
-            same.grad = param.grad.float()
-        low.step()
-        wide.step()
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(halves.read(a), b)
-
-
-def test_a_hundred_small_updates_move_a_bfloat16_weight_of_one():
-    """torch's AdamW leaves it at exactly 1.0 here."""
+def test_updates_of_a_low_weight_are_kept_in_halves_or_rounded_to_nearest_without_a_low_half():
+    """torch's AdamW leaves a weight of 1 where it is, a hundred small updates long; ``O3`` asks for the latter."""
     weights = {}
     for name, make in (("torch", torch.optim.AdamW), ("mezzo", optim.AdamW)):
         weight = nn.Parameter(torch.ones(4))
@@ -140,9 +112,6 @@ def test_a_hundred_small_updates_move_a_bfloat16_weight_of_one():
     assert weights["torch"] == 1.0
     assert weights["mezzo"] == pytest.approx(0.9, abs=2**-8)
 
-
-def test_without_a_low_half_every_update_rounds_to_nearest():
-    """As ``O3`` asks for."""
     weight = nn.Parameter(torch.ones(4))
     optimizer = optim.SGD([weight], lr=2**-7)
     halves = halved([weight], torch.bfloat16, optimizer)
@@ -154,6 +123,21 @@ def test_without_a_low_half_every_update_rounds_to_nearest():
         optimizer.step()
         assert torch.equal(weight, (start - 2**-7 * weight.grad.float()).bfloat16())
         assert torch.equal(halves.read(weight), weight.float())
+
+
+@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam, optim.SGD, optim.Lion])
+def test_halves_are_fp32_weights_bit_for_bit_in_bfloat16(kind):
+    one, other = parameters(), parameters()
+    low, wide = kind(one, lr=1e-2), kind(other, lr=1e-2)
+    halves = halved(one, torch.bfloat16, low)
+    for step in range(20):
+        give_gradients(one, step, dtype=(torch.bfloat16, torch.float32)[step % 2])
+        for param, same in zip(one, other, strict=True):
+            same.grad = param.grad.float()
+        low.step()
+        wide.step()
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(halves.read(a), b)
 
 
 @pytest.mark.parametrize("first", [0, 1])
@@ -174,8 +158,7 @@ def test_models_with_and_without_low_halves_share_an_optimizer(first):
     assert any(not torch.equal(one, two) for one, two in zip(rounded, exact, strict=True))
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype, state_dtype", STORED)
 def test_a_skipped_step_writes_nothing(dtype, state_dtype):
     params = parameters()
     optimizer = optim.AdamW(params, lr=1e-2, state_dtype=state_dtype)
@@ -210,17 +193,8 @@ def test_gradients_are_divided_on_the_way_and_never_written():
     assert all(torch.equal(halves.read(a), of_plain.read(b)) for a, b in zip(one, other, strict=True))
 
 
-def test_fp32_gradients_of_low_precision_parameters():
-    """As micro-batches leave them when they are summed in FP32."""
-    one, other = parameters(), parameters()
-    optimizer = optim.AdamW(one, lr=1e-2)
-    halves = halved(one, torch.bfloat16, optimizer)
-    train(one, optimizer, range(5), dtype=torch.float32)
-    train(other, optim.AdamW(other, lr=1e-2), range(5))
-    assert all(torch.equal(halves.read(a), b) for a, b in zip(one, other, strict=True))
-
-
-def test_groups_schedules_and_parameters_added_later():
+def test_groups_schedules_parameters_added_later_and_those_that_miss_steps():
+    """Each keeps a count of its own."""
     one, other = parameters(), parameters()
     for make, params in ((optim.AdamW, one), (torch.optim.AdamW, other)):
         optimizer = make([{"params": params[:2], "lr": 1e-2}, {"params": params[2:3], "weight_decay": 0.0}], lr=1e-3)
@@ -229,35 +203,11 @@ def test_groups_schedules_and_parameters_added_later():
             if step == 6:
                 optimizer.add_param_group({"params": params[3:], "lr": 5e-3, "betas": (0.5, 0.9)})
             give_gradients(params, step)
-            optimizer.step()
-            schedule.step()
-    assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 16
-
-
-def test_a_parameter_without_a_gradient_keeps_its_own_count():
-    one, other = parameters(), parameters()
-    for make, params in ((optim.AdamW, one), (torch.optim.AdamW, other)):
-        optimizer = make(params, lr=1e-2)
-        for step in range(12):
-            give_gradients(params, step)
             if step % 3:
                 params[step % 2].grad = None
             optimizer.step()
+            schedule.step()
     assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 16
-
-
-def test_a_closure_is_evaluated_with_gradients():
-    weight = nn.Parameter(torch.tensor([2.0]))
-    optimizer = optim.SGD([weight], lr=0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = weight.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure).item() == 4.0
-    assert weight.item() == pytest.approx(1.6)
 
 
 def test_it_follows_torchs_grad_scaler():
@@ -273,47 +223,6 @@ def test_it_follows_torchs_grad_scaler():
             scaler.update()
     assert scalers[0].get_scale() == scalers[1].get_scale()
     assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 16
-
-
-def test_nan_weights_stay_nan_in_what_the_forward_pass_sees():
-    weight = nn.Parameter(torch.ones(3))
-    optimizer = optim.SGD([weight], lr=1.0)
-    halves = halved([weight], torch.bfloat16, optimizer)
-    weight.grad = torch.tensor([math.nan, 1.0, 0.0], dtype=torch.bfloat16)
-    optimizer.step()
-    assert torch.equal(weight.isnan(), torch.tensor([True, False, False]))
-    assert torch.equal(halves.read(weight).isnan(), weight.isnan())
-
-
-def test_states_that_do_not_belong_here():
-    params = parameters()
-    optimizer = optim.AdamW(params)
-    train(params, optimizer, range(2))
-    before = copy.deepcopy(optimizer.state_dict())
-    other = [nn.Parameter(torch.ones(2)) for _ in params]
-    foreign = optim.AdamW(other)
-    train(other, foreign, range(1))
-    with pytest.raises(StateError, match="belongs to another parameter"):
-        optimizer.load_state_dict(foreign.state_dict())
-    short = copy.deepcopy(before)
-    del short["state"][0]["exp_avg_sq"]
-    with pytest.raises(StateError, match=r"no exp_avg_sq(.|\n)*step 2 of a parameter(.|\n)*has exp_avg\n"):
-        optimizer.load_state_dict(short)
-    with pytest.raises(StateError, match="no optimizer's state: state and param_groups missing"):
-        optimizer.load_state_dict({})
-    adam = torch.optim.Adam(parameters(), weight_decay=0.1)
-    with pytest.raises(StateError, match=r"saved weight decay is not decoupled(.|\n)*mezzo.optim.Adam$"):
-        optimizer.load_state_dict(adam.state_dict())
-    with pytest.raises(StateError, match=r"saved weight decay is decoupled, and this optimizer's is not(.|\n)*AdamW$"):
-        optim.Adam(parameters()).load_state_dict(torch.optim.AdamW(parameters()).state_dict())
-    with pytest.raises(ValueError, match="parameter group"):
-        optimizer.load_state_dict(optim.AdamW(parameters()[:2]).state_dict())
-    for one, two in zip(*(torch.utils._pytree.tree_leaves(x) for x in (before, optimizer.state_dict())), strict=True):
-        assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
-
-
-def test_import_is_lazy():
-    assert mezzo.optim is optim
 
 
 @pytest.mark.parametrize("executor", [Portable(), Cpp()], ids=["portable", "cpp"])

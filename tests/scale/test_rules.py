@@ -1,4 +1,4 @@
-"""next_scale against plain-Python references of each system's rule, and torch's own kernel."""
+"""next_scale against a plain-Python reference of every field and torch's own kernel; tests/conformance has systems."""
 
 import dataclasses
 import math
@@ -7,11 +7,10 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.errors import PolicyError
 from mezzo.scale import LossScale, ScaleState, next_scale
 
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -33,159 +32,9 @@ def scales(config: LossScale, pattern: list[bool] | str) -> list[float]:
     return [state.scale.item() for state in walk(config, pattern)]
 
 
-# Each system's rule, written from its description and not from ours
-
-
-class Apex:
-    """apex.amp.LossScaler: halve at each overflow, double after a run of clean steps, between two bounds."""
-
-    def __init__(self, init, interval):
-        self.scale, self.interval, self.unskipped = init, interval, 0
-
-    def update(self, overflow):
-        self.unskipped = 0 if overflow else self.unskipped + 1
-        if overflow:
-            self.scale = self.scale / 2
-        if self.unskipped == self.interval:
-            self.scale, self.unskipped = min(2.0**24, self.scale * 2), 0
-
-
-class ApexKernel:
-    """update_scale_hysteresis: an overflow within the budget only restarts growth; clean steps refill."""
-
-    def __init__(self, init, interval, hysteresis):
-        self.scale, self.interval, self.full = init, interval, hysteresis
-        self.left, self.grown = hysteresis, 0
-
-    def update(self, overflow):
-        if overflow:
-            self.left, self.grown = self.left - 1, 0
-            self.scale *= 0.5 if self.left <= 0 else 1.0
-            return
-        self.left, self.grown = self.full, self.grown + 1
-        if self.grown == self.interval:
-            self.scale, self.grown = self.scale * 2, 0
-
-
-class Megatron:
-    """DynamicGradScaler: the budget comes back only when the scale grows."""
-
-    def __init__(self, init, interval, hysteresis):
-        self.scale, self.interval, self.full = init, interval, hysteresis
-        self.left, self.grown = hysteresis, 0
-
-    def update(self, overflow):
-        if overflow:
-            self.grown, self.left = 0, self.left - 1
-            if self.left <= 0:
-                self.scale = max(self.scale * 0.5, 1.0)
-            return
-        self.grown += 1
-        if self.grown == self.interval:
-            self.grown, self.left, self.scale = 0, self.full, self.scale * 2
-
-
-class DeepSpeed:
-    """DynamicLossScaler: steps are numbered, and growth is a matter of the distance to the last overflow."""
-
-    def __init__(self, init, interval, hysteresis, consecutive=False):
-        self.scale, self.interval, self.full, self.consecutive = init, interval, hysteresis, consecutive
-        self.left, self.number, self.last_overflow, self.raised = hysteresis, 0, -1, False
-
-    def update(self, overflow):
-        if overflow:
-            if self.left == 1:
-                self.raised |= self.scale == 1.0
-                self.scale = max(self.scale / 2, 1.0)
-            else:
-                self.left -= 1
-            self.last_overflow = self.number
-        else:
-            distance = self.number - self.last_overflow - 1
-            grows = distance > 0 and distance % self.interval == 0
-            if self.consecutive or grows:
-                self.left = self.full
-            self.scale *= 2 if grows else 1
-        self.number += 1
-
-
-class Paddle:
-    """update_loss_scaling: good and bad steps are counted; each kind resets the other, and so does acting."""
-
-    def __init__(self, init, interval, hysteresis):
-        self.scale, self.interval, self.every = init, interval, hysteresis
-        self.good = self.bad = 0
-
-    def update(self, overflow):
-        if overflow:
-            self.good, self.bad = 0, self.bad + 1
-            if self.bad == self.every:
-                self.scale, self.bad = max(self.scale * 0.5, 1.0), 0
-        else:
-            self.good, self.bad = self.good + 1, 0
-            if self.good == self.interval:
-                self.scale, self.good = self.scale * 2, 0
-
-
-def reference_scales(reference, pattern):
-    found = []
-    for overflow in pattern:
-        reference.update(overflow)
-        found.append(reference.scale)
-    return found
-
-
-@settings(deadline=None)
-@given(steps, intervals)
-def test_apex(pattern, interval):
-    config = LossScale.like("apex", init=2.0**23, interval=interval)
-    assert scales(config, pattern) == reference_scales(Apex(2.0**23, interval), pattern)
-
-
-@settings(deadline=None)
-@given(steps, intervals, budgets)
-def test_apex_kernel(pattern, interval, hysteresis):
-    config = LossScale.like("apex", init=8.0, interval=interval, hysteresis=hysteresis, ceiling=None)
-    assert scales(config, pattern) == reference_scales(ApexKernel(8.0, interval, hysteresis), pattern)
-
-
-@settings(deadline=None)
-@given(steps, intervals, budgets)
-def test_megatron(pattern, interval, hysteresis):
-    config = LossScale.like("megatron", init=8.0, interval=interval, hysteresis=hysteresis)
-    assert scales(config, pattern) == reference_scales(Megatron(8.0, interval, hysteresis), pattern)
-
-
-@settings(deadline=None)
-@given(steps, intervals, budgets, st.booleans())
-def test_deepspeed(pattern, interval, hysteresis, consecutive):
-    changes = {"refill": "clean"} if consecutive else {}
-    config = LossScale.like("deepspeed", init=8.0, interval=interval, hysteresis=hysteresis, **changes)
-    reference = DeepSpeed(8.0, interval, hysteresis, consecutive)
-    assert scales(config, pattern) == reference_scales(reference, pattern)
-
-
-@settings(deadline=None)
-@given(st.integers(1, 5), st.integers(1, 12))
-def test_deepspeed_gives_up_at_the_same_step(log2_init, length):
-    reference = DeepSpeed(2.0**log2_init, 4, 2)
-    config = LossScale.like("deepspeed", init=2.0**log2_init, interval=4)
-    reference_scales(reference, [True] * length)
-    assert (walk(config, "X" * length)[-1].floor_overflows.item() >= config.patience) == reference.raised
-
-
-@pytest.mark.parametrize("system", ["paddle", "fleet"])
-@settings(deadline=None)
-@given(pattern=steps, interval=intervals, hysteresis=budgets)
-def test_paddle_and_fleet(system, pattern, interval, hysteresis):
-    config = LossScale.like(system, init=8.0, interval=interval, hysteresis=hysteresis)
-    assert scales(config, pattern) == reference_scales(Paddle(8.0, interval, hysteresis), pattern)
-
-
 factors = st.tuples(st.floats(1.01, 4.0), st.floats(0.1, 0.99))
 
 
-@settings(deadline=None)
 @given(steps, intervals, factors, st.sampled_from([1.0, 2.0**16, 1e-3, 2.0**126, 3.3e38]))
 def test_torch_is_torchs_own_kernel(pattern, interval, factors, init):
     growth, backoff = factors
@@ -195,17 +44,6 @@ def test_torch_is_torchs_own_kernel(pattern, interval, factors, init):
         torch._amp_update_scale_(scale, tracker, torch.tensor(float(overflow)), growth, backoff, interval)
         assert state.scale.item() == scale.item()
         assert state.clean_steps.item() == tracker.item()
-
-
-def test_torch_sinks_to_zero_and_mezzo_does_not():
-    scale, tracker = torch.full((), 2.0**16), torch.zeros((), dtype=torch.int32)
-    for _ in range(166):
-        torch._amp_update_scale_(scale, tracker, torch.tensor(1.0), 2.0, 0.5, 2000)
-    assert scale.item() == 0.0
-    last = walk(LossScale.like("torch"), "X" * 166)[-1]
-    assert last.scale.item() == 2.0**-126
-    assert last.inverse().item() == 2.0**126
-    assert last.floor_overflows.item() == 166 - (16 + 126)
 
 
 # The general rule, as a walk over the history
@@ -262,7 +100,6 @@ def dynamic_scales(draw):
     )
 
 
-@settings(deadline=None)
 @given(dynamic_scales(), steps)
 def test_every_field_against_the_reference(config, pattern):
     reference = Reference(config)
@@ -270,41 +107,6 @@ def test_every_field_against_the_reference(config, pattern):
         reference.update(overflow)
         assert state.scale.item() == float(reference.scale)
         assert state.floor_overflows.item() == reference.at_floor
-
-
-@settings(deadline=None)
-@given(dynamic_scales(), steps)
-def test_what_always_holds(config, pattern):
-    for state in walk(config, pattern):
-        assert np.float32(config.floor) <= state.scale.item() <= (config.ceiling or 3.5e38) * (1 + 2**-23)
-        assert 0 <= state.budget.item() <= config.hysteresis
-        assert -config.growth_offset <= state.clean_steps.item() < config.interval
-
-
-def test_growth_offset_delays_only_the_first_growth():
-    config = LossScale.dynamic(init=1, interval=2, growth_offset=1)
-    assert scales(config, ".......") == [1, 1, 2, 2, 4, 4, 8]
-    assert scales(config, "...X...")[3:] == [1, 1, 1, 2]
-
-
-def test_each_refill_restores_the_budget_at_its_event():
-    left = {
-        refill: [
-            state.budget.item() for state in walk(LossScale.dynamic(interval=2, hysteresis=3, refill=refill), "X.XX..X")
-        ]
-        for refill in ("backoff", "clean", "growth", "clean+backoff")
-    }
-    assert left == {
-        "backoff": [2, 2, 1, 3, 3, 3, 2],
-        "clean": [2, 3, 2, 1, 3, 3, 2],
-        "growth": [2, 2, 1, 0, 0, 3, 2],
-        "clean+backoff": [2, 3, 2, 1, 3, 3, 2],
-    }
-
-
-def test_a_budget_that_is_not_restored_keeps_backing_off():
-    assert scales(LossScale.dynamic(init=64, hysteresis=2, refill="growth"), "XXXX") == [64, 32, 16, 8]
-    assert scales(LossScale.dynamic(init=64, hysteresis=2, refill="backoff"), "XXXX") == [64, 32, 32, 16]
 
 
 def test_growth_stops_where_float32_ends():
@@ -323,9 +125,6 @@ def test_without_a_ceiling_the_last_float32_can_be_reached_but_not_infinity():
     assert scales(config, ".") == [2.0**127]
     config = dataclasses.replace(config, growth=math.nextafter(midpoint, 1.0))
     assert scales(config, "..") == [torch.finfo(torch.float32).max] * 2
-
-
-# The skip-rate limit
 
 
 # Scales that do not move
@@ -371,67 +170,35 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_nothing_is_read_by_the_host(config):
-    state, found_inf = config.start(), torch.tensor(1.0)
-    with Ops() as ops:
-        after = next_scale(state, found_inf, config)
-    assert sum(ops.counts.values()) <= 25
-    with ops:
-        after.inverse()
-    assert ops.counts["aten._local_scalar_dense"] == 0
+def test_a_step_is_pure_and_read_by_nobody(config):
+    for flag in (YES, NO):
+        before = config.start()
+        saved = before.state_dict()
+        with Ops() as ops:
+            after = next_scale(before, flag, config)
+        assert sum(ops.counts.values()) <= 25
+        with ops:
+            after.inverse()
+        assert ops.counts["aten._local_scalar_dense"] == 0
+        assert before.state_dict() == saved
+        for name in ("scale", "clean_steps", "budget", "floor_overflows"):
+            old, new = getattr(before, name), getattr(after, name)
+            assert (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
     with Ops() as ops:
         assert bool(after.scale > 0)
     assert ops.counts["aten._local_scalar_dense"] == 1  # the counter sees what it is to see
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_device_without_values_will_do(config):
     # On the meta device any read by the host raises.
     state = next_scale(config.start("meta"), torch.empty((), dtype=torch.bool, device="meta"), config)
     assert {state.scale.device.type, state.inverse().device.type, state.budget.device.type} == {"meta"}
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-@pytest.mark.parametrize("overflow", [YES, NO])
-def test_states_keep_their_kind_and_are_not_changed(config, overflow):
-    before = config.start()
-    saved = before.state_dict()
-    after = next_scale(before, overflow, config)
-    assert before.state_dict() == saved
-    for name in ("scale", "clean_steps", "budget", "floor_overflows"):
-        old, new = getattr(before, name), getattr(after, name)
-        assert (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
-    assert after.scale.dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    "value, is_overflow",
-    [(0.0, False), (1.0, True), (2.5, True), (math.nan, True), (math.inf, True), (-1.0, True)],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_floating_flags(value, is_overflow, dtype):
-    config = LossScale.dynamic(init=4)
-    state = next_scale(config.start(), torch.tensor(value, dtype=dtype), config)
-    assert state.scale.item() == (2.0 if is_overflow else 4.0)
-
-
-@pytest.mark.parametrize(
-    "found_inf, shown",
-    [
-        (True, "found_inf is True"),
-        (torch.zeros(2), "found_inf is a torch.float32 tensor of shape (2,)"),
-        (torch.tensor([True]), "found_inf is a torch.bool tensor of shape (1,)"),
-        (torch.tensor(1), "found_inf is a torch.int64 tensor of shape ()"),
-        (torch.tensor(True, device="meta"), "found_inf is a tensor on meta"),
-    ],
-)
-@pytest.mark.parametrize("config", CONFIGS[:3], ids=str)
-def test_what_found_inf_cannot_be(found_inf, shown, config):
-    with pytest.raises(PolicyError) as caught:
-        next_scale(config.start(), found_inf, config)
-    assert shown in str(caught.value)
-    assert "0-d bool or floating tensor on cpu, where the scale lives" in str(caught.value)
-    assert "write  next_scale(state, torch.tensor(overflow, device='cpu'), config)" in str(caught.value)
+def test_floating_flags():
+    values = [(0.0, False), (1.0, True), (2.5, True), (math.nan, True), (math.inf, True), (-1.0, True)]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        for value, is_overflow in values:
+            config = LossScale.dynamic(init=4)
+            state = next_scale(config.start(), torch.tensor(value, dtype=dtype), config)
+            assert state.scale.item() == (2.0 if is_overflow else 4.0), (value, dtype)
 
 
 def test_it_compiles_in_one_graph():
@@ -446,7 +213,7 @@ def test_it_compiles_in_one_graph():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS[1:4], ids=str)
 def test_a_cuda_graph_captures_it(config):
     state, flag = config.start("cuda"), torch.zeros((), device="cuda")
     try:

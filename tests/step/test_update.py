@@ -1,6 +1,5 @@
 """Update rules against torch's own optimizers, in FP32 and in float64, and against their papers."""
 
-import dataclasses
 import math
 
 import pytest
@@ -8,14 +7,12 @@ import torch
 
 from mezzo.step.update import RULES, rule
 
-from ..support.tables import thinned
-
 ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
 SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.0, "weight_decay": 1e-3}
 LION = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1}
-STEPS = 200
+STEPS = 50
 
-#: rule, options, hyper-parameters, torch's class: each row is one run of 200 steps.
+#: rule, options, hyper-parameters, torch's class: each row is one run.
 CASES = {
     "adamw": ("adamw", (), ADAM, torch.optim.AdamW),
     "adamw amsgrad": ("adamw", ("amsgrad",), ADAM, torch.optim.AdamW),
@@ -31,8 +28,8 @@ CASES = {
     "sgd nesterov": ("sgd", ("momentum", "nesterov"), SGD, torch.optim.SGD),
     "sgd maximize": ("sgd", ("momentum", "maximize"), SGD | {"weight_decay": 0.0}, torch.optim.SGD),
 }
-#: How far from torch after 200 steps, in units in the last place of the tensor's largest weight: rounding in
-#: another order, 200 times. Measured: 2, 2 and 2.5.
+#: How far from torch after these steps, in units in the last place of the tensor's largest weight: rounding in
+#: another order each time. Measured after 200: 2, 2 and 2.5.
 ULPS = {"adamw": 2, "adam": 2, "sgd": 4}
 
 
@@ -71,31 +68,24 @@ def run_torch(optimizer_class, kwargs, weight, gradients, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_in_float64_a_rule_is_torch_s_optimizer(case):
+def test_in_float64_a_rule_is_torch_s_optimizer_and_in_float32_as_near_to_it_as_torch(case):
     name, options, hypers, optimizer_class = CASES[case]
     update = rule(name, *options)
     weight, gradients = problem()
+    before = weight.clone()
     mine, states = run_rule(update, hypers, weight, gradients, torch.float64)
     theirs, their_states = run_torch(optimizer_class, keywords(hypers, options), weight, gradients, torch.float64)
     torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-14)
     for state_name, state in zip(update.states, states, strict=True):
         torch.testing.assert_close(state, their_states[state_name], rtol=1e-12, atol=1e-16)
-
-
-@pytest.mark.parametrize("case, implementation", thinned(CASES, ["single", "fused"], every=2))
-def test_in_float32_200_steps_stay_within_ulps_of_torch_and_as_near_to_float64(case, implementation):
-    name, options, hypers, optimizer_class = CASES[case]
-    weight, gradients = problem()
-    kwargs = keywords(hypers, options)
-    flag = {"fused": True} if implementation == "fused" else {"foreach": False}
-    mine, _ = run_rule(rule(name, *options), hypers, weight, gradients)
-    theirs, _ = run_torch(optimizer_class, kwargs | flag, weight, gradients)
-    exact, _ = run_torch(optimizer_class, kwargs, weight, gradients, torch.float64)
-    largest = exact.abs().max().float()
+    low, _ = run_rule(update, hypers, weight, gradients)
+    single, _ = run_torch(optimizer_class, keywords(hypers, options) | {"foreach": False}, weight, gradients)
+    largest = theirs.abs().max().float()
     ulp = largest.nextafter(torch.tensor(torch.inf)) - largest
-    assert (mine - theirs).abs().max() <= ULPS[name] * ulp
-    assert (mine - exact).abs().max() <= (theirs - exact).abs().max() + 0.5 * ulp
-    assert not torch.equal(mine, weight)
+    assert (low - single).abs().max() <= ULPS[name] * ulp
+    assert (low - theirs).abs().max() <= (single - theirs).abs().max() + 0.5 * ulp
+    assert torch.equal(weight, before)  # a rule is pure
+    assert not torch.equal(low, weight)
 
 
 @pytest.mark.parametrize("maximize", [False, True])
@@ -111,6 +101,34 @@ def test_lion_is_the_paper_s_algorithm(maximize):
         m = beta2 * m + (1 - beta2) * g
     torch.testing.assert_close(mine, w, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(momentum, m, rtol=1e-12, atol=1e-16)
+
+
+def test_scalars_are_float64_s_rounded_once_and_nothing_is_read_on_the_host():
+    vector = rule("adamw").scalars(device_tensors(ADAM), torch.tensor(1, dtype=torch.int32))
+    numbers = dict(zip(rule("adamw").numbers, vector, strict=True))
+    expected = {"gain1": 1 - 0.9, "step_size": 1e-3 / (1 - 0.9), "correction2": (1 - 0.999) ** -0.5}
+    assert vector.dtype == torch.float32
+    assert all(numbers[name] == torch.tensor(value) for name, value in expected.items())
+    for update in map(rule, RULES):
+        with torch.device("meta"):  # a meta tensor has no value to read
+            hypers = {hyper: torch.tensor(0.5, dtype=torch.float64) for hyper in update.hypers}
+            states = tuple(torch.zeros(3) for _ in update.states)
+            numbers = update.scalars(hypers, torch.tensor(1))
+            weight, new = update.update(torch.zeros(3), torch.zeros(3), states, numbers)
+        assert weight.is_meta
+        assert len(new) == len(states)
+
+
+def test_a_rule_is_a_value_found_again_by_name_and_options_and_hides_no_nan():
+    assert rule("adam", "amsgrad") is rule("adam", "amsgrad")
+    assert rule("adam", "amsgrad", "maximize") == rule("adam", "maximize", "amsgrad")
+    assert rule("adam") != rule("adamw")
+    assert rule("adam", "amsgrad").states == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")  # torch's names
+    for update in (*map(rule, RULES), rule("sgd", "momentum")):
+        hypers = {key: torch.tensor(0.1, dtype=torch.float64) for key in update.hypers}
+        states, scalars = tuple(torch.zeros(2) for _ in update.states), update.scalars(hypers, torch.tensor(1))
+        weight, _ = update.update(torch.tensor([math.nan, 1.0]), torch.ones(2), states, scalars)
+        assert weight.isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -140,56 +158,3 @@ def test_hyper_parameters_are_read_from_their_tensors_at_every_step():
         optimizer.step()
         weight, states = update.update(param.grad, weight, states, update.scalars(hypers, torch.tensor(step)))
     torch.testing.assert_close(weight, param.detach(), rtol=0, atol=2.0**-23)
-
-
-def test_scalars_take_float64_arithmetic_and_one_rounding():
-    vector = rule("adamw").scalars(device_tensors(ADAM), torch.tensor(1, dtype=torch.int32))
-    assert vector.dtype == torch.float32
-    numbers = dict(zip(rule("adamw").numbers, vector, strict=True))
-    assert numbers["gain1"] == torch.tensor(1 - 0.9)
-    assert numbers["step_size"] == torch.tensor(1e-3 / (1 - 0.9))
-    assert numbers["correction2"] == torch.tensor((1 - 0.999) ** -0.5)
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_scalars_and_rule_never_read_a_value_on_the_host(name):
-    update = rule(name)
-    with torch.device("meta"):  # a meta tensor has no value to read
-        hypers = {hyper: torch.tensor(0.5, dtype=torch.float64) for hyper in update.hypers}
-        states = tuple(torch.zeros(3) for _ in update.states)
-        numbers = update.scalars(hypers, torch.tensor(1))
-        weight, new = update.update(torch.zeros(3), torch.zeros(3), states, numbers)
-    assert weight.is_meta
-    assert len(new) == len(states)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_rules_are_pure(case):
-    name, options, hypers, _ = CASES[case]
-    update = rule(name, *options)
-    given = [torch.randn(5).abs() for _ in range(2 + len(update.states))]
-    before = [tensor.clone() for tensor in given]
-    update.update(given[0], given[1], tuple(given[2:]), update.scalars(device_tensors(hypers), torch.tensor(3)))
-    assert all(torch.equal(*pair) for pair in zip(given, before, strict=True))
-
-
-def test_a_rule_is_a_value_found_again_by_name_and_options():
-    assert rule("adam", "amsgrad") is rule("adam", "amsgrad")
-    assert rule("adam", "amsgrad", "maximize") == rule("adam", "maximize", "amsgrad")
-    assert rule("adam") != rule("adamw")
-    assert len({rule("sgd"), rule("sgd", "momentum"), rule("sgd")}) == 2
-    assert rule("adam").states == ("exp_avg", "exp_avg_sq")
-    assert rule("adam", "amsgrad").states == ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-    assert rule("sgd").states == ()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        rule("adam").name = "other"
-
-
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "sgd momentum", "lion"])
-def test_a_gradient_that_is_not_a_number_does_not_go_unseen(name):
-    update = rule(*name.split())
-    hypers = {key: torch.tensor(0.1, dtype=torch.float64) for key in update.hypers}
-    states = tuple(torch.zeros(2) for _ in update.states)
-    scalars = update.scalars(hypers, torch.tensor(1))
-    weight, _ = update.update(torch.tensor([math.nan, 1.0]), torch.ones(2), states, scalars)
-    assert weight.isnan().tolist() == [True, False]

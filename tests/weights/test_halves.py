@@ -1,12 +1,10 @@
 """``Halves``: the FP32 values of what a model stores in 16 bits, whatever has written the low half since."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from mezzo import NumericsError, StateError, prepare
+from mezzo import prepare
 from mezzo.weights import Halves, decode, encode
 
 from .values import BF16, FP16, LOW, Net, kept, low_of, numbers, same
@@ -46,14 +44,6 @@ def test_bf16_gives_every_bit_back():
     assert same(weight.detach(), values)
 
 
-def test_fp16_gives_back_what_is_within_its_grid():
-    values = numbers(FP16)
-    weight, halves = stored(values, FP16)
-    far = (halves.read(weight).double() - values.double()).abs()
-    assert far[values.abs() >= 2.0**-16].max() == 0
-    assert 0 < far.max() <= 2.0**-40
-
-
 @each_dtype
 def test_a_written_value_is_read_back_in_the_same_memory(dtype):
     weight, halves = stored(torch.zeros(4096), dtype)
@@ -77,17 +67,6 @@ def test_a_low_value_leaves_the_fp32_value_of_elements_that_hold_it(dtype):
     wanted = kept(values, dtype)
     wanted[::2] = 1.5
     assert torch.equal(halves.read(weight), wanted)
-
-
-def test_what_is_not_stored_reads_as_it_is():
-    halves = Halves()
-    for dtype, wide in [(BF16, torch.float32), (torch.float32, torch.float32), (torch.float64, torch.float64)]:
-        tensor = torch.randn(3, dtype=dtype)
-        shown = halves.read(tensor)
-        assert shown.dtype == wide
-        assert torch.equal(shown, tensor.to(wide))
-        assert shown.data_ptr() != tensor.data_ptr()
-    assert not halves.has_rest(torch.zeros(1))
 
 
 def test_dropped_rests_leave_the_low_values():
@@ -154,14 +133,6 @@ def test_a_weight_moves_to_another_device_with_its_rest(dtype, gpu):
 
 
 @each_dtype
-def test_a_zero_from_outside_reads_as_next_to_nothing(dtype):
-    weight, halves = stored(numbers(dtype), dtype)
-    with torch.no_grad():
-        weight.zero_()
-    assert halves.read(weight).abs().max() <= {BF16: 5e-41, FP16: 2.0**-25}[dtype]
-
-
-@each_dtype
 def test_any_low_value_from_outside_is_seen_within_half_a_spacing(dtype):
     weight, halves = stored(numbers(dtype), dtype)
     written = low_of(numbers(dtype, seed=2), dtype)
@@ -170,45 +141,17 @@ def test_any_low_value_from_outside_is_seen_within_half_a_spacing(dtype):
     far = (halves.read(weight).double() - written.double()).abs()
     finite = written.isfinite() & spacing.isfinite()
     assert (far[finite] <= spacing[finite] / 2).all()
-
-
-@each_dtype
-@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_what_is_not_finite_is_the_value(dtype, value):
-    weight, halves = stored(numbers(dtype), dtype)
-    weight.data.fill_(value)
-    assert torch.equal(halves.read(weight).nan_to_num(7.0), torch.full((4096,), value).nan_to_num(7.0))
-
-
-def clamp(weight):
-    weight.data.clamp_(-0.5, 0.5)
-
-
-def clamp_in_place(weight):
-    with torch.no_grad():
-        weight.clamp_(-0.5, 0.5)
-
-
-@each_dtype
-@pytest.mark.parametrize("edit", [clamp, clamp_in_place])
-def test_a_clipped_weight_is_clipped_and_the_others_are_exact(dtype, edit):
-    values = numbers(dtype)
-    weight, halves = stored(values, dtype)
-    edit(weight)
-    inside, shown = low_of(values, dtype).abs() < 0.5, halves.read(weight)
-    assert torch.equal(shown[inside], kept(values, dtype)[inside])
-    assert (shown.abs() <= 0.5 * (1 + torch.finfo(dtype).eps / 2)).all()
-
-
-@each_dtype
-def test_weight_noise_that_is_taken_back_leaves_every_value(dtype):
-    values = numbers(dtype)
-    weight, halves = stored(values, dtype)
-    before = weight.detach().clone()
-    weight.data.add_(torch.randn(4096, dtype=dtype))
-    assert not torch.equal(weight, before)
-    weight.data.copy_(before)
-    assert torch.equal(halves.read(weight), kept(values, dtype))
+    assert halves.read(weight)[written == 0].abs().max() <= {BF16: 5e-41, FP16: 2.0**-25}[dtype]
+    for value in (float("inf"), float("-inf"), float("nan")):
+        weight.data.fill_(value)
+        assert torch.equal(halves.read(weight).nan_to_num(7.0), torch.full((4096,), value).nan_to_num(7.0))
+    values, edited = numbers(dtype), []
+    for edit in (lambda w: w.data.clamp_(-0.5, 0.5), lambda w: w.data.add_(1).sub_(1)):
+        halves.write(weight, values)
+        before = weight.detach().clone()
+        edit(weight)
+        same_bits, edited = weight == before, halves.read(weight)
+        assert torch.equal(edited[same_bits], kept(values, dtype)[same_bits])  # not a bit of the others is lost
 
 
 @each_dtype
@@ -224,28 +167,10 @@ def test_other_memory_is_seen_while_it_is_there_and_the_own_one_has_its_value_ag
     if shadow == "fp32":
         assert torch.equal(halves.read(weight), kept(other, dtype))
     weight.data = backup
-    halves.settle()
-    assert torch.equal(halves.read(weight), kept(values, dtype))
-
-
-def test_a_swap_before_it_is_settled_reads_as_what_was_given():
-    weight, halves = stored(torch.randn(5), BF16)
-    other = torch.randn(5)
-    weight.data = other
-    assert same(halves.read(weight), other)
-    halves.remove()
-    assert same(weight.detach(), other)
-
-
-def test_the_own_memory_has_its_value_again_at_once():
-    values = numbers(BF16)
-    weight, halves = stored(values, BF16)
-    backup = weight.data
-    weight.data = numbers(BF16, seed=3)
-    halves.settle()
-    weight.data = backup
-    assert same(halves.read(weight), values)
-    assert same(decode(weight.detach(), halves.rest_of(weight)), values)
+    for _ in range(2):  # at once, and once it is settled
+        assert torch.equal(halves.read(weight), kept(values, dtype))
+        assert torch.equal(decode(weight.detach(), halves.rest_of(weight)), kept(values, dtype))
+        halves.settle()
 
 
 def test_memory_that_comes_to_lie_where_the_own_was_is_another(monkeypatch):
@@ -335,74 +260,3 @@ def test_models_that_share_a_tensor_read_and_give_back_one_value(first):
     assert same(shared.detach(), values * 1.001)
     for model in models:
         assert {each.dtype for each in model.parameters()} == {torch.float32}
-
-
-# Refusals ---------------------------------------------------------------------------------------------------
-
-
-def too_large():
-    return torch.tensor([1.0, 70000.0])
-
-
-REFUSED = {
-    "store": (NumericsError, "beyond the range of float16", lambda w, h: h.store({nn.Parameter(too_large()): FP16})),
-    "write": (NumericsError, "beyond the range of float16", lambda w, h: h.write(w, too_large())),
-    "shape": (StateError, "another shape", lambda w, h: h.write(w, torch.ones(3))),
-    "shape that broadcasts": (StateError, "another shape", lambda w, h: h.write(w, torch.ones(1))),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_stored_is_refused_and_nothing_is_changed(case):
-    error, words, act = REFUSED[case]
-    weight, halves = stored(torch.tensor([0.1, 0.2]), FP16)
-    with pytest.raises(error, match=words):
-        act(weight, halves)
-    assert [*halves] == [weight]
-    assert same(halves.read(weight), torch.tensor([0.1, 0.2]))
-
-
-def test_a_refused_weight_leaves_all_others_as_they_were():
-    fine, large = nn.Parameter(torch.tensor([0.1])), nn.Parameter(too_large())
-    halves = Halves()
-    with pytest.raises(NumericsError, match="largest 70000"):
-        halves.store({fine: FP16, large: FP16})
-    assert fine.dtype == large.dtype == torch.float32
-    assert [*halves] == []
-
-
-CASTS = {
-    "float": lambda model: model.float(),
-    "half": lambda model: model.half(),
-    "double": lambda model: model.double(),
-    "to(dtype)": lambda model: model.to(torch.float32),
-    "to(device, dtype)": lambda model: model.to("cpu", torch.float64),
-    "type": lambda model: model.type(torch.float32),
-    "of a part": lambda model: model.first.float(),
-    "around it": lambda model: nn.Sequential(model).float(),
-}
-
-
-@pytest.mark.parametrize("case", CASTS)
-def test_a_cast_of_a_converted_model_is_refused(case):
-    model = Net()
-    prepared = prepare(model, POLICIES[BF16])
-    objects, values = list(model.parameters()), [prepared.halves.read(each) for each in model.parameters()]
-    with pytest.raises(StateError, match="a converted model is cast"):
-        CASTS[case](model)
-    assert all(one is two for one, two in zip(model.parameters(), objects, strict=True))
-    assert {each.dtype for each in model.parameters()} == {BF16}
-    assert all(same(prepared.halves.read(p), value) for p, value in zip(model.parameters(), values, strict=True))
-
-
-def test_a_move_and_a_cast_to_what_it_is_are_none():
-    model = Net()
-    prepared = prepare(model, POLICIES[BF16])
-    values = [prepared.halves.read(each) for each in model.parameters()]
-    for moved in (model.to("cpu"), model.bfloat16(), model.cpu(), model.share_memory()):
-        assert moved is model
-    assert all(same(prepared.halves.read(p), value) for p, value in zip(model.parameters(), values, strict=True))
-    prepared.remove()
-    model.half()  # its own again
-    assert model.first.weight.dtype == FP16
-    assert copy.deepcopy(model).first.weight.dtype == FP16

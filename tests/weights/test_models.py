@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 
 import pytest
@@ -10,8 +11,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import mezzo
-from mezzo import NumericsError, StateError, prepare
+from mezzo import prepare
 
+from ..support.tables import pairwise
 from .values import BF16, FP16, LOW, Net, kept, low_of, same
 
 POLICIES = {BF16: "O2,dtype=bfloat16", FP16: "O2"}
@@ -61,13 +63,6 @@ def test_two_state_dicts_at_two_times_hold_two_values():
     assert same(second["third.weight"], before["third.weight"] * 3)
 
 
-def test_keep_vars_shows_the_parameters_themselves():
-    model, *_ = prepared_net()
-    shown = model.state_dict(keep_vars=True)
-    assert shown["third.weight"] is model.third.weight
-    assert shown["mean"] is model.mean
-
-
 def test_a_part_and_what_is_around_show_fp32_under_their_own_keys():
     model, _, before = prepared_net()
     assert same(model.third.state_dict()["weight"], before["third.weight"])
@@ -82,9 +77,7 @@ def test_a_part_and_what_is_around_show_fp32_under_their_own_keys():
 # Loading ----------------------------------------------------------------------------------------------------
 
 
-@each_dtype
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("wraps", [False, True])
+@pytest.mark.parametrize("dtype, assign, wraps", pairwise(LOW, [False, True], [False, True]))
 def test_fp32_values_are_loaded_whole_into_the_same_objects_and_memory(dtype, assign, wraps):
     model, *_ = prepared_net(dtype)
     given = tensors_of(Net(seed=1))
@@ -116,14 +109,6 @@ def test_low_values_that_a_model_holds_already_leave_its_fp32_values(dtype, assi
     assert_holds(model, {name: value.float() if name != "mean" else before[name] for name, value in given.items()})
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_loaded_model_loads_itself_again(assign):
-    model, _, before = prepared_net()
-    for _ in range(2):
-        model.load_state_dict(model.state_dict(), assign=assign)
-    assert_holds(model, before)
-
-
 def test_what_a_state_dict_leaves_out_stays():
     model, _, before = prepared_net()
     given = {"third.weight": torch.full((3, 5), 0.1), "unknown": torch.ones(2)}
@@ -133,44 +118,6 @@ def test_what_a_state_dict_leaves_out_stays():
     assert_holds(model, before | {"third.weight": given["third.weight"]})
     with pytest.raises(RuntimeError, match="Unexpected key"):  # torch's own words
         model.load_state_dict(before | {"unknown": torch.ones(2)})
-
-
-def test_a_part_loads_its_own_values():
-    model, _, before = prepared_net()
-    model.third.load_state_dict({"weight": before["third.weight"] * 3, "bias": before["third.bias"] * 3})
-    changed = {name: value * 3 for name, value in before.items() if name.startswith("third.")}
-    assert_holds(model, before | changed)
-
-
-def test_the_state_dict_that_is_given_stays_as_it_is():
-    model, *_ = prepared_net()
-    given = tensors_of(Net(seed=1))
-    clones = {name: value.clone() for name, value in given.items()}
-    model.load_state_dict(given)
-    assert given.keys() == clones.keys()
-    assert all(given[name].dtype == torch.float32 and same(given[name], value) for name, value in clones.items())
-
-
-REFUSED = {
-    "another shape": (StateError, "that of another model", "third.weight", torch.ones(3, 6)),
-    "a shape that broadcasts": (StateError, "that of another model", "third.bias", torch.ones(1)),
-    "beyond FP16": (NumericsError, "beyond the range", "third.bias", torch.full((3,), 70000.0)),
-    "beyond FP16 in BF16": (NumericsError, "beyond the range", "third.bias", torch.full((3,), 70000.0).bfloat16()),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("wraps", [False, True])
-def test_what_does_not_fit_is_refused_before_anything_is_written(case, assign, wraps):
-    error, words, name, value = REFUSED[case]
-    model, _, before = prepared_net(FP16)
-    given = tensors_of(Net(seed=1)) | {name: value}
-    root = nn.Sequential(model) if wraps else model
-    with pytest.raises(error, match=words) as raised:
-        root.load_state_dict({f"0.{key}" if wraps else key: each for key, each in given.items()}, assign=assign)
-    assert name in str(raised.value)
-    assert_holds(model, before)
 
 
 # Copies and pickles -----------------------------------------------------------------------------------------
@@ -210,8 +157,11 @@ def traces(model):
     return found
 
 
-@pytest.mark.parametrize("case", COPIES)
-@pytest.mark.parametrize("state", MODELS)
+def hook(module, args, out):
+    module.calls = getattr(module, "calls", 0) + 1
+
+
+@pytest.mark.parametrize("case, state", [*itertools.product(COPIES, ["prepared"]), ("deepcopy", "in a session")])
 def test_a_copy_is_a_plain_fp32_model_which_trains_in_plain_torch(case, state):
     model = Net()
     before = tensors_of(model)
@@ -235,29 +185,12 @@ def test_a_copy_is_a_plain_fp32_model_which_trains_in_plain_torch(case, state):
     assert model.first.weight.dtype == BF16
     made.half()
     del handle
-
-
-@pytest.mark.parametrize("case", ["deepcopy", "pickle", "torch.save"])
-def test_a_copy_of_a_part_is_plain_too(case):
-    model, _, before = prepared_net()
-    made = COPIES[case](model.third)
-    assert traces(made) == []
-    assert same(made.weight.detach(), before["third.weight"])
-    out = made(torch.ones(1, 5))
-    assert torch.equal(out, torch.nn.functional.linear(torch.ones(1, 5), before["third.weight"], before["third.bias"]))
-
-
-def hook(module, args, out):
-    module.calls = getattr(module, "calls", 0) + 1
-
-
-def test_a_copy_keeps_hooks_of_the_users_own():
-    model, *_ = prepared_net()
-    model.third.register_forward_hook(hook)
-    made = copy.deepcopy(model)
-    made.third(torch.ones(1, 5))
-    assert made.third.calls == 1
-    assert not hasattr(model.third, "calls")
+    part = prepared_net()[0].third
+    part.register_forward_hook(hook)  # the user's own stays
+    made = COPIES[case](part)
+    assert made.weight.dtype == torch.float32
+    made(torch.ones(1, 5))
+    assert (made.calls, hasattr(part, "calls")) == (1, False)
 
 
 def test_a_model_and_its_optimizer_that_are_copied_together_train_as_they_would_in_torch():
@@ -306,18 +239,6 @@ def test_averaged_models_average_fp32_values(style):
         assert_is_average(averaged.module.third.weight.detach(), seen)
     finally:
         amp.close()
-
-
-def test_averages_by_state_dict_are_averages_of_fp32_values():
-    model, prepared, before = prepared_net()
-    average, seen = copy.deepcopy(model), []
-    for number in range(5):
-        prepared.halves.write(model.third.weight, before["third.weight"] * (1 + number * 2**-12))
-        seen.append(model.state_dict()["third.weight"])
-        with torch.no_grad():
-            for name, value in average.state_dict().items():
-                value.lerp_(model.state_dict()[name], 1 / (number + 1))
-    assert_is_average(average.third.weight.detach(), seen)
 
 
 class Shadows:

@@ -16,7 +16,7 @@ from mezzo.step.executors.triton import launch as triton
 from mezzo.step.passes import judge
 from mezzo.step.storage import PLAIN
 
-from .test_contract import bucket_of
+from .implementations import bucket_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 
@@ -31,11 +31,6 @@ def choose_anew():
     yield
     for each in caches:
         each.cache_clear()
-
-
-def test_a_cpu_takes_cpp_and_keeps_it():
-    assert isinstance(executor_for(CPU), Cpp)
-    assert executor_for(CPU) is executor_for(torch.device("cpu"))
 
 
 def test_without_a_compiler_for_kernels_weights_are_updated_block_by_block(monkeypatch, caplog):
@@ -76,12 +71,24 @@ def test_accelerators_without_triton_take_torch_s_compiler(monkeypatch, caplog):
     assert "block by block" in record.getMessage()
     assert "No working C++ compiler" in record.getMessage()
     assert "apt install g++" in record.getMessage()
-
-
-def test_where_compiling_is_switched_off(monkeypatch, caplog):
+    choose._working.cache_clear()
+    monkeypatch.undo()
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     assert type(choose._working("torch.compile", CPU)) is Portable
     assert "unset TORCHDYNAMO_DISABLE" in caplog.text
+
+
+@pytest.mark.parametrize("built, found, triton_s", [("13.0", True, True), ("13.0", False, False), (None, True, False)])
+def test_each_device_takes_its_own_executor_and_keeps_it(monkeypatch, built, found, triton_s):
+    monkeypatch.setattr(torch.version, "cuda", built)
+    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: found or None)
+    monkeypatch.setattr(triton, "_is_capturing", lambda device: False)
+    for kind in (triton.Triton, Compiled):
+        monkeypatch.setattr(kind, "require", lambda self, device: None)
+    kinds = {"cuda": triton.Triton if triton_s else Compiled, "cpu": Cpp, "xpu": Compiled}
+    for device, kind in kinds.items():
+        assert type(executor_for(torch.device(device))) is kind
+        assert executor_for(torch.device(device)) is executor_for(torch.device(device))
 
 
 @pytest.fixture
@@ -109,15 +116,6 @@ def test_without_a_compiler_for_triton_cuda_devices_are_updated_block_by_block(m
     assert "steps on cuda:0 run block by block, since Triton cannot launch" in record.getMessage()
     assert "Failed to find C compiler" in record.getMessage()
     assert "apt install gcc python3-dev" in record.getMessage()
-
-
-def test_triton_is_tried_once_a_device(monkeypatch, cuda):
-    tried = []
-    monkeypatch.setattr(triton.Triton, "require", lambda self, device: tried.append(device))
-    assert isinstance(executor_for(cuda), triton.Triton)
-    assert executor_for(cuda) is executor_for(cuda)
-    assert executor_for(torch.device("cuda", 1)) is not executor_for(cuda)
-    assert tried == [cuda, torch.device("cuda", 1)]
 
 
 def test_while_a_graph_is_captured_nothing_is_tried_and_nothing_is_remembered(monkeypatch, cuda, caplog):

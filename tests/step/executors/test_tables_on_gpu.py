@@ -8,6 +8,8 @@ from mezzo import UnsupportedError, optim
 from mezzo.step.executors.choose import executor_for
 from mezzo.weights import Halves
 
+from .test_contract import Wrapped
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -36,24 +38,6 @@ def test_more_than_two_to_the_31_elements(gpu):
         assert norm.item() == pytest.approx(6**0.5)
         assert (param[-5:].tolist(), param[5].item()) == ([-0.5] * 5, 0.5)
         assert param.count_nonzero().item() == 6
-
-
-class Wrapped(torch.Tensor):
-    """A tensor without memory of its own, as a DTensor is."""
-
-    @staticmethod
-    def __new__(cls, inner):
-        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
-        made.inner = inner
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        def bare(value):
-            return value.inner if isinstance(value, Wrapped) else value
-
-        found = func(*map(bare, args), **(kwargs or {}))
-        return cls(found) if isinstance(found, torch.Tensor) else found
 
 
 def sharded(inner):
