@@ -11,6 +11,7 @@ from . import (
     optim,
     overflow,
     policy,
+    report,
     scale,
     script,
     session,
@@ -21,6 +22,6 @@ from .fault import Fault
 
 _ROOMS = (
     *(policy, scale, step, optim, weights, cast, session, distributed, compat),
-    *(explanation, overflow, numerics, script, cli, ground),
+    *(explanation, overflow, numerics, script, report, cli, ground),
 )
 FAULTS: tuple[Fault, ...] = tuple(fault for room in _ROOMS for fault in room.FAULTS)

@@ -47,6 +47,10 @@ def test_gradients_that_fit_need_no_loss_scale():
     answer = fp16(activation_gradients=ONES * 0.01, weight_gradients=ONES * 0.01)
     assert answer.line == ("FP16 is safe: without a loss scale it loses 0 % of the gradients, and 0 % lose digits.")
     assert answer.policy == Policy.O1("float16")
+    # Nor do those of a step that was skipped change it.
+    spoilt = made(step=1, skipped=True, weight_gradients=torch.full((9,), float("inf"))).steps
+    fine = made(step=2, weights=ONES, activations=ONES, weight_gradients=ONES * 0.01)
+    assert diagnose(dataclasses.replace(fine, steps=(*spoilt, *fine.steps))).formats[0] == answer
 
 
 def test_small_gradients_need_the_highest_scale_that_fits():
