@@ -33,7 +33,7 @@ FAULTS = (
             "script: a session begins in an evaluation",
             " and torch.is_grad_enabled()\n",
             "\n",
-            "tests/script/test_gathering.py::test_a_forward_pass_without_gradients_begins_nothing",
+            "tests/script/test_gathering.py::test_when_a_session_begins_and_ends",
             "weights would be stored low before the script has loaded its checkpoint",
         ),
     ),
