@@ -163,6 +163,11 @@ def test_when_a_session_begins_and_ends(report):
     found, _ = report(f"for _ in range(2):\n    {MODEL}    optimizer = torch.optim.SGD(model.parameters())\n    {STEP}")
     assert found.models == ["Sequential", "Sequential"]  # one that is gone leaves the session
     assert (found.steps, found.left_alone) == (2, {})
+    text = (
+        f"import copy\n{MODEL}model.lock = (each for each in ())\noptimizer = torch.optim.SGD(model.parameters())\n"
+        f"try:\n    copy.deepcopy(model)\nexcept TypeError as error:\n    kept = error\n{STEP}"
+    )
+    assert report(text)[0].steps == 1  # beside the half of a copy that failed
 
 
 def test_checkpointing_of_torchs_own_gets_torchs_own_regions(report):

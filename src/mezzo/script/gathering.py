@@ -353,7 +353,10 @@ def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
         for child in (vars(module).get("_modules") or {}).values():
             parents.setdefault(id(child), []).append(module)
     for module in modules:
-        if id(module) not in parents:  # an outermost one, in which an evaluation may have left whole parameters
+        # What a copy that failed has left holds nothing yet.
+        if id(module) not in parents and "_modules" in vars(
+            module
+        ):  # an outermost one, in which an evaluation may have left whole parameters
             sharding.reshard(sharding.units(module))
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:
