@@ -135,7 +135,9 @@ def test_emulation_moves_no_bytes_of_its_own():
     """A device with the arithmetic reads and writes what native arithmetic does here."""
     model, x = net()
     native = explain(model, x, "O1,dtype=bfloat16,emulate=false")
-    assert explain(model, x, BF16).moved_bytes == native.moved_bytes
+    emulated = explain(model, x, BF16)
+    assert emulated.moved_bytes == native.moved_bytes
+    assert emulated.answer.points == native.answer.points
     share = f"{100 * native.cast_bytes() / native.moved_bytes:.3g} % of all bytes"
     assert sum(share in point for point in native.answer.points) == 1
 

@@ -71,6 +71,12 @@ def test_a_run_in_which_nothing_ran_low_says_why_and_what_to_do(ran):
     assert (report.alarm, report.low_share) == ("no optimizer of the script took a step", 1.0)
 
 
+def test_a_run_that_skips_most_of_its_steps_is_an_alarm(ran):
+    step = STEP.replace("model(x)", "(model(x) * (inf if number > 1 else 1))")
+    report = ran(f"from math import inf\n{LINEAR}{SGD}for number in range(5):\n    {step}", "O1,fp16")
+    assert (report.alarm, report.steps, report.skipped) == ("3 of 5 steps were skipped", 5, 3)
+
+
 def test_a_run_in_fp32_that_was_asked_for_is_no_alarm(ran):
     for policy in ("O0", "O0,loss_scale=constant(1024)"):
         report = ran(LINEAR + SGD + STEP, policy)
