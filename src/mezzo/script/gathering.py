@@ -353,10 +353,8 @@ def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
         for child in (vars(module).get("_modules") or {}).values():
             parents.setdefault(id(child), []).append(module)
     for module in modules:
-        # What a copy that failed has left holds nothing yet.
-        if id(module) not in parents and "_modules" in vars(
-            module
-        ):  # an outermost one, in which an evaluation may have left whole parameters
+        # An outermost one, in which an evaluation may have left whole parameters; half of a copy that failed has none.
+        if id(module) not in parents and "_modules" in vars(module):
             sharding.reshard(sharding.units(module))
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:
