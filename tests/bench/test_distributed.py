@@ -1,6 +1,5 @@
 """The benchmark of ranks: every way trains, and what is counted is what placements and dtypes say."""
 
-import json
 
 import pytest
 import torch
@@ -83,21 +82,3 @@ def test_halves_are_gathered_without_a_cast_and_steps_exchange_little(measured):
     ):
         assert found[way].exchanges <= most, way
         assert found[way].exchanged_bytes <= size, way
-
-
-def test_times_are_ratios_in_turns_and_the_file_says_what_ran(measured):
-    found, folder = measured
-    for way, row in found.items():
-        assert row.ratio_p10 <= row.ratio <= row.ratio_p90
-        assert (row.ratio == 1.0) == (bench.WAYS[way].rival == way)
-    (path,) = folder.glob("distributed-cpu-*.json")
-    written = json.loads(path.read_text())
-    assert (written["ranks"], written["backend"], written["size"]) == (2, "gloo", "least")
-    assert [row["way"] for row in written["rows"]] == [*bench.WAYS]
-
-
-def test_one_process_is_told_how_to_start_several(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["distributed.py"])
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2"):
-        bench.main()

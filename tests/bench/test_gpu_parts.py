@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 import os
 import subprocess
 import sys
@@ -88,21 +87,6 @@ def test_without_a_gpu_one_line_says_what_is_lacking(command, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_packages_that_are_lacking_are_named_before_anything_is_imported(command, monkeypatch, capsys):
-    monkeypatch.setattr(command, "NEEDED", ("torch", "no_such_package"))
-    assert command.main([]) == 3
-    assert capsys.readouterr().err == f"make gpu: lacks the Python packages no_such_package ({sys.executable})\n"
-
-
-def test_parts_that_are_not_there(command, capsys):
-    assert command.main(["--dry-run", "--parts", "ceiling"]) == 2
-    assert "no part ceiling; there are ceilings, edges" in capsys.readouterr().err
-
-
-def test_all_parts_together_may_take_half_an_hour(gpu):
-    assert sum(part.limit_s for part in gpu("parts").PARTS.values()) <= 30 * 60
-
-
 # Runs that are taken up again ----------------------------------------------------------------------------------
 
 EDGES = {"passed": 3, "failed": [], "skipped": {}}
@@ -142,28 +126,6 @@ def test_a_part_that_fails_is_named_and_measured_by_the_next_run(command, tmp_pa
     assert started == ["edges"]
 
 
-def test_a_part_that_writes_nothing_has_failed(command, tmp_path):
-    run = run_of(command, tmp_path, lambda *_: "")
-    run.take("edges")
-    assert run.failures == {"edges": "wrote no result"}
-
-
-def test_no_part_begins_that_may_end_too_late(command, tmp_path):
-    run = run_of(command, tmp_path, None, minutes=0.5)
-    run.take("ceilings")
-    assert run.failures == {"ceilings": "no time left for its 60 s"}
-
-
-def test_a_part_apart_is_ended_in_time(command, monkeypatch, tmp_path):
-    def late(*_, timeout, check):
-        raise subprocess.TimeoutExpired("gpu", timeout)
-
-    monkeypatch.setattr(command.subprocess, "run", late)
-    assert command.apart("edges", 360, tmp_path) == "ended after 360 s"
-    monkeypatch.setattr(command.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], -11))
-    assert command.apart("edges", 360, tmp_path) == "exited with -11"
-
-
 # Verdicts ------------------------------------------------------------------------------------------------------
 
 
@@ -195,10 +157,6 @@ def test_each_goal_is_read_from_its_row(gpu):
     assert [line for line in (goal.line({}) for goal in verdicts.GOALS) if "not measured" not in line] == []
 
 
-def test_where_no_test_passes_none_has_run(gpu):
-    assert gpu("verdicts")._failing({"edges": {"passed": 0, "failed": [], "skipped": {"no GPU": 9}}}) == math.inf
-
-
 def test_a_report_of_pytest_is_summed_up(gpu):
     report = """<testsuites><testsuite>
       <testcase classname="a" name="b"/><testcase classname="a" name="c"><failure message=" lost&#10;bits "/></testcase>
@@ -210,19 +168,3 @@ def test_a_report_of_pytest_is_summed_up(gpu):
         "failed": [{"test": "a::c", "message": "lost\nbits"}, {"test": "a::d", "message": "no fixture"}],
         "skipped": {"needs two": 1},
     }
-
-
-def test_variants_change_what_they_name(gpu):
-    variants, source_of = gpu("variants"), importlib.import_module("mezzo.step.executors.triton.source")
-    from mezzo.step.storage import SPLIT
-    from mezzo.step.update import rule
-
-    kind = rule("adamw"), SPLIT, (*[torch.bfloat16] * 2, torch.int16, *[torch.float32] * 2)
-    plain = source_of.update_source(*kind)
-    for change, hint in ((variants.wide, "16 if VECTOR > 1"), (variants.streamed, 'eviction_policy="evict_first"')):
-        assert plain.count(hint) == 0 < change(plain).count(hint)
-    executor_of, before = variants.executor_of, variants.executor_of.BLOCK
-    with variants._compiled_as(variants.Variant("wide", 2048, 4, variants.wide)):
-        assert (executor_of.BLOCK, executor_of.options_of(kind[-1])["num_warps"]) == (2048, 4)
-        assert source_of.update_source(*kind) == variants.wide(plain)
-    assert before == executor_of.BLOCK

@@ -67,31 +67,6 @@ def test_a_pair_of_loops(clock, harness):
     assert found == {"ratio": 0.5, "ratio_p10": 0.5, "ratio_p90": 1.5, "mezzo_ms": 1000.0, "rival_ms": 2000.0}
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_what_a_step_adds_to_a_bare_one(clock, harness, inside):
-    """With the time of the bare step known from inside each case, that is taken off; else the bare case's median."""
-
-    def case(seconds, bare):
-        return harness.Case(clock.work(100.0), clock.work(seconds), (lambda: bare) if inside else None)
-
-    found = harness.overheads(case(1.0, 1.0), case(3.0, 2.0), case(5.0, 1.5), repetitions=3)
-    added = (1.0, 3.5) if inside else (2.0, 4.0)
-    assert found["ratio"] == found["ratio_p10"] == found["ratio_p90"] == pytest.approx(added[0] / added[1])
-    assert (found["mezzo_ms"], found["rival_ms"]) == pytest.approx((1e3 * added[0], 1e3 * added[1]))
-
-
-def test_the_script_s_file_has_rows_and_facts(harness, tmp_path, capsys):
-    row = harness.Row(name="a", against="b", ratio=1, ratio_p10=1, ratio_p90=1, mezzo_ms=1, rival_ms=1)
-    harness.write(tmp_path, "session", [row], repetitions=7)
-    (written,) = tmp_path.iterdir()
-    assert str(written) in capsys.readouterr().out
-    committed = json.loads(sorted((FOLDER / "results").glob("session-cpu-*.json"))[-1].read_text())
-    result = json.loads(written.read_text())
-    assert list(result) == list(committed)
-    assert set(result["rows"][0]) == set(committed["rows"][0])
-    assert (result["repetitions"], result["tf32"]) == (7, False)
-
-
 def test_a_dated_file_replaces_the_one_before(tmp_path):
     result = {**facts(CPU), "value": "10–90 %"}
     target = write_dated(tmp_path / "new", "step", result)

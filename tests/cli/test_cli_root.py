@@ -1,4 +1,4 @@
-"""The root command: help, version, and exit codes a shell can read."""
+"""The root command: help, version, exit codes a shell can read; what the five verbs on a script share."""
 
 import itertools
 import re
@@ -10,6 +10,8 @@ import typer.main
 import mezzo
 from mezzo import MezzoError, NumericsError, PolicyError, StateError, UnsupportedError
 from mezzo.cli import app, main
+
+from ..script.conftest import SCRIPTS
 
 
 def run(capsys, *words):
@@ -47,23 +49,15 @@ def test_help_is_folded_where_the_terminal_ends_and_nowhere_else(capsys, monkeyp
         assert len(f"{line} {after.split()[0]}") > 96
 
 
-@pytest.mark.parametrize("words", [("comprae",), ("doctor", "--jsno")])
-def test_usage_errors_exit_with_2_and_name_the_word(capsys, words):
-    code, out, err = run(capsys, *words)
-    assert (code, out) == (2, "")
-    assert words[-1] in err
+def test_each_error_has_its_exit_code(capsys, monkeypatch):
+    codes = {PolicyError: 2, UnsupportedError: 3, NumericsError: 4, StateError: 1, MezzoError: 1}
+    for error, code in codes.items():
 
+        def fail(*_, error=error, **__):
+            raise error("the fault", write="the cure")
 
-@pytest.mark.parametrize(
-    "error, code", [(PolicyError, 2), (UnsupportedError, 3), (NumericsError, 4), (StateError, 1), (MezzoError, 1)]
-)
-def test_each_error_has_its_exit_code(capsys, monkeypatch, error, code):
-    def fail(*_, **__):
-        raise error("the fault", write="the cure")
-
-    monkeypatch.setattr("mezzo.cli.app", fail)
-    assert run(capsys, "doctor") == (code, "", "mezzo: the fault\n  write  the cure\n")
-    assert callable(app)
+        monkeypatch.setattr("mezzo.cli.app", fail)
+        assert run(capsys, "doctor") == (code, "", "mezzo: the fault\n  write  the cure\n")
 
 
 def test_an_example_in_a_help_is_one_line_of_a_terminal_of_80_columns():
@@ -78,3 +72,45 @@ def test_an_example_in_a_help_is_one_line_of_a_terminal_of_80_columns():
     examples = [line for line in lines if re.match(r"(mezzo|torchrun) \S+ +\S", line) and not line.endswith((",", "."))]
     assert len(examples) > 30
     assert [line for line in examples if len(line) > 78] == []
+
+
+# What the five verbs on a script share -----------------------------------------------------------------
+
+BF16 = "O1,dtype=bfloat16"
+PLAIN = SCRIPTS / "plain.py"
+VERBS = ("run", "compare", "explain", "inspect", "tune")
+
+
+def test_each_verb_has_the_same_options_and_its_help_leads_with_examples(mezzo):
+    for verb in VERBS:
+        code, out, _ = mezzo(verb, "--help")
+        assert code == 0
+        options = ("--steps", "--out", "--overwrite", "--json", "--full", "--dry", "-m")
+        assert all(f" {option} " in out for option in options), verb
+        assert "--polic" in out
+        assert out.index(f"mezzo {verb} ") < out.index("--steps")
+    for table, example in (("formats", "mezzo show formats fp16"), ("ops", "mezzo show ops softmax")):
+        out = mezzo("show", table, "--help")[1]
+        assert out.index(example) < out.index("--json")
+
+
+def test_dry_explains_the_first_step_and_does_nothing_else(mezzo, tmp_path):
+    """Of each verb, with the same words."""
+    words = "--policy", BF16, "--dry"
+    plain = mezzo("explain", *words, PLAIN, "checkpoint.pt")
+    assert plain[0] == 0
+    assert "run in BF16" in plain[1]
+    assert "accuracy" not in plain[1]
+    for verb in ("run", "inspect", "tune"):
+        assert mezzo(verb, *words, PLAIN, "checkpoint.pt")[:2] == plain[:2], verb
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_options_behind_a_script_are_its_own(mezzo):
+    code, out, _ = mezzo("explain", "--policy", BF16, SCRIPTS / "untrained.py", "--policy", "O9", "-m")
+    assert (code, out) == (4, "__main__ ['--policy', 'O9', '-m'] True\n")
+
+
+def test_a_module_is_a_script_too(mezzo, tmp_path):
+    (tmp_path / "own_training.py").write_text(PLAIN.read_text())
+    assert mezzo("explain", "--policy", BF16, "-m", "own_training")[:2] == mezzo("explain", "--policy", BF16, PLAIN)[:2]

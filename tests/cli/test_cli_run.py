@@ -3,8 +3,6 @@
 import json
 import sys
 
-import pytest
-
 from ..script.conftest import SCRIPTS
 
 BF16 = "O1,dtype=bfloat16"
@@ -27,9 +25,14 @@ def test_words_after_the_script_are_the_scripts(mezzo):
     assert (code, out) == (4, "__main__ ['--policy', 'O2', '--help', '-m'] True\n")
 
 
-@pytest.mark.parametrize("own, code", [("0", 0), ("7", 7)])
-def test_the_exit_code_is_the_scripts(mezzo, own, code):
-    assert mezzo("run", "--policy", BF16, SCRIPTS / "leaves.py", own)[0] == code
+def test_the_exit_code_is_the_scripts(mezzo, tmp_path):
+    for own in (0, 7):
+        assert mezzo("run", "--policy", BF16, SCRIPTS / "leaves.py", own)[0] == own
+    (tmp_path / "untrained.py").write_text("import torch\ntorch.nn.Linear(4, 1)(torch.ones(2, 4))\n")
+    assert mezzo("run", "--policy", "O0", "untrained.py")[0] == 0  # an alarm only where FP32 was not asked for
+    code, out, err = mezzo("run", "--dry", "--policy", BF16, SCRIPTS / "functional_only.py")
+    assert (code, out) == (4, "")
+    assert err.endswith("functional_only.py called no model to train before its step 1 was done\n")
 
 
 def test_a_crash_is_shown_as_python_shows_it_and_reported_all_the_same(mezzo):
@@ -51,74 +54,44 @@ for step in range(4):
 """
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-@pytest.mark.parametrize("end", ["", "raise ValueError(1)"])
-def test_the_report_begins_on_a_line_of_its_own(mezzo, tmp_path, stream, end):
+def test_the_report_begins_on_a_line_of_its_own(mezzo, tmp_path):
     path = tmp_path / "open.py"
-    path.write_text(LOOP.format(stream=stream, end=end))
-    write = sys.stdout.write
-    _, out, err = mezzo("run", "--policy", BF16, path)
-    assert sys.stdout.write == write
-    assert (out if stream == "stdout" else err).startswith("step 0\r")
-    first = err if stream == "stdout" else err.rpartition("\r")[2]
-    assert first.startswith("\nTraceback" if end else f"\nmezzo run {path} under")
-    assert f"\nmezzo run {path} under" in err
-
-
-def test_a_report_follows_whole_lines_at_once(mezzo, tmp_path):
-    path = tmp_path / "whole.py"
+    for stream, end in (("stdout", ""), ("stderr", "raise ValueError(1)")):
+        path.write_text(LOOP.format(stream=stream, end=end))
+        write = sys.stdout.write
+        _, out, err = mezzo("run", "--policy", BF16, path)
+        assert sys.stdout.write == write
+        assert (out if stream == "stdout" else err).startswith("step 0\r")
+        first = err if stream == "stdout" else err.rpartition("\r")[2]
+        assert first.startswith("\nTraceback" if end else f"\nmezzo run {path} under")
+        assert f"\nmezzo run {path} under" in err
     path.write_text(LOOP.format(stream="stderr", end="").replace("\\r", "\\n"))
-    assert f"step 3\nmezzo run {path} under" in mezzo("run", "--policy", BF16, path)[2]
+    assert f"step 3\nmezzo run {path} under" in mezzo("run", "--policy", BF16, path)[2]  # at once behind a whole line
 
 
 PARSER = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--epochs')\nparser.parse_args()\n"
 
 
-@pytest.mark.parametrize(
-    "verb, words, hint",
-    [
+def test_options_behind_a_script_that_does_not_know_them_are_pointed_at(mezzo, tmp_path):
+    path = tmp_path / "parses.py"
+    path.write_text(PARSER)
+    assert "stands behind" not in mezzo("run", path, "--other", "3")[2]
+    for verb, words, hint in (
         (["run"], ["--policy", "O2", "--epochs", "3"], "--policy O2"),
         (["run"], ["--policy=O2,dtype=bfloat16", "--dry"], "--policy=O2,dtype=bfloat16 --dry"),
         (["run", "--dry"], ["--max-grad-norm", "1"], "--max-grad-norm 1"),
         (["explain"], ["--policy", "O2"], "--policy O2"),
         (["inspect"], ["--every", "5"], "--every 5"),
         (["tune"], ["--policy", "O1,bf16"], "--policy O1,bf16"),
-    ],
-)
-def test_options_behind_a_script_that_does_not_know_them_are_pointed_at(mezzo, tmp_path, verb, words, hint):
-    path = tmp_path / "parses.py"
-    path.write_text(PARSER)
-    code, _, err = mezzo(*verb, path, *words)
-    assert code == 2
-    assert "error: unrecognized arguments" in err
-    assert (
-        f"mezzo: {hint.split()[0].partition('=')[0]} stands behind the script's name\n"
-        "  why    what follows the script is the script's own, and it does not seem to know it\n"
-        f"  write  {hint} before {path}, if it is meant for mezzo\n"
-    ) in err
-
-
-@pytest.mark.parametrize("words", [["--other", "3"], ["--epochs", "3"]])
-def test_other_words_that_a_script_does_not_know_are_its_own_matter(mezzo, tmp_path, words):
-    path = tmp_path / "parses.py"
-    path.write_text(PARSER)
-    assert "stands behind" not in mezzo("run", path, *words)[2]
-
-
-def test_skipping_most_steps_alarms(mezzo, tmp_path):
-    path = tmp_path / "infinite.py"
-    path.write_text(
-        "import torch\n"
-        "model = torch.nn.Linear(4, 1)\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        "for step in range(4):\n"
-        "    loss = model(torch.ones(2, 4)).sum() * (1.0 if step == 3 else float('inf'))\n"
-        "    optimizer.zero_grad(); loss.backward(); optimizer.step()\n"
-    )
-    code, _, err = mezzo("run", "--policy", BF16, path)
-    assert code == 4
-    assert err.splitlines()[0].endswith("; 3 of 4 steps were skipped")
-    assert "  steps        4, 3 skipped; docs/nan.md says how to find out why" in err
+    ):
+        code, _, err = mezzo(*verb, path, *words)
+        assert code == 2
+        assert "error: unrecognized arguments" in err
+        assert (
+            f"mezzo: {hint.split()[0].partition('=')[0]} stands behind the script's name\n"
+            "  why    what follows the script is the script's own, and it does not seem to know it\n"
+            f"  write  {hint} before {path}, if it is meant for mezzo\n"
+        ) in err
 
 
 def test_json_is_on_stdout_and_in_the_folder(mezzo, tmp_path):
@@ -138,30 +111,3 @@ def test_each_step_is_a_line_of_metrics(mezzo, tmp_path):
     lines = list(map(json.loads, (tmp_path / "found" / "metrics.jsonl").read_text().splitlines()))
     assert [each["step"] for each in lines] == [1, 2, 3, 4, 5]
     assert all(each["loss"] > 0 and each["grad_norm"] > 0 and each["ms"] > 0 for each in lines)
-
-
-@pytest.mark.parametrize("policy, code", [("O0", 0), (BF16, 4)])
-def test_fp32_is_an_alarm_only_where_it_was_not_asked_for(mezzo, tmp_path, policy, code):
-    path = tmp_path / "untrained.py"
-    path.write_text("import torch\ntorch.nn.Linear(4, 1)(torch.ones(2, 4))\n")
-    assert mezzo("run", "--policy", policy, path)[0] == code
-
-
-def test_a_dry_run_explains_the_first_step_and_stops_there(mezzo, tmp_path):
-    code, out, err = mezzo("run", "--dry", "--policy", BF16, SCRIPTS / "plain.py", tmp_path / "checkpoint.pt")
-    assert (code, err) == (0, "")
-    assert "run in BF16" in out
-    assert "accuracy" not in out
-    assert not (tmp_path / "checkpoint.pt").exists()
-
-
-def test_a_dry_run_without_a_model_alarms(mezzo):
-    code, out, err = mezzo("run", "--dry", "--policy", BF16, SCRIPTS / "functional_only.py")
-    assert (code, out) == (4, "")
-    assert err.endswith("functional_only.py called no model to train before its step 1 was done\n")
-
-
-def test_a_norm_that_is_none_is_refused_before_the_script_begins(mezzo):
-    code, out, err = mezzo("run", "--max-grad-norm", "-1", SCRIPTS / "plain.py")
-    assert (code, out) == (2, "")
-    assert "max_grad_norm is -1.0" in err

@@ -16,7 +16,6 @@ POLICIES = [
     *(f"O{level},dtype=bfloat16,emulate=false" for level in (1, 2, 3)),
     *(f"O{level},dtype=float16,emulate=true" for level in (1, 2, 3)),
 ]
-MODELS = ["two-layers", "conv", "gpt", "attention", "lstm"]
 
 
 def cast(module, phase, what, before, after, count, num_bytes, by="policy", op="linear"):
@@ -93,36 +92,6 @@ def test_whose_cast_it_is():
     }  # fmt: skip
 
 
-def test_a_cast_inside_a_user_s_autograd_function_is_the_model_s():
-    class Exp(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x.float().exp().to(x.dtype)
-
-        @staticmethod
-        def backward(ctx, gradient):
-            (x,) = ctx.saved_tensors
-            return (gradient.float() * x.float().exp()).to(x.dtype)
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return Exp.apply(self.layer(x))
-
-    explanation = explain(Model(), torch.randn(3, 4), BF16)
-    mine = {(e.phase, e.what, e.before, e.count) for e in explanation.casts if e.module == ""}
-    assert mine == {
-        ("forward", "activation", "bfloat16", 1), ("forward", "activation", "float32", 1),
-        ("backward", "gradient", "bfloat16", 1), ("backward", "activation", "bfloat16", 1),
-        ("backward", "gradient", "float32", 1),
-    }  # fmt: skip
-    assert explanation.num_casts(by="model") == 5
-
-
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputation_counts_as_backward(reentrant):
     class Checkpointed(nn.Module):
@@ -144,23 +113,6 @@ def test_recomputation_counts_as_backward(reentrant):
     assert ("inner.0", "gradient", "bfloat16") in again
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
-def test_all_casts_are_those_of_an_independent_trace(make, independent, name, policy):
-    explanation = explain(*make(name), policy)
-    model, inputs = make(name)
-    truth = independent(model, inputs, policy)
-    for phase, kernels in (("forward", truth.forward), ("backward", truth.backward)):
-        mine = Counter()
-        for each in explanation.casts:
-            if each.phase == phase:
-                mine[each.before, each.after] += each.count
-        assert mine == kernels.casts
-    assert sum(each.num_bytes for each in explanation.casts) == truth.forward.num_bytes + truth.backward.num_bytes
-
-
-# Dtypes ---------------------------------------------------------------------------------------------
-
 KERNELS = {
     "linear": {"addmm", "mm"},
     "conv2d": {"convolution"},
@@ -173,39 +125,35 @@ KERNELS = {
 }
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if "emulate=true" not in policy])
-@pytest.mark.parametrize("name", ["two-layers", "conv", "gpt"])
-def test_dtypes_are_those_of_the_kernels(make, independent, name, policy):
-    explanation = explain(*make(name), policy)
-    model, inputs = make(name)
-    truth = independent(model, inputs, policy).forward.calls
-    compared = 0
-    for op, kernels in KERNELS.items():
-        mine = Counter()
-        for row in explanation.rows:
-            if row.op == op:
-                mine[frozenset(row.computes_in)] += row.count
-        theirs = Counter()
-        for (kernel, dtypes), count in truth.items():
-            if kernel in kernels:
-                theirs[dtypes] += count
-        assert mine == theirs, op
-        compared += sum(mine.values())
-    assert compared >= 3
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", MODELS)
-def test_what_a_layer_returns_is_what_a_hook_sees(make, independent, name, policy):
-    explanation = explain(*make(name), policy)
-    model, inputs = make(name)
-    outputs = independent(model, inputs, policy).outputs
-    last = {row.module: row.returns[0] for row in explanation.rows}
-    if name == "attention":  # its one layer, whose weights torch reads from outside
-        assert outputs == {}
-        return
-    assert len(outputs) >= 2
-    assert {path: last[path] for path in outputs} == outputs
+@pytest.mark.parametrize("name", ["two-layers", "conv", "gpt", "attention", "lstm"])
+def test_casts_and_dtypes_are_those_of_an_independent_trace(make, independent, name):
+    for policy in POLICIES:
+        explanation = explain(*make(name), policy)
+        model, inputs = make(name)
+        truth = independent(model, inputs, policy)
+        for phase, kernels in (("forward", truth.forward), ("backward", truth.backward)):
+            mine = Counter()
+            for each in explanation.casts:
+                if each.phase == phase:
+                    mine[each.before, each.after] += each.count
+            assert mine == kernels.casts, (policy, phase)
+        num_bytes = sum(each.num_bytes for each in explanation.casts)
+        assert num_bytes == truth.forward.num_bytes + truth.backward.num_bytes, policy
+        # What a layer returns is what a hook sees; attention is one layer, whose weights torch reads from outside.
+        last = {row.module: row.returns[0] for row in explanation.rows}
+        assert {path: last[path] for path in truth.outputs} == truth.outputs, policy
+        assert len(truth.outputs) >= 2 or name == "attention"
+        if "emulate=true" in policy or name in ("attention", "lstm"):
+            continue
+        for op, kernels in KERNELS.items():
+            mine, theirs = Counter(), Counter()
+            for row in explanation.rows:
+                if row.op == op:
+                    mine[frozenset(row.computes_in)] += row.count
+            for (kernel, dtypes), count in truth.forward.calls.items():
+                if kernel in kernels:
+                    theirs[dtypes] += count
+            assert mine == theirs, (policy, op)
 
 
 def test_the_ops_inside_attention_are_seen_one_by_one(make):
@@ -224,21 +172,6 @@ def test_the_ops_inside_attention_are_seen_one_by_one(make):
     assert by_op["bmm"].computes_in == ("bfloat16",)
 
 
-def test_shared_modules_are_named_by_their_first_path():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = nn.Linear(4, 4)
-            self.two = self.one
-
-        def forward(self, x):
-            return self.two(self.one(x))
-
-    (row, other) = explain(Twice(), torch.randn(3, 4), BF16).rows
-    assert (row.module, row.given, row.count) == ("one", ("float32",), 1)
-    assert (other.module, other.given, other.count) == ("one", ("bfloat16", "float32"), 1)
-
-
 def test_integers_and_views_are_no_rows():
     class Model(nn.Module):
         def __init__(self):
@@ -250,24 +183,6 @@ def test_integers_and_views_are_no_rows():
             return self.layer(x).view(12)[picked]
 
     assert [row.op for row in explain(Model(), torch.randn(3, 4), BF16).rows] == ["linear", "getitem"]
-
-
-def test_a_gradient_penalty_is_backward(two_layers):
-    model, x = two_layers
-
-    def penalty(output):
-        (gradient,) = torch.autograd.grad(output.sum(), model_weights(output), create_graph=True)
-        return output.float().mean() + gradient.square().mean()
-
-    def model_weights(output):
-        node = output.grad_fn
-        while not hasattr(node, "variable"):
-            node = node.next_functions[0][0]
-        return node.variable
-
-    explanation = explain(model, x, "O0", loss=penalty)
-    assert "grad" not in {row.op for row in explanation.rows}
-    assert {row.op for row in explanation.rows if row.module == "(loss)"} >= {"sum", "mean", "square", "add"}
 
 
 # Lines ----------------------------------------------------------------------------------------------
@@ -289,8 +204,5 @@ def test_the_line_is_the_user_s():
     assert lines["linear"] == lines["relu"] == f"{__file__}:{first + 1}"
     assert lines["softmax"] == f"{__file__}:{first + 2}"
     assert lines["square"] == lines["mean"] == f"{__file__}:{first + 4}"
-
-
-def test_without_code_of_the_user_s_there_is_no_line():
     rows = explain(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4), BF16).rows
-    assert [row.line for row in rows] == [None]
+    assert [row.line for row in rows] == [None]  # without code of the user's

@@ -1,26 +1,21 @@
-"""The explanation as a value: JSON and back, sums, text at any width."""
+"""The explanation as a value: JSON, sums, text at any width, alike modules in one row."""
 
 import dataclasses
 import io
+import itertools
 import json
+import re
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
 from mezzo import PolicyError
-from mezzo.explanation import (
-    Cast,
-    Explanation,
-    Finding,
-    Misaligned,
-    Product,
-    Row,
-    explain,
-    table,
-    words,
-)
+from mezzo.explanation import Cast, Explanation, Finding, Misaligned, Product, Row, explain, table, words
+from mezzo.explanation.fold import folded
 
 EXPLANATION = Explanation(
     model="Net", policy="O1,dtype=bfloat16", devices=("cpu",), torch="2.13.0", emulated=False,
@@ -61,9 +56,6 @@ EMPTY = Explanation(
 )  # fmt: skip
 
 
-# JSON -----------------------------------------------------------------------------------------------
-
-
 def test_json_has_the_answer_and_every_field():
     found = json.loads(json.dumps(EXPLANATION.to_dict(), allow_nan=False))
     answer = found.pop("answer")
@@ -71,18 +63,11 @@ def test_json_has_the_answer_and_every_field():
     assert [*found] == [field.name for field in dataclasses.fields(Explanation)]
     assert found["misaligned"][0]["shape"] == [["M", 8], ["N", 50257], ["K", 16]]
     assert found["casts"][1] == dataclasses.asdict(EXPLANATION.casts[1])
-
-
-@pytest.mark.parametrize("policy", ["O0", "O1,dtype=bfloat16,emulate=true", "O2,dtype=float16,emulate=true"])
-@pytest.mark.parametrize("name", ["conv", "gpt", "attention", "lstm"])
-def test_a_real_one_goes_to_json(make, name, policy):
-    explanation = explain(*make(name), policy)
-    found = json.loads(json.dumps(explanation.to_dict(), allow_nan=False))
-    assert [row["op"] for row in found["rows"]] == [row.op for row in explanation.rows]
-    assert sum(cast["num_bytes"] for cast in found["casts"] if cast["by"] != "emulation") == explanation.cast_bytes()
-
-
-# Sums -----------------------------------------------------------------------------------------------
+    real = explain(nn.Linear(4, 4), torch.randn(3, 4), "O1,dtype=float16,emulate=true")
+    found = json.loads(json.dumps(real.to_dict(), allow_nan=False))
+    assert sum(cast["num_bytes"] for cast in found["casts"] if cast["by"] != "emulation") == real.cast_bytes()
+    assert "measured in one step on cpu, products emulated in FP32, torch" in str(real)
+    assert "float16, emulated" in real.text(full=True, width=None)
 
 
 def test_sums_leave_emulation_out_unless_asked():
@@ -92,9 +77,6 @@ def test_sums_leave_emulation_out_unless_asked():
     assert EXPLANATION.num_casts(phase="backward", what="parameter") == 0
     with pytest.raises(PolicyError, match="a cast has no direction\n  write  one of after, before, by, count"):
         EXPLANATION.num_casts(direction="forward")
-
-
-# Text -----------------------------------------------------------------------------------------------
 
 
 def test_the_answer_comes_first():
@@ -132,32 +114,6 @@ def test_every_row_is_one_plain_line_however_long():
     assert any(long in line and "op table" in line for line in wide.text(full=True, width=None).splitlines())
 
 
-@pytest.mark.parametrize("explanation", [EXPLANATION, EMPTY], ids=["rows", "none"])
-@pytest.mark.parametrize("full", [False, True])
-def test_one_empty_line_lies_between_two_parts(explanation, full):
-    text = explanation.text(full=full)
-    assert "\n\n" in text.rstrip() or not (full or explanation is EXPLANATION)
-    assert "\n\n\n" not in text
-
-
-def test_empty_tables_are_named_only_among_all_rows():
-    assert EMPTY.text(full=True).split("\n\n")[1:] == [
-        "ops, forward: none", "products, forward: none", "casts: none",
-        "products whose dimensions tensor cores do not like: none", "findings: none",
-    ]  # fmt: skip
-    assert "none" not in str(EMPTY)
-
-
-@pytest.mark.parametrize("width", [40, 80, 100, 120])
-@pytest.mark.parametrize("full", [False, True])
-def test_nothing_is_cut_at_any_width(full, width):
-    text = EXPLANATION.text(full=full, width=width)
-    assert max(map(len, text.splitlines())) <= width
-    assert "…" not in text
-    if width >= 80:  # where a word may be folded, but no column is so narrow that its letters stand in ten lines
-        assert {"50264", "(!)", "decided", "nothing"} <= set(text.split())
-
-
 def test_a_terminal_s_width_is_that_of_the_console():
     console = Console(width=60, record=True, file=io.StringIO())
     console.print(EXPLANATION)
@@ -172,50 +128,6 @@ def test_paths_below_the_working_directory_are_short(monkeypatch, tmp_path):
     full = dataclasses.replace(EXPLANATION, rows=tuple(rows)).text(full=True, width=None)
     assert f"{tmp_path}" not in full
     assert " pkg/model.py:7" in full
-
-
-@pytest.mark.parametrize(
-    "num_bytes, text",
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.98 KiB"),
-        (1024, "1.00 KiB"),
-        (10_230, "9.99 KiB"),
-        (10_239, "10.0 KiB"),
-        (102_348, "99.9 KiB"),
-        (102_390, "100 KiB"),
-        (1_023_000, "999 KiB"),
-        (1_024_000, "0.98 MiB"),
-        (5 * 2**40, "5.00 TiB"),
-        (5000 * 2**40, "5000 TiB"),
-    ],
-)
-def test_byte_text(num_bytes, text):
-    assert words.byte_text(num_bytes) == text
-
-
-@pytest.mark.parametrize(
-    "scale, text",
-    [
-        (2.0**24, "2^24"),
-        (2.0, "2^1"),
-        (0.5, "2^-1"),
-        (1.0, "1"),
-        (3.0, "3"),
-        (0.0, "0"),
-        ("inf", "inf"),
-        ("nan", "nan"),
-    ],
-)
-def test_scale_text(scale, text):
-    assert words.scale_text(scale) == text
-
-
-def test_emulation_is_said():
-    explanation = explain(nn.Linear(4, 4), torch.randn(3, 4), "O1,dtype=float16,emulate=true")
-    assert "measured in one step on cpu, products emulated in FP32, torch" in str(explanation)
-    assert "float16, emulated" in explanation.text(full=True, width=None)
 
 
 def test_names_of_modules_move_no_cursor():
@@ -234,3 +146,88 @@ def test_names_of_modules_move_no_cursor():
         console.print(*table.renderables(found, full=full))
         assert spelled in console.file.getvalue()
         assert "\x1b[31m\n" not in console.file.getvalue()
+
+
+def test_nothing_is_cut_at_any_width():
+    for explanation, full, width in itertools.product((EXPLANATION, EMPTY), (False, True), (40, 80, 100, 120)):
+        text = explanation.text(full=full, width=width)
+        assert max(map(len, text.splitlines())) <= width
+        assert "…" not in text
+        assert "\n\n\n" not in text
+        if width >= 80 and explanation is EXPLANATION:  # a word may be folded, but no column is a letter wide
+            assert {"50264", "(!)", "decided", "nothing"} <= set(text.split())
+    assert EMPTY.text(full=True).split("\n\n")[1:] == [
+        "ops, forward: none", "products, forward: none", "casts: none",
+        "products whose dimensions tensor cores do not like: none", "findings: none",
+    ]  # fmt: skip
+    assert "none" not in str(EMPTY)
+
+
+def test_numbers_in_words():
+    for num_bytes, text in (
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "0.98 KiB"),
+        (1024, "1.00 KiB"),
+        (10_239, "10.0 KiB"),
+        (102_348, "99.9 KiB"),
+        (1_023_000, "999 KiB"),
+        (1_024_000, "0.98 MiB"),
+        (5000 * 2**40, "5000 TiB"),
+    ):
+        assert words.byte_text(num_bytes) == text
+    for scale, text in ((2.0**24, "2^24"), (0.5, "2^-1"), (1.0, "1"), (3.0, "3"), (0.0, "0"), ("inf", "inf")):
+        assert words.scale_text(scale) == text
+
+
+# Alike modules in one row -------------------------------------------------------------------------------
+
+
+def texts(paths):
+    return [fold.text for fold in folded(paths, str, lambda path: None)]
+
+
+def spelled_out(pattern):
+    """``a.{0..2,5}.b`` → every path that it stands for."""
+    parts = []
+    for part in re.split(r"\.(?![.\d,]*\})", pattern):
+        found = re.fullmatch(r"\{(.*)\}", part)
+        indices = []
+        for run in found[1].split(",") if found else ():
+            first, _, last = run.partition("..")
+            indices += map(str, range(int(first), int(last or first) + 1))
+        parts.append(indices or [part])
+    return {".".join(each) for each in itertools.product(*parts)}
+
+
+def test_folds():
+    for paths, expected in (
+        ([f"blocks.{i}.norm1" for i in range(12)], ["blocks.{0..11}.norm1 ×12"]),
+        (["blocks.0.norm1", "blocks.0.norm2", "blocks.1.norm1"], ["blocks.{0,1}.norm1 ×2", "blocks.0.norm2"]),
+        ([f"a.{i}" for i in (0, 2, 3, 4, 9)], ["a.{0,2..4,9} ×5"]),
+        ([f"a.{i}.b.{j}" for i in range(3) for j in range(4)], ["a.{0..2}.b.{0..3} ×12"]),
+        (["a.0.b.0", "a.0.b.1", "a.1.b.0"], ["a.0.b.{0,1} ×2", "a.1.b.0"]),
+        ([str(i) for i in range(3)], ["{0..2} ×3"]),
+        (["layer1.0.conv", "layer2.0.conv"], ["layer1.0.conv", "layer2.0.conv"]),  # a digit in a name is no index
+        (["a.01", "a.1", "a.²", "a.٣"], ["a.01", "a.1", "a.²", "a.٣"]),
+        (["", "head"], ["", "head"]),
+        (["a.0", "a.0", "a.1", "a.1"], ["a.{0,1} ×2", "a.{0,1} ×2"]),  # two calls in each: two rows
+        ([], []),
+    ):
+        assert texts(paths) == expected
+    # Rows that differ in anything else stay apart.
+    rows = [("a.0", "x"), ("a.1", "y"), ("a.2", "x")]
+    assert [fold.text for fold in folded(rows, lambda row: row[0], lambda row: row[1])] == ["a.{0,2} ×2", "a.1"]
+
+
+PART = st.sampled_from(["a", "b", "0", "1", "2", "3", "7"])
+
+
+@given(st.lists(st.lists(PART, min_size=1, max_size=4).map(".".join), unique=True, max_size=30))
+def test_what_a_fold_says_is_what_went_in(paths):
+    folds = folded(paths, str, lambda path: None)
+    assert sorted(row for fold in folds for row in fold.rows) == sorted(paths)
+    for fold in folds:
+        assert spelled_out(fold.path) == set(fold.rows)
+        assert list(fold.rows) == sorted(fold.rows, key=paths.index)
+    assert [fold.rows[0] for fold in folds] == sorted((fold.rows[0] for fold in folds), key=paths.index)

@@ -5,7 +5,6 @@ import types
 
 import pytest
 import torch
-from sklearn.metrics import average_precision_score
 from torch import nn
 
 
@@ -160,17 +159,3 @@ def test_map_agrees_with_plain_loops(script):
         digits = [(i, int(classes[i, k]), boxes[i, k].tolist()) for i in range(6) for k in range(4) if classes[i, k]]
         wanted = plain_mean_average_precision(detections, digits)
         assert script.mean_average_precision(found, score, found_boxes, classes, boxes) == pytest.approx(wanted)
-
-
-@pytest.mark.parametrize(
-    "right, area",
-    [([1, 1, 1], 1.0), ([0, 1, 0], 1 / 6), ([1, 0, 1], (1 + 2 / 3) / 3), ([0, 0, 0], 0.0), ([0, 1, 1], 4 / 9)],
-)
-def test_map_of_one_digit_a_canvas_by_hand(script, right, area):
-    boxes = torch.tensor([[0.0, 0, 8, 8]]).expand(3, 1, 4)
-    found_boxes = boxes + 20.0 * (1 - torch.tensor(right)).view(3, 1, 1)  # a wrong one lies elsewhere
-    score, one = torch.tensor([[0.9], [0.8], [0.7]]), torch.ones(3, 1, dtype=torch.long)
-    found = script.mean_average_precision(one, score, found_boxes, one, boxes)
-    assert found == pytest.approx(area)
-    if right == sorted(right, reverse=True) and any(right):  # the step-wise area is the same one where it falls
-        assert found == pytest.approx(average_precision_score(right, score[:, 0]))

@@ -47,10 +47,6 @@ def test_every_tenth_topic_in_alphabetical_order_is_held_out(script):
     assert train.split("\n\n\n") == [f"text {n}" for n in range(25) if n % 10]
 
 
-def test_a_paragraph_counts_where_it_first_appears(script):
-    assert script.divide({"b": "two\n\nthree", "a": "one\n\ntwo"}) == ("three", "one\n\ntwo")
-
-
 def test_targets_are_the_inputs_one_byte_later(script, text):
     inputs, following = next(script.batches(text, 0))
     assert inputs.shape == following.shape == (16, 64)
@@ -107,8 +103,3 @@ def test_bits_per_byte_of_a_model_agree_with_float64(script, text):
     top = scores.max(1)
     bits = (np.log(np.exp(scores - top[:, None]).sum(1)) + top - chosen) / np.log(2)
     assert found == pytest.approx(bits.mean(), rel=1e-5)  # scores of FP32, in batches of another size
-
-
-def test_dimensions_are_multiples_of_eight(script):
-    for model in (script.ByteGPT(), script.ByteLSTM()):
-        assert all(size % 8 == 0 for param in model.parameters() for size in param.shape)

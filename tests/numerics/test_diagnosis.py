@@ -1,4 +1,4 @@
-"""What evidence comes to: each format by planted numbers, each fault found, and cured by what is written."""
+"""What evidence comes to: each format by planted numbers; runs that are sick, and cured by what is written."""
 
 import dataclasses
 import json
@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.errors import PolicyError
 from mezzo.numerics import Evidence, RecordedStep, RecordedTensor, Recorder, diagnose, exponent_histogram
 from mezzo.numerics.evidence import EvidenceHeader, RecordedModule
 from mezzo.policy import Policy
@@ -48,6 +47,10 @@ def test_gradients_that_fit_need_no_loss_scale():
     answer = fp16(activation_gradients=ONES * 0.01, weight_gradients=ONES * 0.01)
     assert answer.line == ("FP16 is safe: without a loss scale it loses 0 % of the gradients, and 0 % lose digits.")
     assert answer.policy == Policy.O1("float16")
+    # Nor do those of a step that was skipped change it.
+    spoilt = made(step=1, skipped=True, weight_gradients=torch.full((9,), float("inf"))).steps
+    fine = made(step=2, weights=ONES, activations=ONES, weight_gradients=ONES * 0.01)
+    assert diagnose(dataclasses.replace(fine, steps=(*spoilt, *fine.steps))).formats[0] == answer
 
 
 def test_small_gradients_need_the_highest_scale_that_fits():
@@ -102,28 +105,34 @@ def test_what_lies_below_all_that_training_needs_makes_no_format_unsafe():
     assert "without one it loses 100 % of the gradients, which lie below 2^-24, and 0 % lose digits; at" in line
 
 
-@pytest.mark.parametrize("power", [-28, -27, -26, -25, -24, -15, -14])
-def test_the_bands_are_those_of_powers_of_two(power):
-    values = torch.cat([torch.full((50,), 2.0**power * 1.5), torch.full((50,), 1.0)])
-    line = fp16(weight_gradients=values).line
-    lost, digits = (50 if low <= power < high else 0 for low, high in ((-27, -24), (-24, -14)))
-    assert f"it loses {lost} % of the gradients" in line
-    assert f"{digits} % lose digits" in line
-    assert ("50 % lie below 2^-27" in line) == (power < -27)
+def test_the_bands_are_those_of_powers_of_two():
+    for power in (-28, -27, -26, -25, -24, -15, -14):
+        values = torch.cat([torch.full((50,), 2.0**power * 1.5), torch.full((50,), 1.0)])
+        line = fp16(weight_gradients=values).line
+        lost, digits = (50 if low <= power < high else 0 for low, high in ((-27, -24), (-24, -14)))
+        assert f"it loses {lost} % of the gradients" in line, power
+        assert f"{digits} % lose digits" in line, power
+        assert ("50 % lie below 2^-27" in line) == (power < -27), power
 
 
-@pytest.mark.parametrize("kind", ["weights", "activations"])
-def test_what_overflows_without_a_loss_scale_is_named_and_bf16_is_what_to_write(kind):
-    diagnosis = diagnose(made(**{"weights": ONES, "activations": ONES, kind: ONES * 1e5}))
-    name = "the.weights.weight" if kind == "weights" else "the.activations"
-    answer = diagnosis.formats[0]
-    assert answer.line == (
-        f"FP16 is not safe: {name} reaches 1e+05, beyond 65504, whatever the loss scale; "
-        "mezzo tune finds what has to stay in FP32."
-    )
-    assert answer.policy is None
-    assert diagnosis.policy == Policy.O1("bfloat16")
-    assert diagnosis.formats[1].line == "BF16 is safe: it has FP32's range, and needs no loss scale."
+def test_what_overflows_without_a_loss_scale_is_named_and_bf16_is_what_to_write():
+    for kind, name in (("weights", "the.weights.weight"), ("activations", "the.activations")):
+        evidence = made(**{"weights": ONES, "activations": ONES, kind: ONES * 1e5})
+        (step,) = evidence.steps
+        outer = dataclasses.replace(step.tensors[kind == "activations"], module="the")  # hands it on
+        step = dataclasses.replace(step, tensors=(outer, *step.tensors) if kind == "activations" else step.tensors)
+        diagnosis = diagnose(dataclasses.replace(evidence, steps=(step,)))
+        answer = diagnosis.formats[0]
+        assert answer.line == (
+            f"FP16 is not safe: {name} reaches 1e+05, beyond 65504, whatever the loss scale; "
+            "mezzo tune finds what has to stay in FP32."
+        )
+        assert answer.policy is None
+        assert diagnosis.policy == Policy.O1("bfloat16")
+        assert diagnosis.formats[1].line == "BF16 is safe: it has FP32's range, and needs no loss scale."
+    answer = diagnose(made(weights=ONES, activations=ONES)).formats[0]
+    assert (answer.is_safe, answer.policy) == (False, None)
+    assert answer.line == "FP16 holds all weights and activations; of gradients nothing is known."
 
 
 def test_eight_bits_are_judged_tensor_by_tensor():
@@ -140,9 +149,6 @@ def test_eight_bits_are_judged_tensor_by_tensor():
 def test_nothing_recorded_is_said():
     empty = made()
     assert diagnose(dataclasses.replace(empty, steps=())).lines == ("No step was recorded.",)
-    for wrong in (Recorder(nn.Linear(2, 2)), "evidence.jsonl", None):
-        with pytest.raises(PolicyError, match=r"is no evidence\n  write  diagnose\(recorder\.evidence\)"):
-            diagnose(wrong)
     assert diagnose(empty).lines == ("The recorded steps had no tensor of 32 bits or less.",)
 
 
@@ -156,6 +162,9 @@ def test_a_diagnosis_prints_in_words():
     assert last.startswith(f'policy="{flushed.policy}"   # The loss scale moves')
     safe = diagnose(made(weights=ONES, activations=ONES, weight_gradients=ONES))  # in FP32: the line says why already
     assert str(safe).splitlines() == [*(each.line for each in safe.formats), *safe.lines, f'policy="{safe.policy}"']
+    plain = json.loads(json.dumps(safe.to_dict()))
+    assert plain["policy"] == "O1,dtype=float16,loss_scale=dynamic(init=32768)"
+    assert [each["format"] for each in plain["formats"]] == ["float16", "bfloat16", "float8_e4m3fn+float8_e5m2"]
     assert str(diagnose(dataclasses.replace(made(), steps=()))) == "No step was recorded."
     torchs = diagnose(made(dtype="float16", weight_gradients=torch.zeros(100)))
     assert torchs.alerts[0].write == "torch.amp.GradScaler(init_scale=2.0**24)"
@@ -173,17 +182,14 @@ def test_masks_are_no_fault_and_nans_are():
     assert "whatever the format" in found.alerts[0].why
 
 
-def test_activations_near_the_end_of_fp16_are_a_warning():
+def test_activations_near_the_end_of_fp16_are_a_warning_and_a_healthy_run_keeps_its_policy():
     found = diagnose(made(policy="O1,dtype=float16", dtype="float16", weights=ONES, activations=ONES * 40000))
     assert [(alert.level, alert.what) for alert in found.alerts] == [
         ("warn", "Activations reach 61 % of FP16's range.")
     ]
     assert diagnose(made(dtype="float16", activations=ONES * 4000)).alerts == ()
-
-
-def test_a_run_without_faults_keeps_its_policy():
-    found = diagnose(made(policy="O1,dtype=bfloat16", dtype="bfloat16", weights=ONES, activations=ONES))
-    assert (found.alerts, found.policy) == ((), None)
+    healthy = diagnose(made(policy="O1,dtype=bfloat16", dtype="bfloat16", weights=ONES, activations=ONES))
+    assert (healthy.alerts, healthy.policy) == ((), None)
 
 
 def trained(policy, lr=1e-3, size=1.0, steps=3, optimizer=torch.optim.AdamW):
@@ -213,32 +219,6 @@ def test_weights_that_do_not_move_are_found_and_masters_move_them():
     assert any(line.startswith("Weights stored in BF16 without FP32 masters swallow ") for line in cured.lines)
 
 
-class OfAProgram(torch.optim.Optimizer):
-    """Divides by what FP16 rounds to zero; torch's own, which names its eps, is refused."""
-
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.addcdiv_(param.grad, param.grad.square().sqrt() + 1e-8, value=-group["lr"])
-
-
-def test_weights_that_an_optimizer_in_fp16_breaks_are_found_and_masters_save_them():
-    found = trained("O3,dtype=float16", size=0.0, steps=4, lr=1e-2, optimizer=OfAProgram)
-    assert "weights are infinite or NaN" in found.alerts[0].what
-    assert found.policy == Policy.O2("float16")
-    assert trained(found.policy, size=0.0, steps=4, lr=1e-2, optimizer=OfAProgram).alerts == ()
-
-
-def test_what_would_be_known_of_gradients_is_not_guessed():
-    answer = diagnose(made(weights=ONES, activations=ONES)).formats[0]
-    assert (answer.is_safe, answer.policy) == (False, None)
-    assert answer.line == "FP16 holds all weights and activations; of gradients nothing is known."
-
-
 def learning(policy, size, lr=1e-2):
     """What a loss as small as ``size`` teaches, as the share of it that is left, and the diagnosis."""
     torch.manual_seed(0)
@@ -257,8 +237,10 @@ def learning(policy, size, lr=1e-2):
     return losses[-1] / losses[0], diagnose(recorder.evidence)
 
 
-@pytest.mark.parametrize("policy", ["O1,dtype=float16,loss_scale=1", "O2,dtype=float16,loss_scale=1", "O0"])
-@pytest.mark.parametrize("size", [2.0**-16, 2.0**-28])
+@pytest.mark.parametrize(
+    "policy, size",
+    [("O1,dtype=float16,loss_scale=1", 2.0**-28), ("O2,dtype=float16,loss_scale=1", 2.0**-16), ("O0", 2.0**-28)],
+)
 def test_gradients_that_fp16_flushes_are_found_and_the_suggested_scale_teaches(policy, size):
     left, found = learning(policy, size)
     if policy != "O0":
@@ -281,19 +263,113 @@ def test_activations_that_fp16_cannot_hold_are_what_bf16_is_for():
     assert diagnose(made(policy="O1", dtype="bfloat16", skipped=True, activations=spoilt)).policy is None
 
 
-def test_it_goes_to_json():
-    found = diagnose(made(weights=ONES, activations=ONES, weight_gradients=ONES)).to_dict()
-    assert json.loads(json.dumps(found)) == json.loads(json.dumps(found, default=str))
-    assert found["policy"] == "O1,dtype=float16,loss_scale=dynamic(init=32768)"
-    assert [each["format"] for each in found["formats"]] == ["float16", "bfloat16", "float8_e4m3fn+float8_e5m2"]
+# Runs that are sick ------------------------------------------------------------------------------------------
 
 
-def test_modules_around_the_one_that_overflows_are_not_blamed():
-    evidence = made(weights=ONES, activations=ONES * 1e5)
-    (step,) = evidence.steps
-    inner = step.tensors[1]
-    outer = dataclasses.replace(inner, module="the")
-    step = dataclasses.replace(step, tensors=(step.tensors[0], outer, inner))
-    line = diagnose(dataclasses.replace(evidence, steps=(step,))).formats[0].line
-    assert "the.activations reaches 1e+05" in line
-    assert "as well" not in line
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(16, 16), nn.ReLU()), nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 1))
+    )
+
+
+def steep(policy, factor, steps=8, sick=()):
+    """A run whose gradient at the output is ``factor``; at some steps a thousand times that."""
+    model = network()
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-9), policy)
+    with Recorder(model, every=1, keep=None) as recorder:
+        for step in range(1, steps + 1):
+            with amp.autocast():
+                loss = model(torch.ones(1, 16)).float().sum() * factor * (1000 if step in sick else 1)
+            amp.backward(loss)
+            amp.step()
+            amp.zero_grad()
+    amp.close()
+    return recorder.evidence
+
+
+@pytest.mark.parametrize(
+    "policy, factor, scale", [("O1,dtype=float16,loss_scale=65536", 4.0, "65,536"), ("O2,dtype=float16", 1e6, "512")]
+)
+def test_where_all_steps_are_skipped_it_is_said_and_nothing_of_formats(policy, factor, scale):
+    found = diagnose(steep(f"{policy},emulate=true", factor))
+    (alert,) = found.alerts
+    assert (alert.level, alert.what) == ("bad", "All recorded steps were skipped.")
+    assert alert.where == "gradient of the output of 1.1 (float16)"
+    assert f"the last ones at loss scale {scale}:" in alert.why
+    assert (found.formats, found.policy) == ((), None)
+    # What a scale skips until it fits is no fault.
+    assert diagnose(steep("O1,dtype=float16,emulate=true", 4.0, sick=(3,))).alerts == ()
+
+
+def plain(dtype, factor, steps=3):
+    """A loop that steps whatever the gradients are."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    with Recorder(model, optimizer, every=1) as recorder:
+        for _ in range(steps):
+            with torch.autocast("cpu", dtype=dtype):
+                loss = model(torch.ones(1, 16)).float().sum() * factor
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step()
+    return recorder.evidence
+
+
+def test_gradients_that_reach_the_weights_are_found_where_they_begin():
+    found = diagnose(plain(torch.float16, 1e6))
+    (alert,) = found.alerts
+    assert alert.level == "bad"
+    assert alert.what.endswith("gradients are infinite or NaN at step 1.")
+    assert alert.where.startswith("gradient of the output of 1.1 (float16), and ")
+    assert "the step was taken all the same" in alert.why
+    assert alert.write.startswith('MixedPrecision(model, optimizer, "O1,dtype=float16")')
+    assert steep("O1,dtype=float16", 1e6).steps[-1].skipped
+    assert diagnose(plain(torch.bfloat16, 1e6)).alerts == ()
+
+
+def test_a_gradient_that_is_made_within_the_model_is_named_there():
+    class Rooted(nn.Module):
+        def forward(self, x):
+            return (x - x.detach()).abs().sqrt()  # 0, whose root has no derivative
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(Rooted(), nn.Linear(4, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with Recorder(model, optimizer, every=1) as recorder:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        recorder.step()
+    (alert,) = diagnose(recorder.evidence).alerts
+    assert alert.where.startswith("gradient of the output of 1 (float32), and ")
+    assert "whatever the format" in alert.why
+    assert 'on_overflow="explain"' in alert.write
+
+
+def test_a_mask_in_an_early_step_does_not_hide_what_spoils_a_later_one():
+    mask, spoilt = torch.cat([ONES, torch.full((4,), -float("inf"))]), torch.full((1,), float("nan"))
+
+    def run(policy, **last):
+        steps = [made(policy=policy, dtype=policy and "float16", step=1, weights=ONES, activations=mask)]
+        steps.append(made(dtype=policy and "float16", step=3, **last))
+        returned = dataclasses.replace(steps[0].steps[0].tensors[0], kind="activations", module="", name="output")
+        steps = tuple(
+            dataclasses.replace(each.steps[0], skipped=bool(policy), tensors=(*each.steps[0].tensors, returned))
+            for each in steps
+        )
+        return diagnose(dataclasses.replace(made(policy=policy, dtype=policy and "float16"), steps=steps))
+
+    assert [alert.level for alert in run(None, weights=ONES, activations=mask).alerts] == ["warn"]
+    found = run(None, weights=spoilt, activations=mask).alerts[0]
+    assert (found.level, found.what) == ("bad", "1 weights are infinite or NaN at step 3.")
+    # Where steps are skipped for the sake of the scale, infinities of the mask are not why.
+    found = run("O1,dtype=float16,loss_scale=2**22", weights=ONES, weight_gradients=torch.full((1,), float("inf")))
+    assert [(alert.level, alert.what) for alert in found.alerts] == [
+        ("bad", "All recorded steps were skipped."),
+        ("warn", "4 activations are infinite or NaN at step 1."),
+    ]
+    # What an optimizer computes in FP16 may break weights, and FP32 values save them.
+    found = diagnose(made(policy="O3,dtype=float16", dtype="float16", weights=spoilt))
+    assert "weights are infinite or NaN" in found.alerts[0].what
+    assert found.policy == Policy.O2("float16")

@@ -1,12 +1,9 @@
 """Evidence as a value and as a file: sums, what is not there, round trips, cut lines, newer and broken files."""
 
-import json
 import math
 
-import pytest
 import torch
 
-from mezzo.errors import PolicyError, StateError
 from mezzo.numerics import Evidence, RecordedStep, RecordedTensor, SwallowedUpdates, exponent_histogram, read_evidence
 from mezzo.numerics.evidence import KINDS, EvidenceHeader, RecordedModule, kind_of
 from mezzo.numerics.evidence_file import FILE, write
@@ -95,13 +92,6 @@ def test_kinds_are_known_in_every_spelling():
     for kind in KINDS:
         for name in (kind, kind.removesuffix("s"), kind.replace("_", "-"), f" {kind.replace('_', ' ').title()} "):
             assert kind_of(name) == kind, name
-    with pytest.raises(PolicyError, match="did you mean 'activation_gradients'"):
-        kind_of("activation grad")
-    with pytest.raises(PolicyError, match="did you mean 'weights'") as error:
-        kind_of("wheights")
-    assert str(error.value).endswith('write  "weights"')
-    with pytest.raises(PolicyError, match="unknown kind of tensors 3"):
-        kind_of(3)
 
 
 def test_histograms_are_summed_over_modules_steps_and_kinds():
@@ -123,27 +113,7 @@ def test_swallowed_updates_are_summed_and_shares_of_none_are_nan():
     assert (lost.share("half"), lost.share(torch.bfloat16)) == (4 / 7, 2 / 7)
     total = lost + SwallowedUpdates(updated=3, swallowed={"float16": 1}, beyond=2)
     assert (total.updated, total.swallowed, total.beyond) == (10, {"float16": 5}, 3)
-    none = SwallowedUpdates(updated=0, swallowed={"float16": 0}, beyond=0)
-    assert math.isnan(none.share("float16"))
-    with pytest.raises(PolicyError, match=r'(?s)not recorded.*recorded: float16.*formats=\("float8_e5m2"'):
-        none.share("e5m2")
-
-
-def test_what_is_not_there_says_why():
-    evidence = example()
-    for call, error, words in (
-        (lambda: evidence.histogram("weights", "blocks.7"), PolicyError, r"did you mean 'blocks\.\d'"),
-        (lambda: evidence.histogram("weight_gradients"), StateError, "recorded: weights, activations, updates"),
-        (lambda: evidence.histogram(3), PolicyError, "unknown kind of tensors 3"),
-        (lambda: evidence.histogram("activations", "unused"), StateError, "no recorded step called it"),
-        (lambda: evidence.histogram("updates", step=11), StateError, "step 11 was skipped"),
-        (lambda: evidence.histogram("updates", "embed", step=2), StateError, "recorded: 1, 11"),
-        (lambda: evidence.histogram("updates", name="bias"), StateError, "there are weight"),
-        (lambda: evidence.histogram("updates", step="last"), PolicyError, 'step="newest"'),
-        (lambda: example(steps=()).histogram("updates"), StateError, "no step was recorded yet, of 17 taken"),
-    ):
-        with pytest.raises(error, match=words):
-            call()
+    assert math.isnan(SwallowedUpdates(updated=0, swallowed={"float16": 0}, beyond=0).share("float16"))
 
 
 def test_a_file_gives_back_what_was_written_and_of_a_killed_run_all_whole_lines(tmp_path):
@@ -156,45 +126,3 @@ def test_a_file_gives_back_what_was_written_and_of_a_killed_run_all_whole_lines(
         (tmp_path / FILE).write_text("".join(text.splitlines(keepends=True)[:2]) + end.rstrip("\n"))
         found = read_evidence(tmp_path)
         assert [step.step for step in found.steps] == [1], end
-
-
-def changed(line, *path, to):
-    """The lines of a file with one value replaced; ``None`` takes it out."""
-    lines = [json.loads(each) for each in LINES]
-    place = lines[line]
-    for key in path[:-1]:
-        place = place[key]
-    if to is None:
-        del place[path[-1]]
-    else:
-        place[path[-1]] = to
-    return "".join(json.dumps(each) + "\n" for each in lines)
-
-
-LINES = []
-
-
-@pytest.mark.parametrize(
-    "make, line, words",
-    [
-        (lambda: changed(0, "schema", to=1), 1, "it has schema 1, and this version of mezzo reads schema 2"),
-        (lambda: changed(0, "modules", 0, "path", to=None), 1, "missing 1 required keyword-only argument: 'path'"),
-        (lambda: changed(1, "tensors", 0, "counts", "900", to=1), 2, "out of range"),
-        (lambda: changed(2, "seed", to=3), 3, "unexpected keyword argument 'seed'"),
-        (lambda: "not JSON\n", 1, "Expecting value"),
-        (lambda: "[]\n", 1, "pop"),
-        (lambda: "", 1, "Expecting value"),
-        (lambda: changed(0, "every", to=10).replace("\n", "\n{\n", 1), 2, "Expecting property name"),
-    ],
-)
-def test_what_is_damaged_or_of_another_version_is_refused_with_its_line(tmp_path, make, line, words):
-    write(example(), tmp_path / FILE)
-    LINES[:] = (tmp_path / FILE).read_text().splitlines()
-    (tmp_path / FILE).write_text(make())
-    with pytest.raises(StateError, match=rf"(?s)where  .*evidence\.jsonl, line {line}\n.*{words}"):
-        read_evidence(tmp_path)
-
-
-def test_where_there_is_no_file_it_is_said_how_to_make_one(tmp_path):
-    with pytest.raises(StateError, match=r"(?s)there is no evidence here.*recorder\.save\(path\)"):
-        read_evidence(tmp_path)

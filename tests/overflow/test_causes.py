@@ -1,5 +1,7 @@
 """Every kind of fault is told apart, and what the report says to write really cures it."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -44,47 +46,38 @@ AT_ZERO = {
     "sqrt": (torch.sqrt, "backward", "the derivative of a root is infinite at 0"),
     "pow": (lambda x: x.pow(-1.5), "forward", "a negative power of 0, its own or its derivative's"),
 }
+SAME = "; float64 gives the same of what it read: no precision of this op cures it"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("op", AT_ZERO)
-def test_at_zero(op, dtype):
-    function, phase, what = AT_ZERO[op]
-    overflow = search(lambda x: function(x.to(dtype)), [1.0, 0.0, 4.0])
-    assert (overflow.kind, overflow.op, overflow.phase, overflow.module) == ("zero", op, phase, "")
-    assert overflow.tensor.num_inf == 1
-    assert sum(each.num_zeros for each in overflow.inputs) == 1
-    assert overflow.cause.startswith(
-        f"{what}; float64 gives the same of what it read: no precision of this op cures it"
-    )
-    assert ("a number below" in overflow.cause) == (dtype != torch.float32)
-    cure = rewritten(overflow, exponent=-1.5)
-    # Near 0 float16 holds neither such a power nor the derivative of 1/x, whatever is added.
-    if dtype != torch.float16 or op not in ("pow", "reciprocal"):
-        assert search(lambda x: cure(x.to(dtype)).float(), [1.0, 0.0, 4.0]) is None
+def test_at_zero():
+    for (op, (function, phase, what)), dtype in itertools.product(
+        AT_ZERO.items(), (torch.float32, torch.bfloat16, torch.float16)
+    ):
+        overflow = search(lambda x: function(x.to(dtype)), [1.0, 0.0, 4.0])  # noqa: B023 - called at once
+        assert (overflow.kind, overflow.op, overflow.phase, overflow.module) == ("zero", op, phase, ""), (op, dtype)
+        assert overflow.tensor.num_inf == 1
+        assert sum(each.num_zeros for each in overflow.inputs) == 1
+        assert overflow.cause.startswith(f"{what}{SAME}"), (op, dtype)
+        assert ("a number below" in overflow.cause) == (dtype != torch.float32), (op, dtype)
+        cure = rewritten(overflow, exponent=-1.5)
+        # Near 0 float16 holds neither such a power nor the derivative of 1/x, whatever is added.
+        if dtype != torch.float16 or op not in ("pow", "reciprocal"):
+            assert search(lambda x: cure(x.to(dtype)).float(), [1.0, 0.0, 4.0]) is None, (op, dtype)  # noqa: B023
 
 
-def test_the_derivative_of_a_root_written_as_a_power():
+def test_at_zero_in_other_words():
     overflow = search(lambda x: x.pow(0.5), [1.0, 0.0])
     assert (overflow.kind, overflow.op, overflow.phase) == ("zero", "pow", "backward")
     assert search(rewritten(overflow, exponent=0.5), [1.0, 0.0]) is None
-
-
-@pytest.mark.parametrize("above", [1.0, 0.0])
-def test_a_division_by_zero(above):
     y = torch.tensor([1.0, 0.0, 4.0])
-    overflow = search(lambda x: above * x / y, [1.0, 1.0, 1.0])
-    assert (overflow.kind, overflow.op) == ("zero", "div")
-    assert (overflow.tensor.num_inf, overflow.tensor.num_nan) == ((1, 0) if above else (0, 1))
-    assert overflow.cure == "x / (y + torch.finfo(y.dtype).eps)"
-    assert search(lambda x: rewritten(overflow, y=y)(above * x), [1.0, 1.0, 1.0]) is None
-
-
-def test_an_epsilon_that_float16_flushes():
-    def op(x):
-        return 1 / (x.half() + 1e-8)
-
-    overflow = search(op, [1.0, 0.0])
+    for above in (1.0, 0.0):
+        overflow = search(lambda x, above=above: above * x / y, [1.0, 1.0, 1.0])
+        assert (overflow.kind, overflow.op) == ("zero", "div")
+        assert (overflow.tensor.num_inf, overflow.tensor.num_nan) == ((1, 0) if above else (0, 1))
+        assert overflow.cure == "x / (y + torch.finfo(y.dtype).eps)"
+        cure = rewritten(overflow, y=y)
+        assert search(lambda x: cure(above * x), [1.0, 1.0, 1.0]) is None  # noqa: B023 - called at once
+    overflow = search(lambda x: 1 / (x.half() + 1e-8), [1.0, 0.0])  # an epsilon that float16 flushes
     assert (overflow.kind, overflow.op) == ("zero", "reciprocal")
     assert (
         "self is float16, where a number below 3e-08 is 0, be it an epsilon or not; in float32 it may be none"
@@ -94,102 +87,81 @@ def test_an_epsilon_that_float16_flushes():
 
 
 OUTSIDE = {
-    "sqrt": (torch.sqrt, -1.0, "the root of a negative number"),
-    "rsqrt": (torch.rsqrt, -1.0, "the root of a negative number"),
-    "log": (torch.log, -1.0, "the logarithm of a negative number"),
-    "log2": (torch.log2, -1.0, "the logarithm of a negative number"),
-    "log10": (torch.log10, -1.0, "the logarithm of a negative number"),
-    "pow": (lambda x: x.pow(0.5), -1.0, "a fractional power of a negative number"),
-    "acos": (torch.acos, 2.0, "acos of a number beyond 1"),
-    "asin": (torch.asin, 2.0, "asin of a number beyond 1"),
-    "atanh": (torch.atanh, 2.0, "atanh of a number beyond 1"),
+    "sqrt": (-1.0, "the root of a negative number"),
+    "rsqrt": (-1.0, "the root of a negative number"),
+    "log": (-1.0, "the logarithm of a negative number"),
+    "log2": (-1.0, "the logarithm of a negative number"),
+    "log10": (-1.0, "the logarithm of a negative number"),
+    "pow": (-1.0, "a fractional power of a negative number"),
+    "acos": (2.0, "acos of a number beyond 1"),
+    "asin": (2.0, "asin of a number beyond 1"),
+    "atanh": (2.0, "atanh of a number beyond 1"),
 }
 
 
-@pytest.mark.parametrize("op", OUTSIDE)
-def test_where_an_op_has_no_result(op):
-    function, number, what = OUTSIDE[op]
-    overflow = search(function, [0.5, number])
-    assert (overflow.kind, overflow.op, overflow.phase, overflow.tensor.num_nan) == ("domain", op, "forward", 1)
-    assert overflow.cause == f"{what}; float64 gives the same of what it read: no precision of this op cures it"
-    assert search(rewritten(overflow, exponent=0.5), [0.5, number]) is None
-
-
-@pytest.mark.parametrize("op", ["sqrt", "acos", "asin", "atanh"])
-def test_zeros_that_do_no_harm(op):
-    overflow = search(getattr(torch, op), [0.0, -2.0])
-    assert (overflow.kind, overflow.inputs[0].num_zeros) == ("domain", 1)
-
-
-def test_the_deviation_of_a_single_number():
+def test_where_an_op_has_no_result():
+    for op, (number, what) in OUTSIDE.items():
+        function = getattr(torch, op) if op != "pow" else lambda x: x.pow(0.5)
+        overflow = search(function, [0.5, number])
+        assert (overflow.kind, overflow.op, overflow.phase, overflow.tensor.num_nan) == ("domain", op, "forward", 1)
+        assert overflow.cause == f"{what}{SAME}"
+        assert search(rewritten(overflow, exponent=0.5), [0.5, number]) is None, op
+        if op in ("sqrt", "acos", "asin", "atanh"):  # a zero that does no harm
+            overflow = search(function, [0.0, -2.0])
+            assert (overflow.kind, overflow.inputs[0].num_zeros) == ("domain", 1), op
     with pytest.warns(UserWarning, match="degrees of freedom"):
         overflow = search(torch.std, [1.0])
     assert (overflow.kind, overflow.op) == ("domain", "std")
     assert bool(rewritten(overflow)(torch.ones(1)).isfinite())
 
 
-@pytest.mark.parametrize("op", ["exp", "expm1", "exp2", "sinh", "cosh"])
-def test_what_no_format_holds(op):
-    overflow = search(getattr(torch, op), [1.0, 200.0])
-    assert (overflow.kind, overflow.op) == ("unbounded", op)
-    assert overflow.needed == pytest.approx(float(getattr(torch, op)(torch.tensor(200.0, dtype=torch.float64))))
-    assert "beyond the largest float32, 3.40282e+38" in overflow.cause
-    assert search(rewritten(overflow), [1.0, 200.0]) is None
-
-
-def test_beyond_float64_too():
+def test_what_no_format_holds():
+    for op in ("exp", "expm1", "exp2", "sinh", "cosh"):
+        overflow = search(getattr(torch, op), [1.0, 200.0])
+        assert (overflow.kind, overflow.op) == ("unbounded", op)
+        assert overflow.needed == pytest.approx(float(getattr(torch, op)(torch.tensor(200.0, dtype=torch.float64))))
+        said = f"its largest number would be {overflow.needed:.6g}, beyond the largest float32, 3.40282e+38"
+        assert overflow.cause.startswith(said)
+        assert search(rewritten(overflow), [1.0, 200.0]) is None, op
     overflow = search(torch.exp, [1000.0])
     assert (overflow.kind, overflow.needed, overflow.share) == ("unbounded", None, None)
     assert overflow.cause == "the result is infinite in float64 as well"
-
-
-def test_activations_that_grow():
     overflow = search(lambda x: x * x, [1e30])
     assert (overflow.kind, overflow.op, overflow.needed) == ("unbounded", "mul", pytest.approx(1e60))
     assert overflow.cure == "a lower learning rate, or MixedPrecision(…, max_grad_norm=1.0) from the start"
 
 
-def test_a_row_that_is_wholly_masked():
+class Masked(nn.Module):
+    """A softmax of scores that two masks are added to: one that is given, and a buffer."""
+
+    def __init__(self, mask):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x, mask):
+        return (self.layer(x) + mask + self.mask).softmax(-1)
+
+
+def test_masks_and_what_the_code_writes():
     mask = torch.tensor([[False, True], [True, True]])
-
-    def op(scores):
-        return scores.masked_fill(mask, float("-inf")).softmax(-1).square()
-
-    overflow = search(op, [[1.0, 2.0], [3.0, 4.0]])
+    numbers = [[1.0, 2.0], [3.0, 4.0]]
+    overflow = search(lambda scores: scores.masked_fill(mask, float("-inf")).softmax(-1).square(), numbers)
     assert (overflow.kind, overflow.op, overflow.tensor.num_nan) == ("masked", "softmax", 2)
     assert overflow.cause == "softmax over a row that holds -inf alone: where all is masked there is no result"
-    cured = lambda scores: eval(overflow.cure, {"torch": torch, "scores": scores, "mask": mask}).softmax(-1).square()  # noqa: E731
-    assert search(cured, [[1.0, 2.0], [3.0, 4.0]]) is None
-
-
-@pytest.mark.parametrize("given", ["input", "buffer"])
-def test_a_mask_that_leaves_nothing(given):
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            self.register_buffer("mask", mask if given == "buffer" else torch.zeros(2, 2))
-
-        def forward(self, x, mask):
-            return (self.layer(x) + mask + self.mask).softmax(-1)
-
-    mask = torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]])
-    model = Masked()
-    overflow = locate(lambda: model(torch.ones(2, 2), mask if given == "input" else 0).square().sum(), model)
-    assert (overflow.kind, overflow.op, overflow.tensor.num_nan) == ("masked", "softmax", 2)
-
-
-def test_an_infinity_that_the_code_writes():
-    mask = torch.tensor([False, True])
-    overflow = search(lambda x: x.masked_fill(mask, float("-inf")) * 0, [1.0, 2.0])
+    names = {"torch": torch, "mask": mask}
+    cured = lambda scores: eval(overflow.cure, {**names, "scores": scores}).softmax(-1).square()  # noqa: E731
+    assert search(cured, numbers) is None
+    wide = torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]])
+    for given, own in ((wide, 0 * mask), (0, wide)):
+        model = Masked(own)
+        found = locate(lambda: model(torch.ones(2, 2), given).square().sum(), model)  # noqa: B023 - called at once
+        assert (found.kind, found.op, found.tensor.num_nan) == ("masked", "softmax", 2)
+    overflow = search(lambda x: x.masked_fill(mask, float("-inf")) * 0, numbers)
     assert (overflow.kind, overflow.op, overflow.phase) == ("written", "masked_fill", "forward")
     assert "it reaches the end of the pass; mul (" in overflow.cause
     assert overflow.cause.endswith("makes nan of it")
-    cured = lambda x: eval(overflow.cure, {"torch": torch, "scores": x, "mask": mask}) * 0  # noqa: E731
-    assert search(cured, [1.0, 2.0]) is None
-
-
-def test_nan_that_the_code_writes():
+    assert search(lambda x: eval(overflow.cure, {**names, "scores": x}) * 0, numbers) is None
     overflow = search(lambda x: torch.where(x > 1.5, x, float("nan")), [1.0, 2.0])
     assert (overflow.kind, overflow.op) == ("written", "where")
 
@@ -197,21 +169,33 @@ def test_nan_that_the_code_writes():
 # What was there before ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("policy", ["O0", FP16, "O2,dtype=float16,emulate=true"])
-def test_a_batch(make, step, policy, value):
-    model, x = make("conv")
-    x[0, 0, 0, 0] = value
-    overflow = locate(step(model, policy, x), model, policy=policy)
-    assert (overflow.kind, overflow.tensor.name, overflow.phase) == ("input", "input 0", "forward")
-    assert overflow.tensor.num_inf + overflow.tensor.num_nan == 1
-    assert overflow.cause.startswith("input 0 was not finite before the model saw it: the data, or what prepares it")
-    names = {"torch": torch, "x": x}
-    exec(overflow.cure, names)
-    model, _ = make("conv")
-    if policy == "O0":  # nan_to_num writes float32's largest number, which float16 lacks
-        names["x"].clamp_(-1, 1)
-        assert locate(step(model, policy, names["x"]), model, policy=policy) is None
+def test_what_was_not_finite_before(make, step, tmp_path, monkeypatch, policy):
+    monkeypatch.chdir(tmp_path)
+    for value in (torch.nan, torch.inf, -torch.inf):
+        model, x = make("conv")
+        x[0, 0, 0, 0] = value
+        overflow = locate(step(model, policy, x), model, policy=policy)
+        assert (overflow.kind, overflow.tensor.name, overflow.phase) == ("input", "input 0", "forward")
+        assert overflow.tensor.num_inf + overflow.tensor.num_nan == 1
+        begin = "input 0 was not finite before the model saw it: the data, or what prepares it"
+        assert overflow.cause.startswith(begin)
+        names = {"torch": torch, "x": x}
+        exec(overflow.cure, names)
+        if policy == "O0":  # nan_to_num writes float32's largest number, which float16 lacks
+            model, _ = make("conv")
+            names["x"].clamp_(-1, 1)
+            assert locate(step(model, policy, names["x"]), model, policy=policy) is None, value
+    for kind, path in (("parameter", "head.weight"), ("buffer", "norm.running_mean")):
+        model, x = make("conv")
+        model.eval()
+        torch.save(model.state_dict(), "checkpoint.pt")
+        model.state_dict()[path].view(-1)[0] = torch.nan
+        overflow = locate(step(model, policy, x), model, policy=policy)
+        assert (overflow.kind, overflow.tensor.name) == (kind, path)
+        assert overflow.cause.startswith(f"the {kind} {path} was not finite before the pass: ")
+        exec(overflow.cure, {"mezzo": mezzo, "model": model})
+        assert locate(lambda: model(x.to(model.conv.weight.dtype)).square().mean(), model) is None  # noqa: B023
 
 
 def test_an_argument_by_name_and_inside_a_dict():
@@ -228,22 +212,6 @@ def test_an_argument_by_name_and_inside_a_dict():
     assert locate(lambda: model({"pixels": good}, scale=bad).sum(), model).tensor.name == "input scale"
     both = locate(lambda: model({"pixels": bad}, scale=good).sum(), [model, nn.Linear(1, 1)])
     assert both.tensor.name == "input 0['pixels'] of model 0"
-
-
-@pytest.mark.parametrize("which", ["parameter", "buffer"])
-@pytest.mark.parametrize("policy", ["O0", FP16, "O2,dtype=float16,emulate=true"])
-def test_a_parameter_or_buffer(make, step, tmp_path, monkeypatch, policy, which):
-    monkeypatch.chdir(tmp_path)
-    model, x = make("conv")
-    model.eval()
-    torch.save(model.state_dict(), "checkpoint.pt")
-    path = {"parameter": "head.weight", "buffer": "norm.running_mean"}[which]
-    model.state_dict()[path].view(-1)[0] = torch.nan
-    overflow = locate(step(model, policy, x), model, policy=policy)
-    assert (overflow.kind, overflow.tensor.name) == (which, path)
-    assert overflow.cause.startswith(f"the {which} {path} was not finite before the pass: ")
-    exec(overflow.cure, {"mezzo": mezzo, "model": model})
-    assert locate(lambda: model(x.to(model.conv.weight.dtype)).square().mean(), model) is None
 
 
 # Beyond sixteen bits ------------------------------------------------------------------------------------
@@ -291,11 +259,6 @@ class Ruled(nn.Module):
         return (self.proj(x) * 10).exp().sum().log()
 
 
-class RuledInside(nn.Sequential):
-    def __init__(self):
-        super().__init__(Ruled())
-
-
 class LargeWeight(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(8, 8), nn.LayerNorm(8))
@@ -314,7 +277,6 @@ class LargeInput(nn.Sequential):
 CURES = [
     # the model, its policy, how large its inputs are, the culprit, and the text
     ("transformer", FP16, 1, "blocks.1.attn matmul output", "fp32_module=blocks.1.attn"),
-    ("transformer", "O2,emulate=true", 1, "blocks.1.attn matmul output", "fp32_module=blocks.1.attn"),
     ("chain", FP16, 1, "first linear output", "fp32_module=first+second"),
     ("chain", "O2,emulate=true", 1, "first linear output",
      'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
@@ -322,13 +284,11 @@ CURES = [
      'policy = mezzo.Policy.parse("O3,dtype=bfloat16,lists=device,emulate=true")'),
     (Deep, FP16 + ",fp32_module=3", 1, "0 linear output",
      'policy = mezzo.Policy.parse("O1,dtype=bfloat16,emulate=true,fp32_module=3")'),
-    (Listed, FP16, 1, "blocks.0 linear output", "fp32_module=blocks.0"),
     (Listed, "O2,emulate=true", 1, "blocks.0 linear output",
      'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
     (Rooted, FP16, 1, " matmul output", "fp32=matmul"),
     (Rooted, "O2,emulate=true", 1, " matmul output", 'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
     (Ruled, FP16 + ",low=exp", 1, " exp output", "fp32=exp"),
-    (RuledInside, FP16 + ",low=exp", 1, "0 exp output", "fp32=exp"),
     ("chain", "O2,emulate=true,output_dtype=float16", 1, "first linear output",
      'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
     (LargeWeight, FP16, 1, "0 linear 0.weight cast to float16", "fp32_param=0.weight"),
@@ -338,24 +298,25 @@ CURES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind, policy, size, culprit, cure", CURES)
-def test_the_cure_of_a_forward_overflow(make, step, cured, kind, policy, size, culprit, cure):
-    def build():
+def test_the_cure_of_a_forward_overflow(make, step, cured):
+    def build(kind):
         if isinstance(kind, str):
             return make(kind, gain={"transformer": 400.0, "chain": 1e5}[kind])
         torch.manual_seed(0)
         return kind(), torch.randn(2, 5, 8)
 
-    policy = mezzo.Policy.parse(policy)
-    model, x = build()
-    overflow = locate(step(model, policy, x * size), model, policy=policy)
-    assert (overflow.kind, overflow.phase, overflow.tensor.dtype) == ("range", "forward", "float16")
-    assert f"{overflow.module} {overflow.op} {overflow.tensor.name}" == culprit
-    assert 1 < overflow.share == overflow.needed / 65504
-    assert overflow.cure == (cure if cure.startswith("policy") else assignment(cure))
-    policy = cured(overflow, policy)
-    model, x = build()
-    assert locate(step(model, policy, x * size), model, policy=policy) is None
+    for row in CURES:
+        kind, policy, size, culprit, cure = row
+        policy = mezzo.Policy.parse(policy)
+        model, x = build(kind)
+        overflow = locate(step(model, policy, x * size), model, policy=policy)
+        assert (overflow.kind, overflow.phase, overflow.tensor.dtype) == ("range", "forward", "float16"), row
+        assert f"{overflow.module} {overflow.op} {overflow.tensor.name}" == culprit, row
+        assert 1 < overflow.share == overflow.needed / 65504, row
+        assert overflow.cure == (cure if cure.startswith("policy") else assignment(cure)), row
+        policy = cured(overflow, policy)
+        model, x = build(kind)
+        assert locate(step(model, policy, x * size), model, policy=policy) is None, row
 
 
 def test_a_cast_of_a_weight_from_before_the_search():
@@ -374,20 +335,20 @@ def test_a_cast_of_a_weight_from_before_the_search():
     assert overflow.cure == 'policy = policy.keep_fp32(params=["0.weight"])   # the text fp32_param=0.weight'
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("scale", ["dynamic", "dynamic(interval=100)", "dynamic(ceiling=2**20)", "constant(2**30)"])
-def test_the_cure_of_a_scale(make, step, cured, level, scale):
-    policy = mezzo.Policy.parse(f"{level},dtype=float16,emulate=true,loss_scale={scale}")
-    model, x = make("conv")
-    model.eval()
-    overflow = locate(step(model, policy, x), model, policy=policy, loss_scale=2.0**30)
-    assert (overflow.kind, overflow.phase) == ("scale", "backward")
-    after = cured(overflow, policy)
-    assert after.evolve(loss_scale=policy.loss_scale) == policy  # nothing else
-    assert after.loss_scale.interval == policy.loss_scale.interval or after.loss_scale.mode == "constant"
-    model, x = make("conv")
-    model.eval()
-    assert locate(step(model, after, x), model, policy=after, loss_scale=after.loss_scale.init) is None
+def test_the_cure_of_a_scale(make, step, cured):
+    scales = ("dynamic", "dynamic(interval=100)", "dynamic(ceiling=2**20)", "constant(2**30)")
+    for level, scale in itertools.product(("O1", "O2"), scales):
+        policy = mezzo.Policy.parse(f"{level},dtype=float16,emulate=true,loss_scale={scale}")
+        model, x = make("conv")
+        model.eval()
+        overflow = locate(step(model, policy, x), model, policy=policy, loss_scale=2.0**30)
+        assert (overflow.kind, overflow.phase) == ("scale", "backward"), policy
+        after = cured(overflow, policy)
+        assert after.evolve(loss_scale=policy.loss_scale) == policy  # nothing else
+        assert after.loss_scale.interval == policy.loss_scale.interval or after.loss_scale.mode == "constant"
+        model, x = make("conv")
+        model.eval()
+        assert locate(step(model, after, x), model, policy=after, loss_scale=after.loss_scale.init) is None, policy
 
 
 @pytest.mark.parametrize("level, text", [("O2", 'policy.evolve(loss_scale="dynamic(init=0.5,floor=2**-126)")'),
@@ -443,16 +404,6 @@ def test_a_gradient_that_no_scale_makes_finite(step, first):
         assert overflow.cure == 'policy = mezzo.Policy.parse("O1,dtype=bfloat16,emulate=true")'
     model.root.requires_grad_(False)
     assert locate(fn, model, policy=FP16, loss_scale=2.0).kind == "scale"
-
-
-def test_a_number_that_no_wider_kernel_tells():
-    """A kernel that draws random numbers cannot be run again."""
-    torch.manual_seed(0)
-    overflow = search(lambda x: torch.native_dropout(x.half(), 0.5, True)[0].float(), [6e4] * 8)
-    assert (overflow.kind, overflow.op, overflow.needed, overflow.share) == ("range", "dropout", None, None)
-    assert overflow.cause == "its largest number is beyond the largest float16, 65504"
-    overflow = search(lambda x: torch.native_dropout(x, 0.5, True)[0], [3e38] * 8)
-    assert (overflow.kind, overflow.cause) == ("unbounded", "the result is infinite")
 
 
 def test_without_a_policy_the_text_says_what_to_ask_for(make, step):

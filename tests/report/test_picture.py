@@ -3,8 +3,11 @@
 import math
 
 import pytest
+import torch
 
+from mezzo.numerics import Recorder, exponent_histogram
 from mezzo.report import draw_curves
+from mezzo.report.histograms import draw, shares
 from mezzo.report.picture import smooth
 
 
@@ -65,10 +68,10 @@ def test_a_line_breaks_where_its_loss_is_not_finite(compared, run_of, axes):
     assert [math.isnan(each) for each in line.get_ydata()] == [False, True, True, False]
 
 
-@pytest.mark.parametrize("losses", [(), (math.nan,) * 3, (0.0, 0.0), (-1.0, 5.0)])
-def test_losses_without_a_logarithm_are_drawn_all_the_same(compared, run_of, axes, losses):
-    axis = axes(compared(O0=run_of(1.0, losses=losses, scales=(0.0,) * len(losses))))[0]
-    assert axis.get_yscale() == "linear"
+def test_losses_without_a_logarithm_are_drawn_all_the_same(compared, run_of, axes):
+    for losses in ((), (math.nan,) * 3, (0.0, 0.0), (-1.0, 5.0)):
+        axis = axes(compared(O0=run_of(1.0, losses=losses, scales=(0.0,) * len(losses))))[0]
+        assert axis.get_yscale() == "linear", losses
 
 
 def test_smooth_is_the_exact_weighted_mean():
@@ -76,3 +79,14 @@ def test_smooth_is_the_exact_weighted_mean():
     for at, value in enumerate(smooth(values, span=2)):
         weights = [math.exp(-(at - i) / 2) for i in range(at + 1)]
         assert value == pytest.approx(sum(w * v for w, v in zip(weights, values, strict=False)) / sum(weights))
+
+
+def test_shares_are_of_all_values(tmp_path):
+    values = torch.tensor([0.0] * 6 + [math.nan, 1.0, 1.5, 2.0])
+    assert shares(exponent_histogram(values)) == {0: 0.2, 1: 0.1}
+    model = torch.nn.Linear(2, 2)
+    with Recorder(model) as recorder:
+        model(torch.ones(1, 2)).sum().backward()
+        recorder.step()
+    draw(recorder.evidence, tmp_path / "histograms.png")
+    assert (tmp_path / "histograms.png").read_bytes()[:4] == b"\x89PNG"

@@ -19,6 +19,7 @@ from mezzo.policy import Policy
 from mezzo.script import Program, comparison
 from mezzo.script.comparison import SUMMARY, ablations, compare, default_policies, parse_policies
 
+from ..support.refusals import refused
 from .processes import HERE, InThisProcess
 
 pytestmark = pytest.mark.usefixtures("emulating")
@@ -97,28 +98,19 @@ def losses_of(run):
     return [json.loads(line)["loss"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_each_seed_runs_fp32_first_and_then_each_policy(first):
+def test_runs_are_those_of_the_script_and_numbers_those_of_its_files(first, monkeypatch):
     folder, found, started = first
+    monkeypatch.chdir(folder)
     policies = ["O0", "O1,dtype=bfloat16", "O2,dtype=bfloat16"]
     assert [(run.seed, run.policy) for run in found.runs] == [(seed, each) for seed in (0, 1) for each in policies]
     assert [words[words.index("--policy") + 1] for words in started] == policies * 2
     assert [words[-3:] for words in started] == [["train.py", "--seed", str(seed)] for seed in (0, 0, 0, 1, 1, 1)]
-    assert (folder / "ran.txt").read_text().split() == list("000111")
+    assert (folder / "ran.txt").read_text().split()[:6] == list("000111")
     assert (found.seeds, found.script, found.interrupted) == (2, "train.py", False)
-
-
-def test_a_metric_is_found_by_itself_and_read_off_each_run(first, monkeypatch):
-    folder, found, _ = first
-    monkeypatch.chdir(folder)
     assert (found.metric.name, found.metric.unit, found.metric.better) == ("test loss", "nats", "lower")
     for run in found.runs:
         assert run.metric == pytest.approx(losses_of(run)[-1], abs=1e-6)
         assert (run.folder / "output.txt").read_text() == f"test loss: {run.metric:.6f} nats\n"
-
-
-def test_runs_are_those_of_the_script_and_numbers_those_of_its_files(first, monkeypatch):
-    folder, found, _ = first
-    monkeypatch.chdir(folder)
     alone = subprocess.run(
         [sys.executable, "train.py", "--seed", "1"], capture_output=True, text=True, check=True
     ).stdout
@@ -134,12 +126,6 @@ def test_runs_are_those_of_the_script_and_numbers_those_of_its_files(first, monk
     assert [run.low_share for run in found.runs[:3]] == [0.0, 1.0, 1.0]
 
 
-def test_what_has_finished_is_not_repeated(here, first):
-    again, ran = here
-    assert again().runs == first[1].runs
-    assert ran() == []
-
-
 def test_more_seeds_and_policies_run_alone(here):
     again, ran = here
     found = again("O2,bf16", "O1,bf16", "O1,fp16", seeds=3)
@@ -147,41 +133,42 @@ def test_more_seeds_and_policies_run_alone(here):
     assert len(found.runs) == 12
 
 
-@pytest.mark.parametrize("damage", ["no summary", "no code", "killed"])
-def test_a_run_that_was_killed_is_repeated_alone(here, damage):
+def test_a_run_that_was_killed_or_into_which_two_have_written_is_repeated_alone(here):
     again, ran = here
-    place = Path("out/O1,dtype=bfloat16-seed1") / SUMMARY
-    summary = json.loads(place.read_text())
-    if damage == "no summary":
-        place.unlink()
-    else:
-        del summary["code"]
-        place.write_text(json.dumps(summary if damage == "no code" else {"code": -signal.SIGKILL}))
-    found = again()
-    assert ran() == ["1"]
-    assert all(run.went_well for run in found.runs)
+    folder = Path("out/O1,dtype=bfloat16-seed1")
+    for number, damage in enumerate(("no summary", "no code", "killed", "written twice")):
+        place = folder / SUMMARY
+        summary = json.loads(place.read_text())
+        match damage:
+            case "no summary":
+                place.unlink()
+            case "no code":
+                place.write_text(json.dumps({key: value for key, value in summary.items() if key != "code"}))
+            case "killed":
+                place.write_text(json.dumps({"code": -signal.SIGKILL}))
+            case "written twice":
+                metrics = folder / "metrics.jsonl"
+                metrics.write_bytes(b"\0" * 40 + metrics.read_bytes())
+        found = again()
+        assert ran() == ["1"] * (number + 1), damage
+        assert all(run.went_well for run in found.runs), damage
+    assert again().runs == found.runs  # and what has finished is not
+    assert len(ran()) == 4
 
 
-@pytest.mark.parametrize(
-    "change, why",
-    [
-        ({"arguments": ("--epochs", "2")}, "with another arguments"),
-        ({"steps": 5}, "with another steps"),
-        ({"text": "print(1)\n"}, "with another text"),
-    ],
-)
-def test_a_folder_of_another_script_is_refused_and_kept(here, change, why):
+def test_a_folder_of_another_script_is_refused_and_kept(here):
     again, ran = here
-    text = change.pop("text", "")
-    Path("train.py").write_text(TRAIN + text)
-    before = sorted((each, each.read_bytes()) for each in Path("out").rglob("*") if each.is_file())
-    with pytest.raises(PolicyError, match=r"out has results of train\.py") as error:
-        again(**change)
-    assert why in str(error.value)
-    assert "--overwrite to begin anew" in str(error.value)
-    assert sorted((each, each.read_bytes()) for each in Path("out").rglob("*") if each.is_file()) == before
-    assert ran() == []
-    again(**change, overwrite=True)
+    for change, text, why in (
+        ({"arguments": ("--epochs", "2")}, "", "with another arguments"),
+        ({}, "print(1)\n", "with another text"),
+        ({"steps": 5}, "", "with another steps"),
+    ):
+        Path("train.py").write_text(TRAIN + text)
+        words = "out has results of train.py", why, "--overwrite to begin anew"
+        with refused(PolicyError, *words, parts=[Path("out")]):
+            again(**change)
+        assert ran() == []
+    again(steps=5, overwrite=True)
     assert ran() == list("000111")
 
 
@@ -194,14 +181,6 @@ def test_a_folder_belongs_to_one_comparison_at_a_time(here):
     os.close(folder)
     again()
     assert ran() == []
-
-
-def test_a_run_into_which_two_have_written_is_repeated_alone(here):
-    again, ran = here
-    damaged = Path("out/O1,dtype=bfloat16-seed1/metrics.jsonl")
-    damaged.write_bytes(b"\0" * 40 + damaged.read_bytes())
-    again()
-    assert ran() == ["1"]
 
 
 def test_results_of_another_verb_and_of_neighbours_are_not_touched(here):
@@ -232,32 +211,16 @@ def test_a_metric_by_words(here):
 
 
 def test_without_a_metric_line_it_is_the_training_loss(ran):
-    found = ran(('print(f"test loss: {loss.item():.6f} nats")', 'print("done in 3 s")'))
+    found = ran(('print(f"test loss: {loss.item():.6f} nats")', 'print("done in 3 s")'), steps=5)
+    assert [run.steps for run in found.runs] == [5, 5]
     assert found.metric.name == "training loss"
     assert [run.metric for run in found.runs] == [run.loss for run in found.runs]
     assert found.seeds is None
 
 
-def test_a_line_of_the_scripts_own_on_its_training_loss_is_what_counts(ran):
-    found = ran(("test loss: ", "training loss "))
-    assert found.metric.name == "training loss"
-    assert all(run.metric != run.loss for run in found.runs)
-
-
-def test_a_script_that_ends_with_the_code_of_an_alarm_has_failed(ran):
-    with pytest.raises(StateError, match=r"train\.py ended with exit code 4 in FP32"):
-        ran(('print(f"test loss: {loss.item():.6f} nats")', "sys.exit(4)"))
-
-
 def test_a_policy_at_which_mezzo_alarms_has_not_failed(ran):
     found = ran(policies=["O1,bf16,fp32_module=0,fp32_module=2"])
     assert [(run.code, run.low_share) for run in found.runs] == [(0, 0.0)] * 2
-
-
-def test_steps_end_each_run(ran):
-    found = ran(steps=5)
-    assert [run.steps for run in found.runs] == [5, 5]
-    assert found.metric.name == "training loss"
 
 
 def test_a_policy_under_which_the_loss_diverges(ran):
@@ -283,7 +246,12 @@ REFUSED = {
         StateError,
         "train.py ended with exit code 1 in FP32",
     ),
-    "an exit code": (("print(f", "sys.exit(7)\nprint(f"), {}, StateError, "ended with exit code 7 in FP32"),
+    "the code of an alarm": (
+        ('print(f"test loss: {loss.item():.6f} nats")', "sys.exit(4)"),
+        {},
+        StateError,
+        "train.py ended with exit code 4 in FP32",
+    ),
     "no --seed": (
         ('parser.add_argument("--seed", type=int, default=0)', "parser.set_defaults(seed=0)"),
         {"seeds": 2},
@@ -312,13 +280,13 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_script_that_cannot_be_compared_is_refused_in_one_sentence(ran, name):
-    change, options, kind, message = REFUSED[name]
-    with pytest.raises(kind) as error:
-        ran(change, **options)
-    assert message in str(error.value).splitlines()[0]
-    assert SAID.get(name, "") in str(error.value)
+def test_a_script_that_cannot_be_compared_is_refused_in_one_sentence(ran):
+    for name, (change, options, kind, message) in REFUSED.items():
+        shutil.rmtree("out", ignore_errors=True)
+        with pytest.raises(kind) as error:
+            ran(change, **options)
+        assert message in str(error.value).splitlines()[0], name
+        assert SAID.get(name, "") in str(error.value), name
 
 
 def test_a_module_is_known_by_its_own_text_and_a_folder_by_its_main(tmp_path, monkeypatch):
@@ -335,21 +303,15 @@ def test_a_module_is_known_by_its_own_text_and_a_folder_by_its_main(tmp_path, mo
     assert [each.file.name for each in found] == ["train.py", "__main__.py", "__main__.py"]
 
 
-@pytest.mark.parametrize(
-    "texts, message",
-    [
+def test_policies_begin_with_fp32_and_ablations_are_three_of_o2():
+    for texts, message in (
         (["O1,flaot16"], "float16"),
         (["O1,fp16", "O1,dtype=float16"], "listed twice"),
         (["O0"], "no policy to compare with FP32"),
         ([], "no policy to compare with FP32"),
-    ],
-)
-def test_policies_that_make_no_comparison_are_refused(texts, message):
-    with pytest.raises(PolicyError, match=message):
-        parse_policies(texts)
-
-
-def test_policies_begin_with_fp32_and_ablations_are_three_of_o2():
+    ):
+        with refused(PolicyError, message):
+            parse_policies(texts)
     assert [str(each) for each in parse_policies(["O1,bf16", "O0"])] == ["O0", "O1,dtype=bfloat16"]
     assert {*default_policies()} == {"O0", *(f"{o},dtype={d}" for o in ("O1", "O2") for d in ("float16", "bfloat16"))}
     without_scale, fixed, without_master = map(Policy.of, ablations())

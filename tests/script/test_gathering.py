@@ -47,7 +47,7 @@ print(*a.weight.flatten().tolist(), *b.weight.flatten().tolist())
 """
 
 
-@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O2,dtype=float16,loss_scale=64", "O3,dtype=bfloat16"])
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=float16,loss_scale=64", "O3,dtype=bfloat16"])
 def test_a_late_optimizer_joins_with_the_gradients_that_others_have(report, policy):
     _, plain = report(LATE, policy=None)
     found, low = report(LATE, policy=policy)
@@ -79,9 +79,15 @@ print(*model.state_dict()["weight"].flatten().tolist())
 UNDONE = "for p, e in noise.items() if step in edited else ():\n        %s"
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "edit, steps_inside", [*((edit, False) for edit in EDITS), ("added", True), ("added in no_grad", True)]
+    "edit, steps_inside, dtype",
+    [
+        ("added", False, "bfloat16"),
+        ("copied back", False, "float16"),
+        ("put back", False, "bfloat16"),
+        ("swapped", False, "float16"),
+        ("added in no_grad", True, "bfloat16"),
+    ],
 )
 def test_a_session_that_begins_in_an_edit_trains_from_the_weights_as_they_are_at_the_first_step(
     report, edit, steps_inside, dtype
@@ -111,49 +117,14 @@ def test_weights_that_are_swapped_in_each_step_keep_their_fp32_values(report, ed
     assert low == pytest.approx(plain, rel=0, abs=3e-4)  # half a spacing is up to 1e-3
 
 
-def test_a_model_that_is_gone_leaves_the_session(report):
-    found, _ = report(f"for _ in range(2):\n    {MODEL}    optimizer = torch.optim.SGD(model.parameters())\n    {STEP}")
-    assert found.models == ["Sequential", "Sequential"]
-    assert (found.steps, found.left_alone) == (2, {})
-
-
-def test_a_forward_pass_without_gradients_begins_nothing(report):
-    text = f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nwith torch.no_grad():\n    model(x)\n"
-    found, _ = report(text)
-    assert (found.steps, found.models) == (0, [])
-
-
-@pytest.mark.parametrize("call", ["model[0](x)", "model[2](model[1](model[0](x)))", "torch.nn.Sequential(*model)(x)"])
-def test_a_part_that_is_called_by_itself_runs_low_and_returns_fp32(report, call):
-    found, (fp32,) = report(
-        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nfor _ in range(3):\n"
-        f"    out = {call}\n    optimizer.zero_grad(); out.square().mean().backward(); optimizer.step()\n"
-        "print(int(out.dtype == torch.float32))"
-    )
-    assert (found.low_share, fp32) == (1.0, 1)
-
-
-METHOD = """
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = torch.nn.Linear(8, 16), torch.nn.Linear(16, 1)
-    def loss(self, x):
-        return (self.head(self.body(x).tanh()) - 1).square().mean()
-model = Net()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for _ in range(4):
-    optimizer.zero_grad(); loss = model.loss(x); loss.backward(); optimizer.step()
-print(loss.item())
-"""
-
-
-@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16"])
-def test_a_model_that_is_called_by_a_method_of_its_own_runs_low(report, policy):
-    _, plain = report(METHOD, policy=None)
-    found, low = report(METHOD, policy=policy)
-    assert low == pytest.approx(plain, rel=0.02)
-    assert (found.low_share, found.steps) == (1.0, 4)
+def test_a_part_that_is_called_by_itself_runs_low_and_returns_fp32(report):
+    for call in ("model[0](x)", "model[2](model[1](model[0](x)))", "torch.nn.Sequential(*model)(x)"):
+        found, (fp32,) = report(
+            f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nfor _ in range(3):\n"
+            f"    out = {call}\n    optimizer.zero_grad(); out.square().mean().backward(); optimizer.step()\n"
+            "print(int(out.dtype == torch.float32))"
+        )
+        assert (found.low_share, fp32) == (1.0, 1), call
 
 
 def test_a_mode_of_the_scripts_own_is_not_disturbed(report):
@@ -169,25 +140,34 @@ def test_a_mode_of_the_scripts_own_is_not_disturbed(report):
     assert (found.measured_steps, found.low_share) == (3, 1.0)
 
 
-def test_a_region_that_is_switched_off_stays_off(report):
+def test_regions_of_the_script(report):
+    begin = f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"
+    found, (low,) = report(
+        f"{begin}region = torch.autocast('cpu', dtype=torch.float16)\n"
+        f"for _ in range(3):\n    with region:\n        {STEP}        product = x @ x.t()\n"
+        "print(int(product.dtype == torch.bfloat16))"  # the policy's format, and not the script's
+    )
+    assert (found.intercepted["torch.autocast"], low) == (3, 1)
     found, (is_fp32,) = report(
-        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"
-        "with torch.autocast('cpu', enabled=False):\n"
-        f"    {STEP}    product = x @ x.t()\n"
+        f"{begin}with torch.autocast('cpu', enabled=False):\n    {STEP}    product = x @ x.t()\n"
         "print(int(product.dtype == torch.float32))"
     )
     assert "torch.autocast" not in found.intercepted
     assert is_fp32 == 1
 
 
-def test_functions_in_a_region_of_the_script_run_low_and_one_region_is_entered_often(report):
-    found, (low,) = report(
-        f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nregion = torch.autocast('cpu', dtype=torch.float16)\n"
-        f"for _ in range(3):\n    with region:\n        {STEP}        product = x @ x.t()\n"
-        "print(int(product.dtype == torch.bfloat16))"  # the policy's format, and not the script's
+def test_when_a_session_begins_and_ends(report):
+    text = f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nwith torch.no_grad():\n    model(x)\n"
+    found, _ = report(text)  # a forward pass without gradients begins nothing
+    assert (found.steps, found.models) == (0, [])
+    found, _ = report(f"for _ in range(2):\n    {MODEL}    optimizer = torch.optim.SGD(model.parameters())\n    {STEP}")
+    assert found.models == ["Sequential", "Sequential"]  # one that is gone leaves the session
+    assert (found.steps, found.left_alone) == (2, {})
+    text = (
+        f"import copy\n{MODEL}model.lock = (each for each in ())\noptimizer = torch.optim.SGD(model.parameters())\n"
+        f"try:\n    copy.deepcopy(model)\nexcept TypeError as error:\n    kept = error\n{STEP}"
     )
-    assert found.intercepted["torch.autocast"] == 3
-    assert low == 1
+    assert report(text)[0].steps == 1  # beside the half of a copy that failed
 
 
 def test_checkpointing_of_torchs_own_gets_torchs_own_regions(report):
@@ -263,27 +243,7 @@ def test_a_script_that_resumes_goes_on_bit_for_bit_with_the_scale_and_its_clean_
     assert second.left_alone == {}
 
 
-@pytest.mark.parametrize("policy, scale", [(GROWS, 128.0), (BF16, 1.0)])
-def test_a_checkpoint_of_the_script_by_itself_gives_the_session_its_scale(report, tmp_path, policy, scale):
-    path = str(tmp_path / "checkpoint.pt")
-    load = "optimizer.load_state_dict(saved['optimizer']); scaler.load_state_dict(saved['scaler'])"
-    text = MODEL + RESUMED.replace("init_scale=64.0", "init_scale=64.0, growth_interval=2")
-    report(text.format(path=path, load=load, steps=3), policy=None)
-    found, (before, after, *_) = report(text.format(path=path, load=load, steps=2), policy=policy)
-    assert (before, after, found.scale) == (128.0, scale, scale)
-
-
-def test_the_state_of_another_session_is_told_of_and_the_scale_begins_afresh(report, tmp_path):
-    path = str(tmp_path / "checkpoint.pt")
-    report(MODEL + RESUMED.format(path=path, load="", steps=1), policy=GROWS)
-    load = "other = optimizer.state_dict() | {'mezzo': saved['optimizer']['mezzo']}\n    "
-    load += "other['mezzo']['parameters'] = {}\n    optimizer.load_state_dict(other)"
-    found, _ = report(MODEL + RESUMED.format(path=path, load=load, steps=1), policy=GROWS)
-    assert list(found.left_alone) == ["the loss scale of a checkpoint"]
-    assert found.scale == 1024.0
-
-
-@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16", "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16", "O2,dtype=bfloat16"])
 def test_a_model_that_is_saved_whole_is_a_plain_fp32_model(report, policy):
     """The script compares with what its own state dict holds; a file would name mezzo if it held anything of it."""
     found, numbers = report(
@@ -323,7 +283,7 @@ print(*model.state_dict()["backbone.weight"].flatten().tolist(), *model.state_di
 """
 
 
-@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O2,dtype=float16,loss_scale=64", "O3,dtype=bfloat16"])
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=float16,loss_scale=64", "O3,dtype=bfloat16"])
 def test_parameters_that_thaw_join_before_a_step_and_no_step_is_lost(report, policy):
     _, plain = report(THAWS, policy=None)
     found, low = report(THAWS, policy=policy)
@@ -354,7 +314,7 @@ print(*first.state_dict()["weight"].flatten().tolist(), *second.state_dict()["we
 """
 
 
-@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16"])
 def test_a_new_optimizer_over_what_the_old_model_returns_joins_before_that_is_called(report, policy):
     _, plain = report(CHAINED, policy=None)
     found, low = report(CHAINED, policy=policy)
@@ -383,9 +343,7 @@ print(*model.state_dict()["0.weight"].flatten().tolist(), *model.state_dict()["1
 """
 
 
-@pytest.mark.parametrize(
-    "policy, inside", [(BF16, False), (BF16, True), ("O2,dtype=bfloat16", False), ("O2,dtype=bfloat16", True)]
-)
+@pytest.mark.parametrize("policy, inside", [(BF16, True), ("O2,dtype=bfloat16", False)])
 def test_an_optimizer_over_a_part_of_what_trains_already_joins(report, policy, inside):
     _, plain = report(LATE_PART.format(inside=inside), policy=None)
     found, low = report(LATE_PART.format(inside=inside), policy=policy)
@@ -400,7 +358,7 @@ def test_the_loss_scale_goes_on_when_an_optimizer_joins(report):
     assert (joins.scale, joins.lowest_scale, joins.skipped) == (256, 64, 0)  # it has doubled after 4 and 8 rounds
 
 
-@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16"])
 def test_gradients_that_are_left_at_the_end_stay_with_the_weights(report, policy):
     text = (
         f"import sys\n{MODEL}optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{STEP}"
@@ -425,15 +383,7 @@ THAWS_IN_CLOSURES = THAWS.replace(
 )
 
 
-def test_a_step_that_begins_anew_in_its_closure_is_measured_once(report):
-    plain, inside = (
-        report(text.replace("number == 3", "number == 1"), policy=BF16)[0] for text in (THAWS, THAWS_IN_CLOSURES)
-    )
-    assert inside.measured_steps == plain.measured_steps == 3
-    assert inside.flops == plain.flops
-
-
-@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16", "O3,dtype=bfloat16"])
+@pytest.mark.parametrize("policy", [BF16, "O2,dtype=bfloat16"])
 def test_parameters_thaw_where_steps_have_closures(report, policy):
     text = THAWS_IN_CLOSURES
     _, plain = report(text, policy=None)

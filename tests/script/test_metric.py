@@ -7,6 +7,8 @@ import pytest
 from mezzo.errors import PolicyError
 from mezzo.script.metric import better_of, number_after, printed_last
 
+from ..support.refusals import refused
+
 #: A last line, and what a reader says of it: the metric's words, its number, its unit.
 LAST = [
     ("test accuracy 99.33 %", "test accuracy", 99.33, "%"),
@@ -77,16 +79,16 @@ LAST = [
 ]
 
 
-@pytest.mark.parametrize("line, words, value, unit", LAST, ids=[each[0][:40] for each in LAST])
-def test_a_last_line_is_read_as_a_reader_reads_it(line, words, value, unit):
-    found = printed_last(f"epoch 1\ntest loss 7\n{line}\n\n  \n")
-    assert found == (words, pytest.approx(value, nan_ok=True), unit)
-    assert number_after(words, f"{words}: 77\n{line}\ndone\n")[0] == pytest.approx(value, nan_ok=True)
+def test_a_last_line_is_read_as_a_reader_reads_it():
+    for line, words, value, unit in LAST:
+        found = printed_last(f"epoch 1\ntest loss 7\n{line}\n\n  \n")
+        assert found == (words, pytest.approx(value, nan_ok=True), unit), line
+        behind = number_after(words, f"{words}: 77\n{line}\ndone\n")
+        assert behind[0] == pytest.approx(value, nan_ok=True), line
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_other_last_lines_are_no_metric():
+    for text in (
         "",
         "\n \n",
         "done",
@@ -105,15 +107,12 @@ def test_a_last_line_is_read_as_a_reader_reads_it(line, words, value, unit):
         "accuracy 99,33 %",  # a decimal comma, or two numbers
         "100%|██████████| 10/10 [00:12<00:00]",
         "==========",
-    ],
-)
-def test_other_last_lines_are_no_metric(text):
-    assert printed_last(text) is None
+    ):
+        assert printed_last(text) is None, text
 
 
-@pytest.mark.parametrize(
-    "words, text, value, unit",
-    [
+def test_the_last_number_behind_words():
+    for words, text, value, unit in (
         ("test accuracy", "test accuracy 98 %\nTEST ACCURACY: 99.1 %\ndone", 99.1, "%"),
         ("test accuracy", "test_accuracy=0.93, test_loss=0.1", 0.93, ""),
         ("test-accuracy", "Test  Accuracy 0.93", 0.93, ""),
@@ -134,20 +133,14 @@ def test_other_last_lines_are_no_metric(text):
         ("İoU", "İİİİ İoU 0.5\n", 0.5, ""),  # whose lower case is longer
         ("best accuracy at epoch 7", "best accuracy at epoch 7: 1\nbest accuracy at epoch 9: 99.3", 99.3, ""),
         ("a+b (c)", "a+b (c) 3", 3.0, ""),
-    ],
-)
-def test_the_last_number_behind_words(words, text, value, unit):
-    assert number_after(words, text) == (pytest.approx(value, nan_ok=True), unit)
+    ):
+        assert number_after(words, text) == (pytest.approx(value, nan_ok=True), unit), text
+    for text in ("", "loss 0.3", "accuracy\n0.93", "accuracy 99,33 %", "accuracy model_2.pt"):
+        assert number_after("accuracy", text) is None, text
 
 
-@pytest.mark.parametrize("text", ["", "loss 0.3", "accuracy\n0.93", "accuracy 99,33 %", "accuracy model_2.pt"])
-def test_words_without_a_number_behind_them_on_their_line(text):
-    assert number_after("accuracy", text) is None
-
-
-@pytest.mark.parametrize(
-    "better, names",
-    [
+def test_words_say_what_is_better():
+    for better, names in (
         (
             "higher",
             "accuracy|test_acc|Acc@1|val/acc|TestAccuracy|mAP@0.5|BLEU-4|F1|exact matches|mean IoU|AUC|mean reward"
@@ -158,14 +151,8 @@ def test_words_without_a_number_behind_them_on_their_line(text):
             "loss|val_loss|valloss|character error rate|CER|perplexity|bits per character|Fréchet distance|FID|RMSE"
             "|accuracy loss|negative log-likelihood|NLL|MAE",
         ),
-    ],
-)
-def test_words_say_what_is_better(better, names):
-    assert {name: better_of(name) for name in names.split("|")} == dict.fromkeys(names.split("|"), better)
-
-
-@pytest.mark.parametrize("name", ["epoch", "learning rate", "time", "bitmap", "", "Genauigkeit"])
-def test_words_that_do_not_say_what_is_better_are_refused(name):
-    with pytest.raises(PolicyError, match="is a higher or a lower") as error:
-        better_of(name)
-    assert "--better higher, or --better lower" in str(error.value)
+    ):
+        assert {name: better_of(name) for name in names.split("|")} == dict.fromkeys(names.split("|"), better)
+    for name in ("epoch", "learning rate", "time", "bitmap", "", "Genauigkeit"):
+        with refused(PolicyError, "is a higher or a lower", "--better higher, or --better lower"):
+            better_of(name)

@@ -30,7 +30,7 @@ POLICIES = ("O1,dtype=bfloat16", "O2,dtype=bfloat16", "O2,dtype=float16,loss_sca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", POLICIES[1:])
 def test_two_ranks_train_as_one(tmp_path, policy):
     losses = [ran(tmp_path, "two_ranks"), ran(tmp_path, "two_ranks", *under(policy))]
     (fp32, _), (first, second) = ([float(each) for each in re.findall(r"\d\.\d{4}", out)] for out, _, _ in losses)
@@ -43,7 +43,7 @@ def test_two_ranks_train_as_one(tmp_path, policy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy, how", [(POLICIES[0], "blocks"), (POLICIES[1], "blocks"), (POLICIES[2], "whole")])
+@pytest.mark.parametrize("policy, how", [(POLICIES[0], "blocks"), (POLICIES[2], "whole")])
 def test_a_script_that_shards_its_model_by_itself_trains_as_in_fp32_with_weights_in_fp32(tmp_path, policy, how):
     _, fp32, _ = ran(tmp_path, "two_shards", arguments=[how])
     _, low, err = ran(tmp_path, "two_shards", *under(policy), arguments=[how])

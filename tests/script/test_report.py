@@ -56,30 +56,33 @@ WHY_NOT = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WHY_NOT)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_run_in_which_nothing_ran_low_says_why_and_what_to_do(ran, name):
-    text, policy, why, write = WHY_NOT[name]
-    report = ran(text, policy)
-    assert report.alarm == f"nothing ran in low precision: {why}"
-    first, second, *_ = report.lines
-    assert first.endswith(f"under {policy}: nothing ran in low precision: {why}")
-    assert second.startswith("  write        ")
-    assert write in second
-    assert report.to_dict()["alarm"] == report.alarm
-
-
-def test_a_pass_without_a_step_is_an_alarm_though_it_ran_low(ran):
+def test_a_run_in_which_nothing_ran_low_says_why_and_what_to_do(ran):
+    for name, (text, policy, why, write) in WHY_NOT.items():
+        report = ran(text, policy)
+        assert report.alarm == f"nothing ran in low precision: {why}", name
+        first, second, *_ = report.lines
+        assert first.endswith(f"under {policy}: nothing ran in low precision: {why}"), name
+        assert second.startswith("  write        "), name
+        assert write in second, name
+        assert report.to_dict()["alarm"] == report.alarm, name
+    # A pass without a step is an alarm though it ran low.
     report = ran(LINEAR + SGD + "model(x).sum().backward()\n")
     assert (report.alarm, report.low_share) == ("no optimizer of the script took a step", 1.0)
 
 
-@pytest.mark.parametrize("policy", ["O0", "O0,loss_scale=constant(1024)"])
-def test_a_run_in_fp32_that_was_asked_for_is_no_alarm(ran, policy):
-    report = ran(LINEAR + SGD + STEP, policy)
-    assert (report.alarm, report.low_share, report.steps) == ("", 0.0, 1)
-    assert report.lines[0].endswith(f"under {policy}: all of it is FP32, as {policy} says")
-    assert ran("", policy).alarm == ""
+def test_a_run_that_skips_most_of_its_steps_is_an_alarm(ran):
+    step = STEP.replace("model(x)", "(model(x) * (inf if number > 1 else 1))")
+    report = ran(f"from math import inf\n{LINEAR}{SGD}for number in range(5):\n    {step}", "O1,fp16")
+    assert (report.alarm, report.steps, report.skipped) == ("3 of 5 steps were skipped", 5, 3)
+
+
+def test_a_run_in_fp32_that_was_asked_for_is_no_alarm(ran):
+    for policy in ("O0", "O0,loss_scale=constant(1024)"):
+        report = ran(LINEAR + SGD + STEP, policy)
+        assert (report.alarm, report.low_share, report.steps) == ("", 0.0, 1)
+        assert report.lines[0].endswith(f"under {policy}: all of it is FP32, as {policy} says")
+        assert ran("", policy).alarm == ""
 
 
 SCRIPTED = (

@@ -359,7 +359,8 @@ def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
         for child in (vars(module).get("_modules") or {}).values():
             parents.setdefault(id(child), []).append(module)
     for module in modules:
-        if id(module) not in parents:  # an outermost one, in which an evaluation may have left whole parameters
+        # An outermost one, in which an evaluation may have left whole parameters; half of a copy that failed has none.
+        if id(module) not in parents and "_modules" in vars(module):
             places.reshard(places.units(module))
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:

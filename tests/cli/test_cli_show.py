@@ -1,0 +1,192 @@
+"""``mezzo show formats`` and ``mezzo show ops``: the tables, one of their rows, and what a policy makes of it."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from mezzo import Policy
+from mezzo.cli import main
+from mezzo.formats import FORMATS
+from mezzo.policy.ops import OPS
+
+FACTS_A = """\
+0 00000 0000000000 | 0000 | 0
+0 00000 0000000001 | 0001 | 5.9604645e-08
+0 00000 1111111111 | 03ff | 6.0975552e-05
+0 00001 0000000000 | 0400 | 6.1035156e-05
+0 01101 0101010101 | 3555 | 0.33325195
+0 01110 1111111111 | 3bff | 0.99951172
+0 01111 0000000000 | 3c00 | 1
+0 01111 0000000001 | 3c01 | 1.0009766
+0 11110 1111111111 | 7bff | 65504
+0 11111 0000000000 | 7c00 | inf
+0 11111 1000000000 | 7e00 | nan
+1 00000 0000000000 | 8000 | -0
+1 10000 0000000000 | c000 | -2
+1 11111 0000000000 | fc00 | -inf"""
+
+
+def printed(capsys, *arguments, table="formats"):
+    """What a shell sees: the exit code, stdout, stderr."""
+    with pytest.raises(SystemExit) as caught:
+        main(["show", table, *arguments])
+    out, err = capsys.readouterr()
+    return caught.value.code, out, err
+
+
+def test_the_table_of_formats(capsys):
+    code, out, err = printed(capsys)
+    assert (code, err) == (0, "")
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.split()}
+    assert rows["format"] == "s/e/m bias max smallest normal smallest subnormal eps infinity"
+    assert rows["float16"] == "1/5/10 15 65504 2^-14 ≈ 6.104e-05 2^-24 ≈ 5.96e-08 2^-10 ≈ 0.0009766 yes"
+    assert rows["tf32"].startswith("1/8/10 127 3.4011621e+38 ")
+    expected = "1/4/3 7 448 2^-6 ≈ 0.01562 2^-9 ≈ 0.001953 2^-3 ≈ 0.125 no, overflow is NaN"
+    assert rows["float8_e4m3fn"] == expected
+    assert set(FORMATS) <= set(rows)
+    assert "\x1b" not in out  # plain where no terminal is
+
+
+def test_no_number_is_cut_in_a_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    for columns in (60, 80, 100, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        plain = re.sub(r"\x1b\[[\d;]*m", "", printed(capsys)[1])
+        assert max(map(len, plain.splitlines())) <= columns
+        assert "…" not in plain
+        assert columns < 80 or {"float8_e4m3fn", "3.4028235e+38", "1.401e-45", "0.0009766"} <= set(plain.split())
+
+
+def test_the_landmarks_of_one(capsys):
+    code, out, err = printed(capsys, "fp16")
+    assert (code, err) == (0, "")
+    assert {printed(capsys, name)[1] for name in ("float16", "half", "torch.float16", "FP16")} == {out}
+    lines = out.splitlines()
+    assert lines[0].strip() == "float16: 1 sign bit, 5 exponent bits (bias 15), 10 mantissa bits"
+    shown = [" ".join(line.split()) for line in lines]
+    for row in FACTS_A.splitlines():
+        bits, digits, value = row.split(" | ")
+        assert sum(line.startswith(f"{bits} {digits} {value} ") for line in shown) == 1, row
+    assert any(line.endswith(" nearest to 1/3") for line in shown)
+
+
+def test_json_of_all(capsys):
+    code, out, err = printed(capsys, "--json")
+    assert (code, err) == (0, "")
+    entries = json.loads(out)
+    assert [entry["name"] for entry in entries] == list(FORMATS)
+    for entry in entries:
+        number_format = FORMATS[entry["name"]]
+        if number_format.dtype is not None:
+            finfo = torch.finfo(number_format.dtype)
+            assert (entry["max"], entry["eps"], entry["smallest_normal"]) == (finfo.max, finfo.eps, finfo.tiny)
+        for field in ("max", "smallest_normal", "smallest_subnormal", "eps", "bias", "has_inf", "num_bits"):
+            assert entry[field] == getattr(number_format, field)
+        assert entry["dtype"] == (None if number_format.dtype is None else entry["name"])
+
+
+def test_json_of_one(capsys):
+    _, out, _ = printed(capsys, "e4m3", "--json")
+    entry = json.loads(out, parse_constant=pytest.fail)
+    assert entry["name"] == "float8_e4m3fn"
+    marks = {mark["what"]: mark for mark in entry["landmarks"]}
+    assert marks["largest"] == {"bits": "0 1111 110", "hex": "7e", "value": 448.0, "what": "largest"}
+    assert marks["NaN"]["value"] == "nan"
+    assert math.copysign(1.0, marks["−0"]["value"]) == -1.0
+
+
+# Ops ------------------------------------------------------------------------------------------------------
+
+
+def of_ops(capsys, *words):
+    return printed(capsys, *words, table="ops")
+
+
+def rows_of(out):
+    """Op → the other cells of its line."""
+    return {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.split()}
+
+
+def test_the_whole_table_of_ops(capsys):
+    code, out, err = of_ops(capsys, "--full")
+    assert (code, err) == (0, "")
+    rows = rows_of(out)
+    assert set(OPS) <= set(rows)
+    assert out.startswith("O1,dtype=bfloat16\n")
+    assert rows["op"] == "treatment torch CUDA torch CPU reason whose lists name it".split()
+    assert rows["softmax"][:5] == ["fp32", "fp32", "native", "exponential", "range"]
+    assert rows["linear"][:4] == ["low", "low", "low", "gemm"]
+    assert rows["relu"] == "native native native bandwidth-bound no list names it".split()
+    assert "\x1b" not in out  # plain where no terminal is
+
+
+def test_one_op_by_any_spelling(capsys):
+    for spelling in ("softmax", "F.softmax", "aten::softmax.int", "nn.Softmax", "Tensor.softmax"):
+        code, out, err = of_ops(capsys, spelling, "--full")
+        assert (code, err) == (0, "")
+        assert set(rows_of(out)) & set(OPS) == {"softmax"}, spelling
+        assert "Fleet black list" in out
+
+
+def test_a_policy_decides(capsys, tmp_path):
+    policy = "O1,dtype=bfloat16,fp32=conv1d,low=softmax"
+    code, out, _ = of_ops(capsys, "conv?d", "--policy", policy)
+    rows = rows_of(out)
+    assert code == 0
+    assert out.startswith(f"{policy}\n")
+    assert rows["conv1d"][:3] == ["fp32", "low", "low"]
+    assert rows["conv2d"][:3] == ["low", "low", "low"]
+    assert "the rule fp32=conv1d matches first" in out
+    Policy.O1("bfloat16").fp32("gelu").save(tmp_path / "my.policy")
+    assert rows_of(of_ops(capsys, "gelu", "--policy", str(tmp_path / "my.policy"))[1])["gelu"][0] == "fp32"
+    _, out, _ = of_ops(capsys, "layer_norm", "--policy", "O1,norms=fp32_math,fp32_module=[ab]*")
+    assert "fp32_module=[ab]*" in out
+    assert rows_of(out)["layer_norm"][0] == "fp32_math"
+    assert "O2 casts no op" in of_ops(capsys, "linear", "--policy", "O2")[1]
+
+
+def test_ops_as_json(capsys):
+    code, out, err = of_ops(capsys, "conv?d", "--policy", "O1,fp32=conv1d", "--json")
+    assert (code, err) == (0, "")
+    first, second, _ = json.loads(out)
+    assert first == {
+        "op": "conv1d", "device": None, "treatment": "fp32", "rule": "fp32=conv1d", "torch_cuda": "low",
+        "torch_cpu": "low", "reason": "the rule fp32=conv1d matches first", "source": "policy",
+        "lists": OPS["conv1d"].source,
+    }  # fmt: skip
+    assert (second["rule"], second["treatment"], second["reason"]) == (None, "low", "gemm")
+    assert len(json.loads(of_ops(capsys, "--json")[1])) == len(OPS)
+
+
+def test_the_device_where_it_matters(capsys):
+    """Ops without a low kernel are FP32 on a CPU, and torch's own affair on an accelerator: both are said."""
+    _, out, _ = of_ops(capsys, "fft_rfft")
+    assert rows_of(out)["fft_rfft"][:3] == ["fp32", "native", "fp32"]
+    assert "no low kernel; on an accelerator left to torch, as in torch.amp" in out
+    _, out, _ = of_ops(capsys, "fft_rfft", "--device", "cuda")
+    assert "O1,dtype=bfloat16 on cuda" in out
+    assert rows_of(out)["fft_rfft"][:3] == ["native", "native", "fp32"]
+    assert "no low kernel; on cuda left to torch, as in torch.amp" in out
+    _, out, _ = of_ops(capsys, "fft_rfft", "--device", "cpu")
+    assert rows_of(out)["fft_rfft"][:6] == ["fp32", "native", "fp32", "no", "low", "kernel"]
+    assert "left to torch" not in out
+    rows = {
+        kind: json.loads(of_ops(capsys, "avg_pool3d", "--device", kind, "--json")[1])[0] for kind in ("cpu", "cuda")
+    }
+    assert {kind: (row["device"], row["treatment"]) for kind, row in rows.items()} == {
+        "cpu": ("cpu", "fp32_math"), "cuda": ("cuda", "native"),
+    }  # fmt: skip
+
+
+def test_paddles_mul_is_a_matrix_product(capsys):
+    assert json.loads(of_ops(capsys, "mul", "--json")[1])[0]["op"] == "mul"
+    assert json.loads(of_ops(capsys, "paddle:mul", "--json")[1])[0]["op"] == "matmul"
+
+
+def test_an_op_that_torch_has_and_no_list_names(capsys):
+    (row,) = json.loads(of_ops(capsys, "torch.randn", "--json")[1])
+    assert (row["treatment"], row["torch_cuda"], row["torch_cpu"]) == ("native", "native", "native")
+    assert row["reason"] == "no list names this op"
