@@ -276,7 +276,7 @@ class Halves:
                 if held.rest is not None:
                     held.left.append((held.memory, held.rest))
                     held.rest = rest
-                give(tensor, high)
+                give(tensor, high, with_gradients=False)  # what was set of them outlives a swap
                 held.memory = _memory_of(tensor)
             elif held.left and held.rest is not None:
                 now, before = _memory_of(tensor), (held.memory, held.rest)
@@ -302,14 +302,15 @@ def owner_of(tensor: Tensor, among: Sequence[Halves]) -> Halves | None:
     return next((halves for halves in among if halves.has_rest(tensor)), None)
 
 
-def give(tensor: Any, data: Tensor) -> None:
+def give(tensor: Any, data: Tensor, *, with_gradients: bool = True) -> None:
     """Give a tensor other data, and gradients of that dtype if they had the dtype of the tensor until now.
 
     Args:
         tensor: The tensor.
         data: Of a DTensor this rank's part, or a DTensor that lies as it does.
+        with_gradients: Whether gradients follow; where nobody set their dtype, torch has them follow by itself.
     """
-    follows = isinstance(tensor, nn.Parameter) and tensor.grad_dtype == tensor.dtype
+    follows = with_gradients and isinstance(tensor, nn.Parameter) and tensor.grad_dtype == tensor.dtype
     whole: Any = sharded_as(data, tensor) if is_distributed(tensor) and not is_distributed(data) else data
     tensor.data = whole
     if is_distributed(tensor):  # torch gives it the other's dtype, but not what it holds
