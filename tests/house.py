@@ -1,7 +1,7 @@
 """How large the house is: its code lines, room by room.
 
 Lines that hold code, without docstrings and comments. They are printed beside those of the last release, and nothing
-bounds them. ``.venv/bin/python tests/house.py`` prints them; ``--keep NAME`` keeps them for the next release to stand beside.
+bounds them. ``.venv/bin/python tests/house.py`` prints them, and with ``--keep NAME`` keeps them for the next release.
 """
 
 import argparse

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from mezzo.errors import PolicyError, nearest, shown
 
+__all__ = ["BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "TF32", "Coverage", "Format", "by_name"]
+
 #: Tensors that :meth:`Format.round` takes; each embeds exactly in float64.
 ROUNDABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

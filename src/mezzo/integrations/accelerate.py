@@ -28,6 +28,8 @@ require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 
+__all__ = ["AcceleratedPrecision", "attach"]
+
 _ORDER: Final = (
     "attach(accelerator, model, optimizer, policy), then model, optimizer = accelerator.prepare(model, optimizer)"
 )

@@ -30,6 +30,8 @@ from lightning.pytorch import LightningModule  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 
+__all__ = ["MezzoPrecision"]
+
 
 class _TrainersSession(AttachedPrecision):
     """An attached session whose losses and regions the plugin brings: of the process it takes the schedulers alone."""

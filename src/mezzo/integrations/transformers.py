@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # what the mixin stands before
 else:
     _Trainer = object
 
+__all__ = ["MezzoMixin", "MezzoTrainer", "plug"]
+
 
 def plug(
     trainer: T,
