@@ -34,7 +34,9 @@ _NO_KERNEL: Final = (
 )  # fmt: skip
 #: What gives numbers of the same dtype, some or all of those that are there.
 _SAME: Final = frozenset("clone detach contiguous t view reshape permute transpose unsqueeze squeeze expand".split())
-_LIBRARIES: Final = tuple(str(Path(place).parent) for place in (torch.__file__, __file__.rpartition("/cast/")[0] + "/x"))
+_LIBRARIES: Final = tuple(
+    str(Path(place).parent) for place in (torch.__file__, __file__.rpartition("/cast/")[0] + "/x")
+)
 
 
 #: What to write where a parameter is not the one that was stored low.
