@@ -64,7 +64,7 @@ FAULTS = (
             "window: what stood in a window is cleared to zeros, and counts",
             "self.found = None if self.found is None else moved(self.found, device) & stays",
             "pass",
-            "tests/acceptance/test_machine.py::test_sequences",
+            "tests/session/test_windows.py::test_zeros_in_the_place_of_an_overflow_begin_a_new_window_of_a_loop_of_its_own",
             "a window that was given up would skip the next step",
         ),
         (
@@ -78,14 +78,14 @@ FAULTS = (
             "window: two scales in one sum",
             "        self.rescale(scale)\n        self.made_with = scale\n",
             "        self.scale = self.made_with = scale\n",
-            "tests/acceptance/test_machine.py::test_sequences",
+            "tests/session/test_windows.py::test_a_window_that_stays_open_while_the_scale_moves_is_rescaled_in_fp32",
             "after the scale has moved, earlier micro-batches would count double or half",
         ),
         (
             "window: rescaled by the new scale alone",
             "factor = back if to is None else to if back is None else to * back",
             "factor = back if to is None else to",
-            "tests/acceptance/test_machine.py::test_sequences",
+            "tests/session/test_windows.py::test_a_window_that_stays_open_while_the_scale_moves_is_rescaled_in_fp32",
             "gradients would carry two scales",
         ),
         (
@@ -106,7 +106,7 @@ FAULTS = (
             "window: cleared gradients leave theirs behind",
             "        if not there:\n            self.forget()\n",
             "        if False:\n            pass\n",
-            "tests/acceptance/test_machine.py::test_sequences",
+            "tests/session/test_windows.py::test_clearing_all_begins_a_new_window",
             "an overflow of a window that was given up would skip the next step",
         ),
         (
@@ -179,7 +179,7 @@ FAULTS = (
             "engine: what unscaling found is not asked",
             "    for flag in (*inner, *flags):\n        found_inf = found_inf | flag\n",
             "",
-            "tests/acceptance/test_machine.py::test_sequences",
+            "tests/session/test_windows.py::test_an_overflow_that_unscaling_has_found_skips_whatever_is_done_after",
             "gradients cleaned of an infinity by nan_to_num would be stepped with",
         ),
         (
@@ -263,7 +263,7 @@ FAULTS = (
             "engine: Ctrl-C ends a step half-way",
             "            with uninterrupted():\n                if self.ranks.size == 1:\n",
             "            if True:\n                if self.ranks.size == 1:\n",
-            "tests/acceptance/test_machine.py::test_sequences",
+            "tests/session/test_interrupts.py::test_a_signal_at_some_lines_leaves_a_whole_step",
             "some weights would be those of the next step, and some not",
         ),
         (

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import gc
-import pickle
 from functools import partial
 
 import pytest
@@ -119,10 +118,7 @@ BEGINNINGS = {
     "a level that there is not": (built, "O7", {}, PolicyError, "unknown level 'O7'"),
     "each in the other's place": (lambda: built()[::-1], "O1", {}, PolicyError, "a model must be an nn.Module, not SGD",
                                   "models first, then optimizers"),
-    "a word for a model": (lambda: ("net", built()[1]), "O1", {}, PolicyError, "a model must be an nn.Module, not str"),
     "a class for a model": (lambda: (nn.Linear, built()[1]), "O1", {}, PolicyError, "not the class Linear"),
-    "no model": (lambda: ([], built()[1]), "O1", {}, PolicyError, "a model must be an nn.Module, and there is none"),
-    "a word for an optimizer": (lambda: (network(), "adamw"), "O1", {}, PolicyError, "torch.optim.Optimizer, not str"),
     "no optimizer": (lambda: (network(), []), "O1", {}, PolicyError, "an optimizer must be", "there is none"),
     "an optimizer twice": (lambda: (built()[0], [built()[1]] * 2), "O1", {}, PolicyError, "listed twice"),
     "replicas in threads": (lambda: of(nn.DataParallel), "O1", {}, UnsupportedError, "wrapped by DataParallel",
@@ -147,13 +143,9 @@ BEGINNINGS = {
                                    "Policy.O2("),
     "an eps that FP16 has not": (lambda: built(torch.optim.AdamW), O3[0], {}, UnsupportedError,
                                  "eps=1e-08 is zero in float16", "eps=1e-4", "Policy.O2()"),
-    "a norm of zero": (built, "O1", {"max_grad_norm": 0.0}, PolicyError, "max_grad_norm is 0.0"),
-    "a norm below zero": (built, "O2", {"max_grad_norm": -1.0}, PolicyError, "max_grad_norm is -1.0"),
     "a norm that is none": (built, "O1", {"max_grad_norm": NAN}, PolicyError, "max_grad_norm is nan", "a norm to clip"),
-    "a norm in words": (built, "O1", {"max_grad_norm": "1"}, PolicyError, "max_grad_norm is '1'"),
     "a norm that is a switch": (built, "O1", {"max_grad_norm": True}, PolicyError, "a norm to clip to is positive"),
     "a reaction that there is not": (built, "O1", {"on_overflow": "rise"}, PolicyError, "on_overflow", "'raise'"),
-    "an option that there is not": (built, "O1", {"num_losses": 2}, TypeError, "num_losses"),
     "a rule that hits nothing": (built, "O2,fp32_module=nowhere", {}, PolicyError, "matches no module"),
     "values beyond FP16": (lambda: of(huge), "O2", {}, UnsupportedError,
                            "values do not fit float16", "0.weight"),
@@ -258,10 +250,6 @@ def cleared_by_others():
     return after(opened, lambda model, made, amp: model.zero_grad())
 
 
-def cleared():
-    return after(opened, lambda model, made, amp: amp.zero_grad())
-
-
 def frozen():
     model = Weights(1, 1)
     model.each[0].requires_grad_(False)
@@ -313,7 +301,6 @@ def stops_inside(model, made, amp):
 HALF = "an update was ended half-way", "HalfWay.step()", "load_state_dict(…) of model, optimizer and session"
 INSIDE = "a backward pass under a loss scale begins, or stops, inside of its graph", "Policy.O1", "amp.grad("
 WINDOW = "inside an accumulation window", "after 1 backward pass", "amp.step() first; or amp.zero_grad()"
-KIND = "an optimizer must be a torch.optim.Optimizer, not str"
 #: By name: what there is, the call, the error, and words that it has.
 CALLS = {
     # Losses
@@ -322,20 +309,16 @@ CALLS = {
                                "amp.backward(loss.mean())"),
     "a loss of whole numbers": (trained_once, lambda m, o, amp: amp.backward(torch.tensor(3)), PolicyError,
                                 "not int64 of shape []"),
-    "a loss that is no tensor": (trained_once, lambda m, o, amp: amp.backward(3.0), PolicyError, "scalar, not float"),
     "a loss without a graph": (trained_once, lambda m, o, amp: amp.backward(loss_of(m, 0).detach()), StateError,
                                "the loss depends on no parameter", "outside torch.no_grad()"),
     "a loss for what is frozen": (frozen, lambda m, o, amp, _: amp.backward(m.loss(1.0, 1.0), optimizers=o), StateError,
                                   "update no parameter that requires a gradient", "requires_grad_(True)"),
     "gradients of the last step": (stale, lambda m, o, amp: backward(amp, m, 1), StateError,
                                    "the last step's gradients are still there", "0.weight", "amp.zero_grad() after"),
-    "low gradients of the last step": (lambda: stale(O3[1], "mezzo"), lambda m, o, amp: backward(amp, m, 1), StateError,
-                                       "the last step's gradients are still there"),
     # Steps
     "a step without a pass": (ready, lambda m, o, amp: amp.step(), StateError, "step() before backward()",
                               "amp.backward(loss), then amp.step()"),
     "unscaling without a pass": (ready, lambda m, o, amp: amp.unscale_(), StateError, "unscale_() before backward()"),
-    "a step after clearing": (cleared, lambda m, o, amp: amp.step(), StateError, "step() before backward()"),
     "a step with gradients that others cleared": (cleared_by_others, lambda m, o, amp: amp.step(), StateError,
                                                   "no parameter has a gradient", "amp.zero_grad() only after"),
     "the optimizer's own step": (opened, lambda m, o, amp: o.step(), StateError,
@@ -352,13 +335,10 @@ CALLS = {
     "an unknown optimizer's own step": (lambda: with_later(opened), lambda m, o, amp, later: later.step(), StateError,
                                         "an optimizer that the session does not know", "AdamW.step()",
                                         "MixedPrecision(model, [optimizer, other], policy)"),
-    "a step of what is no optimizer": (opened, lambda m, o, amp: amp.step("adamw"), PolicyError,
-                                     "the optimizer is not the session's", "str"),
     "a learning rate of NaN": (with_a_wrong_lr, lambda m, o, amp: amp.step(), PolicyError,
                                "lr is nan", "AdamW, group 0"),
     "a step after half an update": (half_way, lambda m, o, amp: amp.step(), StateError, *HALF),
     "a pass after half an update": (half_way, lambda m, o, amp: backward(amp, m, 1), StateError, *HALF),
-    "clearing after half an update": (half_way, lambda m, o, amp: amp.zero_grad(), StateError, *HALF),
     # Closures
     "a closure for two optimizers": (of_two, lambda m, o, amp, _: amp.step(closure=lambda: None), PolicyError,
                                      "a closure is for one optimizer", "SGD, SGD", "amp.step(optimizers=optimizer, "),
@@ -374,7 +354,6 @@ CALLS = {
                                        "max_grad_norm is -1.0", "None does not clip"),
     "a copy of a session": (ready, lambda m, o, amp: copy.deepcopy(amp), StateError,
                             "a session cannot be copied or pickled", "copy.deepcopy(model)"),
-    "a pickle of a session": (ready, lambda m, o, amp: pickle.dumps(amp), StateError, "pickled", "amp.state_dict()"),
     # Attached
     "a second session": (lambda: with_others(plain), lambda m, o, amp, other, its: mezzo.attach(other, its, FP16),
                          StateError, "a session is attached already", "amp.add(optimizer)", "amp.detach() first"),
@@ -385,8 +364,6 @@ CALLS = {
                                         "an optimizer that the session does not know", "AdamW.step()",
                                         "amp.add(optimizer)",
                                         "amp.detach()"),
-    "one that was not added under masters": (lambda: with_later(plain, O2), lambda m, o, amp, later: later.step(),
-                                             StateError, "an optimizer that the session does not know"),
     "a GradScaler that unscales besides": (plain, lambda m, o, amp: scaler_of(o).unscale_(o), StateError,
                                            "a GradScaler scales the loss besides", "GradScaler(enabled=False)"),
     "a GradScaler that steps besides": (plain, lambda m, o, amp: scaler_of(o).step(o), StateError, "GradScaler, SGD"),
@@ -401,7 +378,6 @@ CALLS = {
     "one that is added twice": (plain, lambda m, o, amp: amp.add(o), StateError, "belongs to a session", "SGD"),
     "one of others that is added": (lambda: with_others(plain), lambda m, o, amp, other, its: amp.add(its), PolicyError,
                                     "parameters that are not the models'"),
-    "what is no optimizer, added": (plain, lambda m, o, amp: amp.add("adamw"), PolicyError, KIND),
     # States
     "saving in a window": (opened, lambda m, o, amp: amp.state_dict(), StateError, *WINDOW),
     "loading in a window": (lambda: after(ready, lambda m, o, amp: (setattr(amp, "saved", amp.state_dict()), backward(
@@ -473,7 +449,6 @@ SCALER = {"scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_int
 #: By name: what is done to a state, the policy of the session, and words of the refusal.
 STATES = {
     "nothing": (lambda _: {}, O2, NONE),
-    "a number": (lambda _: 7, O2, NONE, "7"),
     "a list": (lambda state: [state], O2, NONE),
     "no version": (changed(version=None), O2, NONE),
     "an earlier release": (changed(version=1), O2, "the state has version 1", "the release that has written it"),
@@ -482,10 +457,7 @@ STATES = {
     "a policy that there is not": (changed(policy="O9"), O2, DAMAGED, "policy is 'O9', not the text of a policy"),
     "no scale": (changed(loss_scale=None), O2, DAMAGED, "loss_scale.scale is missing"),
     "a scale below zero": (changed(loss_scale__scale=-1.0), O2, DAMAGED, "loss_scale.scale is -1.0, not a positive"),
-    "a scale of NaN": (changed(loss_scale__scale=NAN), O2, DAMAGED, "loss_scale.scale is nan"),
-    "no counts": (changed(stats=None), O2, DAMAGED, "stats.steps is missing"),
     "a count below zero": (changed(stats__steps=-1), O2, DAMAGED, "stats.steps is -1, not a count"),
-    "a word for a count": (changed(stats__skipped="many"), O2, DAMAGED, "stats.skipped is 'many'"),
     "other parameters": (changed(parameters={"else": "float32 [3]"}), O2, ANOTHER,
                          "parameter else: float32 [3] → missing", "parameter 0.weight: missing → float16 [16, 8]"),
     "other shapes": (changed(parameters=all_of("float32 [1, 2]")), O2, ANOTHER, "float32 [1, 2] → float16 [16, 8]"),

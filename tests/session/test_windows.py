@@ -30,6 +30,7 @@ from .loops import (
     poisoned,
     session,
     spoil,
+    train,
     weights,
 )  # fmt: skip
 
@@ -65,6 +66,89 @@ def test_unscaled_gradients_are_the_low_ones_divided_by_the_scale_in_fp32():
     for _ in range(2):
         amp.unscale_()
         assert_same(gradients(model), [g.float() * over_scale for g in low])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1,emulate=true", "O2,emulate=true", "O2,dtype=bfloat16,emulate=true"])
+def test_a_window_that_stays_open_while_the_scale_moves_is_rescaled_in_fp32(level):
+    """One optimizer accumulates over three iterations, the other steps at each; the scale grows, or falls, between."""
+    for strike in (None, 1):
+        model = Weights(2, 2)
+        (fast, slow), amp = over(model, f"{level},{GROWING}", [model.each[0]], [model.each[1]])
+        scale = 256.0
+        for step in range(3):
+            amp.backward(model.loss(1, 2.0**step))
+            if step == strike:
+                spoil(model)
+            told = amp.step(fast)
+            assert (bool(told.skipped), told.scale.item()) == (step == strike, scale)
+            scale *= 0.5 if step == strike else 2
+            fast.zero_grad()
+        late = amp.step(slow)
+        assert [p.tolist() for p in model.each] == [[-3.0 + (strike is not None)] * 2, [-7.0, -7.0]]
+        assert late.grad_norm.item() == pytest.approx(7.0 * 2**0.5)
+        assert not late.skipped
+
+
+@pytest.mark.parametrize("policy", SCALED)
+def test_an_overflow_that_unscaling_has_found_skips_whatever_is_done_after(policy):
+    for mends in (lambda p: p.grad.nan_to_num_(0.0, 0.0, 0.0), lambda p: p.grad.zero_(), lambda p: None):
+        for goes_on in (False, True):
+            model, _, amp = session(policy)
+            before = weights(amp)
+            backward(amp, model, 0, spoilt=True)
+            amp.unscale_()
+            for param in model.parameters():
+                mends(param)
+            if goes_on:
+                backward(amp, model, 1)
+            step = amp.step()
+            amp.zero_grad()
+            assert bool(step.skipped)
+            halves = 0.5 if amp.policy.loss_scale.mode == "dynamic" else 1.0
+            assert float(step.next_scale) == float(step.scale) * halves
+            assert_same(before, weights(amp))
+            assert not train(amp, model, 2).skipped
+
+
+CLEARS = {
+    "session": lambda amp, optimizer, model: amp.zero_grad(),
+    "optimizer": lambda amp, optimizer, model: optimizer.zero_grad(),
+    "model": lambda amp, optimizer, model: model.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("clears", CLEARS)
+@pytest.mark.parametrize("policy", EVERY)
+def test_clearing_all_begins_a_new_window(policy, clears):
+    """Its overflow is forgotten, its scale too; what comes after is as if nothing had been."""
+    for looks in (False, True):
+        (model, made, amp), (other, _, same) = session(policy), session(policy)
+        for number in range(2):
+            backward(amp, model, 7 + number, spoilt=True)
+        if looks:
+            amp.unscale_()
+        CLEARS[clears](amp, made, model)
+        assert all(p.grad is None for p in model.parameters())
+        for each, net in ((amp, model), (same, other)):
+            assert not train(each, net, 1, micro_batches=2).skipped
+        assert_same(weights(amp), weights(same))
+
+
+@pytest.mark.parametrize("how", ["in place", "anew"])
+def test_zeros_in_the_place_of_an_overflow_begin_a_new_window_of_a_loop_of_its_own(how):
+    for policy in EVERY:
+        model = Weights(2, value=1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with attached(model, optimizer, policy) as amp:
+            out = model.each[0] * 1.0
+            out.register_hook(lambda gradient: gradient * float("inf"))
+            out.float().sum().backward()
+            grad = model.each[0].grad
+            model.each[0].grad = grad.zero_() if how == "in place" else torch.zeros_like(grad)
+            model.loss(0.5).backward()
+            optimizer.step()
+            assert not amp.last_step.skipped
+            assert model.each[0].tolist() == [0.5, 0.5]
 
 
 # What users do with gradients -----------------------------------------------------------------------------------------
