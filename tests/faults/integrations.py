@@ -142,13 +142,6 @@ FAULTS = (
             "FP32 values would stay on the CPU",
         ),
         (
-            "accelerate: prepared optimizers do nothing after the end",
-            "            return self.engine.steps_by[optimizer](closure)\n",
-            "            return None\n",
-            "tests/integrations/test_accelerate.py::test_after_close_all_is_as_it_was",
-            "a program that closes its session would train no more",
-        ),
-        (
             "accelerate: a second scaler is taken",
             "    if accelerator.scaler is not None:\n",
             "    if False:\n",
@@ -172,13 +165,6 @@ FAULTS = (
             "tests/integrations/test_transformers.py::test_what_is_saved_is_fp32_and_loads_so",
             "from_pretrained would load sixteen bits",
         ),
-        (
-            "accelerate: a checkpoint of the scaler is not loaded",
-            "            super().load_state_dict(state_dict)\n",
-            "            pass\n",
-            "tests/integrations/test_accelerate.py::test_save_state_goes_on_bit_for_bit_and_what_is_saved_is_fp32",
-            "a resumed run would begin with the first scale",
-        ),
     ),
     *in_file(
         "integrations/transformers.py",
@@ -195,13 +181,6 @@ FAULTS = (
             "",
             "tests/integrations/test_transformers.py::test_losses_are_fp32s_kernels_are_low_and_steps_the_trainers",
             "save_model after the run would hold sixteen bits",
-        ),
-        (
-            "transformers: a second run has the first one's wrapper",
-            "self.session, self.model_wrapped = None, self.model",
-            "self.session = None",
-            "tests/integrations/test_transformers.py",
-            "the second run would train what is no longer converted",
         ),
         (
             "transformers: the log lacks the scale",
