@@ -1,7 +1,6 @@
 """``apex.amp``'s calls: what each option means, what is cast and stored, the loss scale and its state, and the end."""
 
 import copy
-import logging
 import warnings
 
 import pytest
@@ -105,15 +104,6 @@ def test_the_imagenet_examples_loop_learns_at_every_level():
             assert output.dtype == FLOAT
             assert (model[0].weight.dtype, model[1].weight.dtype) == stored, level
             assert {value.dtype for value in model.state_dict().values() if value.is_floating_point()} == {FLOAT}
-
-
-def test_what_was_chosen_is_logged(caplog):
-    caplog.set_level(logging.INFO, "mezzo")
-    for verbosity in (0, 1):
-        model = network()
-        amp.initialize(model, sgd(model), opt_level="O2", verbosity=verbosity)
-        amp.deinitialize()
-        assert ("amp O2 is O2,dtype=float16" in caplog.text) == bool(verbosity)
 
 
 # Where casts are --------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo import Policy
@@ -151,26 +150,3 @@ def test_a_region_holds_inside_a_prepared_model(block):
         assert block(x).dtype == torch.float16  # no region: the model's own casts again
     with mezzo.autocast("O1,dtype=float16,fp32=softmax"):
         assert block(x).dtype == torch.float32  # as any region does
-
-
-def test_recomputation_is_under_the_same_region(block):
-    """A checkpoint is told to: by itself it would be recomputed in the model's own."""
-    gradients = []
-    for recomputes in (False, True):
-        block.zero_grad()
-        start = x.clone().requires_grad_()
-        with paddle.auto_cast(level="O2", custom_black_list=["softmax", "gelu"]):
-            contexts = {"use_reentrant": False, "context_fn": mezzo.checkpoint_contexts}
-            out = checkpoint(block, start, **contexts) if recomputes else block(start)
-            loss = out.square().sum()
-        loss.backward()
-        gradients.append([p.grad.clone() for p in block.parameters()])
-        assert block.inside == (torch.float32, torch.float32)
-    assert all(map(torch.equal, *gradients))
-
-
-def test_a_part_of_a_prepared_model_may_be_called_alone(block):
-    with paddle.auto_cast(level="O2", custom_black_list=["matmul"]):
-        assert block.out(torch.rand(2, 8)).dtype == torch.float32
-    assert block.out(torch.rand(2, 8)).dtype == torch.float16
-    assert not block.norm(torch.rand(2, 8)).isnan().any()

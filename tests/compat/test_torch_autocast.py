@@ -12,8 +12,6 @@ import mezzo
 from mezzo.compat.torch import GradScaler, autocast, custom_bwd, custom_fwd, region
 from mezzo.compat.torch.cuda import amp
 
-from .programs import batch, network, weights
-
 LOW = (torch.float16, torch.bfloat16)
 A, B, VECTOR = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4)
 #: Ops of every list of torch's, those that it does not list, and some that C++ composes.
@@ -204,59 +202,3 @@ def test_the_spellings_of_torch_cuda_amp_work_after_a_changed_import(low, monkey
 
 
 # Half of the pair ---------------------------------------------------------------------------------------------
-
-
-def trained(region_of, scaler_of, dtype):
-    model = network()
-    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=0.01), scaler_of("cpu", init_scale=2.0**10)
-    for number in range(4):
-        with region_of("cpu", dtype=dtype):
-            loss = model(batch(number)).float().square().mean() * (torch.inf if number == 2 else 1.0)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    return weights(model), scaler.get_scale()
-
-
-@pytest.mark.parametrize("dtype", LOW)
-def test_either_half_works_with_torchs_other_half(dtype):
-    wanted, scale = trained(torch.autocast, torch.amp.GradScaler, dtype)
-    for region_of, scaler_of in (
-        (torch.autocast, GradScaler),
-        (autocast, torch.amp.GradScaler),
-        (autocast, GradScaler),
-    ):
-        found, now = trained(region_of, scaler_of, dtype)
-        assert now == scale == 2.0**9
-        torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-2)
-
-
-class Cube(torch.autograd.Function):
-    """torch's example of a function that needs FP32."""
-
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=torch.float32)
-    def forward(ctx, x):
-        assert x.dtype == torch.float32
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx, gradient):
-        (x,) = ctx.saved_tensors
-        assert gradient.dtype == torch.float32
-        return 3 * x**2 * gradient
-
-
-def test_functions_with_casts_of_their_own():
-    weight = torch.randn(4, 4, requires_grad=True)
-    scaler = GradScaler("cpu")
-    optimizer = torch.optim.SGD([weight], lr=0.1)
-    with autocast("cpu", dtype=torch.bfloat16):
-        loss = Cube.apply(A @ weight).sum()
-    assert loss.dtype == torch.float32
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()

@@ -315,26 +315,6 @@ def test_step_hands_on_what_it_is_given_and_returns_what_it_gets():
     assert log == [3.0, 3.0]
 
 
-class Asks(torch.optim.SGD):
-    """An optimizer of the older contract, which is handed the scaler: torch warns of it."""
-
-    _step_supports_amp_scaling = True
-
-    def step(self, closure=None, grad_scaler=None):
-        assert grad_scaler is None
-        super().step(closure)
-
-
-def test_an_optimizer_that_reads_no_flags_gets_unscaled_gradients_and_is_not_called_for_others():
-    (first, one), second = one_weight(), torch.ones(1, requires_grad=True)
-    two, scaler = Asks([second], lr=1.0), GradScaler("cpu", init_scale=8.0)
-    for factor in (1.0, torch.inf, 0.25):
-        one.zero_grad()
-        two.zero_grad()
-        advance((first + second).sum() * factor, scaler, one, two)
-    assert first.item() == second.item() == -0.25
-
-
 # Low weights ------------------------------------------------------------------------------------------------
 
 
@@ -368,19 +348,6 @@ def test_fp16_gradients_are_refused_with_parameter_cause_and_cure():
     for call in (scaler.unscale_, scaler.step):
         with pytest.raises(UnsupportedError, match="fp16 gradients cannot be unscaled in fp16"):
             call(optimizer)
-
-
-def test_where_kernels_unscale_fp16_gradients_in_fp32_they_may():
-    model = network().half()
-    optimizer = torch.optim.Adagrad(model.parameters(), fused=True)
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        pytest.skip("torch before 2.12 gives Adagrad no scale")
-    scaler, before = GradScaler("cpu", init_scale=8.0), weights(model)
-    for _ in range(2):
-        optimizer.zero_grad()
-        advance(model(batch(0).half()).float().square().mean(), scaler, optimizer)
-    assert not scaler.last_step.skipped
-    assert not torch.equal(model[0].weight, before[0])
 
 
 @pytest.mark.parametrize(

@@ -328,20 +328,6 @@ FAULTS = (
             "the first session would go on beside it",
         ),
         (
-            "apex: the scale is told late",
-            "        session.engine.update()  # what the last step has found counts\n",
-            "",
-            "tests/compat/test_apex.py::test_the_scale_moves_with_the_step_and_once",
-            "a checkpoint would have the scale of the step before",
-        ),
-        (
-            "apex: a constant scale is loaded over",
-            '    if session.policy.loss_scale.mode == "dynamic":\n        session',
-            "    if True:\n        session",
-            "tests/compat/test_apex.py::test_a_constant_scale_stays_what_initialize_was_told_whatever_is_loaded",
-            "loss_scale=128 would become a checkpoint's",
-        ),
-        (
             "apex: it is said of each loss",
             "            self.has_told = True\n",
             "            pass\n",

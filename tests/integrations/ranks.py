@@ -100,7 +100,7 @@ def of_lightning(folder):
         return trainer
 
     sharded = (
-        ("O1,dtype=float16", "mezzo", True), ("O2,dtype=float16", "mezzo", False), ("O2,dtype=float16", "torch", True),
+        ("O1,dtype=float16", "torch", False), ("O1,dtype=float16", "mezzo", True), ("O2,dtype=float16", "torch", True),
         ("O2,dtype=bfloat16", "mezzo", True),
     )  # fmt: skip
     for policy, shards, saves_shards in (*((policy, None, False) for policy in POLICIES), *sharded):

@@ -284,47 +284,6 @@ def test_schedulers_move_as_under_accelerates_own_scaler():
 # Other shapes of programs -----------------------------------------------------------------------------------
 
 
-def two_models(policy):
-    torch.manual_seed(0)
-    models = [nn.Linear(4, 4), nn.Linear(4, 1)]
-    accelerator = accelerate.Accelerator(cpu=True)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in models]
-    if policy is not None:
-        attach(accelerator, models, optimizers, policy)
-    one, two, *optimizers = accelerator.prepare(*models, *optimizers)
-    return accelerator, lambda x: two(one(x)), models, optimizers
-
-
-def test_two_optimizers_of_one_session_step_each_by_itself():
-    accelerator, model, (first, second), optimizers = two_models("O1,dtype=float16")
-    before = [each.weight.detach().clone() for each in (first, second)]
-    accelerator.backward(model(torch.ones(3, 4)).mean() / 8)
-    for number, optimizer in enumerate(optimizers):
-        optimizer.step()
-        changed = [not torch.equal(each.weight, was) for each, was in zip((first, second), before, strict=True)]
-        assert changed == [True, number == 1]
-
-
-@pytest.mark.parametrize("policy", ["O1,dtype=float16,loss_scale=128", "O2,dtype=float16,loss_scale=128"])
-def test_gradients_may_be_cleared_before_the_next_loss_only(policy):
-    """As a GAN's loop does: the second's loss adds to what the step of the first has left."""
-
-    def trained(policy):
-        forget()
-        accelerator, model, _, optimizers = two_models(policy)
-        losses, x = [], torch.randn(8, 4)
-        for sign in (1, -1) * 3:
-            for optimizer in optimizers[::sign]:
-                optimizer.zero_grad()
-                loss = (model(x) - sign).square().mean()
-                accelerator.backward(loss)
-                optimizer.step()
-                losses.append(loss.item())
-        return losses
-
-    assert trained(policy) == pytest.approx(trained(None), rel=0.01)
-
-
 def test_gradients_of_what_no_optimizer_has_are_unscaled():
     def gradients(policy):
         forget()

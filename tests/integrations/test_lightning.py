@@ -123,15 +123,18 @@ def test_a_checkpoint_is_fp32_and_goes_on_bit_for_bit(tmp_path, policy, optimize
 
     kept, made = {}, {"optimizer": optimizer, "overflow_at": [2], "interval": "step"}
     options = {"epochs": 2, **ACCUMULATING}
-    straight, _ = fitted(policy, Module(**made), callbacks=[Callback(on_train_epoch_end=saves)], **options)
+    plugins = [MezzoPrecision(policy) for _ in range(2)]
+    straight, _ = fitted(plugins[0], Module(**made), callbacks=[Callback(on_train_epoch_end=saves)], **options)
     module = Module(**made)
     with torch.no_grad():
         for param in module.parameters():
             param.add_(1.0)
-    _, run = fitted(policy, module, ckpt_path=tmp_path / "half.ckpt", **options)
+    _, run = fitted(plugins[1], module, ckpt_path=tmp_path / "half.ckpt", **options)
     assert (run.global_step, len(module.losses)) == (8, 8)
     assert module.losses == straight.losses[8:]
-    assert module.logged[-1] == straight.logged[-1]
+    first, second = (plugin.state_dict()["stats"] for plugin in plugins)
+    assert first == second
+    assert first["skipped"] == 2
     assert all(map(torch.equal, straight.whole(), module.whole()))
     for name in ("half", "weights"):
         saved = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["state_dict"]
@@ -176,14 +179,17 @@ class Plain(Module):
     def on_before_optimizer_step(self, optimizer):
         self.clipped = flat(param.grad for param in self.net.parameters()).norm().item()
 
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * 2.0**-14  # below what FP16 holds without a scale
+
     def configure_optimizers(self):
-        return torch.optim.SGD([*self.net.parameters(), self.gain], lr=1.0)
+        return torch.optim.SGD([*self.net.parameters(), self.gain], lr=1e5)
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_gradients_are_plain_as_soon_as_a_pass_ends_and_clipped_so(algorithm):
     """By so little that every step is decided by it: SGD's weights are FP32's, within rounding of the gradients."""
-    options = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": algorithm, "limit_train_batches": 3}
+    options = {"gradient_clip_val": 1e-8, "gradient_clip_algorithm": algorithm, "limit_train_batches": 3}
     reference, _ = fitted(module=Plain(), **options)
     start = flat(Plain().net.parameters())
     for policy in ("O1,dtype=float16", "O2,dtype=float16"):
@@ -221,7 +227,7 @@ class Manual(Module):
         return self.make(self.net[:3].parameters()), self.make(self.net[3].parameters())
 
 
-@pytest.mark.parametrize("policy, toggles", [("O0", False), ("O1,dtype=float16", True), ("O2,dtype=float16", False)])
+@pytest.mark.parametrize("policy, toggles", [("O0", False), ("O1,dtype=float16", False), ("O2,dtype=float16", True)])
 def test_manual_optimization_with_two_optimizers(policy, toggles):
     reference, run = fitted(module=Manual(toggles))
     module, low = fitted(policy, Manual(toggles))
@@ -265,22 +271,6 @@ class Bare(Module):
 
     def scores(self, x):
         return self.net(x)
-
-
-def test_optimizers_that_are_toggled_at_o2_train_as_fp32_weights_kept_by_hand_bit_for_bit():
-    module, _ = fitted("O2,dtype=bfloat16", Manual(toggles=True))
-    hand = ByHand()
-    body, head = hand.net[:3], hand.net[3]
-    optimizers = [OPTIMIZERS["torch"](hand.of(part)) for part in (body, head)]
-    for x, y in batches():
-        for number, optimizer in enumerate(optimizers):
-            other, mine = (head, body)[:: 1 if number == 0 else -1]
-            other.requires_grad_(False)
-            hand.backward(lambda x=x, number=number: head(body(x) if number == 0 else body(x).detach()), y)
-            other.requires_grad_(True)
-            nn.utils.clip_grad_norm_(hand.of(mine), 1.0)
-            optimizer.step()
-    assert all(torch.equal(param, hand.values[name]) for name, param in module.net.named_parameters())
 
 
 def test_layers_that_thaw_late_and_averages_at_o2_are_those_of_fp32_weights_kept_by_hand_bit_for_bit():
@@ -403,9 +393,11 @@ def test_an_overflow_is_explained_in_pythons_log_or_ends_the_run(caplog):
 
 
 def test_validation_and_a_second_run():
-    plugin, module = MezzoPrecision("O2,dtype=bfloat16"), Module()
+    plugin, module, seen = MezzoPrecision("O1,dtype=bfloat16"), Module(), set()
+    module.net[0].register_forward_hook(lambda _, __, output: seen.add(output.dtype))
     run = trainer(plugin)
     run.validate(module, loader(), verbose=False)
+    assert seen == {torch.bfloat16}
     before = float(run.callback_metrics["val"])
     run.fit(module, loader(), loader())
     after = float(run.callback_metrics["val"])
@@ -415,7 +407,6 @@ def test_validation_and_a_second_run():
     run.fit_loop.max_epochs = 2
     run.fit(module, loader())
     assert run.global_step == 16
-    assert not any(each._forward_pre_hooks for each in copy.deepcopy(module.net).modules())
 
 
 def test_a_run_that_fails_leaves_an_fp32_module():

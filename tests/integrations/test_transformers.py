@@ -170,7 +170,12 @@ def test_what_is_saved_is_fp32_and_loads_so(hf, made, tmp_path):
 
 
 def test_a_second_run_goes_on_after_the_best_model_was_loaded(hf, made):
-    options = {"save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True}
+    options = {
+        "save_strategy": "epoch",
+        "eval_strategy": "epoch",
+        "load_best_model_at_end": True,
+        "num_train_epochs": 1,
+    }
     trainer = hf.plug(made(**options), "O2,dtype=bfloat16")
     trainer.train()
     best = trainer.state.best_metric
