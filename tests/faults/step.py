@@ -284,13 +284,6 @@ FAULTS = (
             "NaN in every weight after the first overflow",
         ),
         (
-            "c++: NaN is not the larger",
-            '"{0} > {1} || {0} != {0} ? {0} : {1}"',
-            '"{0} > {1} ? {0} : {1}"',
-            CONTRACT + "test_two_steps_of_any_rule_and_storage_are_the_pure_function",
-            "amsgrad would hide a NaN",
-        ),
-        (
             "c++: the sign of zero is one",
             "float({0} > 0) - float({0} < 0)",
             "float({0} >= 0) - float({0} < 0)",
