@@ -34,7 +34,7 @@ class RankError(AssertionError):
         self.texts = texts
 
 
-def on_ranks(count, function, *args, timeout=60, group_timeout=20, backend="gloo"):
+def on_ranks(count, function, *args, timeout=600, group_timeout=60, backend="gloo"):
     """Return what a function returns on each rank, in their order.
 
     Args:

@@ -139,13 +139,13 @@ def test_any_number_of_ranks_loads_what_any_other_saved(worlds, kinds, tmp_path)
     there, wrong, file = {}, [], tmp_path / "one.pt"
     for count, alike in of.items():
         mine = {key: path for key, path in folders.items() if key[0] in alike}
-        ranks = on_ranks(count, all_saved, mine, file, timeout=300)
+        ranks = on_ranks(count, all_saved, mine, file)
         words = [each for each, _ in ranks]
         wrong += [("saved", key) for key in words[0] if len({each[key] for each in words}) > 1]
         there |= words[0]
         there["file"] = ranks[0][1] or there["file"]
     for count, alike in of.items():
-        ranks = on_ranks(count, all_loaded, alike, folders, file, timeout=600)
+        ranks = on_ranks(count, all_loaded, alike, folders, file)
         words = [each for each, _ in ranks]
         for (world, *source), (before, after) in words[0].items():
             was, went_on = there[tuple(source)]

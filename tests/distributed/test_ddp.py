@@ -301,7 +301,7 @@ NAMES = "crossed", "orders", "accumulated", "several", "seldom_used", "failing",
 
 @pytest.fixture(scope="module")
 def ranks():
-    return on_ranks(2, on_this_rank, NAMES, timeout=120)
+    return on_ranks(2, on_this_rank, NAMES)
 
 
 def test_every_order_trains_the_same(ranks):

@@ -128,7 +128,7 @@ def everything():
 @pytest.fixture(scope="module")
 def of_four():
     """What :func:`everything` returns on each of four ranks; rank = 2 · its replica + its shard."""
-    return on_ranks(4, everything, timeout=120)
+    return on_ranks(4, everything)
 
 
 def test_norms_over_several_groups_send_nothing_to_the_device_once_it_has_their_places(of_four):

@@ -392,4 +392,4 @@ def everything():
 @pytest.fixture(scope="module")
 def of_two():
     """What :func:`everything` returns on each of two ranks."""
-    return on_ranks(2, everything, timeout=120)
+    return on_ranks(2, everything)

@@ -151,7 +151,7 @@ def everything():
 @pytest.fixture(scope="module")
 def of_two():
     """What :func:`everything` returns on each of two ranks."""
-    return on_ranks(2, everything, timeout=120)
+    return on_ranks(2, everything)
 
 
 def test_parts_are_trained_bit_for_bit_as_whole_models_are(of_two):

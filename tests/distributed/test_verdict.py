@@ -164,7 +164,7 @@ def everything():
 @pytest.fixture(scope="module")
 def of_two():
     """What :func:`everything` returns on each of two ranks."""
-    return on_ranks(2, everything, timeout=120)
+    return on_ranks(2, everything)
 
 
 def test_what_one_rank_sees_decides_for_all(of_two):

@@ -143,13 +143,6 @@ FAULTS = (
             "sums over ranks would lose what is small",
         ),
         (
-            "fsdp2: torch casts what goes into each module",
-            "cast_forward_inputs=False",
-            "cast_forward_inputs=True",
-            SHARDS + "test_modules_compute_in_the_dtypes_that_they_have_in_one_process",
-            "modules in FP32 would compute with rounded inputs",
-        ),
-        (
             "fsdp2: what is kept in FP32 is gathered with what is low",
             "if module is model or module in chosen or dtype != around:",
             "if module is model or module in chosen:",

@@ -116,8 +116,9 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_it_whole_or_not_begun(executo
     assert at > 40
 
 
-def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, caplog, kind="Lion"):
+def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, caplog):
     """A gradient of another dtype needs another kernel, when the compiler may be gone."""
+    kind = "Lion"
     if not isinstance(choose.executor_for(torch.device("cpu")), cpp.Cpp):
         pytest.skip("needs a C++ compiler")
     choose._say.cache_clear()

@@ -299,8 +299,8 @@ def test_norms_are_float64_s_wherever_gradients_lie(each):
     layouts.pop(2)  # with infinities in it
     for dtypes in kinds:
         kind = itertools.cycle(dtypes)
-        wide = [layout(seed) * 100 for seed, layout in enumerate(layouts)]
-        gradients = [like(w, dtype, each.device).copy_(w) for w, dtype in zip(wide, kind, strict=False)]
+        wide = [layout(seed) for seed, layout in enumerate(layouts)]
+        gradients = [like(w, dtype, each.device).copy_(w * 100) for w, dtype in zip(wide, kind, strict=False)]
         found = executor.norms(gradients)
         assert found.dtype == FP32
         exact = torch.stack([gradient.double().norm() for gradient in gradients])
