@@ -284,7 +284,7 @@ class Window:
             if leaf.dtype in LOW and leaf.grad is None:
                 leaf.grad_dtype = leaf.dtype
         for leaf, dtype in self._grad_dtypes.items():
-            if leaf.grad is None or leaf.grad.dtype == dtype:
+            if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
         self._grad_dtypes = {}
         self.left = left_over(dense(self.leaves())[1])
