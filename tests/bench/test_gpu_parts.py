@@ -2,8 +2,6 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,13 +25,6 @@ def command(gpu):
     return gpu("__main__")
 
 
-def start(*arguments, python=sys.executable, **environment):
-    paths = os.pathsep.join(map(str, (ROOT / "src", FOLDER)))
-    surroundings = {**os.environ, "PYTHONPATH": paths, **environment}
-    run = [python, "-m", "gpu", *arguments]
-    return subprocess.run(run, env=surroundings, capture_output=True, text=True, check=False)
-
-
 QUICK = ("ceilings", "step-bfloat16", "variants", "train-gpt2", "train-tiny")
 
 
@@ -41,19 +32,6 @@ def test_parts_run_dry_and_the_page_has_every_goal(gpu, command, tmp_path):
     pytest.importorskip("triton", reason="needs Triton")
     assert command.main(["--dry-run", "--out", str(tmp_path), "--parts", *QUICK]) == 0
     check_written(gpu, tmp_path, QUICK)
-
-
-@pytest.mark.slow
-def test_all_parts_run_dry_in_a_process_of_their_own(gpu, tmp_path):
-    pytest.importorskip("triton", reason="needs Triton")
-    if not torch.cuda.is_available():
-        lacking = start("--out", str(tmp_path))
-        assert (lacking.returncode, lacking.stdout) == (3, "")
-        assert "lacks a CUDA device" in lacking.stderr
-    done = start("--dry-run", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {*QUICK} <= {*gpu("parts").PARTS}
-    check_written(gpu, tmp_path, tuple(gpu("parts").PARTS))
 
 
 def check_written(gpu, tmp_path, parts):
@@ -155,16 +133,3 @@ def test_each_goal_is_read_from_its_row(gpu):
     assert [line for line in reached if not line.endswith("| reached |")] == []
     assert [line for line in missed if not line.endswith("| **missed** |")] == []
     assert [line for line in (goal.line({}) for goal in verdicts.GOALS) if "not measured" not in line] == []
-
-
-def test_a_report_of_pytest_is_summed_up(gpu):
-    report = """<testsuites><testsuite>
-      <testcase classname="a" name="b"/><testcase classname="a" name="c"><failure message=" lost&#10;bits "/></testcase>
-      <testcase classname="a" name="d"><error message="no fixture"/></testcase>
-      <testcase classname="a" name="e"><skipped message="needs two"/></testcase>
-    </testsuite></testsuites>"""
-    assert gpu("edges").counted(report) == {
-        "passed": 1,
-        "failed": [{"test": "a::c", "message": "lost\nbits"}, {"test": "a::d", "message": "no fixture"}],
-        "skipped": {"needs two": 1},
-    }

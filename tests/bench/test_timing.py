@@ -1,6 +1,5 @@
 """Timing in turns, ratios pair by pair, the dated file, and what the scripts in benchmarks/ make of them."""
 
-import contextlib
 import json
 import sys
 from pathlib import Path
@@ -75,84 +74,6 @@ def test_a_dated_file_replaces_the_one_before(tmp_path):
     assert json.loads(target.read_text()) == [result, result]
     assert "10–90 %" in target.read_text()
     assert list(target.parent.iterdir()) == [target]  # what was written beside was renamed
-
-
-class Gpu:
-    """What torch.cuda has for a clock, of a GPU that works off a queue while the host's clock goes on."""
-
-    def __init__(self, clock):
-        self.clock, self.free, self.sleeps = clock, 0.0, []
-
-    def enqueue(self, work):
-        self.free = max(self.free, self.clock.now) + work
-        return self.free
-
-    def _sleep(self, cycles):
-        self.sleeps.append(cycles / timing._CLOCK_HZ)
-        self.enqueue(self.sleeps[-1])
-
-    def Event(self, enable_timing):
-        assert enable_timing
-        return Event(self)
-
-    def device(self, device):
-        return contextlib.nullcontext()
-
-    def launch(self, host, work, reads=False):
-        """Issue work, and wait for it if it is read."""
-        self.clock.now += host
-        done = self.enqueue(work)
-        if reads:
-            self.clock.now = done
-
-
-class Event:
-    def __init__(self, gpu):
-        self.gpu = gpu
-
-    def record(self):
-        self.at = self.gpu.enqueue(0.0)
-
-    def query(self):
-        return self.at <= self.gpu.clock.now
-
-    def elapsed_time(self, other):
-        return 1e3 * (other.at - self.at)
-
-
-@pytest.fixture
-def gpu(clock, monkeypatch):
-    made = Gpu(clock)
-    monkeypatch.setattr(timing.torch, "cuda", made)
-    monkeypatch.setattr(timing, "_wait", lambda device: setattr(clock, "now", max(clock.now, made.free)))
-    return made
-
-
-def test_many_small_launches_are_timed_as_the_device_works_them_off(gpu):
-    """Two hundred launches of 15 us each on the host and 2 us on the device."""
-    behind = timing.Behind(torch.device("cuda"))
-
-    def call():
-        for _ in range(200):
-            gpu.launch(15e-6, 2e-6)
-
-    for _ in range(2):
-        taken = behind(call)
-        assert (taken.seconds, taken.host_seconds) == (pytest.approx(400e-6), pytest.approx(3e-3))
-        assert taken.ahead
-    assert gpu.sleeps == [pytest.approx(0.02), pytest.approx(0.006)]  # no longer than the call needs
-
-
-def test_a_call_that_reads_the_device_is_said_not_to_run_ahead(gpu):
-    def call():
-        gpu.launch(1e-3, 1e-6, reads=True)
-        gpu.launch(1e-3, 1e-6)
-
-    behind = timing.Behind(torch.device("cuda"))
-    taken = [behind(call) for _ in range(3)]
-    assert not any(each.ahead for each in taken)
-    assert taken[0].seconds > 1e-3  # with the wait for the host in it
-    assert max(gpu.sleeps) <= timing._LONGEST_SLEEP
 
 
 def test_on_a_cpu_it_is_the_host_s_clock(clock):

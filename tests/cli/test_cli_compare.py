@@ -109,13 +109,6 @@ def test_without_a_metric_the_training_loss_is_compared_and_it_is_said(mezzo, tm
     assert '--metric "test accuracy"' in err
 
 
-def test_dry_explains_each_policy_and_runs_nothing(mezzo):
-    code, out, _ = mezzo("compare", "--policies", "O1,bf16; O2,fp16", "--dry", "--json", "train.py")
-    assert code == 0
-    assert [model["policy"] for model in json.loads(out)["models"]] == ["O1,dtype=bfloat16", "O2,dtype=float16"]
-    assert InThisProcess.started == []
-
-
 def test_an_error_of_the_script_has_its_own_traceback(mezzo, tmp_path):
     (tmp_path / "train.py").write_text(TRAIN.replace("loss.backward()", "loss.backwards()"))
     code, out, err = mezzo("compare", "--policies", "O1,bf16", "train.py")

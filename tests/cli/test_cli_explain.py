@@ -127,12 +127,6 @@ def test_a_folder_has_each_explanation_and_a_summary(mezzo, script, tmp_path):
     }  # fmt: skip
 
 
-def test_dry_is_what_it_does_and_run_has_the_same(mezzo, script):
-    plain = explained(mezzo, "--policy", BF16, script)
-    assert explained(mezzo, "--dry", "--policy", BF16, script) == plain
-    assert mezzo("run", "--dry", "--policy", BF16, script) == plain
-
-
 def test_several_policies_and_one_run_of_the_script(script, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     policies = [Policy.of(text) for text in ("O0", BF16, "O2,dtype=float16,emulate=true")]

@@ -1,8 +1,6 @@
 """The root command: help, version, exit codes a shell can read; what the five verbs on a script share."""
 
-import itertools
 import re
-from pathlib import Path
 
 import pytest
 import typer.main
@@ -27,26 +25,8 @@ def test_help_leads_with_examples(capsys):
     assert out.index("mezzo compare train.py") < out.index("Commands")
 
 
-def test_pages_that_help_and_docstring_name_exist(capsys):
-    docs = Path(__file__).parents[2]
-    for text in (run(capsys, "--help")[1], mezzo.__doc__):
-        named = re.findall(r"docs/\w+\.md", text)
-        assert "docs/nan.md" in named
-        assert all((docs / name).is_file() for name in named)
-
-
 def test_version(capsys):
     assert run(capsys, "--version") == (0, f"mezzo {mezzo.__version__}\n", "")
-
-
-def test_help_is_folded_where_the_terminal_ends_and_nowhere_else(capsys, monkeypatch):
-    """The sources' own line ends would leave every second line half empty."""
-    monkeypatch.setenv("COLUMNS", "100")
-    _, out, _ = run(capsys, "explain", "--help")
-    lines = [line.strip() for line in out.splitlines()]
-    (first,) = [number for number, line in enumerate(lines) if line.startswith("The answer comes first")]
-    for line, after in itertools.pairwise(lines[first : lines.index("", first)]):
-        assert len(f"{line} {after.split()[0]}") > 96
 
 
 def test_each_error_has_its_exit_code(capsys, monkeypatch):

@@ -46,11 +46,6 @@ def test_encoding_by_hand_and_back(script):
     assert script.decode(rows, words) == ["b a", "c", "a b c"]
 
 
-def test_decoding_stops_at_the_first_end_and_takes_all_where_there_is_none(script):
-    words = ["<pad>", "<start>", "<end>", "a", "b"]
-    assert script.decode(torch.tensor([[3, 2, 4, 2], [3, 4, 4, 3], [2, 3, 3, 3]]), words) == ["a", "a b b a", ""]
-
-
 def test_the_decoder_does_not_look_ahead(script, model):
     draw = torch.Generator().manual_seed(0)
     source, target = (torch.randint(3, 30, (4, 9), generator=draw) for _ in range(2))
@@ -60,23 +55,6 @@ def test_the_decoder_does_not_look_ahead(script, model):
         before, after = model(source, target), model(source, changed)
     assert torch.allclose(before[:, :5], after[:, :5], atol=1e-6)
     assert not torch.allclose(before[:, 5], after[:, 5])
-
-
-def test_attention_agrees_with_its_formula_and_gives_padding_no_share(script, model):
-    draw = torch.Generator().manual_seed(0)
-    source, target = (torch.randint(3, 30, (2, 5), generator=draw) for _ in range(2))
-    source[1, 3:] = script.PAD
-    with torch.no_grad():
-        found = model(source, target)
-        memory, _, state = model.encode(source)
-        written = model.decoder(model.target_embed(target), state)[0]
-        for row, read in enumerate([5, 3]):
-            for place in range(5):
-                x = written[row, place]
-                weights = [math.exp(model.query(x) @ memory[row, i] / math.sqrt(script.WIDTH)) for i in range(read)]
-                context = sum(w * memory[row, i] for i, w in enumerate(weights)) / sum(weights)
-                wanted = model.head(torch.tanh(model.mix(torch.cat([x, context]))))
-                assert torch.allclose(found[row, place], wanted, atol=1e-5)
 
 
 def test_greedy_decoding_agrees_with_writing_each_sentence_anew(script, model):
@@ -91,11 +69,6 @@ def test_greedy_decoding_agrees_with_writing_each_sentence_anew(script, model):
                 written.append(int(model(sentence[None], torch.tensor([written]))[0, -1].argmax()))
             assert row.tolist() == written[1:]
     assert len(found.unique()) > 2
-
-
-def test_exact_matches_by_hand(script):
-    assert script.judge(["a b", "a", "", "c d"], ["a b", "a b", "c", "c d"])[1] == 50.0
-    assert script.judge(["a", "b", "c"], ["a", "b", "d"])[1] == pytest.approx(200 / 3)
 
 
 def test_bleu_of_a_corpus_by_hand(script):

@@ -126,10 +126,13 @@ FAULTS = (
             "tests/script/test_program.py::test_every_name_is_the_original_object_again",
             "imports after a script would find its neighbours",
         ),
+    ),
+    *in_file(
+        "script/run.py",
         (
             "script: tracebacks begin in mezzo",
-            "            found = each\n",
-            "            pass\n",
+            "error = raised.with_traceback(own_traceback(raised))",
+            "error = raised",
             "tests/script/test_program.py::test_what_a_script_raises_has_the_traceback_of_the_script_alone",
             "a script's own error would look like one of mezzo's",
         ),

@@ -329,24 +329,6 @@ def test_gradients_that_reach_the_weights_are_found_where_they_begin():
     assert diagnose(plain(torch.bfloat16, 1e6)).alerts == ()
 
 
-def test_a_gradient_that_is_made_within_the_model_is_named_there():
-    class Rooted(nn.Module):
-        def forward(self, x):
-            return (x - x.detach()).abs().sqrt()  # 0, whose root has no derivative
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Sequential(Rooted(), nn.Linear(4, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    with Recorder(model, optimizer, every=1) as recorder:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-        recorder.step()
-    (alert,) = diagnose(recorder.evidence).alerts
-    assert alert.where.startswith("gradient of the output of 1 (float32), and ")
-    assert "whatever the format" in alert.why
-    assert 'on_overflow="explain"' in alert.write
-
-
 def test_a_mask_in_an_early_step_does_not_hide_what_spoils_a_later_one():
     mask, spoilt = torch.cat([ONES, torch.full((4,), -float("inf"))]), torch.full((1,), float("nan"))
 

@@ -79,24 +79,6 @@ def test_inputs_and_output_gradients_live_until_cleared(model, keeper):
     assert gradient() is None
 
 
-def test_a_bare_model_s_parameter_as_output_gathers_no_hooks():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self):
-            return self.scale
-
-    model = Scale()
-    keeper = CallKeeper([model])
-    for _ in range(3):
-        (model() * 2).backward()
-        assert events(keeper) == ["forward", "backward"]
-        keeper.clear()
-    assert not model.scale._backward_hooks
-
-
 def test_copies_of_the_model_are_watched_by_nobody(model, keeper):
     model(torch.ones(1, 2, requires_grad=True) * 2).sum().backward()
     twin = copy.deepcopy(model)

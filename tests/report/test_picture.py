@@ -52,8 +52,10 @@ def test_only_scales_that_move_are_drawn(compared, run_of, axes):
 
 def test_each_run_stands_beside_fp32_with_its_seed_as_far_as_both_go(compared, run_of, axes):
     low = [run_of(1.0, losses=(1.5, 0.75)), run_of(1.0, losses=(1.0, 0.5))]
-    differences = axes(compared(O0=[1.0, 1.0], O1=low))[1]
-    assert [list(line.get_ydata()) for line in differences.get_lines()] == [[0.0] * 10] * 2 + [[0.5, 0.25], [0.0, 0.0]]
+    other = run_of(1.0, losses=(2.0, 1.0))
+    differences = axes(compared(O0=[1.0, other], O1=low))[1]
+    found = [list(line.get_ydata()) for line in differences.get_lines()]
+    assert found == [[0.0] * 10, [0.0, 0.0], [0.5, 0.25], [-1.0, -0.5]]
 
 
 def test_policies_beyond_the_palette_are_dashed(compared, axes):
