@@ -306,16 +306,6 @@ FAULTS = (
         ),
     ),
     *in_file(
-        "step/executors/cpp/build.py",
-        (
-            "c++: a damaged kernel is loaded",
-            "    if digest != _digest(name, program):\n",
-            "    if False:\n",
-            "tests/step/executors/test_build.py::test_a_damaged_file_is_compiled_anew",
-            "R5: a truncated file would kill every later process",
-        ),
-    ),
-    *in_file(
         "step/executors/emit.py",
         (
             "kernels: what stays as it is is stored",
