@@ -25,7 +25,7 @@ def predicated():
 
 
 class CapturedStep(FiveLines):
-    """``mezzo.capture`` over a stand-in for a CUDA graph: after three real steps one is recorded, others are replays."""
+    """``mezzo.capture`` over a stand-in for a CUDA graph: three real steps, one that is recorded, and replays."""
 
     def __init__(self, model, optimizers, config):
         super().__init__(model, optimizers, config)

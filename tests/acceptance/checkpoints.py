@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from .drivers import DRIVERS
+from .interrupt import Interrupt, lines
 from .loop import Loop, needs
 from .subject import Subject, array, fresh_weights
 
@@ -31,8 +32,9 @@ class Checkpoints(Loop):
         self.checkpoint = self.config, saved, self.oracle.copy()
 
     @precondition(lambda self: self.checkpoint is not None)
-    @rule(order=orders)
-    def load_into_the_same(self, order):
+    @rule(order=orders, line=st.one_of(st.none(), lines))
+    def load_into_the_same(self, order, line):
+        """Of a load that Ctrl-C has ended, nothing is left by another one."""
         config, saved, oracle = self.checkpoint
         if config != self.config or [g.members for g in oracle.groups] != [g.members for g in self.oracle.groups]:
             return
@@ -42,6 +44,9 @@ class Checkpoints(Loop):
             states = self.subject.read(saved)
             self.refused(lambda: self.amp.load_state_dict(states["session"]), "inside an accumulation window")
             return
+        if line is not None and self.driver.has("signals"):
+            with Interrupt(line):
+                self.subject.load(saved, order)
         self.subject.load(saved, order)
         self.oracle = oracle.copy().loaded(self.oracle)
 

@@ -1,21 +1,17 @@
 """What goes wrong in users' code, or is called wrongly, and must leave the session whole."""
 
 import contextlib
-import signal
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-import mezzo
 from mezzo.errors import NumericsError
 
-from .loop import MOST_CALLS, Loop, needs, passes, some
-
-OURS = str(Path(mezzo.__file__).parent)
+from .checkpoints import Checkpoints
+from .interrupt import Interrupt, lines
+from .loop import MOST_CALLS, needs, passes, some
 
 
 class BoomError(Exception):
@@ -26,7 +22,7 @@ def boom(*_):
     raise BoomError
 
 
-class Faults(Loop):
+class Faults(Checkpoints):
     """Calls that are refused, exceptions from outside, and Ctrl-C at any line."""
 
     @needs("session")
@@ -112,9 +108,9 @@ class Faults(Loop):
 
     @needs("signals")
     @precondition(lambda self: self.oracle.is_open)
-    @rule(number=some, line=st.integers(0, 1200))
+    @rule(number=some, line=lines)
     def interrupted_step(self, number, line):
-        """A signal at whatever line of mezzo's: the step is taken whole, or nothing is, and it can be taken again."""
+        """A signal at whatever line: the step is taken whole, or nothing is, and it can be taken again."""
         groups, optimizers = self.chosen(number)
         groups = [group for group in groups if group.window is not None and group.gradients]
         if not groups:
@@ -130,32 +126,34 @@ class Faults(Loop):
         self.update_if_it_waits()
         self.clear("session")
 
+    @needs("signals", "session")
+    @precondition(lambda self: self.window_calls() < MOST_CALLS)
+    @rule(batch=passes, line=lines, unscales=st.booleans())
+    def interrupted_pass(self, batch, line, unscales):
+        """In the midst of a pass, or of unscaling, gradients are whatever they are: clearing them begins anew."""
+        value, gradients, _ = self.loss(batch)
+        if not gradients or not value.requires_grad:
+            return
+        with Interrupt(line):
+            self.driver.backward(value, None)
+            if unscales and not self.oracle.is_plain:
+                for optimizer in self.subject.optimizers:
+                    self.driver.unscale_(optimizer)
+        assert torch.is_grad_enabled()
+        self.clear("session")
+        self.driver.state_dict()  # a scale that was to move has moved
+        self.oracle.settle()
 
-class Interrupt:
-    """Send SIGINT at the n-th line of mezzo's that runs inside the block, and catch what comes of it outside."""
-
-    def __init__(self, line):
-        self.left, self.came = line, False
-
-    def _at_call(self, frame, event, _):
-        return self._at_line if frame.f_code.co_filename.startswith(OURS) else None
-
-    def _at_line(self, frame, event, _):
-        if event == "line":
-            self.left -= 1
-            if self.left < 0 and not self.came:
-                self.came = True
-                signal.raise_signal(signal.SIGINT)
-        return self._at_line
-
-    def __enter__(self):
-        self._before = sys.gettrace()
-        sys.settrace(self._at_call)
-        return self
-
-    def __exit__(self, kind, error, trace):
-        sys.settrace(self._before)
-        return kind is KeyboardInterrupt
+    @needs("signals", "session")
+    @precondition(lambda self: not self.oracle.is_open)
+    @rule(line=lines)
+    def interrupted_save(self, line):
+        """A look at the state changes nothing, however it ends."""
+        self.save()
+        before = self.subject.bits()
+        with Interrupt(line):
+            self.subject.save()
+        assert self.subject.bits() == before
 
 
 class _Removed:

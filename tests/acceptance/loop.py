@@ -71,7 +71,11 @@ class Share:
         self.widths = (float("inf"), 1.0) if batch["kind"] == "inf input" else batch["widths"]
         self.x = torch.diag(torch.tensor(self.widths))
         self.added = torch.tensor(float("inf") if batch["kind"] == "inf loss" else 0.0)
-        self.factors, self.gradients, values = {}, {}, iter(drawn(batch["values"], batch.get("is_coarse", False)))
+        self.factors, self.gradients, values = (
+            {},
+            {},
+            iter(drawn(batch["values"], config.wide or batch.get("is_coarse", False))),
+        )
         for name, (rows, columns) in config.shapes.items():
             few = np.array([[next(values) for _ in range(columns)] for _ in range(min(rows, 3))])
             factors = np.resize(few, (rows, columns)) / np.array(batch["widths"])

@@ -21,7 +21,6 @@ from mezzo.session.attach import attached_now
 
 from ..distributed.ranks import on_ranks
 from . import captured, ranks, scalers  # noqa: F401 - more drivers
-from .checkpoints import Checkpoints
 from .edits import Edits
 from .faults import Faults
 from .loop import configs
@@ -48,7 +47,7 @@ def ended():
         session.detach()
 
 
-class Sessions(Edits, Checkpoints, Faults):
+class Sessions(Edits, Faults):
     """All rules together."""
 
 
