@@ -18,8 +18,6 @@ from torch.nn.functional import cross_entropy
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import mezzo
-from mezzo.compat.torch import GradScaler
-from mezzo.session.scaler import SessionScaler
 
 # Programs -------------------------------------------------------------------------------------------------------------
 
@@ -56,7 +54,6 @@ def fit(driver, models, optimizer, losses, edit=None, begins=True):
             driver.unscale_(optimizer)
             edit()
         driver.step(optimizer)
-        driver.update()
 
 
 @program(not_for=("five lines",))  # which refuse the last step's gradients
@@ -75,7 +72,6 @@ def gan_whose_generator_adds_to_gradients_that_the_critic_has_used(driver):
         for_generator.zero_grad()
         driver.backward(-critic(fake).mean())
         driver.step(for_generator)
-        driver.update()
 
 
 @program
@@ -149,17 +145,16 @@ def adversarial_examples_from_gradients_of_inputs(driver):
     for x, y in batches():
         x.requires_grad_()
         driver.backward(cross_entropy(model(x), y))
-        slope = driver.of_a_leaf(x)
+        slope = x.grad
         driver.see(slope)
         driver.forget(optimizer)
         worse = (x + 0.5 * slope / slope.norm(dim=1, keepdim=True)).detach()
         driver.backward(cross_entropy(model(worse), y))
         driver.step(optimizer)
-        driver.update()
         optimizer.zero_grad()
 
 
-@program(not_for=("five lines", "GradScaler", "SessionScaler"))  # these check and unscale what a backward pass has made
+@program(not_for=("five lines",))  # which check and unscale what a backward pass has made
 def gradient_surgery_that_assigns_what_it_has_projected(driver):
     model, heads = mlp(6, 16, 16), nn.ModuleList([nn.Linear(16, 3), nn.Linear(16, 3)])
     shared = list(model.parameters())
@@ -174,7 +169,6 @@ def gradient_surgery_that_assigns_what_it_has_projected(driver):
         for param, a, b in zip(shared, *tasks, strict=True):
             param.grad = a - torch.clamp(dot, max=0.0) / square * b + b
         driver.step(optimizer)
-        driver.update()
 
 
 @program
@@ -257,19 +251,12 @@ class Plain:
     def unscale_(self, optimizer):
         """Make gradients true where they are not yet."""
 
-    def of_a_leaf(self, leaf):
-        """The gradient of what no optimizer has."""
-        return leaf.grad
-
     def forget(self, optimizer):
         """Clear gradients with which no step is taken."""
         optimizer.zero_grad()
 
-    def step(self, optimizer, closure=None):
-        optimizer.step() if closure is None else optimizer.step(closure)
-
-    def update(self):
-        """End an iteration."""
+    def step(self, optimizer):
+        optimizer.step()
 
     def trained(self):
         return [value.clone() for model in self.models for value in model.state_dict().values()] + self.seen
@@ -305,66 +292,11 @@ class FiveLines(Attached):
     def forget(self, optimizer):
         self.amp.zero_grad()
 
-    def step(self, optimizer, closure=None):
-        assert not self.amp.step(optimizer, closure=closure).skipped
+    def step(self, optimizer):
+        assert not self.amp.step(optimizer).skipped
 
 
-class OfTorch(Plain):
-    """``mezzo.compat.torch``: no session; other leaves have scaled gradients, as with torch's own."""
-
-    scaler = None
-
-    def begin(self, models, *optimizers):
-        super().begin(models, *optimizers)
-        self.scaler = GradScaler("cpu", init_scale=1024.0)
-
-    def backward(self, loss, **options):
-        self.scaler.scale(loss).backward(**options)
-
-    def unscale_(self, optimizer):
-        self.scaler.unscale_(optimizer)
-
-    def of_a_leaf(self, leaf):
-        return leaf.grad / 1024
-
-    def forget(self, optimizer):
-        optimizer.zero_grad()
-        self.scaler = GradScaler("cpu", init_scale=1024.0)
-
-    def step(self, optimizer, closure=None):
-        self.scaler.step(optimizer)
-
-    def update(self):
-        self.scaler.update()
-
-
-class OfASession(OfTorch):
-    """A session's engine as a ``GradScaler``."""
-
-    amp = None
-
-    def begin(self, models, *optimizers):
-        Plain.begin(self, models, *optimizers)
-        self.amp = mezzo.MixedPrecision(models, list(optimizers), self.policy)
-        self.scaler = SessionScaler(self.amp)
-
-    def end(self):
-        if self.amp is not None:
-            self.amp.close()
-
-    def of_a_leaf(self, leaf):
-        return leaf.grad
-
-    def forget(self, optimizer):
-        optimizer.zero_grad()
-
-    def step(self, optimizer, closure=None):
-        self.scaler.step(optimizer, *([] if closure is None else [closure]))
-
-
-DRIVERS = {"attach": Attached, "five lines": FiveLines, "GradScaler": OfTorch, "SessionScaler": OfASession}
-
-
+DRIVERS = {"attach": Attached, "five lines": FiveLines}
 LOW = ("O1,dtype=bfloat16,emulate=true", "O2,dtype=bfloat16,emulate=true")
 
 
@@ -387,11 +319,11 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_scale_leaves_no_trace(name):
-    """In any style; nor does it in bfloat16, in two of them."""
+    """Nor does it in bfloat16."""
     expected = ran(name, Plain())
-    styles = [style for style in DRIVERS if style not in PROGRAMS[name].not_for]
-    for style in styles:
+    for style, policy in zip(DRIVERS, LOW, strict=True):
+        if style in PROGRAMS[name].not_for:
+            continue
         assert_same(ran(name, DRIVERS[style]()), expected)
-    for style, policy in zip(styles[:2], LOW, strict=False):
         one, other = (ran(name, DRIVERS[style](policy + scale)) for scale in ("", ",loss_scale=1024"))
         assert_same(one, other)
