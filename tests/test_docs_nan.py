@@ -10,7 +10,7 @@ from torch import nn
 
 import mezzo
 from mezzo.overflow import locate
-from mezzo.overflow.report import Kind
+from mezzo.overflow.diagnose import Kind
 
 PAGE = (Path(__file__).parents[1] / "docs" / "nan.md").read_text()
 #: What the page's table says to write, by kind: the first code in its last column.

@@ -16,9 +16,9 @@ import mezzo
 from mezzo import DistributedError, MezzoError, NumericsError, PolicyError, ScaleCollapsed, StateError, UnsupportedError
 from mezzo.compat import paddle
 from mezzo.compat import torch as torch_like
-from mezzo.compat.apex import options
-from mezzo.documents import jsonable
+from mezzo.compat.apex import frontend
 from mezzo.errors import message, nearest, printable, require_extra, shown, some_of
+from mezzo.files import jsonable
 from mezzo.tensors import each_tensor, mark, moved, tensors
 
 # Errors -------------------------------------------------------------------------------------------------
@@ -220,5 +220,5 @@ def test_words_for_a_dtype_are_known_wherever_one_stands():
         for region in (torch_like.autocast("cpu", dtype=word), paddle.auto_cast(dtype=word)):
             with region:
                 assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16
-        assert options.policy_of("O2", word).dtype == torch.bfloat16
-        assert options.policy_of("O2", cast_model_outputs=word).output_dtype == torch.bfloat16
+        assert frontend.policy_of("O2", word).dtype == torch.bfloat16
+        assert frontend.policy_of("O2", cast_model_outputs=word).output_dtype == torch.bfloat16

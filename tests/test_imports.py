@@ -19,7 +19,7 @@ PROGRAM = """
         os.fork = refuse
     import mezzo
     added = [sorted(set(sys.modules) - modules)]
-    import mezzo.cast.device, mezzo.step.executors.triton.launch
+    import mezzo.cast.device, mezzo.step.executors.triton
     mezzo.integrations
     added.append(sorted(set(sys.modules) - modules))
     assert dict(os.environ) == before

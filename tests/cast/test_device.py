@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mezzo import files
-from mezzo.cast.device import arithmetic, child, decide, devices, fast_format, intended, kinds, probe, probing
+from mezzo.cast.device import arithmetic, child, decide, devices, fast_format, intended, probe, probing
 from mezzo.cast.device.probing import FORMATS, ISA_LIMIT, DeviceReport, FormatSupport
 from mezzo.errors import PolicyError, UnsupportedError
 
@@ -542,7 +542,7 @@ def test_the_devices_are_the_cpu_and_the_accelerator_which_a_bare_region_covers(
     for device_type, every in ((None, ["cpu"]), ("xpu", ["cpu", "xpu"])):
         present(monkeypatch, device_type)
         assert devices() == every
-        assert kinds.default_kinds() == (every[-1],)
+        assert probing.default_kinds() == (every[-1],)
 
 
 def test_an_absent_device_is_named_and_never_touched(monkeypatch):

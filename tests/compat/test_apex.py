@@ -13,7 +13,7 @@ import mezzo
 from mezzo import LossScale, Policy
 from mezzo.compat import apex
 from mezzo.compat.apex import amp
-from mezzo.compat.apex.options import policy_of
+from mezzo.compat.apex.frontend import policy_of
 
 from .programs import apex_pass, apex_scale, initialized, loss_of, network, weights
 

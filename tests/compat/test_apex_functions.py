@@ -10,8 +10,8 @@ from torch.nn import functional
 
 import mezzo
 from mezzo.compat.apex import amp
-from mezzo.compat.apex.options import policy_of
-from mezzo.policy.ops.lists import APEX
+from mezzo.compat.apex.frontend import policy_of
+from mezzo.policy.ops.table import APEX
 
 from .programs import initialized, network
 

@@ -8,9 +8,9 @@ from torch.nn import functional
 import mezzo
 from mezzo import LossScale, Policy
 from mezzo.compat import fleet
-from mezzo.compat.paddle.lists import rules
+from mezzo.compat.paddle.regions import rules
 from mezzo.policy.ops import OPS, resolve
-from mezzo.policy.ops.lists import FLEET, PADDLE
+from mezzo.policy.ops.table import FLEET, PADDLE
 
 from .programs import update_of_paddle
 

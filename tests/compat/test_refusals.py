@@ -11,7 +11,7 @@ import mezzo
 from mezzo import PolicyError, StateError, UnsupportedError
 from mezzo.compat import fleet, paddle
 from mezzo.compat.apex import amp
-from mezzo.compat.paddle.lists import rules
+from mezzo.compat.paddle.regions import rules
 from mezzo.compat.torch import GradScaler, autocast
 
 from ..support.refusals import refused

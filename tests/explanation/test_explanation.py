@@ -14,8 +14,10 @@ from rich.console import Console
 from torch import nn
 
 from mezzo import PolicyError
-from mezzo.explanation import Cast, Explanation, Finding, Misaligned, Product, Row, explain, table, words
-from mezzo.explanation.fold import folded
+from mezzo.explanation import Cast, Explanation, Finding, Misaligned, Product, Row, explain
+from mezzo.explanation import explanation as table
+from mezzo.explanation import rows as words
+from mezzo.explanation.rows import folded
 
 EXPLANATION = Explanation(
     model="Net", policy="O1,dtype=bfloat16", devices=("cpu",), torch="2.13.0", emulated=False,

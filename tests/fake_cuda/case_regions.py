@@ -9,7 +9,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import mezzo
 from mezzo import UnsupportedError
-from mezzo.cast import accumulation, differences
+from mezzo.cast import differences, region
 from mezzo.cast.device import decide
 
 
@@ -67,9 +67,9 @@ def test_a_model_without_tensors_and_a_bare_region_are_on_the_accelerator(machin
 
 @pytest.fixture
 def flags():
-    before = accumulation.reductions()
-    yield lambda: (accumulation.reductions()[0], accumulation.reductions()[1])
-    accumulation.set_reductions(before)
+    before = region.reductions()
+    yield lambda: (region.reductions()[0], region.reductions()[1])
+    region.set_reductions(before)
 
 
 SPLIT_K = [(True, True), (False, True), (False, False)]
@@ -77,7 +77,7 @@ SPLIT_K = [(True, True), (False, True), (False, False)]
 
 def test_a_region_forbids_reduced_accumulation_and_gives_back_what_the_user_set(flags):
     for fp16, bf16 in itertools.product(SPLIT_K, repeat=2):
-        accumulation.set_reductions([fp16, bf16])
+        region.set_reductions([fp16, bf16])
         with mezzo.autocast("O1,dtype=float16", "cuda"):
             assert flags() == ((False, fp16[1]), (False, bf16[1]))
         assert flags() == (fp16, bf16)
@@ -91,7 +91,7 @@ SEEN = []
 @torch.library.custom_op("mezzo_fake_cuda::look", mutates_args=())
 def look(x: torch.Tensor) -> torch.Tensor:
     """Write down torch's flags while compiled code runs."""
-    SEEN.append(tuple(reduced for reduced, _ in accumulation.reductions()))
+    SEEN.append(tuple(reduced for reduced, _ in region.reductions()))
     return x.clone()
 
 
@@ -116,7 +116,7 @@ def within(x):
 
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_it_is_forbidden_in_compiled_code_that_a_region_is_around(flags, backend):
-    accumulation.set_reductions([(True, True), (True, True)])
+    region.set_reductions([(True, True), (True, True)])
     compiled = torch.compile(around, backend=backend, fullgraph=True)
     for _ in range(2):
         SEEN.clear()
@@ -131,14 +131,14 @@ def test_a_region_inside_compiled_code_is_refused_unless_it_is_forbidden_already
     compiled = torch.compile(within, backend=backend, fullgraph=whole)
     SEEN.clear()
     for _ in range(2):
-        accumulation.set_reductions([(True, True), (True, True)])
+        region.set_reductions([(True, True), (True, True)])
         with pytest.raises(
             RuntimeError,
             match=r"(?s)UnsupportedError: a compiled region cannot .*allow_bf16_\w+ is True.*write  torch\.backends\."
             r"cuda\.matmul\.allow_bf16_reduced_precision_reduction = False .*around the .*the text lists=device",
         ):
             compiled(torch.ones(4, 4))
-        accumulation.set_reductions([(True, True), (False, False)])  # of the dtype that is computed in
+        region.set_reductions([(True, True), (False, False)])  # of the dtype that is computed in
         compiled(torch.ones(4, 4))
     assert {bf16 for _, bf16 in SEEN} == {False}
 
@@ -146,7 +146,7 @@ def test_a_region_inside_compiled_code_is_refused_unless_it_is_forbidden_already
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
 @pytest.mark.parametrize("way", ["called", "eager", "aot_eager"])
 def test_a_region_that_covers_no_gpu_leaves_its_flags_alone_and_may_be_compiled(flags, way):
-    accumulation.set_reductions([(True, True), (True, True)])
+    region.set_reductions([(True, True), (True, True)])
     run = elsewhere if way == "called" else torch.compile(elsewhere, backend=way)
     SEEN.clear()
     run(torch.ones(4, 4))

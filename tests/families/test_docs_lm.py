@@ -1,6 +1,5 @@
 """docs_lm: the text, its split, the metric, and the models' sense of time."""
 
-
 import numpy as np
 import pytest
 import torch

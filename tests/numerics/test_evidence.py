@@ -5,8 +5,7 @@ import math
 import torch
 
 from mezzo.numerics import Evidence, RecordedStep, RecordedTensor, SwallowedUpdates, exponent_histogram, read_evidence
-from mezzo.numerics.evidence import KINDS, EvidenceHeader, RecordedModule, kind_of
-from mezzo.numerics.evidence_file import FILE, write
+from mezzo.numerics.evidence import FILE, KINDS, EvidenceHeader, RecordedModule, kind_of, write
 
 SPECIAL = torch.tensor([0.0, -0.0, 2.0**-149, 1.0, -2.0, 3.0, 65504.0, 3.4e38, math.inf, -math.inf, math.nan])
 

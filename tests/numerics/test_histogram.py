@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mezzo import formats
-from mezzo.numerics import ExponentHistogram, counting, exponent_histogram, moves, swallowed
+from mezzo.numerics import ExponentHistogram, exponent_histogram, swallowed, watches
+from mezzo.numerics import histogram as counting
 
 SPECIAL = torch.tensor(
     [0.0, -0.0, 2.0**-149, -(2.0**-149), 3 * 2.0**-149, 2.0**-127, 2.0**-126, -1.5 * 2.0**-126, 1.0, -1.0, 65504.0,
@@ -163,17 +164,17 @@ def test_swallowed_updates_are_those_of_the_definition(wide):
     targets = list(formats.FORMATS.values())
     for number, (weight, update) in enumerate(updates()):
         gradient = update.roll(1).bfloat16()
-        row = torch.zeros(moves.FIELDS + len(targets), dtype=torch.int64)
-        moves.count_moves([moves.Move(weight.to(wide), update.to(wide), gradient, row)], targets)
+        row = torch.zeros(watches.FIELDS + len(targets), dtype=torch.int64)
+        watches.count_moves([watches.Move(weight.to(wide), update.to(wide), gradient, row)], targets)
         moving = update != 0
-        assert row[: moves.FIELDS].tolist() == [
+        assert row[: watches.FIELDS].tolist() == [
             int(moving.sum()),
             int((moving & (weight.double().abs() >= 2048 * update.double().abs())).sum()),
             int((gradient != 0).sum()),
             int(((gradient != 0) & ~moving).sum()),
         ], number
         expected = [swallowed_by_definition(weight, update, target) for target in targets]
-        assert row[moves.FIELDS :].tolist() == expected, (number, weight, update)
+        assert row[watches.FIELDS :].tolist() == expected, (number, weight, update)
 
 
 def test_small_and_large_tensors_are_counted_alike_together_and_each_alone():
@@ -182,12 +183,12 @@ def test_small_and_large_tensors_are_counted_alike_together_and_each_alone():
     sizes = (3, 40, 100_001, 0, 7)
     weights, steps = ([torch.randn(size, generator=generator) for size in sizes] for _ in range(2))
     gradients = [None, steps[1].to(torch.float8_e5m2), steps[2].half(), steps[3], steps[4].double()]
-    together, alone = torch.zeros(2, len(sizes), moves.FIELDS + 3, dtype=torch.int64)
+    together, alone = torch.zeros(2, len(sizes), watches.FIELDS + 3, dtype=torch.int64)
     given = list(zip(weights, steps, gradients, strict=True))
     rows = zip(given, together, strict=True)
-    moves.count_moves([moves.Move(w, u * 1e-3, g, row) for (w, u, g), row in rows], targets)
+    watches.count_moves([watches.Move(w, u * 1e-3, g, row) for (w, u, g), row in rows], targets)
     for (weight, update, gradient), row in zip(given, alone, strict=True):
-        moves.count_moves([moves.Move(weight, update * 1e-3, gradient, row)], targets)
+        watches.count_moves([watches.Move(weight, update * 1e-3, gradient, row)], targets)
     assert together.tolist() == alone.tolist()
     assert together[2][0] == 100_001
 

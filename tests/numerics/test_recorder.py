@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo import MixedPrecision, Policy, StateError
 from mezzo.numerics import KINDS, ExponentHistogram, Recorder, exponent_histogram, read_evidence, swallowed
-from mezzo.numerics.evidence_file import FILE
+from mezzo.numerics.evidence import FILE
 
 pytestmark = pytest.mark.usefixtures("emulating")
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from mezzo.errors import NumericsError, PolicyError, StateError, UnsupportedError
 from mezzo.numerics import Recorder, SwallowedUpdates, diagnose, exponent_histogram, read_evidence, swallowed, tune
-from mezzo.numerics.evidence import kind_of
-from mezzo.numerics.evidence_file import FILE, write
+from mezzo.numerics.evidence import FILE, kind_of, write
 
 from ..support.refusals import refused
 from .test_evidence import SPECIAL, example
@@ -152,7 +151,7 @@ def test_calls_of_a_recorder_at_the_wrong_moment(monkeypatch):
     with Recorder(model, optimizer, loss_scale=2.0), refused(PolicyError, "knows which scale"):
         backward(amp, model, batches(1)[0])
     # What is counted without steps ends before memory does.
-    monkeypatch.setattr("mezzo.numerics.recording.watches._MOST", 50)
+    monkeypatch.setattr("mezzo.numerics.watches._MOST", 50)
     model = net()
     with Recorder(model):
         for x in batches(6):

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 import mezzo
-from mezzo.numerics.tuning.selection import all_low, before, pins, smallest
-from mezzo.numerics.tuning.shadow import NoDropout, sqnr
+from mezzo.numerics.tuning.run import all_low, before, pins, smallest
+from mezzo.numerics.tuning.trial import NoDropout, sqnr
 from mezzo.policy import Policy
 
 FP16 = Policy.O1("float16")

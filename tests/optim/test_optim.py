@@ -9,7 +9,7 @@ from torch import nn
 
 import mezzo
 from mezzo import optim
-from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors.cpp import Cpp
 from mezzo.step.executors.portable import Portable
 
 from .halved import halved

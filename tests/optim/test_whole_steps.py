@@ -13,8 +13,7 @@ import mezzo
 from mezzo import PolicyError, UnsupportedError
 from mezzo.optim import optimizer as optimizer_module
 from mezzo.step import passes
-from mezzo.step.executors import choose, portable, tables
-from mezzo.step.executors.cpp import launch as cpp
+from mezzo.step.executors import choose, cpp, portable
 from mezzo.weights.halves import owner_of
 
 from .halved import halved
@@ -73,7 +72,7 @@ def test_whatever_is_refused_leaves_counts_and_moments_alone(kind, dtype):
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
-WRITERS = (optimizer_module.__file__, passes.__file__, tables.__file__, cpp.__file__, portable.__file__)
+WRITERS = (optimizer_module.__file__, passes.__file__, portable.__file__, cpp.__file__, portable.__file__)
 
 
 @pytest.mark.parametrize("executor", ["kernels", "block by block"])

@@ -8,7 +8,7 @@ from torch import nn
 
 import mezzo
 from mezzo.overflow import locate
-from mezzo.policy.spelling import assignment
+from mezzo.policy.rules import assignment
 
 FP16 = "O1,dtype=float16,emulate=true"
 

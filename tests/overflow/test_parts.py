@@ -13,8 +13,8 @@ from torch import nn
 from mezzo.overflow import Overflow, Range, locate
 from mezzo.overflow.diagnose import Context, highest_scale
 from mezzo.overflow.watch import Watch
+from mezzo.trace.calls import Where
 from mezzo.trace.modes import KernelMode
-from mezzo.trace.where import Where
 
 RANGE = Range(
     name="output", dtype="float16", shape=(2, 3), smallest=0.5, largest=32752.0, num_zeros=0, num_inf=2, num_nan=1,

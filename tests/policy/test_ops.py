@@ -21,12 +21,12 @@ from mezzo.policy.ops import (
     callables,
     functions,
     is_in_place,
-    lists,
     matching,
     out_of_place,
     resolve,
-)  # fmt: skip
-from mezzo.policy.ops.lists import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS
+)
+from mezzo.policy.ops import table as lists
+from mezzo.policy.ops.table import MODULES, PADDLE_ALIASES, SPELLINGS, SYNONYMS
 
 from ..support.refusals import refused
 from . import torch_lists

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mezzo import LossScale, Policy, PolicyError, Rule
 from mezzo.policy.ops import TREATMENTS
-from mezzo.policy.spelling import both
+from mezzo.policy.rules import both
 
 from ..support.refusals import refused
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from mezzo.report import verdict, write_page
-from mezzo.report.table import cells
+from mezzo.report.verdict import cells
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 

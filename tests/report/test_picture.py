@@ -7,8 +7,7 @@ import torch
 
 from mezzo.numerics import Recorder, exponent_histogram
 from mezzo.report import draw_curves
-from mezzo.report.histograms import draw, shares
-from mezzo.report.picture import smooth
+from mezzo.report.page import draw, shares, smooth
 
 
 @pytest.fixture

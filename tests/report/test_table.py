@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from mezzo.report import table
-from mezzo.report.table import cells
+from mezzo.report.verdict import cells
 
 HEADS = [
     "policy",

@@ -122,7 +122,7 @@ def test_nor_do_those_of_any_other_combination(computing, policy, optimizer, way
 @pytest.fixture
 def no_compiler(monkeypatch):
     """A machine where Triton cannot build what launches its kernels."""
-    from mezzo.step.executors.triton.launch import Triton
+    from mezzo.step.executors.triton import Triton
 
     def refuse(self, device):
         raise UnsupportedError("Triton cannot launch an optimizer kernel here", write="apt install gcc")

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
-from mezzo.step.exchange import Exchange
-from mezzo.step.executors import choose
-from mezzo.step.executors.cpp import build
-from mezzo.step.executors.cpp import launch as cpp
-from mezzo.step.split import decode, encode, encode_into
+from mezzo.step.executors import choose, cpp
+from mezzo.step.gradients import Exchange
+from mezzo.step.storage import decode, encode, encode_into
 
 from .executors.implementations import BF16, CPU, FP16, FP32, LAYOUTS, like, random
 
@@ -125,11 +123,11 @@ def test_an_update_in_between_is_that_of_fp32_weights(device):
 
 @pytest.mark.parametrize("count", [1, 20])
 def test_one_launch_for_each_set_of_dtypes_however_many_tensors_there_are(monkeypatch, count):
-    calls, built = [], build.built
+    calls, built = [], cpp.built
 
     def counted(source):
         kernel = built(source)
-        return build.CppKernel(lambda *args: calls.append(1) or kernel._function(*args))
+        return cpp.CppKernel(lambda *args: calls.append(1) or kernel._function(*args))
 
     choose.executor_for(CPU)  # tries a kernel of another kind
     monkeypatch.setattr(cpp, "built", counted)

@@ -5,7 +5,7 @@ import math
 import torch
 
 from mezzo.errors import NumericsError, PolicyError
-from mezzo.step.split import decode, encode, encode_into
+from mezzo.step.storage import decode, encode, encode_into
 from mezzo.step.update import rule
 
 from ..support.refusals import refused

@@ -9,9 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mezzo.step.rounding import keys, nearest, noise, stochastic
-from mezzo.step.split import decode, encode, encode_into
-from mezzo.step.storage import PLAIN, READ, SPLIT
+from mezzo.step.storage import PLAIN, READ, SPLIT, decode, encode, encode_into, keys, nearest, noise, stochastic
 from mezzo.tensors import flat
 
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -10,14 +10,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.cast.weight_casts import WeightCasts
-from mezzo.trace.frames import doing, user_line
-from mezzo.trace.measure import has_literal, is_finite, largest_in, needed, operands, range_of
-from mezzo.trace.modes import hooked, watching
-from mezzo.trace.names import Names, edges
-from mezzo.trace.products import Products
+from mezzo.cast.mode import WeightCasts
+from mezzo.trace.calls import LOSS, Where, doing, user_line
+from mezzo.trace.measure import Names, edges, has_literal, is_finite, largest_in, needed, operands, range_of
+from mezzo.trace.modes import Products, hooked, watching
 from mezzo.trace.sandbox import leaves_of, untouched
-from mezzo.trace.where import LOSS, Where
 
 aten = torch.ops.aten
 

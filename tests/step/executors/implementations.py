@@ -16,12 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.step.executors import portable
-from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors.cpp import Cpp
 from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.passes import Bucket, counted, judge, updated
-from mezzo.step.rounding import keys
-from mezzo.step.split import encode_into
-from mezzo.step.storage import PLAIN, SPLIT
+from mezzo.step.storage import PLAIN, SPLIT, encode_into, keys
 from mezzo.step.update import rule
 
 BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
@@ -45,7 +43,7 @@ class CompiledHere(Compiled, Predicated):
 
 
 def triton():
-    from mezzo.step.executors.triton.launch import Triton
+    from mezzo.step.executors.triton import Triton
 
     return Triton()
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
-from mezzo.step.executors.cpp import build
+from mezzo.step.executors import cpp
 
 from ...support.refusals import refused
 
@@ -22,27 +22,27 @@ extern "C" void kernel(float* values, int64_t count, const float* factor) {
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    build.built.cache_clear()
+    cpp.built.cache_clear()
     yield tmp_path / "mezzo" / "kernels"
-    build.built.cache_clear()
+    cpp.built.cache_clear()
 
 
 @pytest.fixture
 def compilations(monkeypatch):
-    found, compile_ = [], build._compiled
-    monkeypatch.setattr(build, "_compiled", lambda *args: found.append(args) or compile_(*args))
+    found, compile_ = [], cpp._compiled
+    monkeypatch.setattr(cpp, "_compiled", lambda *args: found.append(args) or compile_(*args))
     return found
 
 
 def run(source=SOURCE):
     values = torch.tensor([1.0, -2.0])
-    build.built(source)(values, 2, torch.tensor(0.5))
+    cpp.built(source)(values, 2, torch.tensor(0.5))
     return values.tolist()
 
 
 def test_what_was_compiled_is_found_again(folder, compilations):
     assert run() == run() == [0.5, -1.0]
-    build.built.cache_clear()  # as another process would
+    cpp.built.cache_clear()  # as another process would
     assert run() == [0.5, -1.0]
     assert len(compilations) == 1
     assert [path.suffix for path in folder.iterdir()] == [".so"]
@@ -52,16 +52,16 @@ def test_another_source_another_compiler_and_another_processor_are_compiled_for(
     run()
     run(SOURCE.replace("*=", "/="))
     monkeypatch.setenv("CXX", "g++ -DOTHER")
-    build.built.cache_clear()
+    cpp.built.cache_clear()
     run()
-    monkeypatch.setattr(build, "_asked", lambda command: "-march=another")
-    build.built.cache_clear()
+    monkeypatch.setattr(cpp, "_asked", lambda command: "-march=another")
+    cpp.built.cache_clear()
     run()
     assert len(compilations) == len(list(folder.iterdir())) == 4
 
 
 def as_another_process(source=SOURCE):
-    build.built.cache_clear()
+    cpp.built.cache_clear()
     return run(source)
 
 
@@ -85,7 +85,7 @@ def test_a_damaged_file_is_compiled_anew(folder, compilations):
 def test_no_two_programs_are_taken_for_one(folder, monkeypatch, in_memory):
     """The loader compares names, and the descriptors of files in memory have the same number again and again."""
     if not in_memory:
-        monkeypatch.delattr(build.os, "memfd_create")
+        monkeypatch.delattr(cpp.os, "memfd_create")
     sources = [SOURCE.replace("*factor", f"*factor + {number}") for number in range(3)]
     for _ in range(2):
         assert [as_another_process(source) for source in sources] == [[0.5 + n, -1.0 - 2 * n] for n in range(3)]
@@ -102,11 +102,11 @@ def test_without_a_cache_kernels_last_as_long_as_the_process(monkeypatch, tmp_pa
 
 
 def test_our_folder_is_for_us_alone(folder):
-    before = build.os.umask(0)
+    before = cpp.os.umask(0)
     try:
         run()
     finally:
-        build.os.umask(before)
+        cpp.os.umask(before)
     assert folder.parent.stat().st_mode & 0o777 == 0o700
     (path,) = folder.iterdir()
     assert path.stat().st_mode & 0o777 == 0o600
@@ -117,7 +117,7 @@ def test_the_compiler_works_where_no_other_user_can_write(folder, monkeypatch):
 
     def looked_at(command, **options):
         if "-o" in command:
-            place = build.Path(command[-1]).parent
+            place = cpp.Path(command[-1]).parent
             seen.append((place.stat().st_mode & 0o777, options["env"]["TMPDIR"] == str(place), place))
         return real(command, **options)
 
@@ -140,7 +140,7 @@ def test_the_lock_of_the_interpreter_is_released():
     }
     """
     flag = torch.zeros((), dtype=torch.int64)
-    kernel = build.built(waiting)
+    kernel = cpp.built(waiting)
     thread = threading.Thread(target=lambda: kernel(flag), daemon=True)
     thread.start()
     flag.fill_(1)  # which a kernel that kept the lock would wait for, for ever
@@ -156,10 +156,10 @@ def refuse(*_, **__):
 REFUSED = {
     "does not compile": (None, None, None, "int kernel( {",
         [r"does not compile", "-fopenmp", "why    <stdin>:1:", "error", "write  CXX=the path of another C++ compiler"]),
-    "no loader takes it": (build, "_loaded", lambda program: None, SOURCE, ["cannot be loaded", "g++", "TMPDIR="]),
-    "nowhere to be": (build.tempfile, "mkdtemp", refuse, SOURCE,
+    "no loader takes it": (cpp, "_loaded", lambda program: None, SOURCE, ["cannot be loaded", "g++", "TMPDIR="]),
+    "nowhere to be": (cpp.tempfile, "mkdtemp", refuse, SOURCE,
         ["nowhere to be compiled", "why    no space", "write  TMPDIR="]),
-    "no compiler": (build, "_COMPILERS", ("no-such-compiler",), SOURCE,
+    "no compiler": (cpp, "_COMPILERS", ("no-such-compiler",), SOURCE,
         ["no C++ compiler for optimizer kernels", "linux, no-such-compiler", "apt install g++"]),
     "CXX is nowhere": (None, "/nowhere/g++ -g", None, SOURCE,
         ["no C++ compiler for optimizer kernels", "CXX=/nowhere/g++ -g", "apt install g++"]),
@@ -168,7 +168,7 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(build.sys.platform != "linux", reason="the words are Linux's")
+@pytest.mark.skipif(cpp.sys.platform != "linux", reason="the words are Linux's")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_compiled_is_told_and_leaves_nothing(folder, monkeypatch, tmp_path, case):
     place, name, value, source, words = REFUSED[case]
@@ -179,5 +179,5 @@ def test_what_cannot_be_compiled_is_told_and_leaves_nothing(folder, monkeypatch,
     elif name is not None:
         monkeypatch.setenv("CXX", name.replace("{tmp}", str(tmp_path)))
     with refused(UnsupportedError, *words):
-        build.built(source)
+        cpp.built(source)
     assert not folder.exists() or not list(folder.iterdir())

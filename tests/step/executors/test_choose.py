@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
-from mezzo.step.executors import choose
+from mezzo.step.executors import choose, cpp, triton
 from mezzo.step.executors.choose import executor_for, update_of
-from mezzo.step.executors.cpp import build
-from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors.cpp import Cpp
 from mezzo.step.executors.portable import Compiled, Portable
-from mezzo.step.executors.triton import launch as triton
 from mezzo.step.passes import judge
 from mezzo.step.storage import PLAIN
 
@@ -25,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def choose_anew():
-    caches = (choose._working, choose.has_triton, build.built)
+    caches = (choose._working, choose.has_triton, cpp.built)
     for each in caches:
         each.cache_clear()
     yield
@@ -35,7 +33,7 @@ def choose_anew():
 
 def test_without_a_compiler_for_kernels_weights_are_updated_block_by_block(monkeypatch, caplog):
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(cpp, "_COMPILERS", ("no-such-compiler",))
     with caplog.at_level(logging.WARNING, logger="mezzo"):
         assert isinstance(executor_for(CPU), Portable)
         executor_for(CPU)

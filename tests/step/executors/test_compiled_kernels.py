@@ -20,12 +20,13 @@ import torch
 from mezzo.scale import LossScale, scaler
 from mezzo.session import engine
 from mezzo.step import passes
-from mezzo.step.exchange import STORE, WIDEN
-from mezzo.step.executors.cpp import source as cpp_source
+from mezzo.step.executors import cpp_source
+from mezzo.step.executors import triton as launch
+from mezzo.step.executors import triton as shared
+from mezzo.step.executors import triton as tables
+from mezzo.step.executors import triton_source as source_of
 from mezzo.step.executors.emit import update_name
-from mezzo.step.executors.triton import launch, shared
-from mezzo.step.executors.triton import launch as tables
-from mezzo.step.executors.triton import source as source_of
+from mezzo.step.gradients import STORE, WIDEN
 from mezzo.step.storage import PLAIN, READ, SPLIT
 from mezzo.step.update import rule
 
@@ -183,7 +184,7 @@ def test_a_few_numbers_take_one_warp_and_no_stack(native, name):
         arguments |= {called: "fp32"} if dimensions is None else {f"{called}_at": POINTERS[dtype]}
         arguments |= {f"{called}_length": "i32"}
     arguments |= {f"result{place}": POINTERS[each.dtype] for place, each in enumerate(kernel.function.results)}
-    found = native(kernel.launch.kernel, arguments, 90, options=shared._OPTIONS)
+    found = native(kernel.launch.kernel, arguments, 90, options=shared._SHARED_OPTIONS)
     assert found.registers <= most
     assert (found.stack, found.shared) == (0, 0)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
-from mezzo.step import split
+from mezzo.step import storage
 from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.passes import Bucket, judge
 from mezzo.step.storage import PLAIN, SPLIT
@@ -254,7 +254,7 @@ def test_eight_clipped_scaled_steps_of_scheduled_rates_are_torch_s_and_compile_n
             # fixed-point remainder. Lion's sign may differ where its argument is nearly 0.
             wrong = (mine.cpu() - theirs.detach()).abs() > 8 * (2 * 2.0**-25 + 2.0**-40)
             assert wrong.sum() <= (3 if name == "lion" else 0), (name, dtype)
-            assert torch.equal(weight.float(), split.halves(mine, dtype)[0].to(dtype).float())
+            assert torch.equal(weight.float(), storage.halves(mine, dtype)[0].to(dtype).float())
         assert bucket.step == 8
 
 

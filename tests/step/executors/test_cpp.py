@@ -3,10 +3,8 @@
 import pytest
 import torch
 
-from mezzo.step.executors.cpp import build
-from mezzo.step.executors.cpp import launch as cpp
-from mezzo.step.executors.cpp import source as cpp_source
-from mezzo.step.executors.cpp.launch import Cpp
+from mezzo.step.executors import cpp, cpp_source
+from mezzo.step.executors.cpp import Cpp
 from mezzo.step.passes import judge
 from mezzo.step.storage import PLAIN, SPLIT
 
@@ -31,15 +29,15 @@ COMPILERS = ["g++", "g++ -mno-avx512f", "g++ -mno-f16c -mno-avx512f"]
 @pytest.fixture(params=COMPILERS)
 def compiler(request, monkeypatch):
     monkeypatch.setenv("CXX", request.param)
-    build.built.cache_clear()
+    cpp.built.cache_clear()
     yield request.param
-    build.built.cache_clear()
+    cpp.built.cache_clear()
 
 
 def test_every_number_of_float16_goes_to_float32_and_back_and_what_is_too_large_is_infinite(compiler):
     patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(FP16)
-    widen = build.built(cpp_source._headers((FP16,)) + WIDENED)
-    narrow = build.built(cpp_source._headers((FP16,)) + NARROWED)
+    widen = cpp.built(cpp_source._headers((FP16,)) + WIDENED)
+    narrow = cpp.built(cpp_source._headers((FP16,)) + NARROWED)
     for start in (0, 1):  # aligned or not, with a rest or not
         wide, back = torch.zeros(1 << 16), torch.zeros(1 << 16, dtype=FP16)
         flushing = torch.set_flush_denormal(True)
@@ -109,11 +107,11 @@ def test_nothing_is_asked_of_a_tensor():
 
 @pytest.mark.parametrize("count", [1, 40])
 def test_one_call_for_each_pass_however_many_tensors_there_are(monkeypatch, count):
-    calls, built = [], build.built
+    calls, built = [], cpp.built
 
     def counted(source):
         kernel, kind = built(source), "norms" if "double* sums" in source else "update"
-        return build.CppKernel(lambda *args: calls.append(kind) or kernel._function(*args))
+        return cpp.CppKernel(lambda *args: calls.append(kind) or kernel._function(*args))
 
     monkeypatch.setattr(cpp, "built", counted)
     executor, bucket = Cpp(), bucket_of("adamw", SPLIT, BF16, [(20,)] * count)

@@ -16,8 +16,8 @@ from mezzo.step.update import rule
 from .implementations import HYPERS
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-from mezzo.step.executors.triton import launch  # noqa: E402
-from mezzo.step.executors.triton import shared as programs  # noqa: E402
+from mezzo.step.executors import triton as launch  # noqa: E402
+from mezzo.step.executors import triton as programs  # noqa: E402
 
 
 @pytest.fixture

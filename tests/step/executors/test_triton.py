@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
-from mezzo.step.executors.triton import launch as tables
-from mezzo.step.executors.triton import source as source_of
-from mezzo.step.executors.triton.launch import Triton
+from mezzo.step.executors import triton as tables
+from mezzo.step.executors import triton_source as source_of
+from mezzo.step.executors.triton import Triton
 from mezzo.step.passes import judge
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import rule
