@@ -127,7 +127,9 @@ class Faults(Checkpoints):
         self.clear("session")
 
     @needs("signals", "session")
-    @precondition(lambda self: self.window_calls() < MOST_CALLS)
+    @precondition(
+        lambda self: self.window_calls() < MOST_CALLS and not self.oracle.is_plain
+    )  # nothing is promised there
     @rule(batch=passes, line=lines, unscales=st.booleans())
     def interrupted_pass(self, batch, line, unscales):
         """In the midst of a pass, or of unscaling, gradients are whatever they are: clearing them begins anew."""
@@ -136,7 +138,7 @@ class Faults(Checkpoints):
             return
         with Interrupt(line):
             self.driver.backward(value, None)
-            if unscales and not self.oracle.is_plain:
+            if unscales:
                 for optimizer in self.subject.optimizers:
                     self.driver.unscale_(optimizer)
         assert torch.is_grad_enabled()

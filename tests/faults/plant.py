@@ -76,7 +76,7 @@ def _test(source: Path, printed: Path, arguments: list[str]) -> None:
         with printed.open("w") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
-        os.environ["PYTHONPATH"] = str(source)
+        os.environ |= {"PYTHONPATH": str(source), "MEZZO_PLANTED": "1"}
         sys.path.insert(0, str(source))
         os.chdir(ROOT)
         code = pytest.main(arguments)

@@ -556,12 +556,14 @@ class ScaledPass:
         scale: What the gradients carry.
     """
 
+    _is_open = False  # of one that a signal kept from being made, too
+
     def __init__(self, engine: Opens, scale: Tensor | None) -> None:
         self._engine, self._scale = engine, scale
         self._losses: dict[Window, list[Tensor]] = {}  # by the windows that they reach, which are open from then on
         self._hooks = ExitStack()
         self._hooked = set[int]()
-        self._is_last, self._is_open = False, False
+        self._is_last = False
         if scale is not None:
             refuse_scaled((), (), creates_graph=is_grad_enabled())
 
