@@ -24,6 +24,7 @@ from . import captured, ranks, scalers  # noqa: F401 - more drivers
 from .edits import Edits
 from .faults import Faults
 from .loop import configs
+from .subject import Config
 
 #: Scaled gradients are edited on purpose.
 pytestmark = [
@@ -128,3 +129,15 @@ def test_many_sequences(style, request):
 def test_many_sequences_on_two_ranks():
     """The same ones in each run, as both ranks must draw them."""
     on_ranks(2, run_sequences_on_rank, MANY, timeout=60 + MANY)
+
+
+def test_moments_that_are_rounded_go_on_after_a_look_at_fp32_weights():
+    """What a long search found: drawn sequences seldom have such moments, a look, and a step after it."""
+    machine = Sessions()
+    machine.begin(Config(dtype="float16", scale="64", state_dtype="bfloat16"), seed=0)
+    batch = {"values": 3, "widths": (1.0, 1.0), "kind": "plain", "elsewhere": "plain"}
+    for _ in range(2):
+        machine.train(batches=[batch, batch])
+        machine.agrees()
+        machine.edit_in_fp32(number=0, how="half", in_a_loop=False)
+        machine.agrees()
