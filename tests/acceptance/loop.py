@@ -183,6 +183,7 @@ class Loop(RuleBasedStateMachine):
             return
         number = number if self.driver.has("one at a time") else None
         groups, optimizers = self.chosen(number)
+        before = self.oracle.copy()
         value, gradients, finite = self.loss(batch)
         trains = any(self.oracle.weights[name].trains for group in groups for name in group.members)
         if self.driver.has("all at once") and (
@@ -191,6 +192,7 @@ class Loop(RuleBasedStateMachine):
             self.refused(
                 lambda: self.amp.backward(value, optimizers), "no_grad" if not value.requires_grad else "gradient"
             )
+            self.oracle = before  # a scale that waits moves with the next pass
             return
         if not value.requires_grad:
             return
@@ -241,10 +243,10 @@ class Loop(RuleBasedStateMachine):
         if self.driver.is_stale():
             self.refused(lambda: self.driver.train(share), "holds what the session has left")
             self.driver.capture()
-        groups = [g for g in self.oracle.groups if any(weight.trains for weight in self.weights_of(g))]
         seen = {name: self.seen(name) for name in NAMES}
-        self.oracle.begin(groups)
-        self.oracle.accumulate(groups, self.mean([share]), finite=share.finite)
+        self.oracle.begin(self.oracle.groups)
+        self.oracle.accumulate(self.oracle.groups, self.mean([share]), finite=share.finite)
+        groups = [group for group in self.oracle.groups if group.gradients]
         self.take_step(groups, lambda: self.driver.train(share))
         self.check_outputs(self.driver.outputs, share.widths, seen)
         self.driver.forget(self.oracle)

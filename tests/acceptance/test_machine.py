@@ -141,3 +141,15 @@ def test_moments_that_are_rounded_go_on_after_a_look_at_fp32_weights():
         machine.agrees()
         machine.edit_in_fp32(number=0, how="half", in_a_loop=False)
         machine.agrees()
+
+
+def test_after_lightning_a_low_weights_moments_are_fp32_with_it():
+    pytest.importorskip("lightning")
+    from . import frameworks  # noqa: F401
+
+    machine, batch = Sessions(), {"values": 0, "widths": (1.0, 1.0), "kind": "plain", "elsewhere": "plain"}
+    machine.begin(Config(level="O3", dtype="bfloat16", library="fused", rule="AdamW", style="Lightning"), 0)
+    machine.train(batches=[batch])
+    machine.close(level="O0", same=False)
+    machine.train(batches=[batch])
+    machine.agrees()

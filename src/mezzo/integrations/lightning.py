@@ -19,6 +19,7 @@ from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.refusals import wrong_options
 from mezzo.session.state import save
+from mezzo.session.weights import widen_states
 from mezzo.tensors import LOW
 from mezzo.weights.models import show_fp32
 
@@ -147,11 +148,13 @@ class MezzoPrecision(Precision):
     def teardown(self) -> None:
         """End the session, and give models their FP32 weights back; the Trainer asks for it after each run."""
         self._saved = self.state_dict()
+        stepped = [] if self.session is None else self.session.weights.optimizers
         if self.session is not None:
             self.session.close()
         self._undo.close()
         for prepared in self._converted.values():
             prepared.remove()
+        widen_states(stepped)
         self.session, self._converted = None, {}
 
     # A step ---------------------------------------------------------------------------------------------

@@ -141,10 +141,8 @@ class Weights:
             prepared.leave()
             if prepared not in given:
                 prepared.remove()
-        kept = [] if self.policy.master_weights or not self.are_low else self.optimizers
-        for state in (state for each in kept for key, state in each.state.items() if _is_wide(key)):
-            if isinstance(state, dict):  # which was that of a low weight
-                state.update({name: widened(value) for name, value in state.items()})
+        if self.are_low and not self.policy.master_weights:
+            widen_states(self.optimizers)
 
     # The models ------------------------------------------------------------------------------------------
 
@@ -213,8 +211,11 @@ class Weights:
         return self.names().get(id(tensor), f"a parameter of shape {tuple(tensor.shape)}")
 
 
-def _is_wide(key: object) -> bool:
-    return isinstance(key, Tensor) and key.dtype not in LOW
+def widen_states(optimizers: Iterable[Optimizer]) -> None:
+    """Make the state of weights FP32 that were low, and are FP32 again."""
+    for key, state in (item for each in optimizers for item in each.state.items()):
+        if isinstance(key, Tensor) and key.dtype not in LOW and isinstance(state, dict):
+            state.update({name: widened(value) for name, value in state.items()})
 
 
 def _plain_name(model: nn.Module, name: str) -> str:

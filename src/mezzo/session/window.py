@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from mezzo.errors import StateError, some_of
+from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
 from mezzo.session.weights import Weights
 from mezzo.step.executors.choose import shared
@@ -595,9 +596,10 @@ class ScaledPass:
             self._is_last = True
             Variable._execution_engine.queue_callback(self)
             return
-        self._is_open = False
-        self._hooks.close()
-        self._engine.end(self._losses)
+        with uninterrupted():  # a pass that is over has been told of
+            self._is_open = False
+            self._hooks.close()
+            self._engine.end(self._losses)
 
     def __del__(self) -> None:
         """Put back what made way for a pass that has not come to its end."""
