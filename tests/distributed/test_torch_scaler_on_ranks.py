@@ -6,6 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import mezzo
 from mezzo.compat.torch import GradScaler, autocast
 
 from .ranks import on_ranks
@@ -80,12 +81,48 @@ def sharded():
     return found
 
 
+def unreduced():
+    """Gradients that nothing reduces: one rank's overflow, one that was found and not stepped with."""
+    rank, model = dist.get_rank(), network()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", 2.0**8, growth_interval=3)
+    found = []
+    for step in range(7):
+        loss = model(batch(step)).square().mean() * (torch.inf if step == 1 and rank == 1 else 1.0)
+        before = model[0].weight.detach().clone()
+        scaler.scale(loss).backward()
+        if step == 4:
+            model[0].weight.grad[0, 0] = torch.nan if rank == 0 else 1.0
+            scaler.unscale_(optimizer)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+        moved = not torch.equal(before, model[0].weight)
+        found.append((moved, scaler.get_scale(), scaler.state_dict()["_growth_tracker"]))
+        optimizer.zero_grad()
+    return found
+
+
+def short():
+    """One rank has come to the end of its data, and has no gradient."""
+    rank, model = dist.get_rank(), network()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), GradScaler("cpu", 2.0**8)
+    scaler.scale(model(batch(0)).square().mean()).backward()
+    if rank == 0:
+        optimizer.zero_grad()
+    try:
+        scaler.step(optimizer)
+    except mezzo.MezzoError as error:
+        return str(error)
+    return ""
+
+
 def everything():
-    return beside_torch(), sharded()
+    return beside_torch(), sharded(), unreduced(), short()
 
 
-def test_wrapped_models_train_as_under_torchs_scaler_and_shards_skip_together():
-    for wrapped, shards in on_ranks(2, everything):
+def test_ranks_stay_together_wrapped_sharded_and_where_nothing_reduces():
+    ranks = on_ranks(2, everything)
+    for wrapped, shards, unreduced, _ in ranks:
         for are_same, mine, theirs in wrapped:
             assert are_same
             assert mine == theirs == [256.0, 256.0, 128.0, 128.0, 128.0]
@@ -93,3 +130,9 @@ def test_wrapped_models_train_as_under_torchs_scaler_and_shards_skip_together():
         assert all(same)
         assert scales == ([256.0] * 2, [128.0] * 2, [128.0] * 2, [128.0] * 2)
         assert skipped == (False, True, False, False)
+        assert unreduced == [
+            *((True, 256.0, 1), (False, 128.0, 0), (True, 128.0, 1), (True, 128.0, 2)),
+            *((False, 64.0, 0), (True, 64.0, 1), (True, 64.0, 2)),  # what was found, and not stepped with, counts
+        ]
+    assert "step() before backward()" in ranks[0][3]
+    assert "rank 0 ended step 1 with an error, or had no gradient left" in ranks[1][3]
