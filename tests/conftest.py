@@ -55,6 +55,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "mezzo"))
 tell()
 
 
+#: What takes longest, and starts processes: begun last, one worker would be at it alone.
+_LONG = ("fake_cuda", "test_machine", "distributed", "test_compiled")
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with what takes longest."""
+    items.sort(key=lambda item: not any(name in item.path.parts or name == item.path.stem for name in _LONG))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Look for garbage only among what tests make: looking at a million older objects takes half a second each time."""
