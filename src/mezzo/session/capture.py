@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, Generic, TypeVar
 
 import torch
@@ -548,6 +549,13 @@ def _refuse_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 # The graph -------------------------------------------------------------------------------------------------
 
 
+@cache
+def _stream_of(device: int) -> torch.cuda.Stream:
+    """Return the stream of all captures on a device: cuBLAS keeps some 64 MiB for each stream that it has met."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
+
+
 class CudaGraph:
     """One recorded run of some code on one device, with a memory pool of its own.
 
@@ -564,7 +572,7 @@ class CudaGraph:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._stream = _stream_of(torch.cuda.current_device())
             self._graph = torch.cuda.CUDAGraph()
 
     def run(self, run: Callable[[], T], *, refuses_syncs: bool = False) -> T:
@@ -595,6 +603,12 @@ class CudaGraph:
             try:
                 with torch.cuda.graph(self._graph, stream=self._stream, capture_error_mode="thread_local"):
                     return run()
+            except BaseException:
+                self._graph.reset()
+                # Or the device's random numbers would wait for that graph: "Offset increment outside graph capture".
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                generator.graphsafe_set_state(generator.clone_state())
+                raise
             finally:
                 torch.cuda.set_stream(around)  # which torch leaves undone where the capture has failed
 

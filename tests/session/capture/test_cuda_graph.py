@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mezzo
-from mezzo.session.capture import CudaGraph
+from mezzo.session.capture import CudaGraph, _stream_of
 
 from ...support.refusals import bits
 from .loops import Loop, batch, batches, run
@@ -49,6 +49,9 @@ class Driver:
             monkeypatch.setattr(torch.cuda, name, self.noting(name))
         for name in ("device", "graph", "stream"):
             monkeypatch.setattr(torch.cuda, name, self.context(name))
+        generator = types.SimpleNamespace(clone_state=lambda: "a copy", graphsafe_set_state=self.noting("set_state"))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "default_generators", [None, generator])
 
     def noting(self, name):
         def call(*args, **kwargs):
@@ -65,7 +68,7 @@ class Driver:
                 yield
             finally:
                 self.calls.append((f"end of {name}", *args[:1]))
-                if args and args[0] in self.failing:
+                if name in self.failing:
                     raise RuntimeError("operation failed due to a previous error during capture")
 
         return entered
@@ -78,7 +81,8 @@ class Driver:
 
     def graph(self):
         made = object.__new__(CudaGraph)
-        made._device, made._graph, made._stream = "cuda:1", "graph", self.stream("graph", "around")
+        made._device, made._stream = "cuda:1", self.stream("graph", "around")
+        made._graph = types.SimpleNamespace(reset=self.noting("reset"))
         return made
 
 
@@ -91,11 +95,29 @@ def test_a_capture_puts_the_stream_back_on_its_own_device(monkeypatch):
     assert driver.calls[2] == "graph waits for around"  # what was written just now is read by the recorded step
 
 
-def test_a_capture_that_failed_puts_the_stream_back(monkeypatch):
+def test_a_capture_that_failed_leaves_stream_and_random_numbers_usable(monkeypatch):
+    """Random numbers would wait for the graph: on an H100 with torch 2.11 each later one raised."""
     driver = Driver(monkeypatch, ("graph",))
     with pytest.raises(RuntimeError, match="previous error during capture"):
         driver.graph().record(lambda: 7)
-    assert driver.calls[-2:] == [("set_stream", driver.around), ("end of device", "cuda:1")]
+    assert driver.calls[-4:] == [
+        *(("reset",), ("set_state", "a copy")),
+        *(("set_stream", driver.around), ("end of device", "cuda:1")),
+    ]
+
+
+def test_captures_on_one_device_share_a_stream(monkeypatch):
+    """For each that cuBLAS meets it keeps memory: 68 MB a capture on an H100."""
+    Driver(monkeypatch, ())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    _stream_of.cache_clear()
+    try:
+        first, second = CudaGraph("cuda:1"), CudaGraph("cuda:1")
+    finally:
+        _stream_of.cache_clear()
+    assert first._stream is second._stream
+    assert first._graph is not second._graph
 
 
 # Without a GPU -------------------------------------------------------------------------------------------
