@@ -58,7 +58,8 @@ def test_a_loss_that_is_not_fp32_s_is_wrong():
 # Children ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_child_trains_and_times(monkeypatch):
+@pytest.mark.slow  # each format in three trainings of a real child
+def test_a_child_trains():
     found = checkup.checked("cpu", "bfloat16", timed=False)
     assert (found.status, found.trouble, found.speeds) == ("works", "", {})
     assert [each.policy for each in found.trainings] == ["O1,dtype=bfloat16", "O2,dtype=bfloat16"]

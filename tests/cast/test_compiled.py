@@ -287,8 +287,14 @@ def test_layers_in_a_graph_know_the_region_around_them_whatever_the_loss_scale()
         amp.close()
 
 
-@pytest.mark.parametrize("policy, pinned", [(WHOLE_GRAPH[1][0], ""), ("O1,dtype=bfloat16", ",fp32_module=up"),
-                                            ("O2,dtype=float16,emulate=true", ",fp32_module=norm")])  # fmt: skip
+PINNED = [
+    ("O1,dtype=bfloat16", ",fp32_module=up"),
+    ("O1,dtype=float16,emulate=true", ""),
+    ("O2,dtype=float16,emulate=true", ",fp32_module=norm"),
+]
+
+
+@pytest.mark.parametrize("policy, pinned", every_other(PINNED))
 def test_new_tensors_compile_nothing_anew(policy, pinned):
     """Each batch is another tensor: nothing compiled may depend on which one it is."""
     model, counter, counts = Block(), CompileCounterWithBackend("eager"), []
@@ -357,7 +363,9 @@ ONE_GRAPH = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ONE_GRAPH)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if each == "attention" else ()) for each in ONE_GRAPH]
+)
 def test_operators_opened_functions_and_recomputed_products_are_traced_into_one_graph(name):
     backend = "aot_eager" if name in ("mm.default", "attention", "square") else "eager"
     compiled, x = torch.compile(ONE_GRAPH[name], backend=backend, fullgraph=True), data(2, 8, 8) / 4

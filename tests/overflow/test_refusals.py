@@ -24,6 +24,7 @@ ROWS = [
     *((lambda value=value: locate(lambda: value, MODEL), NO_LOSS) for value in (None, 1.0, torch.tensor(1))),
     *((lambda scale=scale: locate(one, MODEL, loss_scale=scale), NO_SCALE)
       for scale in (0.0, -1.0, float("inf"), float("nan"))),
+    (lambda: locate(one(), MODEL), ("fn is ", "no function", NO_LOSS[1])),
     (lambda: locate(one, MODEL, policy="O9"), ("unknown level 'O9'",)),
     (lambda: Replay(["model"], region=lambda: mezzo.autocast("O0")), ("a model must be an nn.Module, not str",)),
 ]  # fmt: skip

@@ -211,7 +211,9 @@ def test_parts_of_what_is_compiled_anew_between_two_passes_of_a_step_are_parts(p
     assert_same(*outputs)
 
 
-@pytest.mark.parametrize("policy", ["O1,emulate=true,loss_scale=1024", "O2,loss_scale=1024"])
+@pytest.mark.parametrize(
+    "policy", ["O1,emulate=true,loss_scale=1024", pytest.param("O2,loss_scale=1024", marks=pytest.mark.slow)]
+)
 def test_a_compiled_step_with_its_backward_pass_is_the_eager_one(policy):
     """The graph ends before the pass, without a word of Dynamo's about what stands there."""
     ends = []
@@ -233,7 +235,7 @@ def test_a_compiled_step_with_its_backward_pass_is_the_eager_one(policy):
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("rule", ["", ",fp32_module=inner"])
+@pytest.mark.parametrize("rule", [",fp32_module=inner", pytest.param("", marks=pytest.mark.slow)])
 def test_parts_without_autocast_are_that_in_compiled_code_too(rule):
     """Parts are called where autocast is off; the second by the model itself."""
 

@@ -183,7 +183,7 @@ class ExponentHistogram:
 
     @property
     def numbers(self) -> list[int]:
-        """The row on the host, as :mod:`mezzo.numerics.histogram` describes it."""
+        """The row on the host, as it is described at the top of this file."""
         if self._numbers is None:
             self._numbers = self.row.tolist()
         return self._numbers

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.region import autocast
-from mezzo.errors import PolicyError
+from mezzo.errors import PolicyError, shown
 from mezzo.hooks import OwnHook
 from mezzo.overflow.diagnose import Changed, Context, Overflow, diagnose, highest_scale, outside_models
 from mezzo.overflow.watch import Watch
@@ -87,6 +87,12 @@ def locate(
         ('0', 'linear', 'forward', 'float16', 'policy = policy.keep_fp32(modules=["0"])   # the text fp32_module=0')
     """
     models = checked_models(model)
+    if not callable(fn):
+        raise PolicyError(
+            f"fn is {shown(fn)}, no function",
+            why="a search runs the forward pass itself",
+            write="mezzo.overflow.locate(lambda: criterion(model(x), y), model)",
+        )
     policy = None if policy is None else Policy.of(policy)
     scale = float(loss_scale)
     if not 0.0 < scale < float("inf"):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from mezzo.errors import MezzoError, StateError, UnsupportedError, message, raise_together, shown
+from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, message, raise_together, shown
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.engine import Engine
 from mezzo.session.observers import Judged, Watched, observing, watching
@@ -68,6 +68,7 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
         time (those of a :class:`Step` too), which the next call overwrites.
 
     Raises:
+        PolicyError: What is given is no function, or no session.
         UnsupportedError: The session's options or an optimizer need the host.
         StateError: From a call: ``fn`` takes no step, leaves an accumulation window open, steps a scheduler or another
             session; what the graph holds has changed.
@@ -97,6 +98,9 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
     References:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
+    if not isinstance(amp, MixedPrecision) or not callable(fn):
+        kinds = ", ".join(shown(each) for each in (fn, amp))
+        raise PolicyError(f"no train step and its session: {kinds}", write="mezzo.capture(train_step, amp)")
     device = amp.engine.device
     return Captured(fn, amp, CudaGraph(device) if device.type == "cuda" else None)
 

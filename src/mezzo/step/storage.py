@@ -416,7 +416,7 @@ def _write_plain(w: Tensor, dtype: torch.dtype) -> Parts:
     return (w if dtype == torch.float32 else nearest(w, dtype),)
 
 
-#: The high half of the FP32 value, and 16 remainder bits as int16 (:mod:`mezzo.step.storage`): 4 bytes a weight.
+#: The high half of the FP32 value, and 16 remainder bits as int16: 4 bytes a weight.
 SPLIT: Final = Storage(name="split", extra=True, read=_read_split, write=halves)
 #: The same, for updates that read the weight and write other tensors alone.
 READ: Final = Storage(name="read", extra=True, read=_read_split, write=None)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo import StateError, UnsupportedError
+from mezzo import PolicyError, StateError, UnsupportedError
 from mezzo.numerics import Recorder
 
 from ...support.refusals import bits
@@ -39,6 +39,12 @@ def test_sessions_that_need_the_host_are_refused_at_once(match):
     with pytest.raises(UnsupportedError, match=match):
         loop.captured()
     loop.train_step(*batch(0))
+
+
+def test_what_is_no_train_step_with_its_session_is_refused():
+    for given in ((print, 5), (None, Loop().amp)):
+        with pytest.raises(PolicyError, match=r"no train step and its session(?s:.*)mezzo\.capture\(train_step, amp\)"):
+            mezzo.capture(*given)
 
 
 def test_a_loop_by_calls_of_its_own_is_refused():

@@ -1,8 +1,7 @@
 """The op table and the names under which it is asked.
 
-*The* place where ops are classified, in three parts: what other systems' lists and names say
-(:mod:`mezzo.policy.ops.table`), what mezzo makes of them (:mod:`mezzo.policy.ops.table`), and how a spelling finds
-its row (:mod:`mezzo.policy.ops.names`).
+*The* place where ops are classified: what other systems' lists and names say and what mezzo makes of them
+(:mod:`mezzo.policy.ops.table`), and how a spelling finds its row (:mod:`mezzo.policy.ops.names`).
 """
 
 from mezzo.policy.ops.names import (

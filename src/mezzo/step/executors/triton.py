@@ -31,7 +31,7 @@ from mezzo.step.passes import Bucket, BucketUpdate, Verdict
 from mezzo.step.storage import seeded
 from mezzo.step.update import UpdateRule
 
-# Functions of a step's few shared numbers as one launch each: from source that :mod:`..emit` spells.
+# Functions of a step's few shared numbers as one launch each: from source that :mod:`.emit` spells.
 
 logger = logging.getLogger(__name__)
 
