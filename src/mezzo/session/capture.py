@@ -98,8 +98,9 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
     References:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
-    if not isinstance(amp, MixedPrecision) or not callable(fn):
-        kinds = ", ".join(shown(each) for each in (fn, amp))
+    given: tuple[Any, Any] = fn, amp  # whatever their types say
+    if not callable(given[0]) or not isinstance(given[1], MixedPrecision):
+        kinds = ", ".join(map(shown, given))
         raise PolicyError(f"no train step and its session: {kinds}", write="mezzo.capture(train_step, amp)")
     device = amp.engine.device
     return Captured(fn, amp, CudaGraph(device) if device.type == "cuda" else None)
