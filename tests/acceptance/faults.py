@@ -127,9 +127,7 @@ class Faults(Checkpoints):
         self.clear("session")
 
     @needs("signals", "session")
-    @precondition(
-        lambda self: self.window_calls() < MOST_CALLS and not self.oracle.is_plain
-    )  # nothing is promised there
+    @precondition(lambda self: self.window_calls() < MOST_CALLS)
     @rule(batch=passes, line=lines, unscales=st.booleans())
     def interrupted_pass(self, batch, line, unscales):
         """In the midst of a pass, or of unscaling, gradients are whatever they are: clearing them begins anew."""
@@ -138,7 +136,7 @@ class Faults(Checkpoints):
             return
         with Interrupt(line):
             self.driver.backward(value, None)
-            if unscales:
+            if unscales and not self.oracle.is_plain:
                 for optimizer in self.subject.optimizers:
                     self.driver.unscale_(optimizer)
         assert torch.is_grad_enabled()

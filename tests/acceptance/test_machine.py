@@ -58,18 +58,18 @@ QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_to
 PHASES = (Phase.generate,) if "MEZZO_PLANTED" in os.environ else (Phase.generate, Phase.shrink)
 #: How many sequences of each style every run takes.
 SEQUENCES = {
-    "five lines": 24,
-    "attach": 24,
-    "SessionScaler": 12,
-    "apex": 12,
-    "torch": 12,
-    "Paddle": 12,
+    "five lines": 16,
+    "attach": 16,
+    "SessionScaler": 8,
+    "apex": 8,
+    "torch": 8,
+    "Paddle": 8,
     "Accelerate": 6,
     "Lightning": 6,
-    "captured step": 12,
-    "one rank": 8,
+    "captured step": 8,
+    "one rank": 6,
 }
-ON_RANKS = 12
+ON_RANKS = 6
 #: How many ``slow`` ones.
 MANY = int(os.environ.get("MEZZO_SEQUENCES", "100"))
 FRAMEWORKS = ("Accelerate", "Lightning")
@@ -140,6 +140,16 @@ def test_moments_that_are_rounded_go_on_after_a_look_at_fp32_weights():
         machine.train(batches=[batch, batch])
         machine.agrees()
         machine.edit_in_fp32(number=0, how="half", in_a_loop=False)
+        machine.agrees()
+
+
+@pytest.mark.parametrize("style", ["five lines", "attach"])
+def test_the_pass_after_one_that_a_signal_has_ended_is_noticed(style):
+    machine, batch = Sessions(), {"values": 3, "widths": (1.0, 1.0), "kind": "plain", "elsewhere": "plain"}
+    machine.begin(Config(dtype="float16", scale="64", style=style), seed=0)
+    for line in range(0, 500, 20):
+        machine.interrupted_pass(batch=batch, line=line, unscales=False)
+        machine.train(batches=[batch])
         machine.agrees()
 
 

@@ -351,16 +351,16 @@ def _run(
     if scale is not None:
         refuse_scaled(roots, others if inputs else [], creates_graph=creates_graph)
         roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)
-    engine.begin(windows, scale, amp)
     try:
+        engine.begin(windows, scale, amp)
         hidden = unscaled(others, scale) if others else contextlib.nullcontext()
         with amp.autocast().around_backward(), hidden:  # checkpoints are recomputed under the policy
             found = plain(roots, gradients, *args, **kwargs)
+        engine.end(dict.fromkeys(windows, losses))
     except BaseException as error:
         amp.weights.explain(error)
         engine.fail(windows)
         raise
-    engine.end(dict.fromkeys(windows, losses))
     return found
 
 

@@ -277,15 +277,15 @@ class MixedPrecision:
                 given = kwargs["inputs"] = [given] if isinstance(given, Tensor) else list(given)
             others = engine.others(walked([loss]).leaves if given is None else given)
             refuse_scaled((), () if given is None else others, creates_graph=bool(kwargs.get("create_graph")))
-        engine.begin(windows, scale, self)
         try:
+            engine.begin(windows, scale, self)
             with unscaled(others, scale) if others else contextlib.nullcontext():
                 self.weights.region().run_backward(engine.scaler.scaled(loss), **kwargs)
+            engine.end({window: [loss.detach().reshape(())] for window in windows})
         except BaseException as error:
             self.weights.explain(error)
             engine.fail(windows)
             raise
-        engine.end({window: [loss.detach().reshape(())] for window in windows})
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Iterable[Tensor], *, create_graph: bool = False, **kwargs: Any
