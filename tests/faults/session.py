@@ -245,7 +245,7 @@ FAULTS = (
         ("attach: Ctrl-C as a pass begins leaves it under way", "    try:\n        engine.begin(windows, scale, amp)\n",
          "    engine.begin(windows, scale, amp)\n    try:\n",
          "tests/acceptance/test_machine.py::test_the_pass_after_one_that_a_signal_has_ended_is_noticed",
-         "all later passes of a notebook would train with gradients that carry the scale"),
+         "all later passes of a notebook would run without the scale, and their losses unseen"),
         ("attach: a scheduler that is made after a skipped step waits", "return not begins and now[0] > total",
          "return now[0] > total",
          "tests/session/test_plain_loops.py::test_a_scheduler_of_epochs_waits_for_no_single_skipped_step",
