@@ -17,13 +17,6 @@ def data(script):
     return script.load()
 
 
-@pytest.fixture(scope="module")
-def classifier(data):
-    from sklearn.neural_network import MLPClassifier
-
-    return MLPClassifier((64,), random_state=0).fit(data[0].flatten(1).numpy(), data[1].numpy())
-
-
 def test_frechet_distance_agrees_with_scipys_matrix_root(script):
     rng = np.random.default_rng(0)
     for size_b in (300, 40):

@@ -23,10 +23,10 @@ def model(script):
 
 
 def test_held_out_numbers_are_not_trained_on(sentences):
-    assert [len(side) for side in sentences] == [8000, 8000, 2000, 2000]
+    assert [len(side) for side in sentences] == [800, 800, 200, 200]
     for train, held_out in (sentences[::2], sentences[1::2]):
-        assert len(set(train)) == 8000
-        assert len({*train, *held_out}) == 10000
+        assert len(set(train)) == 800
+        assert len({*train, *held_out}) == 1000
 
 
 def test_each_word_of_the_test_is_known_and_each_translation_fits(script, sentences):

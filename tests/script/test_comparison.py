@@ -4,6 +4,7 @@ import fcntl
 import json
 import math
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -98,7 +99,7 @@ def losses_of(run):
     return [json.loads(line)["loss"] for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_runs_are_those_of_the_script_and_numbers_those_of_its_files(first, monkeypatch):
+def test_runs_are_those_of_the_script_and_numbers_those_of_its_files(first, monkeypatch, capsys):
     folder, found, started = first
     monkeypatch.chdir(folder)
     policies = ["O0", "O1,dtype=bfloat16", "O2,dtype=bfloat16"]
@@ -111,9 +112,9 @@ def test_runs_are_those_of_the_script_and_numbers_those_of_its_files(first, monk
     for run in found.runs:
         assert run.metric == pytest.approx(losses_of(run)[-1], abs=1e-6)
         assert (run.folder / "output.txt").read_text() == f"test loss: {run.metric:.6f} nats\n"
-    alone = subprocess.run(
-        [sys.executable, "train.py", "--seed", "1"], capture_output=True, text=True, check=True
-    ).stdout
+    monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "1"])
+    runpy.run_path("train.py", run_name="__main__")  # by itself
+    alone = capsys.readouterr().out
     base = next(run for run in found.runs if run.seed == 1)
     assert base.metric == pytest.approx(float(alone.split()[2]), rel=1e-4)
     for run in found.runs:
