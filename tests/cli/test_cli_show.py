@@ -181,12 +181,9 @@ def test_the_device_where_it_matters(capsys):
     }  # fmt: skip
 
 
-def test_paddles_mul_is_a_matrix_product(capsys):
+def test_paddles_mul_is_a_matrix_product_and_ops_of_no_list_are_native(capsys):
     assert json.loads(of_ops(capsys, "mul", "--json")[1])[0]["op"] == "mul"
     assert json.loads(of_ops(capsys, "paddle:mul", "--json")[1])[0]["op"] == "matmul"
-
-
-def test_an_op_that_torch_has_and_no_list_names(capsys):
     (row,) = json.loads(of_ops(capsys, "torch.randn", "--json")[1])
     assert (row["treatment"], row["torch_cuda"], row["torch_cpu"]) == ("native", "native", "native")
     assert row["reason"] == "no list names this op"
