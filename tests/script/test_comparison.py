@@ -241,38 +241,18 @@ def test_a_policy_that_fails_by_itself_ends_nothing(ran):
 
 REFUSED = {
     "never trains": (("    optimizer.step()\n", ""), {}, PolicyError, "train.py never trains"),
-    "an error of its own": (
-        ("    loss.backward()\n", '    raise KeyError("mine")\n'),
-        {},
-        StateError,
-        "train.py ended with exit code 1 in FP32",
-    ),
-    "the code of an alarm": (
-        ('print(f"test loss: {loss.item():.6f} nats")', "sys.exit(4)"),
-        {},
-        StateError,
-        "train.py ended with exit code 4 in FP32",
-    ),
-    "no --seed": (
-        ('parser.add_argument("--seed", type=int, default=0)', "parser.set_defaults(seed=0)"),
-        {"seeds": 2},
-        PolicyError,
-        "train.py takes no --seed",
-    ),
-    "a seed that changes nothing": (
-        ("torch.manual_seed(args.seed)", "torch.manual_seed(0)"),
-        {"seeds": 2},
-        PolicyError,
-        "takes no --seed that changes anything",
-    ),
-    "a later seed that fails": (
-        ("torch.manual_seed", "assert args.seed < 1\ntorch.manual_seed"),
-        {"seeds": 2},
-        StateError,
-        "ended with exit code 1 in FP32 with --seed 1",
-    ),
+    "an error of its own": (("    loss.backward()\n", '    raise KeyError("mine")\n'), {}, StateError,
+        "train.py ended with exit code 1 in FP32"),
+    "the code of an alarm": (('print(f"test loss: {loss.item():.6f} nats")', "sys.exit(4)"), {}, StateError,
+        "train.py ended with exit code 4 in FP32"),
+    "no --seed": (('parser.add_argument("--seed", type=int, default=0)', "parser.set_defaults(seed=0)"), {"seeds": 2},
+        PolicyError, "train.py takes no --seed"),
+    "a seed that changes nothing": (("torch.manual_seed(args.seed)", "torch.manual_seed(0)"), {"seeds": 2}, PolicyError,
+        "takes no --seed that changes anything"),
+    "a later seed that fails": (("torch.manual_seed", "assert args.seed < 1\ntorch.manual_seed"), {"seeds": 2},
+        StateError, "ended with exit code 1 in FP32 with --seed 1"),
     "input": (("torch.manual_seed", "input()\ntorch.manual_seed"), {}, StateError, "ended with exit code 1 in FP32"),
-}
+}  # fmt: skip
 SAID = {
     "an error of its own": "KeyError: 'mine'",
     "no --seed": "unrecognized arguments: --seed 0",
