@@ -53,10 +53,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(builders):
 
 def test_the_package_holds_what_its_pages_and_type_checkers_need(builders):
     others = {name for name in held(builders[0]) if not name.endswith(".py")}
-    assert others == {
-        "mezzo/py.typed",
-        "mezzo/report/page.html.jinja",
-    }
+    assert others == {"mezzo/py.typed", "mezzo/report/page.html.jinja"}
 
 
 def test_the_source_distribution_holds_what_the_wheel_is_built_from(builders, tmp_path):

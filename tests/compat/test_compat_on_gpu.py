@@ -14,10 +14,7 @@ from mezzo.compat.torch.cuda.amp import GradScaler as CudaGradScaler
 from ..fake_cuda.case_sessions import FIRST
 from .programs import apex_pass, initialized
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 OPTIMIZERS = {
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),

@@ -76,20 +76,6 @@ def test_a_constant_scale_stays_skips_and_needs_no_update():
     assert counted(scaler) == (8.0, 0, 0)
     assert not scaler.state_dict()["use_dynamic_loss_scaling"]
 
-    def refuse(*_):
-        raise ValueError("of the user's")
-
-    handle = optimizer.register_step_pre_hook(refuse)
-    scaler.scale(loss_of(model, 0)).backward()
-    with pytest.raises(ValueError, match="of the user's"):
-        scaler.step(optimizer)
-    handle.remove()
-    scaler.update()  # ends what the step has not
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, 0)).backward()
-    scaler.step(optimizer)
-    assert not scaler.last_step.skipped
-
 
 def test_several_optimizers_are_one_step_between_updates():
     """Paddle's update knows what the last of them found, and no other."""

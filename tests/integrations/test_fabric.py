@@ -292,21 +292,6 @@ def test_steps_that_are_no_forward_pass_run_low_and_return_fp32(kind):
     assert all(torch.equal(kept[name], tensor) for name, tensor in module.named_parameters())
 
 
-def test_torn_down_it_trains_in_fp32_as_fabric_does():
-    run = Run("O2,dtype=float16", overflow_at=[1]).train(batches()[:4])
-    kept = flat(run.model.state_dict().values())
-    run.plugin.teardown()
-    run.plugin.teardown()
-    assert run.plugin.session is None
-    assert torch.equal(kept, flat(run.model.module.parameters()))
-    assert not any(module._forward_pre_hooks for module in run.model.modules())
-    run.overflow_at = []
-    with Products() as products:
-        run.train(batches()[4:8])
-    assert set(products.dtypes) == {"float32"}
-    assert not torch.equal(kept, flat(run.model.module.parameters()))
-
-
 def test_copies_and_averages_are_of_fp32_values(tmp_path):
     run = Run("O2,dtype=bfloat16", "mezzo")
     averaged, seen = AveragedModel(run.model.module, multi_avg_fn=get_ema_multi_avg_fn(0.9)), []

@@ -11,10 +11,7 @@ from mezzo.errors import StateError
 
 from ..support.products import Products
 
-pytestmark = [
-    pytest.mark.usefixtures("emulating"),
-    pytest.mark.filterwarnings("ignore::Warning:(transformers|peft).*"),
-]
+pytestmark = [pytest.mark.usefixtures("emulating"), pytest.mark.filterwarnings("ignore::Warning:(transformers|peft).*")]
 
 ROWS = (torch.randint(0, 32, (64, 1), generator=torch.Generator().manual_seed(0)) + torch.arange(12)) % 32
 
@@ -76,23 +73,6 @@ def in_a_loop(hf, model, optimizer, policy, where):
     return last, masters
 
 
-def in_accelerate(hf, model, optimizer, policy, where):
-    accelerator = hf.accelerate.Accelerator(cpu=True)
-    amp = hf.attach(accelerator, model, optimizer, policy) if policy else None
-    wrapped, prepared = accelerator.prepare(model, optimizer)
-    for number in range(10):
-        loss = loss_of(wrapped, number)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
-        prepared.step()
-        prepared.zero_grad()
-    masters = list(amp.master_params()) if amp else []
-    accelerator.unwrap_model(wrapped).save_pretrained(where)
-    if amp:
-        amp.close()
-    return loss.item(), masters
-
-
 def in_a_trainer(hf, model, optimizer, policy, where):
     args = hf.of.TrainingArguments(
         output_dir=str(where / "run"), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, max_steps=6,
@@ -114,7 +94,6 @@ def in_a_trainer(hf, model, optimizer, policy, where):
 
 @pytest.mark.parametrize("way, policy, kind", [
     (in_a_loop, "O2,dtype=float16", torch.optim.AdamW),
-    (in_accelerate, "O1,dtype=float16", mezzo.optim.AdamW),
     (in_a_trainer, "O2,dtype=bfloat16", mezzo.optim.AdamW),
 ])  # fmt: skip
 def test_adapters_train_as_in_fp32_and_load_in_plain_peft(hf, peft, anew, way, policy, kind, tmp_path):

@@ -20,14 +20,11 @@ def made(policy=None, dtype=None, skipped=False, step=1, **tensors):
     """Evidence of one step: values by kind, each of a module called after them."""
     found = tuple(
         RecordedTensor(
-            kind=kind,
-            module=f"the.{kind}",
-            name="output" if kind.startswith("activation") else "weight",
-            dtype=dtype or "float32",
-            histogram=exponent_histogram(values),
+            kind=kind, module=f"the.{kind}", name="output" if kind.startswith("activation") else "weight",
+            dtype=dtype or "float32", histogram=exponent_histogram(values),
         )
         for kind, values in tensors.items()
-    )
+    )  # fmt: skip
     header = EvidenceHeader(
         mezzo="0.1.0", model="Net", policy=policy, compute_dtype=dtype, loss_scale="none", every=1,
         kinds=tuple(tensors), formats=(), modules=(RecordedModule(path="the", type="Linear"),),

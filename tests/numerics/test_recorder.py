@@ -188,8 +188,7 @@ def test_a_loop_of_torchs_scaler_is_recorded_unscaled(fused):
 
 
 @pytest.mark.parametrize(
-    "kind, dtype",
-    [(torch.optim.AdamW, "float16"), (torch.optim.LBFGS, "bfloat16"), (mezzo.optim.AdamW, "bfloat16")],
+    "kind, dtype", [(torch.optim.AdamW, "float16"), (torch.optim.LBFGS, "bfloat16"), (mezzo.optim.AdamW, "bfloat16")]
 )
 def test_weights_in_halves_have_updates_in_fp32_without_a_session(kind, dtype):
     """The FP32 values are those of a state dict, which torch itself makes of them."""
