@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import mezzo
-from mezzo.errors import NumericsError, UnsupportedError
+from mezzo.errors import NumericsError
 from training import bench_train, ways
 from training import train as bench
 from training.events import counted, observe
@@ -160,7 +160,7 @@ def test_a_trace_of_a_gpu():
 
 @pytest.fixture(scope="module")
 def result():
-    return bench_train("64-tiny", size="least", repetitions=3)
+    return bench_train("64-tiny", size="least", repetitions=2)
 
 
 def test_every_way_has_a_row_against_torch_amp(result):
@@ -170,23 +170,14 @@ def test_every_way_has_a_row_against_torch_amp(result):
     assert [row.first_loss for row in result.rows] == pytest.approx([oracle("64-tiny", 1)[0]] * 4, rel=2**-7)
     assert "fp32 TF32 is left out: the cpu has no TF32" in result.notes
     assert any(note.startswith("mezzo O2 captured is left out") for note in result.notes)
+    written = json.loads(json.dumps(result.to_json()))
+    assert (written["num_parameters"], written["torch"]) == (4 * (8 * 8 + 8 + 8 + 8), torch.__version__)
+    assert set(written["rows"][0]) == {field.name for field in dataclasses.fields(TrainRow)}
     for row in result.rows:
         assert row.ratio_p10 <= row.ratio <= row.ratio_p90
         assert row.items_per_s == pytest.approx(result.items_per_step / (row.step_ms / 1e3))
         assert row.last_loss < row.first_loss
         assert (row.kernels, row.launches, row.compiled, row.tf32) == (None, None, False, False)
-
-
-def test_machine_date_versions_and_sizes_are_in_the_json(result):
-    written = json.loads(json.dumps(result.to_json()))
-    assert written["entries"] == {"width": 8, "layers": 4, "batch": 4}
-    assert (written["items_per_step"], written["unit"]) == (4, "samples")
-    assert written["num_parameters"] == 4 * (8 * 8 + 8 + 8 + 8)
-    assert written["torch"] == torch.__version__
-    assert written["mezzo"] == mezzo.__version__
-    assert {"date", "machine", "threads", "cores", "python", "dtype", "repetitions"} <= written.keys()
-    assert set(written["rows"][0]) == {field.name for field in dataclasses.fields(TrainRow)}
-    assert "_local_scalar_dense" in written["syncs_are"]
 
 
 def test_a_captured_step_is_made_of_the_step_after_four_calls_that_lead_to_its_graph(monkeypatch):
@@ -198,16 +189,6 @@ def test_a_captured_step_is_made_of_the_step_after_four_calls_that_lead_to_its_g
     assert [type(amp) for amp in captured] == [mezzo.MixedPrecision]
     assert WAYS["mezzo O2 captured"].absent("cuda") == ""
     assert WAYS["mezzo O2 captured"].absent("cpu") == "on the cpu a captured step is the plain call"
-
-
-def test_a_way_that_this_device_lacks_is_noted(monkeypatch):
-    def start(_):
-        raise UnsupportedError("no such kernel here")
-
-    monkeypatch.setattr(bench, "WAYS", dict(WAYS) | {"mezzo O1": dataclasses.replace(WAYS["mezzo O1"], start=start)})
-    found = bench_train("64-tiny", size="least", repetitions=1, ways=["mezzo O1"])
-    assert [row.way for row in found.rows] == ["fp32", "torch.amp"]
-    assert found.notes == ["mezzo O1 is left out: no such kernel here"]
 
 
 def test_what_does_not_train_is_not_timed(monkeypatch):
