@@ -265,7 +265,7 @@ def test_a_script_that_cannot_be_compared_is_refused_in_one_sentence(ran):
     for name, (change, options, kind, message) in REFUSED.items():
         shutil.rmtree("out", ignore_errors=True)
         with pytest.raises(kind) as error:
-            ran(change, **options)
+            ran(change, ("default=3", "default=1"), **options)
         assert message in str(error.value).splitlines()[0], name
         assert SAID.get(name, "") in str(error.value), name
 
