@@ -15,6 +15,8 @@ import pytest
 
 import mezzo
 
+from .house import nodes, parsed, sources
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "mezzo"
 #: Extras for those who work on mezzo; the others are for users, and `all` is these together.
@@ -88,10 +90,10 @@ def test_the_metadata_hold(core):
 
 def named_extras():
     """Yield each extra that an error of mezzo's tells to install, with the file."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, text in sources().items():
+        for node in nodes(text):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require_extra":
-                yield ast.literal_eval(node.args[0]), path.name
+                yield ast.literal_eval(node.args[0]), path
 
 
 def test_extras_that_errors_name_exist(core):
@@ -112,9 +114,8 @@ def test_importing_needs_no_extra():
     A bridge that derives from another library's class is that library's alone, and names the extra when it is imported.
     """
     top = set()
-    for path in set(SOURCE.rglob("*.py")) - {SOURCE / "integrations" / f"{bridge}.py" for bridge in BRIDGES}:
-        tree = ast.parse(path.read_text())
-        for node in tree.body:
+    for path in sources().keys() - {f"integrations/{bridge}.py" for bridge in BRIDGES}:
+        for node in parsed(sources()[path]).body:
             if isinstance(node, ast.Import):
                 top |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
