@@ -34,10 +34,16 @@ def parsed(source: str) -> ast.Module:
 
 
 @cache
+def nodes(source: str) -> list[ast.AST]:
+    """Return all that the tree of a file is made of."""
+    return list(ast.walk(parsed(source)))
+
+
+@cache
 def lines_of_code(source: str) -> int:
     """Count the lines that hold a token of code which is no docstring."""
     documented = set()
-    for node in ast.walk(parsed(source)):
+    for node in nodes(source):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
             documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     found = set()

@@ -15,6 +15,8 @@ import pytest
 
 import mezzo
 
+from .house import nodes, parsed, sources
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "mezzo"
 #: Extras for those who work on mezzo; the others are for users, and `all` is these together.
@@ -53,10 +55,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(builders):
 
 def test_the_package_holds_what_its_pages_and_type_checkers_need(builders):
     others = {name for name in held(builders[0]) if not name.endswith(".py")}
-    assert others == {
-        "mezzo/py.typed",
-        "mezzo/report/page.html.jinja",
-    }
+    assert others == {"mezzo/py.typed", "mezzo/report/page.html.jinja"}
 
 
 def test_the_source_distribution_holds_what_the_wheel_is_built_from(builders, tmp_path):
@@ -91,10 +90,10 @@ def test_the_metadata_hold(core):
 
 def named_extras():
     """Yield each extra that an error of mezzo's tells to install, with the file."""
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for path, text in sources().items():
+        for node in nodes(text):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "require_extra":
-                yield ast.literal_eval(node.args[0]), path.name
+                yield ast.literal_eval(node.args[0]), path
 
 
 def test_extras_that_errors_name_exist(core):
@@ -115,9 +114,8 @@ def test_importing_needs_no_extra():
     A bridge that derives from another library's class is that library's alone, and names the extra when it is imported.
     """
     top = set()
-    for path in set(SOURCE.rglob("*.py")) - {SOURCE / "integrations" / f"{bridge}.py" for bridge in BRIDGES}:
-        tree = ast.parse(path.read_text())
-        for node in tree.body:
+    for path in sources().keys() - {f"integrations/{bridge}.py" for bridge in BRIDGES}:
+        for node in parsed(sources()[path]).body:
             if isinstance(node, ast.Import):
                 top |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:

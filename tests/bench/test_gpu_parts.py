@@ -25,18 +25,12 @@ def command(gpu):
     return gpu("__main__")
 
 
-QUICK = ("ceilings", "step-bfloat16", "variants", "train-gpt2", "train-tiny")
-
-
-def test_parts_run_dry_and_the_page_has_every_goal(gpu, command, tmp_path):
+def test_parts_run_dry_and_the_page_has_every_goal(gpu, command, tmp_path, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
-    assert command.main(["--dry-run", "--out", str(tmp_path), "--parts", *QUICK]) == 0
-    check_written(gpu, tmp_path, QUICK)
-
-
-def check_written(gpu, tmp_path, parts):
-    """What each part found, and the page."""
-    verdicts = gpu("verdicts")
+    shapes, verdicts, parts = gpu("steps").shapes, gpu("verdicts"), ("ceilings", "step-bfloat16", "variants")
+    for place in ("gpu.steps", "gpu.variants", "stepping.bench"):
+        monkeypatch.setattr(f"{place}.shapes", lambda name: shapes(name)[:5])
+    assert command.main(["--dry-run", "--out", str(tmp_path), "--parts", *parts, "train-tiny"]) == 0
     written = {name: json.loads(next(tmp_path.glob(f"gpu-{name}-cpu-*.json")).read_text()) for name in parts}
     found = {name: each["found"] for name, each in written.items()}
     assert all(each["dry"] and each["part"] == name and each["seconds"] > 0 for name, each in written.items())
@@ -44,13 +38,7 @@ def check_written(gpu, tmp_path, parts):
     assert all(each["tb_per_s"] > 0 for each in found["ceilings"]["copies"])
     assert all(row["same_bits"] for row in found["variants"] if row["same_bits"] is not None)
     assert not [row for row in found["variants"] if "error" in row]
-    for name in {"step-bfloat16", "step-float16"} & {*parts}:
-        assert {row["name"] for row in found[name]["rows"]} >= {verdicts.SPLIT}
-    for name in {"train-gpt2", "train-resnet"} & {*parts}:
-        assert {row["way"] for row in found[name]["rows"]} == {"fp32", "torch.amp", "mezzo O1", "mezzo O2"}
-    if "edges" in parts:
-        assert found["edges"]["failed"] == []
-        assert sum(found["edges"]["skipped"].values()) or found["edges"]["passed"]
+    assert {row["name"] for row in found["step-bfloat16"]["rows"]} >= {verdicts.SPLIT}
     text = next(tmp_path.glob("gpu-verdicts-cpu-*.md")).read_text()
     assert "Dry run, whose figures mean nothing" in text
     assert all(f"| {goal.what} |" in text for goal in verdicts.GOALS)

@@ -30,7 +30,6 @@ for step in range(8):
     optimizer.step()
 print(f"test loss {loss.item():.4f}")
 """
-DIVERGES = TRAIN.replace(".square()", ".mul(1e4).square()")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +40,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text(TRAIN)
 
 
-def test_the_answer_a_table_and_a_folder(mezzo, tmp_path):
+def test_the_answer_a_table_and_a_folder(mezzo, tmp_path, request):
     words = ("compare", "--seeds", "2", "--policies", "O2,bf16; O1,bf16", "--margin", "9", "--out", "out", "train.py")
     code, out, err = mezzo(*words, "--width", "6")
     assert code == 0
@@ -66,6 +65,7 @@ def test_the_answer_a_table_and_a_folder(mezzo, tmp_path):
     assert (summary["script"], summary["margin"], summary["seeds"]) == ("train.py --width 6", 9.0, 2)
     # the same again repeats nothing, and prints the same as JSON
     InThisProcess.started.clear()
+    request.getfixturevalue("undrawn")
     code, out, _ = mezzo(*words[:-1], "--json", "train.py", "--width", "6")
     assert (code, InThisProcess.started) == (0, [])
     again = json.loads(out)
@@ -77,15 +77,22 @@ def test_the_answer_a_table_and_a_folder(mezzo, tmp_path):
     assert json.loads((place / "summary.json").read_text()) == again
 
 
-def test_a_policy_that_diverges_is_an_alert(mezzo, tmp_path):
-    (tmp_path / "train.py").write_text(DIVERGES)
-    code, out, _ = mezzo("compare", "--policies", "O3,fp16", "--out", "out", "train.py")
+@pytest.mark.usefixtures("undrawn")
+def test_a_policy_that_diverges_is_an_alert_and_without_a_metric_the_training_loss_tells(mezzo, tmp_path):
+    (tmp_path / "train.py").write_text(
+        TRAIN.replace(".square()", ".mul(1e4).square()") + 'print("saved to model_2.pt")\n'
+    )
+    code, out, err = mezzo("compare", "--policies", "O3,fp16", "--out", "out", "train.py")
     assert code == 4
+    assert out.startswith("FP32 reaches training loss ")
     assert "O3,fp16: diverged: " in out
+    assert "its last line, 'saved to model_2.pt', has no metric in words, number and unit" in err
+    assert '--metric "test accuracy"' in err
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert [row["verdict"] for row in summary["rows"]] == ["reference", "diverged"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_ablations_come_behind_the_policies(mezzo, tmp_path):
     code, out, _ = mezzo("compare", "--policies", "O1,bf16", "--ablate", "--steps", "2", "--json", "train.py")
     assert code in (0, 4)
@@ -98,15 +105,6 @@ def test_ablations_come_behind_the_policies(mezzo, tmp_path):
     ]
     (folder,) = (tmp_path / "runs").iterdir()  # without --out
     assert re.fullmatch(r"train-\d{8}-\d{6}", folder.name)
-
-
-def test_without_a_metric_the_training_loss_is_compared_and_it_is_said(mezzo, tmp_path):
-    (tmp_path / "train.py").write_text(TRAIN + 'print("saved to model_2.pt")\n')
-    code, out, err = mezzo("compare", "--policies", "O1,bf16", "--out", "out", "train.py")
-    assert code == 0
-    assert out.startswith("FP32 reaches training loss ")
-    assert "its last line, 'saved to model_2.pt', has no metric in words, number and unit" in err
-    assert '--metric "test accuracy"' in err
 
 
 def test_an_error_of_the_script_has_its_own_traceback(mezzo, tmp_path):

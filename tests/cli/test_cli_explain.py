@@ -54,25 +54,21 @@ def script(tmp_path):
     return path
 
 
-def explained(mezzo, *words):
-    return mezzo("explain", *words)
-
-
 def test_the_answer_comes_first(mezzo, script):
-    code, out, err = explained(mezzo, "--policy", BF16, script)
+    code, out, err = mezzo("explain", "--policy", BF16, script)
     assert (code, err) == (0, "")
     lines = out.splitlines()
     assert lines[0] == f"All 2 products of Net run in BF16 under {BF16}: 100 % of their FLOPs"
     assert ["time", "linear", "1", "FP32", "→", "BF16"] in [line.split()[:6] for line in lines]
     assert not any(line.endswith(" ") or len(line) > 120 for line in lines)
-    full = explained(mezzo, "--full", "--policy", BF16, script)[1].splitlines()
+    full = mezzo("explain", "--full", "--policy", BF16, script)[1].splitlines()
     (linear,) = [line for line in full if line.split()[:2] == ["time", "linear"] and "table" in line]
     assert linear.endswith("  train.py:16")
     assert len(full) > len(lines)
 
 
 def test_findings_of_a_script_and_of_the_loss_outside_its_model(mezzo, script):
-    code, out, _ = explained(mezzo, "--json", "--policy", f"{BF16},fp32_module=embed", script)
+    code, out, _ = mezzo("explain", "--json", "--policy", f"{BF16},fp32_module=embed", script)
     assert code == 0
     (model,) = json.loads(out)["models"]
     found = {each["kind"]: each for each in model["findings"]}
@@ -87,7 +83,7 @@ def test_a_terminal_is_never_too_narrow(mezzo, monkeypatch, script):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
     for columns, widest in ((80, 80), (400, 120)):
         monkeypatch.setenv("COLUMNS", str(columns))
-        _, out, _ = explained(mezzo, "--policy", BF16, script)
+        _, out, _ = mezzo("explain", "--policy", BF16, script)
         plain = re.sub(r"\x1b\[[\d;]*m", "", out)
         assert plain != out
         assert widest - 30 < max(map(len, plain.splitlines())) <= widest
@@ -96,29 +92,29 @@ def test_a_terminal_is_never_too_narrow(mezzo, monkeypatch, script):
 
 def test_the_step_that_is_asked_for_is_explained_and_no_other_runs(mezzo, script):
     for steps in (1, 3):
-        code, out, _ = explained(mezzo, "--steps", steps, "--policy", BF16, script)
+        code, out, _ = mezzo("explain", "--steps", steps, "--policy", BF16, script)
         assert code == 0
         assert [line for line in out.splitlines() if line.startswith("step")] == [f"step {n}" for n in range(steps - 1)]
         assert "All 2 products of Net" in out
-    code, out, err = explained(mezzo, "--json", "--steps", "2", "--policy", BF16, script)
+    code, out, err = mezzo("explain", "--json", "--steps", "2", "--policy", BF16, script)
     assert (code, err) == (0, "step 0\n")  # beside JSON what a script prints goes to stderr
     assert json.loads(out)["program"] == str(script)
-    code, out, _ = explained(mezzo, "--policy", "O0", script)
+    code, out, _ = mezzo("explain", "--policy", "O0", script)
     assert code == 4
     assert "All 2 products of Net run in FP32 under O0" in out
 
 
 def test_a_folder_has_each_explanation_and_a_summary(mezzo, script, tmp_path):
     words = ("--policy", BF16, "--out", "why", SCRIPTS / "gan.py")
-    assert explained(mezzo, *words)[0] == 0
+    assert mezzo("explain", *words)[0] == 0
     folder = tmp_path / "why"
     assert {each.name for each in folder.iterdir()} == {"explanation-1.json", "explanation-2.json", "summary.json"}
     summary = json.loads((folder / "summary.json").read_text())
     assert [each["file"] for each in summary["models"]] == ["explanation-1.json", "explanation-2.json"]
-    code, out, err = explained(mezzo, *words)
+    code, out, err = mezzo("explain", *words)
     assert (code, out) == (2, "")
     assert err.startswith("mezzo: why has results already\n  write  --overwrite")
-    assert explained(mezzo, "--policy", BF16, "--out", "why", "--overwrite", script)[0] == 0
+    assert mezzo("explain", "--policy", BF16, "--out", "why", "--overwrite", script)[0] == 0
     assert {each.name for each in folder.iterdir()} == {"explanation.json", "summary.json"}
     found = json.loads((folder / "explanation.json").read_text())
     (model,) = json.loads((folder / "summary.json").read_text())["models"]
@@ -152,7 +148,7 @@ def test_a_model_is_explained_as_it_was_at_its_call(script):
 
 @pytest.mark.parametrize("steps, code", [(2, 0), (3, 1)])
 def test_an_error_before_the_step_is_the_script_s(mezzo, script, steps, code):
-    found, out, err = explained(mezzo, "--steps", steps, "--policy", BF16, script, "2")
+    found, out, err = mezzo("explain", "--steps", steps, "--policy", BF16, script, "2")
     assert found == code
     assert ('KeyError: "the script\'s own"' in err) == (code == 1)
     assert ("All 2 products" in out) == (code == 0)

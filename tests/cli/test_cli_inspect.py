@@ -57,6 +57,7 @@ def test_the_verdict_comes_first_and_the_folder_holds_the_evidence(mezzo, tmp_pa
     assert "look has results already" in err
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_json_is_the_summary_and_its_shares_are_those_of_the_histograms(mezzo, tmp_path, script):
     code, out, _ = mezzo("inspect", "--every", "2", "--out", "look", "--json", script)
     assert code == 0
@@ -72,6 +73,7 @@ def test_json_is_the_summary_and_its_shares_are_those_of_the_histograms(mezzo, t
     assert row["swallowed"] == lost.share("bfloat16")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_run_that_goes_wrong_exits_with_4_and_says_why(mezzo, script):
     code, out, _ = mezzo("inspect", "--policy", "O1,dtype=float16,loss_scale=none", script)
     assert code == 4
@@ -89,6 +91,7 @@ def test_a_scripts_own_error_is_its_own_and_what_was_recorded_is_kept(mezzo, tmp
     assert not (tmp_path / "look" / "summary.json").exists()
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_ctrl_c_sums_up_what_there_is_and_exits_130(mezzo, tmp_path, script):
     code, out, _ = mezzo("inspect", "--full", "--every", "1", "--out", "look", script, "interrupt")
     assert code == 130

@@ -84,13 +84,3 @@ def test_dry_explains_the_first_step_and_does_nothing_else(mezzo, tmp_path):
     for verb in ("run", "inspect", "tune"):
         assert mezzo(verb, *words, PLAIN, "checkpoint.pt")[:2] == plain[:2], verb
     assert [*tmp_path.iterdir()] == []
-
-
-def test_options_behind_a_script_are_its_own(mezzo):
-    code, out, _ = mezzo("explain", "--policy", BF16, SCRIPTS / "untrained.py", "--policy", "O9", "-m")
-    assert (code, out) == (4, "__main__ ['--policy', 'O9', '-m'] True\n")
-
-
-def test_a_module_is_a_script_too(mezzo, tmp_path):
-    (tmp_path / "own_training.py").write_text(PLAIN.read_text())
-    assert mezzo("explain", "--policy", BF16, "-m", "own_training")[:2] == mezzo("explain", "--policy", BF16, PLAIN)[:2]

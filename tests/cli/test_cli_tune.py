@@ -102,7 +102,6 @@ def test_a_folder_holds_the_policy_with_its_reasons_and_the_summary_last(mezzo, 
     again = mezzo(*words, masked)
     assert again[:2] == (2, "")
     assert "tuned has results already" in again[2]
-    assert mezzo(*words, "--overwrite", masked)[0] == 0
     assert mezzo("run", "--policy", "tuned/found.policy", masked)[:2] == (0, "done\n")
 
 

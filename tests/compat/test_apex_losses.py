@@ -1,7 +1,6 @@
 """Passes in apex's form: several models, optimizers and losses in apex's own cases, and passes that go wrong."""
 
 import contextlib
-import copy
 
 import pytest
 import torch
@@ -16,56 +15,6 @@ pytestmark = [
     pytest.mark.usefixtures("emulating"),
     pytest.mark.filterwarnings("ignore:all losses share one loss scale"),
 ]
-
-#: How far FP16 may be from float64 after three steps, in weights of about 0.3: a few units of its last place.
-FAR = 3e-3
-
-
-def joint(one, other, number):
-    """A loss of two models."""
-    x = batch(number)
-    x = x.double() if next(one.parameters()).dtype == torch.float64 else x
-    return (one(x) + other(x)).square().mean() / 4
-
-
-def two_of_each(level, bad_loss):
-    """apex's own case: the first loss trains one model, the second both; what a bad loss has reached is skipped."""
-    models = [network(0), network(1)]
-    twins = [copy.deepcopy(model).double() for model in models]
-    optimizers, plain = (
-        [torch.optim.SGD(each.parameters(), lr=0.2, momentum=0.5) for each in group] for group in (models, twins)
-    )
-    with initialized(models, optimizers, opt_level=level):
-        for step in range(3):
-            for optimizer in (*optimizers, *plain):
-                optimizer.zero_grad()
-            for number in (0, 1):
-                loss = loss_of(models[0], step) if number == 0 else joint(*models, 10 + step)
-                with amp.scale_loss(loss, optimizers[: number + 1], loss_id=number) as scaled:
-                    (scaled * torch.inf if step == 1 and number == bad_loss else scaled).backward()
-            if step == 0:
-                for model, optimizer in zip(models, optimizers, strict=True):
-                    for param, master in zip(model.parameters(), amp.master_params(optimizer), strict=True):
-                        assert param.grad.dtype == master.dtype == master.grad.dtype == torch.float32
-                        assert param.grad is master.grad
-            for optimizer in optimizers:
-                optimizer.step()
-            loss_of(twins[0], step).backward()
-            joint(*twins, 10 + step).backward()
-            if not (step == 1 and bad_loss is not None):
-                plain[0].step()
-            if not (step == 1 and bad_loss == 1):
-                plain[1].step()
-        assert apex_scale() == (2.0**16 if bad_loss is None else 2.0**15), (level, bad_loss)
-        for optimizer, twin in zip(optimizers, twins, strict=True):
-            for mine, right in zip(amp.master_params(optimizer), twin.parameters(), strict=True):
-                torch.testing.assert_close(mine.double(), right, rtol=0, atol=FAR)
-
-
-def test_two_models_two_optimizers_and_two_losses():
-    for level in ("O1", "O2"):
-        for bad_loss in (None, 0, 1):
-            two_of_each(level, bad_loss)
 
 
 @pytest.mark.filterwarnings("ignore:(?s).*is not finite")
@@ -102,12 +51,13 @@ def test_gradients_of_what_no_optimizer_has_and_those_that_were_there_before():
                 (*amp.master_params(optimizer), inputs[1]), (*twin.parameters(), inputs[0]), strict=True
             ):
                 before = 0.0 if found is inputs[1] else 1.0
+                assert found.dtype == found.grad.dtype == torch.float32
                 torch.testing.assert_close(found.grad, right.grad + before, rtol=0, atol=3e-3)
             assert stray.grad.abs().max() < 10
 
 
 def test_a_closure_that_is_evaluated_again():
-    for level, far in (("O0", 2e-5), ("O1", 2e-2)):
+    for level, far in (("O1", 2e-2),):
         model, twin = network(), network().double()
         optimizer, plain = (torch.optim.LBFGS(each.parameters(), lr=0.5, max_iter=3) for each in (model, twin))
 
@@ -207,14 +157,3 @@ def test_a_pass_that_is_told_to_end_inside_of_its_graph_is_refused():
         (right,) = torch.autograd.grad(model(x).square().mean(), x)
         torch.testing.assert_close(x.grad, right)
         assert [param.grad is None for param in model.parameters()] == [False, True, True, True]
-
-
-def test_a_loss_without_a_graph_has_none_when_it_is_scaled():
-    model = network()
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    with (
-        initialized(model, made, opt_level="O0", loss_scale=1024.0),
-        amp.scale_loss(loss_of(model, 0).detach(), made) as scaled,
-        pytest.raises(RuntimeError, match="does not require grad"),
-    ):
-        scaled.backward()

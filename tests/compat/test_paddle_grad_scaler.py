@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo import PolicyError, StateError
+from mezzo import PolicyError
 from mezzo.compat import paddle
 
 from .programs import loss_of, network, update_of_paddle
@@ -52,7 +52,7 @@ def counted(scaler):
 
 
 def test_the_scale_and_its_counts_are_paddles_after_each_step():
-    patterns = ("..X..X..X", "XXX......", "X.X.X....", "XX.XXXX.XX.X....")
+    patterns = ("..X..XX.X", "X.X.XXX.XX.X....")
     rules = [(1024.0, 2.0, 0.5, 4, decr_every) for decr_every in (1, 2, 3)] + [(1000.0, 3.0, 0.8, 2, 2)]
     for number, (pattern, rule) in enumerate(itertools.product(patterns, rules)):
         loop = Loop(*rule)
@@ -76,20 +76,6 @@ def test_a_constant_scale_stays_skips_and_needs_no_update():
     assert counted(scaler) == (8.0, 0, 0)
     assert not scaler.state_dict()["use_dynamic_loss_scaling"]
 
-    def refuse(*_):
-        raise ValueError("of the user's")
-
-    handle = optimizer.register_step_pre_hook(refuse)
-    scaler.scale(loss_of(model, 0)).backward()
-    with pytest.raises(ValueError, match="of the user's"):
-        scaler.step(optimizer)
-    handle.remove()
-    scaler.update()  # ends what the step has not
-    optimizer.zero_grad()
-    scaler.scale(loss_of(model, 0)).backward()
-    scaler.step(optimizer)
-    assert not scaler.last_step.skipped
-
 
 def test_several_optimizers_are_one_step_between_updates():
     """Paddle's update knows what the last of them found, and no other."""
@@ -102,10 +88,7 @@ def test_several_optimizers_are_one_step_between_updates():
         scaler.step(optimizer)
     scaler.update()
     assert counted(scaler) == (4.0, 0, 0)
-    assert [torch.equal(*pair) for pair in zip(before, (each[0].weight for each in models), strict=True)] == [
-        True,
-        False,
-    ]
+    assert [torch.equal(old, model[0].weight) for old, model in zip(before, models, strict=True)] == [True, False]
 
 
 def test_a_loss_in_sixteen_bits_is_scaled_in_fp32():
@@ -206,26 +189,6 @@ def test_what_is_set_counts_from_there_on():
         loop.step(overflows)
     loop.scaler.set_init_loss_scaling(32.0)
     assert counted(loop.scaler) == (32.0, *loop.state[1:])
-
-
-def test_what_is_set_inside_an_iteration_forgets_nothing_of_it():
-    places, rules = ("scaled", "unscaled", "stepped"), ("incr_ratio", "incr_every_n_steps", "decr_every_n_nan_or_inf")
-    for rule, place, overflows in itertools.product(rules, places, (False, True)):
-        weight = torch.ones(1, requires_grad=True)
-        optimizer, scaler = torch.optim.SGD([weight], lr=0.125), paddle.GradScaler(init_loss_scaling=1024.0)
-        scaler.scale(weight.sum() * (torch.inf if overflows else 1.0)).backward()
-        for call in places:
-            if call == "unscaled":
-                scaler.unscale_(optimizer)
-            elif call == "stepped":
-                scaler.step(optimizer)
-            if call == place:
-                getattr(scaler, f"set_{rule}")(1 if rule == "decr_every_n_nan_or_inf" else 3)
-        with pytest.raises(StateError, match="already"):
-            scaler.step(optimizer)
-        scaler.update()
-        assert weight.item() == (1.0 if overflows else 0.875)
-        assert counted(scaler)[0] == (512.0 if overflows else 1024.0)
 
 
 # State ---------------------------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ TORCH = [
     (lambda g: autocast(torch.float16), PolicyError, ["torch has no autocast for device_type torch.float16"]),
     (lambda g: autocast(None), PolicyError, ["torch has no autocast for device_type None"]),
     (lambda g: autocast("cpu", "float61"), PolicyError, ["dtype is 'float61', not a torch.dtype"]),
-]
+]  # fmt: skip
 
 
 def contradicts(write, **options):
@@ -150,11 +150,8 @@ APEX = [
     contradicts('opt_level="O2"', opt_level="O0", master_weights=True),
     (lambda g: g.initialize(keep_batchnorm_fp32="True", master_weights=True), PolicyError, ["2 problems"]),
     (lambda g: g.initialize(opt_level="O2", master_weights="no"), PolicyError, ["master_weights is 'no'"]),
-    (
-        lambda g: g.initialize(opt_level="O2", master_weights=False),
-        PolicyError,
-        ["fp16 gradients cannot be unscaled in fp16", "the text O2,dtype=float16", "the text loss_scale=1"],
-    ),
+    (lambda g: g.initialize(opt_level="O2", master_weights=False), PolicyError,
+     ["fp16 gradients cannot be unscaled in fp16", "the text O2,dtype=float16", "the text loss_scale=1"]),
     (lambda g: g.initialize(opt_level="O4"), PolicyError, ["unknown opt_level 'O4'", '"O1,dtype=bfloat16"']),
     (lambda g: g.initialize(opt_level=1), PolicyError, ["unknown opt_level 1"]),
     (lambda g: g.initialize(opt_level="O2", keep_batchnorm_fp32="yes"), PolicyError, ["keep_batchnorm_fp32 is 'yes'"]),
@@ -165,11 +162,8 @@ APEX = [
     (lambda g: g.initialize(cast_model_outputs="int4"), PolicyError, ["cast_model_outputs is 'int4'"]),
     (lambda g: g.initialize(min_loss_scale=-1.0), PolicyError, ["floor"]),
     (lambda g: g.initialize(min_loss_scale=2.0**10, max_loss_scale=2.0**8), PolicyError, ["ceiling"]),
-    (
-        at_o1(lambda g: amp.initialize(g.other, g.stranger)),
-        StateError,
-        ["amp is initialised already", "amp.initialize([model, other], [optimizer, another], …)"],
-    ),
+    (at_o1(lambda g: amp.initialize(g.other, g.stranger)), StateError,
+     ["amp is initialised already", "amp.initialize([model, other], [optimizer, another], …)"]),
     (lambda g: amp.initialize([g.model, "model"], g.optimizer), PolicyError, ["takes Modules", "'model'"]),
     (lambda g: amp.initialize(g.model, [g.optimizer, g.model]), PolicyError, ["takes Optimizers"]),
     (lambda g: amp.initialize(None), PolicyError, ["takes Modules"]),
@@ -181,18 +175,12 @@ APEX = [
     (at_o1(scaled_for(Given.loss, lambda g: None)), PolicyError, ["where  NoneType"]),
     (at_o1(lambda g: amp.load_state_dict({"scale": 1.0})), StateError, ["no state of amp", "keys are 'scale'"]),
     (at_o1(lambda g: amp.load_state_dict([1])), StateError, ["this is no state of amp"]),
-    (
-        at_o1(lambda g: amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0}})),
-        StateError,
-        ["loss_scaler0 has a loss_scale and a count, unskipped"],
-    ),
+    (at_o1(lambda g: amp.load_state_dict({"loss_scaler0": {"loss_scale": 1.0}})), StateError,
+     ["loss_scaler0 has a loss_scale and a count, unskipped"]),
     (lambda g: amp.register_half_function(torch, "softmaxx"), PolicyError, ["no function 'softmaxx'", "'softmax'"]),
-    (
-        at_o1(lambda g: amp.register_float_function(torch, "softmax")),
-        StateError,
-        ["amp.register_float_function after amp.initialize"],
-    ),
-]
+    (at_o1(lambda g: amp.register_float_function(torch, "softmax")), StateError,
+     ["amp.register_float_function after amp.initialize"]),
+]  # fmt: skip
 
 
 def damaged(**changed):
@@ -225,17 +213,11 @@ PADDLE = [
     (damaged(decr_count="x"), StateError, ["are [0, 'x']"]),
     (damaged(use_dynamic_loss_scaling=1), StateError, ["use_dynamic_loss_scaling is 1"]),
     (lambda g: g.paddles.minimize(g.optimizer), StateError, ["step() before backward()"]),
-    (
-        After(lambda g: g.backward(g.paddles), lambda g: g.paddles.minimize(g.loss())),
-        PolicyError,
-        ["an optimizer must be a torch.optim.Optimizer, not Tensor"],
-    ),
+    (After(lambda g: g.backward(g.paddles), lambda g: g.paddles.minimize(g.loss())), PolicyError,
+     ["an optimizer must be a torch.optim.Optimizer, not Tensor"]),
     *(
-        (
-            After(without_masters, lambda g, call=call: getattr(g.paddles, call)(g.optimizer)),
-            UnsupportedError,
-            ["cannot be unscaled", "write  decorate(models=model, optimizers="],
-        )
+        (After(without_masters, lambda g, call=call: getattr(g.paddles, call)(g.optimizer)), UnsupportedError,
+         ["cannot be unscaled", "write  decorate(models=model, optimizers="])
         for call in ("unscale_", "step", "minimize")
     ),
     (lambda g: g.decorate(level="O0"), PolicyError, ["unknown level 'O0'", "valid: O1, O2"]),
@@ -252,11 +234,8 @@ PADDLE = [
     (lambda g: g.decorate(optimizers=g.stranger), PolicyError, ["updates parameters that are not the models'"]),
     (lambda g: g.decorate(models=[g.model, 3], level="x", dtype="y", save_dtype="z"), PolicyError, ["4 problems"]),
     (After(Given.decorate, lambda g: paddle.decorate(g.model, level="O2")), StateError, ["prepared already"]),
-    (
-        After(Given.decorate, lambda g: paddle.decorate(g.other, g.optimizer, level="O2")),
-        PolicyError,
-        ["or it was decorated already"],
-    ),
+    (After(Given.decorate, lambda g: paddle.decorate(g.other, g.optimizer, level="O2")), PolicyError,
+     ["or it was decorated already"]),
     (lambda g: paddle.auto_cast(level="O4"), PolicyError, ["unknown level 'O4'", "O1, O2, OD, O0", 'level="O1"']),
     (lambda g: paddle.auto_cast(level=1), PolicyError, ["unknown level 1"]),
     (lambda g: paddle.auto_cast(dtype="float61"), PolicyError, ["unknown dtype 'float61'", "did you mean 'float16'"]),
@@ -266,12 +245,8 @@ PADDLE = [
     (lambda g: paddle.auto_cast(use_promote=None), PolicyError, ["use_promote is None"]),
     (lambda g: paddle.auto_cast(custom_white_list="softmax"), PolicyError, ["'softmax', not a list of names"]),
     (lambda g: paddle.auto_cast(custom_black_list=["sofmax"]), PolicyError, ["'sofmax'", "did you mean 'softmax'"]),
-    (
-        lambda g: paddle.auto_cast(level="O4", dtype="x", custom_white_list=3, enable=1),
-        PolicyError,
-        ["4 problems"],
-    ),
-]
+    (lambda g: paddle.auto_cast(level="O4", dtype="x", custom_white_list=3, enable=1), PolicyError, ["4 problems"]),
+]  # fmt: skip
 
 
 def listed(words, white=None, black=None):
@@ -322,7 +297,7 @@ FLEET = [
     ),
     listed(["'fc' in custom_black_list is the same op of torch's, linear"], ["mul"], ["fc"]),
     listed(["3 problems", "unknown op 'c1'"], ["a1", "b1"], ["c1"]),
-]
+]  # fmt: skip
 
 
 def refuse(use, error, words, given, *, parts):

@@ -6,15 +6,13 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo import StateError, UnsupportedError
 from mezzo.compat.torch import GradScaler
 
 from ..acceptance.faults import Interrupt
-from .programs import OPTIMIZERS, SCALERS, assert_same, batch, loss_of, network, weights
+from .programs import SCALERS, assert_same, batch, loss_of, network, weights
 
 
 def one_weight(value=1.0):
@@ -119,32 +117,6 @@ def test_a_scale_of_the_users_own_counts_besides_as_in_torch():
 
 
 # Closures ---------------------------------------------------------------------------------------------------
-
-
-def test_closures_of_optimizers_that_evaluate_once():
-    for name in ("momentum", "adamw fused", "mezzo"):
-        ends = []
-        for evaluates in (True, False):
-            model = network()
-            made, scaler = OPTIMIZERS[name](model.parameters()), GradScaler("cpu")
-            for number in range(3):
-
-                def closure(number=number, model=model, made=made, scaler=scaler):
-                    made.zero_grad()
-                    loss = loss_of(model, number)
-                    scaler.scale(loss).backward()
-                    return loss
-
-                if evaluates:
-                    expected = loss_of(model, number)
-                    found = scaler.step(made, closure=closure) if number % 2 else scaler.step(made, closure)
-                    assert found == expected
-                else:
-                    closure()
-                    assert scaler.step(made) is None
-                scaler.update()
-            ends.append(weights(model))
-        assert_same(*ends)
 
 
 def evaluated(scaler, optimizer_of, overflows=(), begins=False):
@@ -350,31 +322,6 @@ def test_fp16_gradients_are_refused_with_parameter_cause_and_cure():
             call(optimizer)
 
 
-@pytest.mark.parametrize(
-    "level, optimizer_of", [("O2", mezzo.optim.SGD), ("O2", torch.optim.SGD), ("O3", mezzo.optim.SGD)]
-)
-def test_fp16_gradients_of_halves_are_multiplied_in_fp32_and_so_are_those_of_mezzos_optimizers(level, optimizer_of):
-    """Most of these gradients, divided by their scale in FP16, would be zero."""
-    for unscales in (False, True):
-        model = nn.Linear(4, 4, bias=False)
-        prepared = mezzo.prepare(model, f"{level},dtype=float16")
-        optimizer, scaler = optimizer_of(model.parameters(), lr=2.0**14), GradScaler("cpu", init_scale=2.0**14)
-        prepared.adopt(optimizer)
-        for number in range(2):
-            optimizer.zero_grad()
-            scaler.scale((model(batch(number)) * 2.0**-28).float().sum()).backward()
-            scaled, before = model.weight.grad.double(), model.state_dict()["weight"].double()
-            if unscales:
-                scaler.unscale_(optimizer)
-                assert torch.equal(model.weight.grad.double(), scaled * 2.0**-14)
-            scaler.step(optimizer)
-            scaler.update()
-            assert (scaled * 2.0**-14).half().count_nonzero() < scaled.count_nonzero()
-            spacing = 2.0**-11 if level == "O3" else 2.0**-24  # relative; weights are below 1
-            found = model.state_dict()["weight"].double()
-            torch.testing.assert_close(found, before - scaled, rtol=spacing, atol=2.0**-24)
-
-
 # What it costs, and what it tells ---------------------------------------------------------------------------
 
 
@@ -392,34 +339,6 @@ def test_the_last_step_says_whether_it_skipped_so_that_schedulers_can_wait():
             scheduler.step()
         rates.append(scheduler.get_last_lr()[0])
     assert rates == [0.1, 0.05, 0.05, 0.025]
-
-
-class Reads(TorchDispatchMode):
-    """Count questions for a tensor's value."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
-        return function(*args, **(kwargs or {}))
-
-
-def test_no_wait_for_the_device_with_kernels_that_skip_by_themselves():
-    counts = {}
-    for name in ("adamw fused", "mezzo", "adamw foreach"):
-        model = network()
-        optimizer, scaler = OPTIMIZERS[name](model.parameters()), GradScaler("cpu")
-        for number in range(3):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, number)).backward()
-            with Reads() as reads:
-                if number == 2:
-                    scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-        counts[name] = reads.count
-    assert counts == {"adamw fused": 0, "mezzo": 0, "adamw foreach": counts["adamw foreach"]}
-    assert counts["adamw foreach"] >= 1  # whether to call its step
 
 
 # What goes on -----------------------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ def training(scaler_of, make, clip=None, micro_batches=1, overflows=(), unscales
 def test_clipping_and_accumulation():
     ways = ((None, 1, False), (None, 3, True), (0.01, 1, False), (1e3, 2, False))
     for number, (name, make) in enumerate(OPTIMIZERS.items()):
-        for place, (clip, micro_batches, unscales) in enumerate(ways):
-            overflows = ((), (0,), (2, 3), (4,))[(number + place) % 4]
+        for place, (clip, micro_batches, unscales) in enumerate(ways[number % 2 :: 2]):
+            overflows = ((), (0,), (2, 3), (4,))[(number // 2 + place) % 4]
             if name == "sgd fused" and overflows == (0,):
                 overflows = ()  # torch's begins with momentum that was never written: see below
             both(training, make, clip, micro_batches, overflows, unscales)
@@ -245,28 +245,6 @@ def test_what_is_scaled_has_the_dtype_that_torch_gives_it():
             assert torch.equal(found, wanted)
 
 
-def test_a_compiled_step():
-    model, twin = network(), network()
-    optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
-    scaler = GradScaler("cpu")
-
-    def step(x):
-        scaler.scale(model(x).square().mean()).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    run = torch.compile(step, backend="eager")
-    for number in range(3):
-        run(batch(number))
-        plain.zero_grad()
-        twin(batch(number)).square().mean().backward()
-        plain.step()
-    assert scaler.state_dict()["_growth_tracker"] == 3
-    torch.testing.assert_close(weights(model), weights(twin))
-
-
 # State ------------------------------------------------------------------------------------------------------
 
 
@@ -335,27 +313,3 @@ def test_copies_and_pickles_go_on_alone():
         assert trained(copied, model, optimizer, (2,)) == [8.0]
         assert scaler.get_scale() == 4.0
     assert not pickle.loads(pickle.dumps(GradScaler("cpu", enabled=False))).is_enabled()
-
-
-def test_a_step_whose_hook_has_raised_is_taken_again():
-    """As with torch's; a step that has begun to write is not."""
-    for name in ("sgd", "adam", "mezzo"):
-        ends = []
-        for raises in (True, False):
-            model, scaler, calls = network(), GradScaler("cpu", init_scale=1024.0), []
-            optimizer = OPTIMIZERS[name](model.parameters())
-
-            def once(*_, calls=calls, raises=raises):
-                calls.append(1)
-                if raises and len(calls) == 1:
-                    raise ValueError("of the user's")
-
-            optimizer.register_step_pre_hook(once)
-            scaler.scale(loss_of(model, 0)).backward()
-            if raises:
-                with pytest.raises(ValueError, match="of the user's"):
-                    scaler.step(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            ends.append(weights(model))
-        assert_same(*ends)

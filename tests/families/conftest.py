@@ -1,5 +1,6 @@
 """The scripts of ``examples/families``, as a stranger's: by path."""
 
+import functools
 import importlib.util
 import os
 import subprocess
@@ -15,13 +16,24 @@ FOLDER = Path(__file__).parents[2] / "examples" / "families"
 def load_family():
     """Return a script as a module, its ``main`` not run."""
 
+    @functools.cache
     def load(name):
         spec = importlib.util.spec_from_file_location(f"family_{name}", FOLDER / f"{name}.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
+        if name == "numbers_mt":
+            module.NUM_TRAIN, module.NUM_TEST = 800, 200  # it takes seconds to spell ten times as many
         return module
 
     return load
+
+
+@pytest.fixture(scope="session")
+def classifier(load_family):
+    """What digits_gan judges drawn digits by."""
+    script = load_family("digits_gan")
+    images, labels, *_ = script.load()
+    return script.MLPClassifier((64,), random_state=0).fit(images.flatten(1).numpy(), labels.numpy())
 
 
 @pytest.fixture(scope="session")

@@ -40,10 +40,3 @@ def test_the_split_is_a_partition_of_all_images(script, digits):
                     zip(digits.images, digits.target, strict=True))  # fmt: skip
     assert rows == wanted
     assert labels.bincount().min() >= 45  # every digit is well represented among 597
-
-
-def test_labels_travel_with_their_images(script):
-    train, train_labels, _, _ = script.load()
-    answers = {tuple(i.flatten().tolist()): int(label) for i, label in zip(train, train_labels, strict=True)}
-    images, labels = next(script.batches(train, train_labels, 3))
-    assert [answers[tuple(image.flatten().tolist())] for image in images] == labels.tolist()

@@ -1,8 +1,5 @@
 """digits_ctc: strips of disjoint images, decoding, and the character error rate."""
 
-import random
-from functools import cache
-
 import pytest
 import torch
 
@@ -10,25 +7,6 @@ import torch
 @pytest.fixture(scope="module")
 def script(load_family):
     return load_family("digits_ctc")
-
-
-def brute_force(a, b):
-    """The definition: the cheapest of all ways to edit, digit by digit."""
-
-    @cache
-    def cost(i, j):
-        if i == len(a) or j == len(b):
-            return len(a) - i + len(b) - j
-        return min(1 + cost(i + 1, j), 1 + cost(i, j + 1), (a[i] != b[j]) + cost(i + 1, j + 1))
-
-    return cost(0, 0)
-
-
-def test_edit_distance_agrees_with_its_definition(script):
-    draw = random.Random(0)
-    for _ in range(300):
-        a, b = ([draw.randrange(3) for _ in range(draw.randrange(9))] for _ in range(2))
-        assert script.edit_distance(a, b) == brute_force(tuple(a), tuple(b)), (a, b)
 
 
 def test_error_rate_weighs_digits_not_strips(script):

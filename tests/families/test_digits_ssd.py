@@ -1,6 +1,5 @@
-"""digits_ssd: canvases of disjoint images, anchors and their digits, the loss by hand, suppression, and the mAP."""
+"""digits_ssd: canvases of disjoint images, the loss by hand, suppression, and the mAP."""
 
-import itertools
 import types
 
 import pytest
@@ -26,15 +25,6 @@ def draw_boxes(number, generator):
     return torch.cat([corner, corner + size], 1).float()
 
 
-def test_iou_agrees_with_counted_pixels(script):
-    generator = torch.Generator().manual_seed(0)
-    a, b = draw_boxes(20, generator), draw_boxes(15, generator)
-    b[3] = 0.0  # no digit
-    wanted = torch.tensor([[overlap_of(one, other) for other in b.tolist()] for one in a.tolist()])
-    assert torch.allclose(script.iou(a, b), wanted)
-    assert torch.allclose(script.iou(torch.stack([a, a + 1]), torch.stack([b, b + 1])), wanted.expand(2, 20, 15))
-
-
 def test_a_canvas_shows_each_digit_in_its_box_and_no_held_out_image_is_trained_on(script, monkeypatch):
     pixels = torch.arange(1797.0).add(1000).view(-1, 1, 1).expand(-1, 8, 8)  # an image is known by its level
     known = types.SimpleNamespace(images=16 * pixels.double().numpy(), target=(torch.arange(1797) % 10).numpy())
@@ -54,44 +44,6 @@ def test_a_canvas_shows_each_digit_in_its_box_and_no_held_out_image_is_trained_o
                 levels.add(int(level))
             assert canvas.abs().max() < 1.0  # nothing but noise is left
     assert seen[False] & seen[True] == {0}
-
-
-class Corners(nn.Module):
-    """A head whose offsets are the corners of its anchors, by the cell's row and column."""
-
-    def __init__(self, stride, sides):
-        super().__init__()
-        self.stride, self.sides = stride, sides
-
-    def forward(self, x):  # (1, channels, rows, columns) → (1, 30, rows, columns)
-        out = x.new_zeros(1, 2, 15, *x.shape[2:])
-        for row, column, anchor in itertools.product(*map(range, x.shape[2:]), (0, 1)):
-            middle_x, middle_y, side = (column + 0.5) * self.stride, (row + 0.5) * self.stride, self.sides[anchor]
-            corners = [middle_x - side / 2, middle_y - side / 2, middle_x + side / 2, middle_y + side / 2]
-            out[0, anchor, 11:, row, column] = torch.tensor(corners)
-        return out.flatten(1, 2)
-
-
-def test_anchors_are_in_the_order_of_the_networks_outputs(script):
-    model = script.Detector().eval()
-    model.heads = nn.ModuleList([Corners(4, (13, 17)), Corners(8, (20, 24))])
-    with torch.no_grad():
-        scores, offsets = model(torch.zeros(1, 1, 48, 48))
-    assert scores.shape == (1, 360, 11)
-    assert torch.equal(offsets[0], script.make_anchors())
-
-
-def test_matching_by_hand(script):
-    anchors = torch.tensor(
-        [[0, 0, 10, 10], [0, 0, 10, 4], [20, 20, 30, 30], [20, 20, 24, 24], [40, 40, 48, 48]]
-    ).float()
-    boxes = torch.tensor([[[0, 0, 0, 0], [0, 0, 10, 8], [20, 20, 22, 24]]]).float()
-    # the first digit has two anchors of IoU 0.8 and 0.5; the second has the best of two, 0.5, and an IoU of 0.08 else
-    cls, box = script.match(boxes, torch.tensor([[0, 3, 9]]), anchors)
-    assert cls.tolist() == [[3, 3, 0, 9, 0]]
-    assert torch.equal(box[0, [0, 1, 3]], boxes[0, [1, 1, 2]])
-    boxes[0, 2, 2:] = 21.0  # the best anchor of a digit is the digit's at an IoU of 1/16
-    assert script.match(boxes, torch.tensor([[0, 3, 9]]), anchors)[0].tolist() == [[3, 3, 0, 9, 0]]
 
 
 def test_the_loss_by_hand_counts_three_hard_negatives_for_a_positive(script):

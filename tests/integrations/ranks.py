@@ -99,10 +99,7 @@ def of_lightning(folder):
         trainer.fit(module, DataLoader(dataset(), batch_size=4), ckpt_path=path if resumes else None)
         return trainer
 
-    sharded = (
-        ("O1,dtype=float16", "torch", False), ("O1,dtype=float16", "mezzo", True), ("O2,dtype=float16", "torch", True),
-        ("O2,dtype=bfloat16", "mezzo", True),
-    )  # fmt: skip
+    sharded = ("O1,dtype=float16", "torch", False), ("O2,dtype=bfloat16", "mezzo", True)
     for policy, shards, saves_shards in (*((policy, None, False) for policy in POLICIES), *sharded):
         name = f"Lightning {policy}" + (f" in {shards}'s shards" if shards else "")
         path, module, again = Path(folder) / f"{name}.ckpt", Module(shards), Module(shards)

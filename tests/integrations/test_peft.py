@@ -10,12 +10,8 @@ import mezzo
 from mezzo.errors import StateError
 
 from ..support.products import Products
-from .programs import CASES
 
-pytestmark = [
-    pytest.mark.usefixtures("emulating"),
-    pytest.mark.filterwarnings("ignore::Warning:(transformers|peft).*"),
-]
+pytestmark = [pytest.mark.usefixtures("emulating"), pytest.mark.filterwarnings("ignore::Warning:(transformers|peft).*")]
 
 ROWS = (torch.randint(0, 32, (64, 1), generator=torch.Generator().manual_seed(0)) + torch.arange(12)) % 32
 
@@ -57,7 +53,7 @@ def loss_of(model, number=0):
     return model(input_ids=rows, labels=rows).loss
 
 
-def loop(model, optimizer, num_steps=20):
+def loop(model, optimizer, num_steps=10):
     for number in range(num_steps):
         loss = loss_of(model, number)
         loss.backward()
@@ -77,26 +73,9 @@ def in_a_loop(hf, model, optimizer, policy, where):
     return last, masters
 
 
-def in_accelerate(hf, model, optimizer, policy, where):
-    accelerator = hf.accelerate.Accelerator(cpu=True)
-    amp = hf.attach(accelerator, model, optimizer, policy) if policy else None
-    wrapped, prepared = accelerator.prepare(model, optimizer)
-    for number in range(20):
-        loss = loss_of(wrapped, number)
-        accelerator.backward(loss)
-        accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
-        prepared.step()
-        prepared.zero_grad()
-    masters = list(amp.master_params()) if amp else []
-    accelerator.unwrap_model(wrapped).save_pretrained(where)
-    if amp:
-        amp.close()
-    return loss.item(), masters
-
-
 def in_a_trainer(hf, model, optimizer, policy, where):
     args = hf.of.TrainingArguments(
-        output_dir=str(where / "run"), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, max_steps=10,
+        output_dir=str(where / "run"), use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=1, max_steps=6,
         per_device_train_batch_size=8, gradient_accumulation_steps=2, save_strategy="no",
     )  # fmt: skip
     data, masters = [{"input_ids": row, "labels": row} for row in ROWS], []
@@ -115,7 +94,6 @@ def in_a_trainer(hf, model, optimizer, policy, where):
 
 @pytest.mark.parametrize("way, policy, kind", [
     (in_a_loop, "O2,dtype=float16", torch.optim.AdamW),
-    (in_accelerate, "O1,dtype=float16", mezzo.optim.AdamW),
     (in_a_trainer, "O2,dtype=bfloat16", mezzo.optim.AdamW),
 ])  # fmt: skip
 def test_adapters_train_as_in_fp32_and_load_in_plain_peft(hf, peft, anew, way, policy, kind, tmp_path):
@@ -142,8 +120,8 @@ def test_adapters_train_as_in_fp32_and_load_in_plain_peft(hf, peft, anew, way, p
         assert torch.equal(loss_of(model.merge_and_unload()), loss_of(loaded.merge_and_unload()))
 
 
-@pytest.mark.parametrize("policy, _", CASES[::3])
-def test_what_peft_does_between_steps(hf, peft, policy, _):
+@pytest.mark.parametrize("policy", ["O2,dtype=bfloat16"])
+def test_what_peft_does_between_steps(hf, peft, policy):
     """Adapters are switched off, merged and taken out again; recomputed activations; a module that trains in whole."""
     model = bare(hf)
     model.gradient_checkpointing_enable()
@@ -174,11 +152,10 @@ def test_what_peft_does_between_steps(hf, peft, policy, _):
     assert products.dtypes.total() > 6 * 3  # six of adapters, forward and twice backward
 
 
-@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16", "O2,dtype=bfloat16"])
-def test_a_base_that_was_loaded_low_stays_low_and_its_adapters_are_fp32(hf, peft, policy):
+def test_a_base_that_was_loaded_low_stays_low_and_its_adapters_are_fp32(hf, peft):
     model = adapted(hf, peft, bare(hf).bfloat16())
     optimizer, begun = torch.optim.AdamW(trained(model), lr=0.02), loss_of(model).item()
-    amp = mezzo.attach(model, optimizer, policy)
+    amp = mezzo.attach(model, optimizer, "O2,dtype=bfloat16")
     assert loop(model, optimizer, 20) < 0.95 * begun
     amp.detach()
     assert {(param.dtype, param.requires_grad) for param in model.parameters()} == {
@@ -196,9 +173,7 @@ def test_adapters_that_come_after_attach_or_after_the_models_conversion(hf, peft
         model = adapted(hf, peft, model)
         optimizer = torch.optim.AdamW(trained(model), lr=0.02)
         if amp:
-            with pytest.raises(
-                StateError, match=r"does not know updates parameters(.|\n)*write  amp\.add\(optimizer\)"
-            ):
+            with pytest.raises(StateError, match=r"does not know updates param(.|\n)*write  amp\.add\(optimizer\)"):
                 loop(model, optimizer)
             optimizer.zero_grad()
             amp.add(optimizer)

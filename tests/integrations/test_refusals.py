@@ -100,23 +100,14 @@ REFUSED = [
     (lambda g: g.attach(nn.Linear(1, 1)), PolicyError, ["the accelerator is Linear("]),
     (lambda g: g.attach(policy="O4"), PolicyError, ["unknown level 'O4'"]),
     (lambda g: g.attach(on_overflow="halt"), PolicyError, ["'halt'"]),
-    (
-        lambda g: g.attach_to(mixed_precision="bf16"),
-        PolicyError,
-        ['mixed_precision="bf16" besides', "write  Accelerator() without"],
-    ),
+    (lambda g: g.attach_to(mixed_precision="bf16"), PolicyError,
+     ['mixed_precision="bf16" besides', "write  Accelerator() without"]),
     (Given.attach_beside_a_scaler, PolicyError, ["has a GradScaler besides"]),
-    (
-        lambda g: g.attach(optimizer=g.accelerator.prepare(model_and_optimizer()[1])),
-        PolicyError,
-        ["prepared before it was attached", "write  attach(accelerator, model"],
-    ),
+    (lambda g: g.attach(optimizer=g.accelerator.prepare(model_and_optimizer()[1])), PolicyError,
+     ["prepared before it was attached", "write  attach(accelerator, model"]),
     (lambda g: g.attach(model=g.optimizer, optimizer=g.model), PolicyError, ["model"]),
-    (
-        lambda g: g.attach(model=mezzo.prepare(nn.Linear(2, 1), "O1")),
-        PolicyError,
-        ["a prepared model cannot be attached"],
-    ),
+    (lambda g: g.attach(model=mezzo.prepare(nn.Linear(2, 1), "O1")), PolicyError,
+     ["a prepared model cannot be attached"]),
     (lambda g: g.attach_beside("DEEPSPEED"), UnsupportedError, ["with DEEPSPEED", "torchrun"]),
     (lambda g: g.attach_beside("FSDP"), UnsupportedError, ["with FSDP", "mezzo.fully_shard"]),
     (lambda g: g.attach_beside("MEGATRON_LM"), UnsupportedError, ["with MEGATRON_LM", "torchrun"]),
@@ -125,11 +116,8 @@ REFUSED = [
     (lambda g: g.plug(policy="O4"), PolicyError, ["unknown level"]),
     (lambda g: g.plug(on_overflow="halt"), PolicyError, ["'halt'"]),
     *(
-        (
-            lambda g, name=name: g.plug(trainer_of(g.of, **{name: True})),
-            PolicyError,
-            [f"has {name}=True besides", f"write  TrainingArguments(…) without {name}"],
-        )
+        (lambda g, name=name: g.plug(trainer_of(g.of, **{name: True})), PolicyError,
+         [f"has {name}=True besides", f"write  TrainingArguments(…) without {name}"])
         for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval")
     ),
     (Given.plug_beside_engines, UnsupportedError, ["with DEEPSPEED", "torchrun"]),
@@ -137,30 +125,18 @@ REFUSED = [
     (lambda g: g.plugin("O4"), PolicyError, ["unknown level 'O4'"]),
     (lambda g: g.plugin(on_overflow="halt"), PolicyError, ["'halt'"]),
     (lambda g: g.trainer(precision="bf16-mixed"), ValueError, ["Received both `precision"]),
-    (
-        lambda g: g.trainer(g.of.lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu")),
-        Exception,
-        ["multiple values for Precision"],
-    ),
-    (
-        lambda g: g.of.lightning.pytorch.strategies.FSDPStrategy(precision_plugin=g.plugin()),
-        TypeError,
-        ["can only work with the `FSDPPrecision` plugin"],
-    ),
+    (lambda g: g.trainer(g.of.lightning.pytorch.plugins.MixedPrecision("16-mixed", "cpu")), Exception,
+     ["multiple values for Precision"]),
+    (lambda g: g.of.lightning.pytorch.strategies.FSDPStrategy(precision_plugin=g.plugin()), TypeError,
+     ["can only work with the `FSDPPrecision` plugin"]),
     (lambda g: g.fabric(precision="16-mixed"), ValueError, ["Received both `precision"]),
-    (
-        lambda g: g.fabric(strategy=g.of.fabric.strategies.DataParallelStrategy()).setup(*model_and_optimizer()),
-        UnsupportedError,
-        ['strategy="dp"', 'strategy="ddp"'],
-    ),
-    (
-        Given.backward_without_an_optimizer,
-        StateError,
-        ["there is no session", "write  model, optimizer = fabric.setup"],
-    ),
+    (lambda g: g.fabric(strategy=g.of.fabric.strategies.DataParallelStrategy()).setup(*model_and_optimizer()),
+     UnsupportedError, ['strategy="dp"', 'strategy="ddp"']),
+    (Given.backward_without_an_optimizer, StateError,
+     ["there is no session", "write  model, optimizer = fabric.setup"]),
     (lambda g: g.fabric().setup(nn.Linear(2, 1), g.optimizer), PolicyError, ["not the models'"]),
     (lambda g: g.plugin().metrics(), StateError, ["there is no session"]),
-]
+]  # fmt: skip
 
 
 def test_refused(of):

@@ -69,10 +69,10 @@ def logged(trainer, name):
 
 
 def test_losses_are_fp32s_kernels_are_low_and_steps_the_trainers(hf, made):
-    reference = made()
+    reference = made(num_train_epochs=1)
     reference.train()
     for policy, optimizer in (("O1,dtype=float16", "torch"), ("O2,dtype=bfloat16", "mezzo")):
-        trainer, steps = hf.plug(made(optimizer), policy), []
+        trainer, steps = hf.plug(made(optimizer, num_train_epochs=1), policy), []
 
         def counted(trainer=trainer, begin=trainer.create_optimizer, steps=steps):
             optimizer, step = begin(), trainer.session.step
@@ -84,7 +84,7 @@ def test_losses_are_fp32s_kernels_are_low_and_steps_the_trainers(hf, made):
         assert sum(logged(trainer, "loss")[-3:]) == pytest.approx(sum(logged(reference, "loss")[-3:]), rel=0.01)
         assert logged(trainer, "grad_norm") == pytest.approx(logged(reference, "grad_norm"), rel=0.02)
         assert logged(trainer, "learning_rate") == logged(reference, "learning_rate")
-        assert len(steps) == trainer.state.global_step == 8
+        assert len(steps) == trainer.state.global_step == 4
         assert not any(step.skipped for step in steps)
         assert trainer.session is None
         assert {param.dtype for param in trainer.model.parameters()} == {torch.float32}
@@ -110,10 +110,7 @@ def test_resume_from_checkpoint_goes_on_bit_for_bit(hf, made, policy, optimizer)
         return [*trainer.model.state_dict().values(), *tensors(list(states.values()))]
 
     options = {"save_strategy": "steps", "save_steps": 3, "dropout": 0.1}
-    straight, again = (
-        hf.plug(made(optimizer, overflow_at=[2], **options), policy),
-        hf.plug(made(optimizer, **options), policy),
-    )
+    straight, again = (hf.plug(made(optimizer, overflow_at=at, **options), policy) for at in ([2], []))
     straight.train()
     path = Path(straight.args.output_dir) / "checkpoint-3"
     again.train(resume_from_checkpoint=str(path))
@@ -170,13 +167,8 @@ def test_what_is_saved_is_fp32_and_loads_so(hf, made, tmp_path):
 
 
 def test_a_second_run_goes_on_after_the_best_model_was_loaded(hf, made):
-    options = {
-        "save_strategy": "epoch",
-        "eval_strategy": "epoch",
-        "load_best_model_at_end": True,
-        "num_train_epochs": 1,
-    }
-    trainer = hf.plug(made(**options), "O2,dtype=bfloat16")
+    every = {"save_strategy": "epoch", "eval_strategy": "epoch"}
+    trainer = hf.plug(made(**every, load_best_model_at_end=True, num_train_epochs=1), "O2,dtype=bfloat16")
     trainer.train()
     best = trainer.state.best_metric
     assert trainer.evaluate()["eval_loss"] == pytest.approx(best, rel=0.01)
@@ -205,7 +197,7 @@ def test_what_generates_runs_low_with_its_encoder(hf, tmp_path):
 def test_clipping_is_of_unscaled_gradients(hf, made):
     """By so little that every step is decided by it; and without clipping the norm is logged."""
     moved, norms = [], []
-    for policy in (None, "O1,dtype=float16", "O2,dtype=float16"):
+    for policy in (None, "O2,dtype=float16"):
         trainer = made(max_steps=2, max_grad_norm=1e-3, optim="sgd", learning_rate=1.0)
         unclipped = made(max_steps=1, max_grad_norm=0.0)
         start = flat(trainer.model.parameters())
@@ -214,8 +206,7 @@ def test_clipping_is_of_unscaled_gradients(hf, made):
         moved.append(flat(trainer.model.parameters()) - start)
         norms.append(logged(unclipped, "grad_norm"))
         assert norms[-1] == pytest.approx(norms[0], rel=0.02)
-    for each in moved[1:]:
-        assert_alike(each, moved[0], rel=0.03)
+    assert_alike(moved[1], moved[0], rel=0.03)
 
 
 def test_a_class_of_ones_own(hf, made):

@@ -20,14 +20,11 @@ def made(policy=None, dtype=None, skipped=False, step=1, **tensors):
     """Evidence of one step: values by kind, each of a module called after them."""
     found = tuple(
         RecordedTensor(
-            kind=kind,
-            module=f"the.{kind}",
-            name="output" if kind.startswith("activation") else "weight",
-            dtype=dtype or "float32",
-            histogram=exponent_histogram(values),
+            kind=kind, module=f"the.{kind}", name="output" if kind.startswith("activation") else "weight",
+            dtype=dtype or "float32", histogram=exponent_histogram(values),
         )
         for kind, values in tensors.items()
-    )
+    )  # fmt: skip
     header = EvidenceHeader(
         mezzo="0.1.0", model="Net", policy=policy, compute_dtype=dtype, loss_scale="none", every=1,
         kinds=tuple(tensors), formats=(), modules=(RecordedModule(path="the", type="Linear"),),
@@ -146,12 +143,6 @@ def test_eight_bits_are_judged_tensor_by_tensor():
     assert diagnose(made(weights=ONES, activations=ONES)).formats[2].is_safe
 
 
-def test_nothing_recorded_is_said():
-    empty = made()
-    assert diagnose(dataclasses.replace(empty, steps=())).lines == ("No step was recorded.",)
-    assert diagnose(empty).lines == ("The recorded steps had no tensor of 32 bits or less.",)
-
-
 def test_a_diagnosis_prints_in_words():
     flushed = diagnose(made(policy="O1,dtype=float16,loss_scale=1", dtype="float16", weight_gradients=torch.zeros(100)))
     first, *rest, last = str(flushed).splitlines()
@@ -166,6 +157,7 @@ def test_a_diagnosis_prints_in_words():
     assert plain["policy"] == "O1,dtype=float16,loss_scale=dynamic(init=32768)"
     assert [each["format"] for each in plain["formats"]] == ["float16", "bfloat16", "float8_e4m3fn+float8_e5m2"]
     assert str(diagnose(dataclasses.replace(made(), steps=()))) == "No step was recorded."
+    assert diagnose(made()).lines == ("The recorded steps had no tensor of 32 bits or less.",)
     torchs = diagnose(made(dtype="float16", weight_gradients=torch.zeros(100)))
     assert torchs.alerts[0].write == "torch.amp.GradScaler(init_scale=2.0**24)"
 
@@ -237,17 +229,13 @@ def learning(policy, size, lr=1e-2):
     return losses[-1] / losses[0], diagnose(recorder.evidence)
 
 
-@pytest.mark.parametrize(
-    "policy, size",
-    [("O1,dtype=float16,loss_scale=1", 2.0**-28), ("O2,dtype=float16,loss_scale=1", 2.0**-16), ("O0", 2.0**-28)],
-)
+@pytest.mark.parametrize("policy, size", [("O2,dtype=float16,loss_scale=1", 2.0**-16), ("O0", 2.0**-28)])
 def test_gradients_that_fp16_flushes_are_found_and_the_suggested_scale_teaches(policy, size):
-    left, found = learning(policy, size)
+    _, found = learning(policy, size)
     if policy != "O0":
         assert [alert.level for alert in found.alerts] == ["bad"]
         assert "without a loss scale" in found.alerts[0].what
         assert f'policy="{found.policy}"' == found.alerts[0].write
-        assert left > 0.9 or size == 2.0**-16
     assert found.policy.dtype == torch.float16
     cured, rest = learning(found.policy, size)
     assert cured < 0.1
@@ -288,15 +276,12 @@ def steep(policy, factor, steps=8, sick=()):
     return recorder.evidence
 
 
-@pytest.mark.parametrize(
-    "policy, factor, scale", [("O1,dtype=float16,loss_scale=65536", 4.0, "65,536"), ("O2,dtype=float16", 1e6, "512")]
-)
-def test_where_all_steps_are_skipped_it_is_said_and_nothing_of_formats(policy, factor, scale):
-    found = diagnose(steep(f"{policy},emulate=true", factor))
+def test_where_all_steps_are_skipped_it_is_said_and_nothing_of_formats():
+    found = diagnose(steep("O2,dtype=float16,emulate=true", 1e6))
     (alert,) = found.alerts
     assert (alert.level, alert.what) == ("bad", "All recorded steps were skipped.")
     assert alert.where == "gradient of the output of 1.1 (float16)"
-    assert f"the last ones at loss scale {scale}:" in alert.why
+    assert "the last ones at loss scale 512:" in alert.why
     assert (found.formats, found.policy) == ((), None)
     # What a scale skips until it fits is no fault.
     assert diagnose(steep("O1,dtype=float16,emulate=true", 4.0, sick=(3,))).alerts == ()

@@ -17,54 +17,31 @@ def values(seed, count=500):
 
 def recorded(kind, module, name, seed):
     lost = SwallowedUpdates(updated=seed + 3, swallowed={"float16": seed, "bfloat16": 2}, beyond=1)
-    return RecordedTensor(
-        kind=kind,
-        module=module,
-        name=name,
-        dtype="float16",
-        histogram=exponent_histogram(values(seed)),
-        swallowed=lost if kind == "updates" else None,
-    )
+    options = {"histogram": exponent_histogram(values(seed)), "swallowed": lost if kind == "updates" else None}
+    return RecordedTensor(kind=kind, module=module, name=name, dtype="float16", **options)
 
 
 def example(**changes):
-    header = EvidenceHeader(
-        mezzo="0.1.0",
-        model="Net",
-        policy="O1",
-        compute_dtype="float16",
-        loss_scale="dynamic",
-        every=10,
-        kinds=("weights", "activations", "updates"),
-        formats=("float16", "bfloat16"),
-        modules=(
-            RecordedModule(path="embed", type="Embedding", parameters={"weight": "float32"}),
-            RecordedModule(path="blocks.0", type="Block"),
-            RecordedModule(path="blocks.1", type="Block", same_as="blocks.0"),
-            RecordedModule(
-                path="head", type="Linear", parameters={"weight": "float32"}, tied={"weight": "embed.weight"}
-            ),
-            RecordedModule(path="unused", type="Linear"),
-        ),
+    weight = {"parameters": {"weight": "float32"}}
+    modules = (
+        RecordedModule(path="embed", type="Embedding", **weight),
+        RecordedModule(path="blocks.0", type="Block"),
+        RecordedModule(path="blocks.1", type="Block", same_as="blocks.0"),
+        RecordedModule(path="head", type="Linear", tied={"weight": "embed.weight"}, **weight),
+        RecordedModule(path="unused", type="Linear"),
     )
+    header = EvidenceHeader(
+        mezzo="0.1.0", model="Net", policy="O1", compute_dtype="float16", loss_scale="dynamic", every=10,
+        kinds=("weights", "activations", "updates"), formats=("float16", "bfloat16"), modules=modules,
+    )  # fmt: skip
+    first = (
+        recorded("weights", "embed", "weight", 1), recorded("activations", "blocks.0", "output", 2),
+        recorded("activations", "head", "output", 3), recorded("updates", "embed", "weight", 4),
+    )  # fmt: skip
+    last = recorded("weights", "embed", "weight", 5), recorded("activations", "blocks.0", "output[0]", 6)
     steps = (
-        RecordedStep(
-            step=1,
-            loss_scales=(65536.0,),
-            skipped=False,
-            tensors=(
-                recorded("weights", "embed", "weight", 1),
-                recorded("activations", "blocks.0", "output", 2),
-                recorded("activations", "head", "output", 3),
-                recorded("updates", "embed", "weight", 4),
-            ),
-        ),
-        RecordedStep(
-            step=11,
-            loss_scales=(math.inf,),
-            skipped=True,
-            tensors=(recorded("weights", "embed", "weight", 5), recorded("activations", "blocks.0", "output[0]", 6)),
-        ),
+        RecordedStep(step=1, loss_scales=(65536.0,), skipped=False, tensors=first),
+        RecordedStep(step=11, loss_scales=(math.inf,), skipped=True, tensors=last),
     )
     return Evidence(**({"header": header, "steps": steps, "num_steps": 17} | changes))
 

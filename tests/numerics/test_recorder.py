@@ -82,13 +82,11 @@ def adamw(model, **options):
 SESSIONS = {
     "FP32": ("O0", adamw),
     "O1 FP16": ("O1,dtype=float16,loss_scale=dynamic(init=1024)", adamw),
-    "O1 BF16, fused": ("O1,dtype=bfloat16", lambda model: adamw(model, fused=True)),
     "O1 FP16, constant 1000": ("O1,dtype=float16,loss_scale=constant(1000)", lambda m: adamw(m, fused=True)),
     "O2 FP16, views": ("O2,dtype=float16,loss_scale=dynamic(init=1024)", adamw),
     "O2 FP16, halves": (
         "O2,dtype=float16,loss_scale=dynamic(init=1024)", lambda m: mezzo.optim.AdamW(m.parameters(), lr=1e-2)
     ),
-    "O2 BF16, SGD": ("O2,dtype=bfloat16", lambda m: torch.optim.SGD(m.parameters(), lr=1e-2, momentum=0.9)),
     "O3 BF16": ("O3,dtype=bfloat16", lambda m: mezzo.optim.SGD(m.parameters(), lr=1e-2)),
 }  # fmt: skip
 
@@ -190,8 +188,7 @@ def test_a_loop_of_torchs_scaler_is_recorded_unscaled(fused):
 
 
 @pytest.mark.parametrize(
-    "kind, dtype",
-    [(torch.optim.AdamW, "float16"), (torch.optim.LBFGS, "bfloat16"), (mezzo.optim.AdamW, "bfloat16")],
+    "kind, dtype", [(torch.optim.AdamW, "float16"), (torch.optim.LBFGS, "bfloat16"), (mezzo.optim.AdamW, "bfloat16")]
 )
 def test_weights_in_halves_have_updates_in_fp32_without_a_session(kind, dtype):
     """The FP32 values are those of a state dict, which torch itself makes of them."""
@@ -339,18 +336,6 @@ def train(recorder, model, optimizer, count, scale=1.0):
         recorder.step()
 
 
-def test_a_loss_scale_may_be_a_number():
-    plain = net()
-    plain(batches(1)[0]).square().mean().mul(4.0).div(4.0).backward()
-    for given in (4.0, torch.tensor(4.0)):
-        model = net()
-        with Recorder(model, optimizer := adamw(model), loss_scale=given) as recorder:
-            train(recorder, model, optimizer, 1, scale=4.0)
-        found = held(recorder.evidence, "weight_gradients")
-        assert found == {name: by_hand(param.grad) for name, param in plain.named_parameters()}
-        assert recorder.evidence.steps[0].loss_scales == (4.0,)
-
-
 def test_closures_count_their_last_evaluation_and_the_whole_update():
     model = net(lambda: nn.Linear(6, 2))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
@@ -370,31 +355,6 @@ def test_closures_count_their_last_evaluation_and_the_whole_update():
     assert len(calls) > 1
     assert recorder.histogram("weight_gradients", name="weight").numbers == by_hand(calls[-1])
     assert recorder.histogram("updates", name="weight").numbers == by_hand(model.weight.detach() - before)
-
-
-def test_of_two_models_in_a_session_only_the_steps_of_the_recorded_one_count():
-    one, other = net(lambda: nn.Linear(6, 6)), net(lambda: nn.Linear(6, 2))
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)]
-    both = nn.Sequential(one, other)
-    with (
-        Recorder(one, optimizers[0], every=2) as recorder,
-        Recorder(other, every=1) as second,
-        Recorder(both, every=1) as third,
-    ):
-        amp = MixedPrecision([one, other], optimizers, "O1,dtype=float16")  # inside the block, and followed
-        for x in batches(3):
-            for optimizer, model in ((optimizers[1], lambda x: other(one(x).detach())), (optimizers[0], one)):
-                with amp.autocast():
-                    loss = model(x).float().square().mean()
-                amp.backward(loss, optimizers=optimizer)
-                amp.step(optimizer)
-                amp.zero_grad()
-    assert [step.step for step in recorder.evidence.steps] == [1, 3]
-    assert [step.step for step in second.evidence.steps] == [1, 2, 3]
-    assert (recorder.histogram("updates").total, second.histogram("updates").total) == (42, 14)
-    for step, path in ((1, "1"), (2, "0")):
-        assert set(held(third.evidence, "updates", step)) == {f"{path}.weight", f"{path}.bias"}
-        assert len(held(third.evidence, "weights", step)) == 4
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -540,14 +500,13 @@ def test_the_newest_steps_are_kept_and_all_are_streamed(tmp_path):
 
 
 def test_the_frozen_weight_of_torchs_is_seen_before_and_after_it_freezes():
-    """100 AdamW steps on a BF16 weight of 1.0 at lr 1e-3 leave it exactly 1.0, without a word."""
+    """AdamW steps on a BF16 weight of 1.0 at lr 1e-3 leave it exactly 1.0, without a word."""
     for dtype in (torch.float32, torch.bfloat16):
-        model = nn.Linear(4, 4, bias=False)
+        model = nn.Linear(4, 4, bias=False, dtype=dtype)
         nn.init.ones_(model.weight)
-        model.to(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-        with Recorder(model, optimizer, every=25) as recorder:
-            for _ in range(100 if dtype == torch.bfloat16 else 2):
+        with Recorder(model, optimizer, every=5) as recorder:
+            for _ in range(20 if dtype == torch.bfloat16 else 2):
                 model(torch.ones(2, 4, dtype=dtype)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -576,11 +535,7 @@ def in_place(model):
     return model, model
 
 
-def around(model):
-    return torch.compile(lambda x: model(x), backend="eager"), model
-
-
-@pytest.mark.parametrize("compiled, policy", [(wrapped, "O1,dtype=bfloat16"), (in_place, "O0"), (around, None)])
+@pytest.mark.parametrize("compiled, policy", [(wrapped, "O1,dtype=bfloat16"), (in_place, None)])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of the autograd functions of emulation
 def test_a_compiled_model_is_recorded_as_the_same_one_uncompiled(compiled, policy, caplog):
     def recorded(compiled):

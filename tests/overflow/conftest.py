@@ -7,7 +7,6 @@ from torch.nn import functional
 
 import mezzo
 from mezzo import Policy
-from mezzo.overflow import locate
 
 
 class Attention(nn.Module):
@@ -123,14 +122,3 @@ def step():
 @pytest.fixture
 def cured():
     return _cured
-
-
-@pytest.fixture
-def located():
-    """Locate in a model built anew under a policy."""
-
-    def run(name, policy, *, loss_scale=1.0, **options):
-        model, x = _make(name, **options)
-        return locate(_step(model, policy, x), model, policy=policy, loss_scale=loss_scale)
-
-    return run

@@ -27,14 +27,6 @@ def keeper(model):
     return CallKeeper([model])
 
 
-def test_both_passes_are_kept_until_cleared(model, keeper):
-    model(torch.ones(1, 2)).sum().backward()
-    model(torch.ones(1, 2)).sum().backward()
-    assert events(keeper) == ["forward", "backward"] * 2
-    keeper.clear()
-    assert events(keeper) == []
-
-
 def test_a_forward_pass_that_waits_survives_clearing(model, keeper):
     """``zero_grad`` between forward and backward is what many loops do."""
     loss = model(torch.ones(1, 2)).sum()
@@ -102,7 +94,6 @@ def test_a_compiled_model_is_recorded_and_a_compiled_function_is_not(model):
     assert not keeper.events
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_which_changes_are_seen():
     for write, is_seen in (
         (lambda x: x.add_(1), True),
@@ -113,18 +104,15 @@ def test_which_changes_are_seen():
     ):
         x = torch.ones(2, 2)
         kept = Kept.of(x, "input 0")
-        assert not kept.is_changed
         write(x)
         assert kept.is_changed == is_seen
         assert str(kept) == "input 0 (float32, 2×2)"
-    for make in (torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_mkldnn):  # without an address
+    for make in (torch.Tensor.to_sparse, torch.Tensor.to_mkldnn):  # without an address
         kept = Kept.of(made := make(torch.ones(2, 2)), "input 0")
-        assert not kept.is_changed
         made.mul_(2)
         assert kept.is_changed
-        if make is not torch.Tensor.to_sparse_csr:
-            with torch.inference_mode():
-                assert not Kept.of(make(torch.ones(2, 2)), "input 0").is_changed  # without a version
+        with torch.inference_mode():
+            assert not Kept.of(make(torch.ones(2, 2)), "input 0").is_changed  # without a version
 
 
 def test_after_an_exception_it_goes_on_and_a_search_is_not_recorded(model, keeper):

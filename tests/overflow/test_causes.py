@@ -50,9 +50,7 @@ SAME = "; float64 gives the same of what it read: no precision of this op cures 
 
 
 def test_at_zero():
-    for (op, (function, phase, what)), dtype in itertools.product(
-        AT_ZERO.items(), (torch.float32, torch.bfloat16, torch.float16)
-    ):
+    for (op, (function, phase, what)), dtype in itertools.product(AT_ZERO.items(), (torch.float32, torch.float16)):
         overflow = search(lambda x: function(x.to(dtype)), [1.0, 0.0, 4.0])  # noqa: B023 - called at once
         assert (overflow.kind, overflow.op, overflow.phase, overflow.module) == ("zero", op, phase, ""), (op, dtype)
         assert overflow.tensor.num_inf == 1
@@ -169,7 +167,7 @@ def test_masks_and_what_the_code_writes():
 # What was there before ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["O0", FP16, "O2,dtype=float16,emulate=true"])
+@pytest.mark.parametrize("policy", ["O0", "O2,dtype=float16,emulate=true"])
 def test_what_was_not_finite_before(make, step, tmp_path, monkeypatch, policy):
     monkeypatch.chdir(tmp_path)
     for value in (torch.nan, torch.inf, -torch.inf):
@@ -238,19 +236,16 @@ class Ruled(nn.Module):
         return (self.proj(x) * 10).exp().sum().log()
 
 
-class LargeWeight(nn.Sequential):
+class Normed(nn.Sequential):
     def __init__(self):
         super().__init__(nn.Linear(8, 8), nn.LayerNorm(8))
+
+
+class LargeWeight(Normed):
+    def __init__(self):
+        super().__init__()
         with torch.no_grad():
             self[0].weight[0, 0] = 1e5
-
-
-class LargeInput(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear(8, 8), nn.LayerNorm(8))
-
-    def forward(self, x):
-        return super().forward(x)
 
 
 CURES = [
@@ -259,16 +254,14 @@ CURES = [
     ("chain", FP16, 1, "first linear output", "fp32_module=first+second"),
     ("chain", "O2,emulate=true", 1, "first linear output",
      'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
-    ("chain", "O3,emulate=true,lists=device", 1, "first linear output",
+    ("chain", "O3,emulate=true,lists=device,output_dtype=float16", 1, "first linear output",
      'policy = mezzo.Policy.parse("O3,dtype=bfloat16,lists=device,emulate=true")'),
     (Rooted, FP16, 1, " matmul output", "fp32=matmul"),
     (Rooted, "O2,emulate=true", 1, " matmul output", 'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
     (Ruled, FP16 + ",low=exp", 1, " exp output", "fp32=exp"),
-    ("chain", "O2,emulate=true,output_dtype=float16", 1, "first linear output",
-     'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
     (LargeWeight, FP16, 1, "0 linear 0.weight cast to float16", "fp32_param=0.weight"),
-    (LargeInput, FP16, 1e5, "0 linear input 0 cast to float16", "fp32_module=0"),
-    (LargeInput, "O2,emulate=true", 1e5, "0 to input 0 cast to float16",
+    (Normed, FP16, 1e5, "0 linear input 0 cast to float16", "fp32_module=0"),
+    (Normed, "O2,emulate=true", 1e5, "0 to input 0 cast to float16",
      'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
 ]  # fmt: skip
 
@@ -312,7 +305,7 @@ def test_a_cast_of_a_weight_from_before_the_search():
 
 def test_the_cure_of_a_scale(make, step, cured):
     scales = ("dynamic", "dynamic(interval=100)", "dynamic(ceiling=2**20)", "constant(2**30)")
-    for level, scale in itertools.product(("O1", "O2"), scales):
+    for level, scale in zip(("O1", "O2", "O2", "O1"), scales, strict=True):
         policy = mezzo.Policy.parse(f"{level},dtype=float16,emulate=true,loss_scale={scale}")
         model, x = make("conv")
         model.eval()
@@ -379,14 +372,6 @@ def test_a_gradient_that_no_scale_makes_finite(step, first):
         assert overflow.cure == 'policy = mezzo.Policy.parse("O1,dtype=bfloat16,emulate=true")'
     model.root.requires_grad_(False)
     assert locate(fn, model, policy=FP16, loss_scale=2.0).kind == "scale"
-
-
-def test_without_a_policy_the_text_says_what_to_ask_for(make, step):
-    model, x = make("chain", gain=1e5)
-    assert locate(step(model, "O2,emulate=true", x), model).cure == 'policy = mezzo.Policy.parse("O2,dtype=bfloat16")'
-    model, x = make("conv")
-    overflow = locate(step(model, FP16, x), model, loss_scale=2.0**30)
-    assert overflow.cure.startswith('policy = policy.evolve(loss_scale="dynamic(init=')
 
 
 def test_a_cast_of_the_model_s_own():

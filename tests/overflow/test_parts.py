@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -109,15 +109,6 @@ def test_what_is_meant_is_blamed_last(watch):
     assert watch.first([y]).kernel == "aten::log"
 
 
-def test_a_number_that_is_overwritten_leaves_its_storage_clean(watch):
-    with KernelMode(watch):
-        x = torch.zeros(3).log_()
-        x.fill_(2.0)
-        y = x.mul_(1e30).mul_(1e30)
-    assert sources(watch) == ["made", "made"]
-    assert watch.first([y]).kernel == "aten::mul_"
-
-
 def test_memory_that_nothing_was_written_to(watch):
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills it with NaN
@@ -132,11 +123,6 @@ def test_memory_that_nothing_was_written_to(watch):
     assert watch.first([y]) is None
 
 
-def test_an_end_that_nothing_made(watch):
-    found = watch.first([torch.tensor([torch.nan])])
-    assert (found.source, found.tensor.name) == ("given", "a tensor made before the step")
-
-
 def test_a_sparse_tensor_that_a_cast_takes_beyond_its_range(watch):
     """It has no storage by which it could be followed: the first dense tensor is blamed."""
     with KernelMode(watch):
@@ -148,6 +134,7 @@ def test_a_sparse_tensor_that_a_cast_takes_beyond_its_range(watch):
 # The highest scale, against trying every one -----------------------------------------------------------
 
 
+@example(limit=9, scale=2.0**16, needed=65504.0 * 100)
 @given(
     limit=st.integers(-30, 30),
     scale=st.floats(2.0**-20, 2.0**40),
@@ -165,14 +152,5 @@ def test_the_highest_scale_is_the_one_that_trying_all_finds(limit, scale, needed
     assert highest_scale(scale, needed, 65504.0, is_finite_at) == wanted
     assert all(value < scale for value in tried)
     assert len(tried) <= 1 + 41
-
-
-def test_a_good_guess_needs_three_passes():
-    tried = []
-
-    def is_finite_at(value):
-        tried.append(value)
-        return value <= 2.0**9
-
-    assert highest_scale(2.0**16, 65504.0 * 100, 65504.0, is_finite_at) == 2.0**9
-    assert tried == [2.0**-25, 2.0**9, 2.0**10]
+    if (limit, scale, needed) == (9, 2.0**16, 65504.0 * 100):  # a good guess needs three passes
+        assert tried == [2.0**-25, 2.0**9, 2.0**10]

@@ -1,6 +1,5 @@
 """Replay: what a step did is found again from what was kept of it, in the order in which it happened."""
 
-import itertools
 import random
 
 import numpy as np
@@ -45,8 +44,9 @@ def shown(overflow):
 
 
 def test_a_finite_step_gives_nothing(make):
-    for name, policy in itertools.product(
-        ("transformer", "conv", "chain"), (FP16, "O2,emulate=true", "O3,emulate=true", "O1,bf16,emulate=true")
+    policies = (FP16, "O2,emulate=true"), (FP16, "O3,emulate=true"), ("O2,emulate=true", "O1,bf16,emulate=true")
+    for name, policy in (
+        (n, p) for n, some in zip(("transformer", "conv", "chain"), policies, strict=True) for p in some
     ):
         model, x = make(name)
         loop = Loop(model, policy=policy)
@@ -183,8 +183,10 @@ def test_what_happened_first_is_reported(make):
     assert loop.locate(2.0**40).phase == "forward"  # of the second call, before the first one's backward pass
 
 
-@pytest.mark.parametrize("holder", [list, nn.ModuleList])
-@pytest.mark.parametrize("which, phase", [(0, "forward"), (1, "forward"), (1, "backward"), (0, "backward")])
+@pytest.mark.parametrize(
+    "which, phase, holder",
+    [(0, "forward", list), (1, "forward", nn.ModuleList), (1, "backward", list), (0, "backward", nn.ModuleList)],
+)
 def test_one_model_feeds_another(which, phase, holder):
     """Be they two models, or the parts of one that is never called itself."""
     torch.manual_seed(0)

@@ -67,11 +67,6 @@ def test_every_name_is_the_original_object_again(name, tmp_path, capsys):
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_a_script_finds_its_own_arguments_and_path(capsys):
-    assert ended("untrained", "--epochs", "3").error is None
-    assert capsys.readouterr().out == "__main__ ['--epochs', '3'] True\n"
-
-
 def test_a_script_finds_of_itself_what_it_finds_without_mezzo(tmp_path, capfd, monkeypatch):
     (tmp_path / "inner").mkdir()
     text = (
@@ -120,12 +115,6 @@ def test_what_mezzo_raises_keeps_its_frames(tmp_path):
     files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     assert files[0] == str(path)
     assert "mezzo/policy" in files[-1]
-
-
-def test_an_exit_is_the_scripts_own():
-    error = ended("leaves", "7").error
-    assert isinstance(error, SystemExit)
-    assert error.code == 7
 
 
 def test_options_are_refused_before_the_script_begins(capsys):

@@ -77,6 +77,13 @@ def test_a_run_that_skips_most_of_its_steps_is_an_alarm(ran):
     assert (report.alarm, report.steps, report.skipped) == ("3 of 5 steps were skipped", 5, 3)
 
 
+def test_options_of_the_session_reach_it(ran, capsys):
+    text = f"{LINEAR}before = model.bias.item()\n{SGD}{STEP}print(abs(model.bias.item() - before))\n"
+    for norm, moves in ((None, True), (1e-9, False)):
+        ran(text, "O0", max_grad_norm=norm)
+        assert (float(capsys.readouterr().out) > 1e-6) == moves
+
+
 def test_a_run_in_fp32_that_was_asked_for_is_no_alarm(ran):
     for policy in ("O0", "O0,loss_scale=constant(1024)"):
         report = ran(LINEAR + SGD + STEP, policy)

@@ -13,14 +13,14 @@ TRAINING = {
     "plain": 60,
     "accumulate": 80,
     "gan": 400,
-    "scaled": 100,
+    "scaled": 40,
     "older": 40,
     "lbfgs": 8,
-    "sam": 80,
+    "sam": 40,
     "averages": 80,
     "compiled": 60,
     "frozen": 80,
-    "folds": 120,
+    "folds": 60,
 }
 #: Where not all products ran low, the share that did: a frozen backbone trains from the middle on; a line search has
 #: products of its own.
@@ -96,17 +96,11 @@ def test_tensors_of_no_module_are_left_alone_and_named(script):
 
 def test_regions_and_scalers_of_a_script_are_the_sessions(script):
     ended, metrics = script("scaled", policy="O1,dtype=bfloat16")
-    assert ended.report.intercepted["torch.autocast"] == 100
+    assert ended.report.intercepted["torch.autocast"] == 40
     assert ended.report.intercepted["GradScaler"] == 1
     assert metrics["scale"] == ended.report.scale == 1.0  # the policy's, and not 2^12
 
 
 def test_weights_that_an_optimizer_and_one_inside_it_update_are_stored_low(script):
-    report, _ = check(script, "sam", "O2,dtype=float16")
-    assert report.left_alone == {}
-
-
-def test_options_of_the_session_reach_it(script):
-    _, plain = script("accumulate")
-    _, clipped = script("accumulate", policy="O0", max_grad_norm=1e-9)
-    assert clipped["loss"] != plain["loss"]
+    ended, _ = script("sam", policy="O2,dtype=float16")
+    assert (ended.report.left_alone, ended.report.low_share, ended.report.steps) == ({}, 1.0, 40)

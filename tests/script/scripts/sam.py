@@ -44,7 +44,7 @@ optimizer = SAM(model.parameters(), torch.optim.SGD, rho=0.05, lr=0.1, momentum=
 x = torch.randn(256, 16)
 y = x[:, :4].argmax(1)
 losses = []
-for step in range(80):
+for step in range(40):
     rows = torch.arange(step * 64, step * 64 + 64) % 256
     loss = nn.functional.cross_entropy(model(x[rows]), y[rows])
     loss.backward()
