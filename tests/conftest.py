@@ -64,6 +64,12 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: not any(name in item.path.parts or name == item.path.stem for name in _LONG))
 
 
+def pytest_ignore_collect(collection_path):
+    """Look for examples in docstrings of the source alone: what helps tests imports what few of them need."""
+    is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "conftest"))
+    return True if is_helper and Path(__file__).parent in collection_path.parents else None
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
     """Look for garbage only among what tests make: looking at a million older objects takes half a second each time."""
