@@ -118,12 +118,12 @@ def alike_steps(executor, bucket, update, count, alive):
 def test_the_reserve_is_filled_again_by_an_uncaptured_step(monkeypatch):
     """Three alike steps in a graph, after one rehearsal of them; then a second graph, after another one."""
     monkeypatch.setattr(tables, "RESERVE", 4)
-    bucket, executor = bucket_of("adamw", SPLIT, BF16, [(20,), (3, 5)]), Triton()
+    bucket, executor = bucket_of("lion", SPLIT, BF16, [(20,)]), Triton()
     update, theirs, alive = executor.update_of(bucket), copied(bucket), []
     for capturing in (False, True, False, True):
         monkeypatch.setattr(tables, "_is_capturing", lambda device, capturing=capturing: capturing)
         alike_steps(executor, bucket, update, 3, alive)
-    assert len(executor._kept) > 4 * 3
+    assert len(executor._kept) >= 4 * 3
     with pytest.raises(UnsupportedError, match=r"(?s)had new addresses 4 times.*at most 4 steps in a graph"):
         alike_steps(executor, copied(bucket), lambda gradients, verdict: None, 2, alive)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
