@@ -7,6 +7,7 @@ import torch
 
 from mezzo import UnsupportedError
 from mezzo.step.executors import choose, cpp
+from mezzo.step.executors.portable import Portable
 from mezzo.step.gradients import Exchange
 from mezzo.step.storage import decode, encode, encode_into
 
@@ -118,8 +119,9 @@ def test_one_launch_for_each_set_of_dtypes_however_many_tensors_there_are(monkey
         calls.clear()
 
 
-def test_nothing_is_asked_of_the_device():
+def test_nothing_is_asked_of_the_device(monkeypatch):
     """Of tensors that have no values."""
+    monkeypatch.setattr(choose, "executor_for", lambda device: Portable())
     with torch.device("meta"):
         hi, lo, value = torch.empty(5, dtype=BF16), torch.empty(5, dtype=torch.int16), torch.empty(5)
         exchange = Exchange([hi], [lo], [value], [torch.empty(5)])

@@ -15,7 +15,6 @@ from mezzo import MixedPrecision, prepare
 from mezzo.weights import views
 from mezzo.weights.views import views_of
 
-from ..support.tables import pairwise
 from .runs import ByHand, Ours, assert_equal, assert_same_states, both
 from .values import BF16, FP16, LOW, Net, same
 
@@ -86,10 +85,17 @@ CLOSURES = {
 }
 
 
-@pytest.mark.parametrize("name, dtype, style", pairwise([*CLOSURES], LOW, ["five lines", "adopt"]), ids=str)
+@pytest.mark.parametrize(
+    "name, dtype, style",
+    [
+        (name, LOW[number // 2 % 2], ("five lines", "adopt")[number % 2])
+        for number, name in enumerate([*CLOSURES, *reversed(CLOSURES)])
+    ],
+    ids=str,
+)
 def test_closures_see_low_weights_and_optimizers_fp32(name, dtype, style):
     with both(Net(), CLOSURES[name], dtype, style) as (ours, by_hand):
-        for number in range(4):  # a fifth line search overflows
+        for number in range(3):
 
             def closure(number=number):
                 """The gradients of the model as it is stored now, in the masters."""
@@ -166,6 +172,9 @@ RESUMED = {
 }
 
 
+RESUMING = [(name, LOW[(at + n) % 2], STYLES[(at + n) % 3]) for at, name in enumerate(RESUMED) for n in range(2)]
+
+
 def through_a_file(value):
     file = io.BytesIO()
     torch.save(value, file)
@@ -173,7 +182,7 @@ def through_a_file(value):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("name, dtype, style", pairwise([*RESUMED], LOW, STYLES), ids=str)
+@pytest.mark.parametrize("name, dtype, style", RESUMING, ids=str)
 def test_a_run_that_is_resumed_goes_on_bit_for_bit(name, dtype, style):
     first = Ours(Net(), RESUMED[name], dtype, style)
     try:
@@ -181,7 +190,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(name, dtype, style):
             first.step(number)
         session = [] if style == "adopt" else [first.amp]
         states = through_a_file([each.state_dict() for each in (first.model, first.optimizer, *session)])
-        for number in range(3, 8):
+        for number in range(3, 6):
             first.step(number)
     finally:
         first.end()
@@ -190,7 +199,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(name, dtype, style):
         session = [] if style == "adopt" else [second.amp]
         for part, state in zip((second.model, second.optimizer, *session), states, strict=True):
             part.load_state_dict(state)
-        for number in range(3, 8):
+        for number in range(3, 6):
             second.step(number)
         assert all(
             same(first.read(one), second.read(two))
@@ -382,26 +391,20 @@ def test_a_left_optimizer_is_as_it_was_built_with_its_state():
 
 
 @pytest.mark.parametrize("make", [adamw, lambda model: mezzo.optim.AdamW(model.parameters())], ids=["torch", "mezzo"])
-def test_edits_by_little_within_fp32(make):
+def test_edits_by_little_within_fp32_are_kept_and_so_are_those_before_an_error(make):
     model = Net()
     wanted = [p.detach().double() for p in model.parameters()]
     optimizer = make(model)
     amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
-    for _ in range(200):
+    for _ in range(50):
         with amp.fp32(optimizer), torch.no_grad():
             for param in params_of(optimizer):
                 param.mul_(1 - 1e-4)
     assert is_over(optimizer, model.parameters())
     (halves,) = amp.weights.halves()
     for param, before in zip(model.parameters(), wanted, strict=True):
-        after = before * (1 - 1e-4) ** 200
-        assert (halves.read(param).double() - after).abs().max() <= 200 * 2.0**-24 * after.abs().max()
-
-
-def test_what_raises_within_fp32_is_stored_all_the_same():
-    model = Net()
-    optimizer = adamw(model)
-    amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
+        after = before * (1 - 1e-4) ** 50
+        assert (halves.read(param).double() - after).abs().max() <= 50 * 2.0**-24 * after.abs().max()
 
     def edit():
         with amp.fp32(optimizer), torch.no_grad():
