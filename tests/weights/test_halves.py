@@ -60,7 +60,15 @@ def test_a_low_value_leaves_the_fp32_value_of_elements_that_hold_it(dtype):
     assert torch.equal(halves.read(weight), wanted)
 
 
-def test_dropped_rests_leave_the_low_values():
+def test_what_came_low_goes_back_low_and_dropped_rests_leave_the_low_values():
+    weight, halves = nn.Parameter(torch.randn(9).bfloat16()), Halves()
+    before = weight.detach().clone()
+    halves.store({weight: BF16})
+    halves.write(weight, before.float() * (1 + 2**-12))
+    assert torch.equal(halves.read(weight), before.float() * (1 + 2**-12))
+    halves.remove()
+    assert weight.dtype == BF16
+    assert torch.equal(weight, before)
     values = numbers(BF16)
     weight, halves = stored(values, BF16)
     halves.drop()
@@ -71,18 +79,6 @@ def test_dropped_rests_leave_the_low_values():
     assert torch.equal(halves.read(weight), torch.full_like(values, 1.001).bfloat16().float())
     halves.remove()
     assert weight.dtype == torch.float32
-
-
-def test_what_came_low_goes_back_low():
-    weight = nn.Parameter(torch.randn(9).bfloat16())
-    before = weight.detach().clone()
-    halves = Halves()
-    halves.store({weight: BF16})
-    halves.write(weight, before.float() * (1 + 2**-12))
-    assert torch.equal(halves.read(weight), before.float() * (1 + 2**-12))
-    halves.remove()
-    assert weight.dtype == BF16
-    assert torch.equal(weight, before)
 
 
 @each_dtype
