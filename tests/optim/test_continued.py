@@ -16,10 +16,6 @@ from .test_optim import parameters, train
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def copies(params):
-    return [nn.Parameter(param.detach().clone()) for param in params]
-
-
 @pytest.mark.parametrize("stored", [FP16, FP32])
 def test_a_state_loads_however_the_weights_are_stored(stored):
     params = parameters()
@@ -37,24 +33,25 @@ def test_a_state_loads_however_the_weights_are_stored(stored):
     train(others, other, range(2, 4))
 
 
-@pytest.mark.parametrize("kind, way", [(optim.AdamW, "deepcopy"), (optim.SGD, "pickle"), (optim.Lion, "torch.save")])
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS = [(optim.AdamW, copy.deepcopy), (optim.SGD, lambda value: pickle.loads(pickle.dumps(value)))]
+
+
+@pytest.mark.parametrize("kind, way", [*WAYS, (optim.Lion, through_a_file)])
 def test_copies_go_on_as_the_original_would(kind, way):
     params = parameters()
     optimizer = kind(params, lr=0.1)
     train(params, optimizer, range(2))
-    if way == "deepcopy":
-        copied, twin = copy.deepcopy((params, optimizer))
-    elif way == "pickle":
-        copied, twin = pickle.loads(pickle.dumps((params, optimizer)))
-    else:
-        file = io.BytesIO()
-        torch.save((params, optimizer), file)
-        file.seek(0)
-        copied, twin = torch.load(file, weights_only=False)
+    copied, twin = way((params, optimizer))
     train(copied, twin, range(2, 5))
     train(params, optimizer, range(2, 5))
-    for one, other in zip(copied, params, strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, copied, params))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

@@ -56,27 +56,19 @@ def ulps(ours, theirs):
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_forty_steps_equal_torchs(pair):
-    mine, theirs, options = PAIRS[pair]
-    one, other = parameters(), parameters()
-    train(one, mine(one, lr=1e-2, **options), range(40))
-    train(other, theirs(other, lr=1e-2, **options), range(40))
-    assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 32
-
-
-@pytest.mark.parametrize("pair", [name for name in PAIRS if "sgd" not in name or "momentum" in name])
-def test_state_goes_to_torch_and_back_in_mid_run(pair):
+def test_steps_are_torch_s_and_state_goes_to_torch_and_back_in_mid_run(pair):
     mine, theirs, options = PAIRS[pair]
     one, other = parameters(), parameters()
     first, second = mine(one, lr=1e-2, **options), theirs(other, lr=1e-2, **options)
-    train(one, first, range(20))
-    train(other, second, range(20))
-    swapped_one, swapped_other = theirs(one, lr=1e-2, **options), mine(other, lr=1e-2, **options)
-    swapped_one.load_state_dict(first.state_dict())
-    swapped_other.load_state_dict(second.state_dict())
-    train(one, swapped_one, range(20, 40))
-    train(other, swapped_other, range(20, 40))
-    assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 32
+    for steps in (range(20), range(20, 40)):
+        train(one, first, steps)
+        train(other, second, steps)
+        assert ulps([p.detach() for p in one], [p.detach() for p in other]) <= 32
+        states = first.state_dict(), second.state_dict()
+        first, second = theirs(one, lr=1e-2, **options), mine(other, lr=1e-2, **options)
+        if pair != "sgd":  # of which torch keeps none
+            first.load_state_dict(states[0])
+            second.load_state_dict(states[1])
 
 
 @pytest.mark.parametrize("dtype, state_dtype", STORED)
@@ -98,20 +90,8 @@ def test_resuming_is_bit_exact(dtype, state_dtype):
         assert torch.equal(halves.read(one), restored.read(other))
 
 
-def test_updates_of_a_low_weight_are_kept_in_halves_or_rounded_to_nearest_without_a_low_half():
-    """torch's AdamW leaves a weight of 1 where it is, a hundred small updates long; ``O3`` asks for the latter."""
-    weights = {}
-    for name, make in (("torch", torch.optim.AdamW), ("mezzo", optim.AdamW)):
-        weight = nn.Parameter(torch.ones(4))
-        optimizer = make([weight], lr=1e-3, weight_decay=0.0)
-        halved([weight], torch.bfloat16, *([optimizer] if name == "mezzo" else []))
-        for _ in range(100):
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-        weights[name] = weight[0].item()
-    assert weights["torch"] == 1.0
-    assert weights["mezzo"] == pytest.approx(0.9, abs=2**-8)
-
+def test_without_a_low_half_updates_of_a_low_weight_are_rounded_to_nearest():
+    """``O3`` asks for it."""
     weight = nn.Parameter(torch.ones(4))
     optimizer = optim.SGD([weight], lr=2**-7)
     halves = halved([weight], torch.bfloat16, optimizer)
@@ -125,12 +105,22 @@ def test_updates_of_a_low_weight_are_kept_in_halves_or_rounded_to_nearest_withou
         assert torch.equal(halves.read(weight), weight.float())
 
 
-@pytest.mark.parametrize("kind", [optim.AdamW, optim.Adam, optim.SGD, optim.Lion])
-def test_halves_are_fp32_weights_bit_for_bit_in_bfloat16(kind):
+@pytest.mark.parametrize(
+    "kind, executor",
+    [
+        (optim.AdamW, Cpp()),
+        (optim.AdamW, Portable()),
+        (optim.Adam, Cpp()),
+        (optim.SGD, Portable()),
+        (optim.Lion, Cpp()),
+    ],
+)
+def test_halves_are_fp32_weights_bit_for_bit_in_bfloat16(kind, executor, monkeypatch):
+    monkeypatch.setattr("mezzo.optim.optimizer.executor_for", lambda *_: executor)
     one, other = parameters(), parameters()
     low, wide = kind(one, lr=1e-2), kind(other, lr=1e-2)
     halves = halved(one, torch.bfloat16, low)
-    for step in range(20):
+    for step in range(8):
         give_gradients(one, step, dtype=(torch.bfloat16, torch.float32)[step % 2])
         for param, same in zip(one, other, strict=True):
             same.grad = param.grad.float()

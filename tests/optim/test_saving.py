@@ -172,8 +172,6 @@ def test_parameters_without_an_entry_begin_anew():
     assert [int(optimizer.state[param]["step"]) for param in params] == [4, 1]
 
 
-# What is no state ---------------------------------------------------------------------------------------
-
 # Numbers --------------------------------------------------------------------------------------------------
 
 

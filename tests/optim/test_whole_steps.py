@@ -1,4 +1,4 @@
-"""What a step of mezzo's optimizers refuses leaves all as it was; kernels that cannot be built are done without."""
+"""A step of mezzo's optimizers is whole or has not begun; kernels that cannot be built are done without."""
 
 import copy
 import itertools
@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 import mezzo
-from mezzo import PolicyError, UnsupportedError
+from mezzo import UnsupportedError
 from mezzo.optim import optimizer as optimizer_module
 from mezzo.step import passes
 from mezzo.step.executors import choose, cpp, portable
@@ -18,17 +18,10 @@ from mezzo.weights.halves import owner_of
 
 from .halved import halved
 
-KINDS = {
-    "AdamW": mezzo.optim.AdamW,
-    "Adam": mezzo.optim.Adam,
-    "SGD": lambda params, lr: mezzo.optim.SGD(params, lr=lr, momentum=0.9),
-    "Lion": mezzo.optim.Lion,
-}
-
 
 def optimizer_of(kind, dtype=torch.float32, length=20):
     params = [Parameter(torch.linspace(-1, 1, length)) for _ in range(2)]
-    optimizer = KINDS[kind]([{"params": [params[0]]}, {"params": [params[1]]}], lr=0.01)
+    optimizer = getattr(mezzo.optim, kind)([{"params": [params[0]]}, {"params": [params[1]]}], lr=0.01)
     halved(params, dtype, optimizer)
     gradients(params, 0)
     optimizer.step()
@@ -50,33 +43,12 @@ def same(one, other):
     return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
-@pytest.mark.parametrize("kind, dtype", [("AdamW", torch.bfloat16), ("SGD", torch.float32)])
-def test_whatever_is_refused_leaves_counts_and_moments_alone(kind, dtype):
-    params, optimizer = optimizer_of(kind, dtype)
-    group = optimizer.param_groups[1]
-    before = facts(params, optimizer)
-    for key, value in (("lr", float("nan")), ("lr", -1.0), ("weight_decay", float("inf")), ("betas", (0.9, 2.0))):
-        if key not in group:
-            continue
-        right, group[key] = group[key], value
-        with pytest.raises(PolicyError, match=rf"{key} (is|are)(.|\n)*group 1"):
-            optimizer.step()
-        group[key] = right
-        assert same(facts(params, optimizer), before)
-    params[1].grad = params[1].grad.to_sparse()
-    with pytest.raises(UnsupportedError, match="cannot use a sparse gradient"):
-        optimizer.step()
-    assert same(facts(params, optimizer), before)
-    gradients(params, 1)
-    optimizer.step()
-    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+WRITERS = (optimizer_module.__file__, passes.__file__, portable.__file__, cpp.__file__)
 
 
-WRITERS = (optimizer_module.__file__, passes.__file__, portable.__file__, cpp.__file__, portable.__file__)
-
-
-@pytest.mark.parametrize("executor", ["kernels", "block by block"])
-def test_an_interrupt_at_any_line_of_a_step_leaves_it_whole_or_not_begun(executor, monkeypatch):
+@pytest.mark.parametrize("executor, stride", [("kernels", 1), ("block by block", 3)])
+def test_an_interrupt_at_any_line_of_a_step_leaves_it_whole_or_not_begun(executor, stride, monkeypatch):
+    """Block by block there are many lines, and all within what an interrupt waits for: every third one."""
     kind, dtype = "AdamW", torch.bfloat16
     if executor != "kernels":
         monkeypatch.setattr(optimizer_module, "executor_for", lambda _: portable.Portable())
@@ -99,7 +71,7 @@ def test_an_interrupt_at_any_line_of_a_step_leaves_it_whole_or_not_begun(executo
     while at is None or found[-1]:  # until the line is beyond the step
         params, optimizer = optimizer_of(kind, dtype)
         gradients(params, 1)
-        at, lines = 0 if at is None else at + 1, itertools.count()
+        at, lines = 0 if at is None else at + stride, itertools.count()
         before = sys.gettrace()
         sys.settrace(trace)
         try:
@@ -144,12 +116,11 @@ def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, c
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}
 
 
-@pytest.mark.parametrize("kind, dtype", [("AdamW", torch.bfloat16), ("Lion", torch.float32)])
-def test_torch_compile_breaks_the_graph_around_a_step(kind, dtype):
+def test_torch_compile_breaks_the_graph_around_a_step():
     torch._dynamo.reset()
     ways = []
     for compiled in (False, True):
-        params, optimizer = optimizer_of(kind, dtype)
+        params, optimizer = optimizer_of("AdamW", torch.bfloat16)
         step = torch.compile(optimizer.step, backend="eager") if compiled else optimizer.step
         for number in range(3):
             gradients(params, number)

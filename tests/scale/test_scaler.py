@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 
 import numpy as np
 import pytest
@@ -15,19 +14,9 @@ from mezzo.scale import LossScale, ScaleState, next_scale
 from mezzo.scale.rules import next_scale_on_host
 from mezzo.scale.scaler import Scaler
 
+from .test_rules import CONFIGS
+
 YES, NO = torch.tensor(True), torch.tensor(False)
-CONFIGS = st.builds(
-    LossScale.dynamic,
-    init=st.sampled_from([2.0**-20, 1.0, 1000.0, 65536.0, 2.0**100]),
-    growth=st.sampled_from([1.1, 2.0, 3.7, 2.0**30]),
-    backoff=st.sampled_from([0.1, 0.5, 0.9]),
-    interval=st.integers(1, 4),
-    hysteresis=st.integers(1, 3),
-    refill=st.sampled_from(["backoff", "clean", "growth", "clean+backoff"]),
-    floor=st.sampled_from([2.0**-126, 2.0**-20]),
-    ceiling=st.sampled_from([None, 2.0**101]),
-    growth_offset=st.integers(0, 2),
-)
 RULES = {
     "torch": LossScale.like("torch", init=8.0, interval=2),
     "paddle": LossScale.like("paddle", init=8.0, interval=2, hysteresis=2),
@@ -164,7 +153,11 @@ def test_a_loaded_state_continues_exactly(before, after):
     for overflow in before:
         state = next_scale(state, torch.tensor(overflow), UNEVEN)
     loaded = ScaleState.from_state_dict(json.loads(json.dumps(state.state_dict())))
-    assert loaded.state_dict() == state.state_dict()
+    plain = loaded.state_dict()
+    assert plain == state.state_dict()
+    assert {name: type(value) for name, value in plain.items()} == {
+        "scale": float, "clean_steps": int, "budget": int, "floor_overflows": int,
+    }  # fmt: skip
     for name in ("scale", "clean_steps", "budget", "floor_overflows"):
         ours, theirs = getattr(loaded, name), getattr(state, name)
         assert torch.equal(ours, theirs)
@@ -172,23 +165,9 @@ def test_a_loaded_state_continues_exactly(before, after):
     assert walk(loaded, after) == walk(state, after)
 
 
-def test_the_state_dict_is_plain():
-    state = next_scale(UNEVEN.start(), torch.tensor(True), UNEVEN)
-    plain = state.state_dict()
-    assert plain == {
-        "scale": float(np.float32(3.3)),
-        "clean_steps": -1,
-        "budget": 1,
-        "floor_overflows": 0,
-    }
-    assert [type(value) for value in plain.values()] == [float, int, int, int]
-
-
 @given(st.floats(2.0**-126, 2.0**127, width=32))
 def test_the_inverse_is_rounded_once(scale):
     state = LossScale.constant(scale).start()
     inverse = state.inverse()
-    assert inverse.dtype == torch.float32
-    assert inverse.shape == ()
+    assert (inverse.dtype, inverse.shape) == (torch.float32, ())
     assert inverse.item() == float(np.float32(1.0 / np.float64(scale)))
-    assert math.isfinite(inverse.item())

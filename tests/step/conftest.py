@@ -8,10 +8,10 @@ from .executors.implementations import PARAMETERS, prepared
 @pytest.fixture(params=PARAMETERS)
 def each(request, monkeypatch):
     """Every implementation in turn."""
-    yield from prepared(request, monkeypatch)
+    return prepared(request, monkeypatch)
 
 
 @pytest.fixture(params=["inductor"])
 def inductor(request, monkeypatch):
     """The kernels that torch.compile makes, which take seconds each."""
-    yield from prepared(request, monkeypatch)
+    return prepared(request, monkeypatch)

@@ -6,16 +6,15 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mezzo.step.storage import PLAIN, READ, SPLIT, decode, encode, encode_into, keys, nearest, noise, stochastic
-from mezzo.tensors import flat
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LOW = [BF16, FP16]
 INFINITE, FIRST_REFUSED = 0x7F80_0000, 0x7F7F_8000
 SAME_BITS = {"rtol": 0, "atol": 0, "equal_nan": True}
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45, 2.0**-25, 3 * 2.0**-25, -(2.0**-25), 65519.9, 65520.0, -7e4]
+SPECIAL += [3.3961776e38, 3.4e38, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 2.0**-14 - 2.0**-26]
 
 
 def of_bits(*patterns):
@@ -52,7 +51,7 @@ def test_bfloat16_is_exact_at_every_high_half_and_every_low_one():
     for high in (0, 1, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x3FFF, 0x7F7E, 0x7F7F):
         for sign in (0, 0x8000):
             check_bfloat16((every & 0xFFFF) + (((high | sign) ^ 0x8000) - 0x8000) * 2**16)
-    check_bfloat16(random_bits(2_000_000))
+    check_bfloat16(random_bits(200_000))
 
 
 def check_float16(w):
@@ -95,19 +94,17 @@ def test_every_float16_pattern_beside_any_remainder_is_near_and_so_is_a_zero_fro
         assert (decode(torch.zeros(1, dtype=BF16), torch.tensor([low], dtype=torch.int16)).abs() < 5e-41).all()
 
 
-@given(patterns=st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=50))
-@settings(max_examples=200, deadline=None)
-def test_any_fp32_pattern_goes_through_halves(patterns):
-    w = of_bits(*patterns)
-    for dtype in LOW:
-        hi, lo = torch.empty_like(w, dtype=dtype), torch.empty_like(w, dtype=torch.int16)
-        encode_into(w, hi, lo)
-        for value, back in zip(w.tolist(), decode(hi, lo).tolist(), strict=True):
-            check_value(value, back, dtype)
-        again = decode(hi, lo), torch.empty_like(hi), torch.empty_like(lo)
-        encode_into(*again)
-        assert torch.equal(decode(*again[1:]).isnan(), w.isnan())
-        assert torch.equal(decode(*again[1:]).nan_to_num(7), decode(hi, lo).nan_to_num(7))
+@pytest.mark.parametrize("dtype", LOW)
+def test_any_fp32_pattern_goes_through_halves(dtype):
+    """What is too large becomes infinite here, where nothing refuses it."""
+    w = torch.cat([random_bits(20_000).view(torch.float32), torch.tensor([*SPECIAL, math.nan])])
+    hi, lo = torch.empty_like(w, dtype=dtype), torch.empty_like(w, dtype=torch.int16)
+    encode_into(w, hi, lo)
+    back = decode(hi, lo)
+    for pair in zip(w.tolist(), back.tolist(), strict=True):
+        check_value(*pair, dtype)
+    encode_into(back, hi, lo)
+    torch.testing.assert_close(decode(hi, lo), back, **SAME_BITS)
 
 
 def check_value(value, back, dtype):
@@ -125,7 +122,7 @@ def test_float16_keeps_its_bound_at_every_pattern_between_them_and_in_every_bina
     patterns = torch.arange(0, 0x7C00, dtype=torch.int16).view(torch.float16).float()
     of_interest = torch.cat([patterns, (patterns[1:] + patterns[:-1]) / 2, torch.tensor([6.1008e-05])])
     near = [of_interest.view(torch.int32).add(step).clamp(min=0).view(torch.float32) for step in range(-3, 4)]
-    inside = random_bits(1_000_000).view(torch.float32).nan_to_num(0).abs()
+    inside = random_bits(200_000).view(torch.float32).nan_to_num(0).abs()
     w = torch.cat([*near, inside]).clamp(max=65504)
     check_float16(torch.cat([w, -w]))
 
@@ -167,7 +164,7 @@ LAYOUTS = {
     "expanded": lambda: torch.randn(1, 30).expand(40, 30),
     "scalar": lambda: torch.randn(()),
     "empty": lambda: torch.randn(0, 3),
-    "many blocks": lambda: torch.randn(700_001),
+    "many blocks": lambda: torch.randn(200_001),
 }
 
 
@@ -189,14 +186,6 @@ def test_any_layout_splits_and_joins_anew_or_in_memory_that_is_there(dtype):
         encode_into(torch.zeros(5), torch.zeros(5, dtype=dtype), torch.zeros(5, dtype=torch.int16))
 
 
-def test_flat_views_share_memory_and_refuse_what_lies_otherwise():
-    w = torch.randn(4, 3).t()
-    (vector,) = flat(w)
-    assert vector.data_ptr() == w.data_ptr()
-    assert flat(w, torch.randn(3, 4)) is None
-    assert flat(torch.randn(4, 6)[:, ::2]) is None
-
-
 # Storages -------------------------------------------------------------------------------------------------
 
 
@@ -214,13 +203,9 @@ def test_a_storage_reads_what_it_has_written_and_writing_what_was_read_changes_n
 
 # Rounding on bit patterns, against torch's own casts ---------------------------------------------------------
 
-SPECIAL = [0.0, -0.0, math.inf, -math.inf, 1e-45, -1e-45, 2.0**-25, 3 * 2.0**-25, -(2.0**-25), 65519.9, 65520.0, -7e4]
-SPECIAL += [3.3961776e38, 3.4e38, 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-11, 1 + 3 * 2.0**-11, 2.0**-14 - 2.0**-26]
 
-
-def log_uniform(count=1_000_000):
-    bits = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    values = bits.view(torch.float32)
+def log_uniform(count=200_000):
+    values = random_bits(count).view(torch.float32)
     return torch.cat([torch.tensor(SPECIAL), values[~values.isnan()]])
 
 
@@ -243,13 +228,8 @@ def test_stochastic_rounding_takes_one_of_the_two_neighbours_with_the_right_odds
     assert ((rounded.double().mean(0) - w).abs() <= spacing / 1024).all()
     on_grid = w.bfloat16().float() == w
     assert torch.equal(rounded[:, on_grid], w[on_grid].expand(len(every), -1))
-
-
-def test_stochastic_rounding_keeps_infinities_and_nan():
-    bits = torch.full((3,), 0xFFFF, dtype=torch.int32)
-    rounded = stochastic(torch.tensor([math.inf, -math.inf, math.nan]), bits)
-    assert rounded[:2].tolist() == [math.inf, -math.inf]
-    assert rounded[2].isnan()
+    odd = torch.tensor([math.inf, -math.inf, math.nan])
+    torch.testing.assert_close(stochastic(odd, torch.full((3,), 0xFFFF, dtype=torch.int32)), odd, **SAME_BITS)
 
 
 def test_noise_is_the_mixer_it_says_it_is():

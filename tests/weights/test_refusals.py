@@ -182,6 +182,8 @@ def test_an_optimizer_that_reaches_the_models_parameters_in_another_way_is_told_
 
 def test_low_weights_of_another_model_are_not_trained_beside_nor_those_that_no_halves_keep():
     run = Ours(Net(), adamw, BF16, "adopt")
+    with refused(StateError, "adopted already"):
+        run.prepared.adopt(run.optimizer)
     other = nn.Linear(2, 2).bfloat16()
     run.optimizer.add_param_group({"params": list(other.parameters())})
     run.model(0).backward()
@@ -195,15 +197,6 @@ def test_low_weights_of_another_model_are_not_trained_beside_nor_those_that_no_h
         model = Net().bfloat16()
         with refused(UnsupportedError, "would be trained without masters", parts=[model]):
             start(model, adamw(model), "O1,dtype=bfloat16")
-
-
-def test_an_optimizer_is_adopted_once():
-    run = Ours(Net(), adamw, BF16, "adopt")
-    with refused(StateError, "adopted already"):
-        run.prepared.adopt(run.optimizer)
-    run.step(0)
-    run.prepared.remove()
-    prepare(run.model, POLICIES[BF16]).adopt(run.optimizer)
 
 
 def test_blocks_of_fp32_do_not_nest_and_hold_no_step():

@@ -15,7 +15,6 @@ from mezzo import MixedPrecision, prepare
 from mezzo.weights import views
 from mezzo.weights.views import views_of
 
-from ..support.tables import pairwise
 from .runs import ByHand, Ours, assert_equal, assert_same_states, both
 from .values import BF16, FP16, LOW, Net, same
 
@@ -86,10 +85,17 @@ CLOSURES = {
 }
 
 
-@pytest.mark.parametrize("name, dtype, style", pairwise([*CLOSURES], LOW, ["five lines", "adopt"]), ids=str)
+@pytest.mark.parametrize(
+    "name, dtype, style",
+    [
+        (name, LOW[number // 2 % 2], ("five lines", "adopt")[number % 2])
+        for number, name in enumerate([*CLOSURES, *reversed(CLOSURES)])
+    ],
+    ids=str,
+)
 def test_closures_see_low_weights_and_optimizers_fp32(name, dtype, style):
     with both(Net(), CLOSURES[name], dtype, style) as (ours, by_hand):
-        for number in range(4):  # a fifth line search overflows
+        for number in range(3):
 
             def closure(number=number):
                 """The gradients of the model as it is stored now, in the masters."""
@@ -166,6 +172,9 @@ RESUMED = {
 }
 
 
+RESUMING = [(name, LOW[(at + n) % 2], STYLES[(at + n) % 3]) for at, name in enumerate(RESUMED) for n in range(2)]
+
+
 def through_a_file(value):
     file = io.BytesIO()
     torch.save(value, file)
@@ -173,7 +182,7 @@ def through_a_file(value):
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("name, dtype, style", pairwise([*RESUMED], LOW, STYLES), ids=str)
+@pytest.mark.parametrize("name, dtype, style", RESUMING, ids=str)
 def test_a_run_that_is_resumed_goes_on_bit_for_bit(name, dtype, style):
     first = Ours(Net(), RESUMED[name], dtype, style)
     try:
@@ -181,7 +190,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(name, dtype, style):
             first.step(number)
         session = [] if style == "adopt" else [first.amp]
         states = through_a_file([each.state_dict() for each in (first.model, first.optimizer, *session)])
-        for number in range(3, 8):
+        for number in range(3, 6):
             first.step(number)
     finally:
         first.end()
@@ -190,7 +199,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(name, dtype, style):
         session = [] if style == "adopt" else [second.amp]
         for part, state in zip((second.model, second.optimizer, *session), states, strict=True):
             part.load_state_dict(state)
-        for number in range(3, 8):
+        for number in range(3, 6):
             second.step(number)
         assert all(
             same(first.read(one), second.read(two))
@@ -280,46 +289,40 @@ def test_hooks_of_a_program_see_the_models_parameters_before_and_after_a_step():
     assert seen == [(True, {BF16})] * 8
 
 
-@pytest.mark.parametrize("early, style", [(True, "five lines"), (False, "attach"), (True, "adopt")])
-def test_schedulers_made_before_and_after_adoption_move_the_rate(early, style):
-    model, made = Net(), []
-
-    def make(model):
-        optimizer = adamw(model)
-        made.append(lr_scheduler.StepLR(optimizer, 2, gamma=0.5) if early else None)
-        return optimizer
-
-    with both(model, make, BF16, style) as (ours, by_hand):
-        schedulers = made if early else [lr_scheduler.StepLR(each.optimizer, 2, gamma=0.5) for each in (ours, by_hand)]
-        for number in range(5):
-            for each, scheduler in zip((ours, by_hand), schedulers, strict=True):
-                each.step(number)
-                scheduler.step()  # warns where it does not see the step before
-            assert_equal(ours, by_hand)
-        assert ours.optimizer.param_groups[0]["lr"] == by_hand.optimizer.param_groups[0]["lr"] == 0.05 * 0.25
-
-
 @pytest.mark.parametrize("dtype, style", [(FP16, "five lines"), (BF16, "attach"), (FP16, "adopt")])
-def test_parameters_that_join_and_thaw_late_train_from_their_fp32_values(dtype, style):
-    net = Net()
+@pytest.mark.parametrize("early", [True, False])
+def test_parameters_that_join_and_thaw_late_and_schedulers_go_on_from_fp32_values(dtype, style, early):
+    """Schedulers that were made before the optimizer was adopted, or after it."""
+    net, schedulers = Net(), []
     net.third.requires_grad_(False)
 
+    def schedule(optimizer):
+        schedulers.append(lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
+
     def make(model):
-        return torch.optim.AdamW([*model.first.parameters(), *model.third.parameters()], lr=0.05, foreach=False)
+        optimizer = torch.optim.AdamW([*model.first.parameters(), *model.third.parameters()], lr=0.05, foreach=False)
+        if early:
+            schedule(optimizer)
+        return optimizer
 
     with both(net, make, dtype, style) as (ours, by_hand):
+        for each in () if early else (ours, by_hand):
+            schedule(each.optimizer)
         for number in range(6):
             if number == 2:
                 for model in (ours.model, by_hand.model, by_hand.masters):
                     model.third.requires_grad_(True)
             if number == 4:
-                for each, model in ((ours, ours.model), (by_hand, by_hand.masters)):
+                for scheduler, model in zip(schedulers, (ours.model, by_hand.masters), strict=True):
                     model.frozen.requires_grad_(True)
-                    each.optimizer.add_param_group({"params": list(model.frozen.parameters()), "lr": 0.01})
+                    scheduler.optimizer.add_param_group({"params": list(model.frozen.parameters()), "lr": 0.01})
+                    scheduler.base_lrs.append(0.01)
                 by_hand.model.frozen.requires_grad_(True)
-            for each in (ours, by_hand):
+            for each, scheduler in zip((ours, by_hand), schedulers, strict=True):
                 each.step(number)
+                scheduler.step()  # warns where it does not see the step before
             assert_equal(ours, by_hand)
+        assert ours.optimizer.param_groups[0]["lr"] == by_hand.optimizer.param_groups[0]["lr"] == 0.05 / 8
 
 
 def test_gradients_that_come_and_go_are_stepped_with_where_they_are():
@@ -367,41 +370,32 @@ def test_a_left_optimizer_is_as_it_was_built_with_its_state():
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert is_over(optimizer, model.parameters())
-    twin = Net()
-    twin.load_state_dict(model.state_dict())
-    theirs = adamw(twin)
-    theirs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, own in ((model, optimizer), (twin, theirs)):
-        own.zero_grad()
-        each(1).backward()
-        own.step()
-    assert all(same(one, two) for one, two in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+    state = optimizer.state_dict()["state"].values()
+    assert {state["exp_avg"].dtype for state in state} == {torch.float32}
+    optimizer.zero_grad()
+    model(1).backward()
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {2}
 
 
 # Edits by little --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [adamw, lambda model: mezzo.optim.AdamW(model.parameters())], ids=["torch", "mezzo"])
-def test_edits_by_little_within_fp32(make):
+def test_edits_by_little_within_fp32_are_kept_and_so_are_those_before_an_error(make):
     model = Net()
     wanted = [p.detach().double() for p in model.parameters()]
     optimizer = make(model)
     amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
-    for _ in range(200):
+    for _ in range(50):
         with amp.fp32(optimizer), torch.no_grad():
             for param in params_of(optimizer):
                 param.mul_(1 - 1e-4)
     assert is_over(optimizer, model.parameters())
     (halves,) = amp.weights.halves()
     for param, before in zip(model.parameters(), wanted, strict=True):
-        after = before * (1 - 1e-4) ** 200
-        assert (halves.read(param).double() - after).abs().max() <= 200 * 2.0**-24 * after.abs().max()
-
-
-def test_what_raises_within_fp32_is_stored_all_the_same():
-    model = Net()
-    optimizer = adamw(model)
-    amp = MixedPrecision(model, optimizer, "O2,dtype=bfloat16,emulate=true")
+        after = before * (1 - 1e-4) ** 50
+        assert (halves.read(param).double() - after).abs().max() <= 50 * 2.0**-24 * after.abs().max()
 
     def edit():
         with amp.fp32(optimizer), torch.no_grad():

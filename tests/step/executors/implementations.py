@@ -6,7 +6,7 @@ one of ``STATES``: the contract in ``test_contract.py`` and ``tests/step/test_ex
 
 import dataclasses
 import functools
-import itertools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.step.executors import portable
+from mezzo.step.executors import cpp, portable
 from mezzo.step.executors.cpp import Cpp
 from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.passes import Bucket, counted, judge, updated
@@ -56,26 +56,32 @@ class Implementation(NamedTuple):
         device: Where tensors are.
         is_exact: Whether its arithmetic is IEEE's in each element: torch's vectors take roots that are 1 unit in the
             last place off on some processors, and its own kernels order operations otherwise.
-        first: The first case of the table that it runs by default.
-        every: Which ones after that: a case takes a second where it is compiled or interpreted.
+        is_costly: Whether a case takes tenths of a second, as where it is traced or interpreted.
+        cases: Which cases of the table it runs by default.
     """
 
     make: Callable[[], Any]
     device: torch.device = CPU
     is_exact: bool = False
-    first: int = 0
-    every: int = 1
+    is_costly: bool = False
+    cases: slice = slice(None)
 
 
+#: The first cases of the table: each rule once, storages by turns; and three of them, of which one rounds at random.
+ONCE, FEW = slice(9), slice(1, 9, 3)
 IMPLEMENTATIONS = {
     "portable": Implementation(Portable),
-    "predicated": Implementation(Predicated),
-    "compiled": Implementation(CompiledHere, first=1, every=9),
-    "inductor": Implementation(CompiledHere, first=2, every=9),
-    "cpp": Implementation(Cpp, is_exact=True, every=3),
-    "interpreted": Implementation(triton, is_exact=True, first=1, every=5),
+    "predicated": Implementation(Predicated, cases=ONCE),
+    "compiled": Implementation(CompiledHere, is_costly=True, cases=FEW),
+    "inductor": Implementation(CompiledHere, is_costly=True, cases=FEW),
+    "cpp": Implementation(Cpp, is_exact=True, cases=ONCE),
+    "interpreted": Implementation(triton, is_exact=True, is_costly=True, cases=ONCE),
     "cuda": Implementation(triton, torch.device("cuda"), is_exact=True),
 }
+#: Elements that are read or written at a time.
+PART = 1 << 11
+#: What each way to compile has compiled, for all tests.
+KERNELS = {name: functools.cache(portable._kernel.__wrapped__) for name in ("compiled", "inductor")}
 #: As parameters of a fixture; what they need is put there by :func:`prepared`.
 PARAMETERS = [
     pytest.param(name, marks=CUDA if name == "cuda" else ()) for name in IMPLEMENTATIONS if name != "inductor"
@@ -83,18 +89,20 @@ PARAMETERS = [
 
 
 def prepared(request, monkeypatch):
-    """Return the implementation that a fixture asks for, with all that it runs on; a generator."""
+    """Return the implementation that a fixture asks for, with all that it runs on: in parts that small tensors fill."""
     name = request.param
-    monkeypatch.setattr(portable, "CPU_BLOCK", 1 << 12)
+    monkeypatch.setattr(portable, "CPU_BLOCK", 1 << 10)
+    monkeypatch.setattr(cpp, "CHUNK", PART)
     if name == "interpreted":
         request.getfixturevalue("interpreted")
+        tables = importlib.import_module("mezzo.step.executors.triton")
+        monkeypatch.setattr(tables, "CHUNK", PART)
+        monkeypatch.setattr(tables, "NORM_BLOCK", PART // 2)
     if name in ("compiled", "inductor"):  # only the graphs that kernels are made of, or the kernels
-        torch._dynamo.reset()
-        portable._kernel.cache_clear()
+        monkeypatch.setattr(portable, "_kernel", KERNELS[name])
         backend = "eager" if name == "compiled" else "inductor"
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    yield IMPLEMENTATIONS[name]
-    portable._kernel.cache_clear()
+    return IMPLEMENTATIONS[name]
 
 
 # Storages -------------------------------------------------------------------------------------------------
@@ -122,18 +130,20 @@ WEIGHTS = {SPLIT: (in_halves, (BF16, FP16)), PLAIN: (plainly, (BF16, FP16, FP32)
 STATES = (FP32, BF16)
 RULES = ["adamw", "adamw amsgrad", "adam", "adam amsgrad maximize", "sgd maximize", "sgd momentum"]
 RULES += ["sgd momentum nesterov maximize", "lion", "lion maximize"]
-#: Every rule with every storage, dtypes of weight, gradient and states by turns.
+STORED = [(kept, dtype) for kept, (_, dtypes) in WEIGHTS.items() for dtype in dtypes]
+#: Every rule three times, with other storages; dtypes of gradients and states by turns.
 CASES = [
-    (name, kept, dtypes[number // 2 % len(dtypes)], (BF16, FP32, FP16)[number % 3], STATES[number // 4 % len(STATES)])
-    for number, (name, (kept, (_, dtypes))) in enumerate(itertools.product(RULES, WEIGHTS.items()))
+    (name, *STORED[(number + 2 * turn) % len(STORED)], (BF16, FP32, FP16)[at % 3], STATES[at % len(STATES)])
+    for turn in range(3)
+    for number, name in enumerate(RULES)
+    for at in [number + turn]
 ]
-CASES += [(name, PLAIN, FP32, gradient, FP32) for name, gradient in zip(RULES, [FP32, BF16, FP16] * 3, strict=True)]
 
 ODD = [0.0, -0.0, 1e-45, -1e-40, 2.0**-25, -(2.0**-25), 2.0**-14, 2.0**-14 - 2.0**-27, 6.1008e-05, 65504.0, 65519.9]
 ODD += [65520.0, -1e30, math.inf, -math.inf, math.nan]
 LAYOUTS = {
     "contiguous": lambda seed: random((3, 5), seed),
-    "two chunks": lambda seed: random(((1 << 14) + 5,), seed),
+    "two chunks": lambda seed: random((PART + 5,), seed),
     "odd values": lambda seed: torch.tensor(ODD * 3).roll(seed),
     "channels last": lambda seed: random((2, 3, 4, 5), seed).to(memory_format=torch.channels_last),
     "transposed": lambda seed: random((40, 30), seed).t(),
@@ -151,14 +161,14 @@ HYPERS = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 1e-2},
     "lion": {"lr": 1e-2, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1},
 }
-SHAPES = [(2500,), (3, 5), (1024,), ()]  # whole blocks with and without a rest, and short ones
+SHAPES = [(1101,), (3, 5), (1024,)]  # whole blocks with and without a rest, and a short one
 
 
 def random(shape, seed, scale=1.0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-def bucket_of(name, kept, dtype, shapes=SHAPES, *, state_dtype=FP32, weights=None, device=CPU):
+def bucket_of(name, kept, dtype, shapes=SHAPES, *, state_dtype=FP32, weights=None, device=CPU, seed=0):
     update = rule(*name.split())
     values = weights if weights is not None else [random(shape, seed, 0.1) for seed, shape in enumerate(shapes)]
     made = [WEIGHTS[kept][0](w, dtype, device) for w in values]
@@ -171,6 +181,7 @@ def bucket_of(name, kept, dtype, shapes=SHAPES, *, state_dtype=FP32, weights=Non
         weights=[weight for weight, _ in made],
         extras=[extra for _, extra in made],
         states=[tuple(torch.zeros_like(w, dtype=state_dtype) for _ in update.states) for w, _ in made],
+        seed=seed,
     )
 
 

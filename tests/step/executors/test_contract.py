@@ -13,7 +13,7 @@ from mezzo import UnsupportedError
 from mezzo.step import storage
 from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.passes import Bucket, judge
-from mezzo.step.storage import PLAIN, SPLIT
+from mezzo.step.storage import SPLIT
 from mezzo.step.update import rule
 
 from .implementations import (
@@ -24,6 +24,7 @@ from .implementations import (
     HYPERS,
     LAYOUTS,
     ODD,
+    PART,
     SHAPES,
     WEIGHTS,
     advance,
@@ -48,24 +49,30 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor
 
 
 def check_case(each, name, kept, dtype, gradient_dtype, state_dtype):
+    """Take two steps and between them one that is skipped, the second tensor's with zeros for gradients."""
     special = torch.cat([torch.tensor([*ODD[:10], math.inf, -math.inf, math.nan]), random((1100,), 7, 0.1)])
     weights = [special, *(random(shape, seed, 0.1) for seed, shape in enumerate(SHAPES[1:]))]
-    mine = bucket_of(name, kept, dtype, state_dtype=state_dtype, weights=weights, device=each.device)
+    how = {"state_dtype": state_dtype, "weights": weights, "device": each.device, "seed": 3 * len(name)}
+    mine = bucket_of(name, kept, dtype, **how)
     theirs, executor = copied(mine), each.make()
     update = executor.update_of(mine)
-    for number in range(2):
+    for number, bad in enumerate((math.inf, math.nan)):
         gradients = gradients_of(mine, number, gradient_dtype)
-        gradients[0][:3] = gradients[0][20:40] = 0.0
+        gradients[0][:3] = gradients[0][20:40] = gradients[1][:] = 0.0
         verdict = take(executor, mine, update, gradients, max_norm=1.0)
         pure_step(theirs, gradients, verdict)
         # Without roots and torch's own kernel all arithmetic is IEEE's.
         assert_same(mine, theirs, each.is_exact or "lion" in name)
+        before = clones(tensors_of(mine))
+        gradients[1][2, 3] = bad
+        assert take(executor, mine, update, gradients).found_inf
+        assert same_bits(tensors_of(mine), before)
     assert mine.weights[0].isnan().any()
     assert mine.step == theirs.step == 2
 
 
-def test_two_steps_of_any_rule_and_storage_are_the_pure_function(each):
-    for case in CASES[each.first :: each.every]:
+def test_steps_of_any_rule_and_storage_are_the_pure_function_and_skipped_ones_write_nothing(each):
+    for case in CASES[each.cases]:
         check_case(each, *case)
 
 
@@ -77,58 +84,36 @@ def test_so_are_those_of_the_cases_that_an_implementation_leaves_out(each):
 
 @pytest.mark.slow
 def test_so_are_those_of_kernels_that_torch_compiles(inductor):
-    for case in CASES[inductor.first :: inductor.every]:
+    for case in CASES[inductor.cases]:
         check_case(inductor, *case)
 
 
-def test_weights_and_gradients_of_any_layout_are_updated(each):
+def test_weights_and_gradients_of_any_layout_are_updated_or_skipped(each):
     """Weights with gaps, and those whose states lie otherwise, go by torch's operations beside the others."""
-    for kept, (_, dtypes) in WEIGHTS.items():
+    for turn, (kept, (_, dtypes)) in enumerate(WEIGHTS.items()):
         weights = [layout(seed) for seed, layout in enumerate(LAYOUTS.values())]
         mine = bucket_of("lion", kept, dtypes[0], weights=[*weights, weights[0]], device=each.device)
         mine.states[-1] = tuple(torch.zeros(5, 3, device=each.device).t() for _ in mine.states[-1])
         strides = [weight.stride() for weight in mine.weights]
         theirs, executor = copied(mine), each.make()
         update = executor.update_of(mine)
-        for number in range(2):
-            gradients = [gradient.contiguous() for gradient in gradients_of(mine, number, BF16)]
-            if number:  # laid out as the weight is, this time
+        for is_alike in (turn % 2 > 0,) if each.is_costly else (False, True):
+            gradients = [gradient.contiguous() for gradient in gradients_of(mine, turn, BF16)]
+            if is_alike:  # laid out as the weight is
                 gradients = [like(w, BF16, w.device).copy_(g) for w, g in zip(mine.weights, gradients, strict=True)]
             pure_step(theirs, gradients, take(executor, mine, update, gradients))
             assert_same(mine, theirs, True)
+        gradients[0][1, 2] = math.nan
+        before = clones(tensors_of(mine))
+        assert take(executor, mine, update, gradients).found_inf
+        assert same_bits(tensors_of(mine), before)
         assert [weight.stride() for weight in mine.weights] == strides
         gaps = mine.weights[list(LAYOUTS).index("gaps")]
         assert not gaps._base.view(4, 6)[:, 1::2].any()
 
 
-def test_random_bits_depend_on_place_step_and_seed_alone(each, monkeypatch):
-    """Whatever the block is in which an executor works."""
-    monkeypatch.setattr("mezzo.step.executors.portable.CPU_BLOCK", 512)
-    for kept, seed in zip(WEIGHTS, (0, 3), strict=True):
-        mine = bucket_of("lion", kept, BF16, [(5000,), (300,), (7, 11)], state_dtype=BF16, device=each.device)
-        object.__setattr__(mine, "seed", seed)
-        theirs, executor = copied(mine), each.make()
-        update = executor.update_of(mine)
-        for number in range(2):
-            gradients = gradients_of(mine, number, BF16)
-            pure_step(theirs, gradients, take(executor, mine, update, gradients))
-        assert same_bits(tensors_of(mine), tensors_of(theirs))
-
-
-def test_rows_that_no_batch_holds_decay_and_nothing_else(each):
-    """Zero gradients and moments: quotients and roots take their slow paths."""
-    mine = bucket_of("adamw", SPLIT, BF16, [(1100,), (3, 5)], state_dtype=FP32, device=each.device)
-    theirs, executor = copied(mine), each.make()
-    update = executor.update_of(mine)
-    for _ in range(2):
-        gradients = [torch.zeros_like(weight) for weight in mine.weights]
-        pure_step(theirs, gradients, take(executor, mine, update, gradients, max_norm=1.0))
-        assert_same(mine, theirs, each.is_exact)
-    assert not any(state.any() for states in mine.states for state in states)
-
-
 def test_tensors_that_are_given_other_memory_another_layout_or_dtype_are_found_again(each):
-    mine = bucket_of("lion", SPLIT, BF16, [(300, 300), (20,)], device=each.device)
+    mine = bucket_of("lion", SPLIT, BF16, [(20, 20), (20,)], device=each.device)
     theirs, executor, dtype = copied(mine), each.make(), BF16
     update = executor.update_of(mine)
 
@@ -149,33 +134,8 @@ def test_tensors_that_are_given_other_memory_another_layout_or_dtype_are_found_a
         dtype = FP32
 
 
-# Steps that are not taken ---------------------------------------------------------------------------------
-
-
-def test_a_skipped_step_writes_nothing(each):
-    for (kept, (_, dtypes)), bad, state in zip(WEIGHTS.items(), (math.inf, math.nan), (FP32, BF16), strict=True):
-        weights = [
-            *(random(shape, 1, 0.1) for shape in SHAPES),
-            torch.tensor([-0.0, math.inf, 1e-40]),
-            LAYOUTS["gaps"](0),
-        ]
-        bucket = bucket_of("adamw", kept, dtypes[0], weights=weights, state_dtype=state, device=each.device)
-        executor = each.make()
-        update = executor.update_of(bucket)
-        take(executor, bucket, update, gradients_of(bucket, 0, BF16))
-        before = clones(tensors_of(bucket))
-        gradients = gradients_of(bucket, 1, BF16)
-        gradients[1][2, 3] = bad
-        assert take(executor, bucket, update, gradients).found_inf
-        assert same_bits(tensors_of(bucket), before)
-        assert not take(executor, bucket, update, gradients_of(bucket, 2, BF16)).found_inf
-        assert bucket.step == 2
-        changed = [not same_bits([one], [two]) for one, two in zip(bucket.weights, before, strict=False)]
-        assert all(changed[:4])
-
-
 def test_neither_pass_asks_the_device_for_a_value():
-    """Of the portable operations on a device without values; of C++ by profile, skipped step included."""
+    """Of the portable operations, on a device without values."""
     for kept in WEIGHTS:
         with torch.device("meta"):
             weights = [torch.empty(20, 30, dtype=BF16), torch.empty(5, dtype=BF16)]
@@ -235,12 +195,12 @@ AGAINST_TORCH = [("adamw", BF16, FP32), ("adam amsgrad maximize", FP16, FP16), (
 AGAINST_TORCH += [("lion", FP16, FP32)]
 
 
-def test_eight_clipped_scaled_steps_of_scheduled_rates_are_torch_s_and_compile_nothing_again(each):
-    for name, dtype, gradient_dtype in AGAINST_TORCH[: 1 if each.every > 1 and each.first else None]:
-        bucket = bucket_of(name, SPLIT, dtype, [(20_000,), (3, 5), ()], device=each.device)
+def test_clipped_scaled_steps_of_scheduled_rates_are_torch_s_and_compile_nothing_again(each):
+    for name, dtype, gradient_dtype in AGAINST_TORCH[: 1 if each.is_costly else None]:
+        bucket = bucket_of(name, SPLIT, dtype, [(1101,), (3, 5), ()], device=each.device)
         reference, executor = Reference(name, bucket), each.make()
         update = executor.update_of(bucket)
-        for step in range(8):
+        for step in range(4):
             group = reference.optimizer.param_groups[0]
             group["lr"], group["weight_decay"] = group["lr"] * 0.9, group["weight_decay"] * 0.8
             for hyper in ("lr", "weight_decay"):
@@ -250,25 +210,12 @@ def test_eight_clipped_scaled_steps_of_scheduled_rates_are_torch_s_and_compile_n
                 take(executor, bucket, update, gradients, max_norm=1.0)
             reference.step(gradients, max_norm=1.0)
         for mine, theirs, weight in zip(values_of(bucket), reference.params, bucket.weights, strict=True):
-            # Eight FP32 updates of weights below 0.5, each within 2 units in the last place, and eight times FP16's
+            # Four FP32 updates of weights below 0.5, each within 2 units in the last place, and four times FP16's
             # fixed-point remainder. Lion's sign may differ where its argument is nearly 0.
-            wrong = (mine.cpu() - theirs.detach()).abs() > 8 * (2 * 2.0**-25 + 2.0**-40)
-            assert wrong.sum() <= (3 if name == "lion" else 0), (name, dtype)
+            wrong = (mine.cpu() - theirs.detach()).abs() > 4 * (2 * 2.0**-25 + 2.0**-40)
+            assert wrong.sum() <= (1 if name == "lion" else 0), (name, dtype)
             assert torch.equal(weight.float(), storage.halves(mine, dtype)[0].to(dtype).float())
-        assert bucket.step == 8
-
-
-def test_in_bfloat16_halves_are_fp32_weights_bit_for_bit(each):
-    for name in ("adamw", "sgd"):
-        halves, full = (bucket_of(name, *how, device=each.device) for how in ((SPLIT, BF16), (PLAIN, FP32)))
-        executor = each.make()
-        updates = executor.update_of(halves), executor.update_of(full)
-        for step in range(3):
-            gradients = gradients_of(halves, step, BF16)
-            take(executor, halves, updates[0], gradients, max_norm=0.5)
-            take(executor, full, updates[1], gradients, max_norm=0.5)
-        assert same_bits(values_of(halves), full.weights)
-        assert all(same_bits(*pair) for pair in zip(halves.states, full.states, strict=True))
+        assert bucket.step == 4
 
 
 def test_second_moments_in_bfloat16_shrink_as_they_should():
@@ -294,8 +241,8 @@ def test_second_moments_in_bfloat16_shrink_as_they_should():
 
 def test_norms_are_float64_s_wherever_gradients_lie(each):
     """Of every dtype and layout, mixed where kernels take them mixed."""
-    kinds = [[FP32], [BF16], [BF16, FP32, FP16, torch.float64]] if each.is_exact else [[FP32], [BF16], [FP16]]
-    executor, layouts = each.make(), [*LAYOUTS.values(), lambda seed: random((300_001,), seed)]
+    kinds = [[BF16, FP32, FP16, torch.float64]] if each.is_exact else [[FP32], [BF16], [FP16]]
+    executor, layouts = each.make(), [*LAYOUTS.values(), lambda seed: random((3 * PART + 1,), seed)]
     layouts.pop(2)  # with infinities in it
     for dtypes in kinds:
         kind = itertools.cycle(dtypes)
@@ -312,15 +259,15 @@ def test_norms_are_float64_s_wherever_gradients_lie(each):
             whole = [place for place, gradient in enumerate(gradients) if gradient.is_contiguous()]
             assert same_bits([executor.norms(moved)[whole]], [found[whole]])
     assert executor.norms([]).shape == (0,)
-    assert executor.norms([torch.full((400_000,), 65504.0, dtype=FP16, device=each.device)]).isfinite()
+    assert executor.norms([torch.full((3 * PART,), 65504.0, dtype=FP16, device=each.device)]).isfinite()
     assert executor.norms([torch.full((3,), 2e19, device=each.device)]).isinf()  # a finite square counts as infinite
 
 
 def test_one_bad_value_anywhere_is_found_and_placed(each):
     executor = each.make()
     for bad, dtype in zip([math.inf, -math.inf, math.nan], [BF16, FP16, FP32], strict=True):
-        for place in ((0, 0), (0, 20_000), (1, 599), (2, 0)):
-            gradients = [torch.ones(count, dtype=dtype, device=each.device) for count in (20_001, 600, 1)]
+        for place in ((0, 0), (0, PART), (1, 599), (2, 0)):
+            gradients = [torch.ones(count, dtype=dtype, device=each.device) for count in (PART + 1, 600, 1)]
             gradients[place[0]][place[1]] = bad
             assert executor.norms(gradients).isfinite().tolist() == [index != place[0] for index in range(3)]
 

@@ -118,12 +118,12 @@ def alike_steps(executor, bucket, update, count, alive):
 def test_the_reserve_is_filled_again_by_an_uncaptured_step(monkeypatch):
     """Three alike steps in a graph, after one rehearsal of them; then a second graph, after another one."""
     monkeypatch.setattr(tables, "RESERVE", 4)
-    bucket, executor = bucket_of("adamw", SPLIT, BF16, [(20,), (3, 5)]), Triton()
+    bucket, executor = bucket_of("lion", SPLIT, BF16, [(20,)]), Triton()
     update, theirs, alive = executor.update_of(bucket), copied(bucket), []
     for capturing in (False, True, False, True):
         monkeypatch.setattr(tables, "_is_capturing", lambda device, capturing=capturing: capturing)
         alike_steps(executor, bucket, update, 3, alive)
-    assert len(executor._kept) > 4 * 3
+    assert len(executor._kept) >= 4 * 3
     with pytest.raises(UnsupportedError, match=r"(?s)had new addresses 4 times.*at most 4 steps in a graph"):
         alike_steps(executor, copied(bucket), lambda gradients, verdict: None, 2, alive)
     monkeypatch.setattr(tables, "_is_capturing", lambda device: False)
@@ -136,12 +136,11 @@ def test_the_reserve_is_filled_again_by_an_uncaptured_step(monkeypatch):
 
 
 @pytest.mark.usefixtures("interpreted")
-@pytest.mark.parametrize("default, kept", [("meta", SPLIT), (torch.bfloat16, PLAIN), (torch.float64, SPLIT)], ids=str)
+@pytest.mark.parametrize("default, kept", [("meta", SPLIT), (torch.float64, PLAIN)], ids=str)
 def test_torch_s_defaults_change_nothing(monkeypatch, default, kept):
     """Not a default device, on which no table could be pinned; and not a default dtype."""
     gaps = torch.zeros(6, 10, dtype=BF16)[:, :5]  # updated by torch's operations
-    shapes = [(2500,), (3, 5)]
-    mine = bucket_of("lion", kept, BF16, shapes, state_dtype=BF16)
+    mine = bucket_of("lion", kept, BF16, [(1101,), (3, 5)], state_dtype=BF16)
     extra = torch.zeros(6, 5, dtype=torch.int16) if kept.extra else None
     mine = dataclasses.replace(
         mine,
