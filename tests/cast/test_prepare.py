@@ -52,7 +52,7 @@ def test_conversion_stores_what_the_design_says_and_remove_undoes_it(level, norm
     model = Net()
     before, kept = dtypes(model), dict(model.named_parameters())
     exact = copy.deepcopy(model.state_dict())
-    handle = mezzo.prepare(model, Policy.O0() if level == "O0" else getattr(Policy, level)(low))
+    handle = mezzo.prepare(model, getattr(Policy, level)(low))
     assert dtypes(model) == {
         "embed.weight": low, "conv.weight": low, "conv.bias": low,
         "norm.weight": norm or low, "norm.bias": norm or low,

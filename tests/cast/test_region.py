@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._functorch import config
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -31,16 +31,6 @@ def modes():
 
 
 # What is cast -------------------------------------------------------------------------------------------
-
-
-def test_portable_lists_give_cuda_dtypes_on_a_cpu():
-    with mezzo.autocast(BF16, "cpu"):
-        low = functional.linear(x, w)
-        wide = [low.softmax(-1), functional.softmax(low, -1), torch.exp(low), low**2, low.sum(), torch.norm(low),
-                functional.layer_norm(low, (8,)), torch.cat([low, x]), torch.addcmul(low, x, low)]  # fmt: skip
-        kept = [low, torch.relu(low), functional.gelu(low), low.mean(), low @ low.T, torch.einsum("ij,kj->ik", x, x)]
-    assert {out.dtype for out in wide} == {WIDE}
-    assert {out.dtype for out in kept} == {LOW}
 
 
 def test_both_low_formats_meet_in_fp32():
@@ -109,20 +99,10 @@ def test_fp32_inside_gives_every_part_of_a_result_in_the_inputs_dtype(name, give
 
 
 def test_a_rule_reaches_inside_python_functions():
-    class Seen(TorchFunctionMode):
-        dtypes = ()
-
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if getattr(func, "__name__", "") == "softmax":
-                self.dtypes += (out.dtype,)
-            return out
-
     query = x[None].bfloat16()
     for policy, expected in [(BF16, WIDE), (BF16.low("softmax"), LOW)]:
-        with Seen() as seen, mezzo.autocast(policy, "cpu"):
+        with mezzo.autocast(policy, "cpu"):
             assert functional.gumbel_softmax(query, hard=False).dtype == expected
-        assert expected in seen.dtypes
     with mezzo.autocast(BF16.low("norm", "linalg_vector_norm"), "cpu"):
         assert functional.normalize(query).dtype == LOW
 

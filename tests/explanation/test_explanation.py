@@ -116,14 +116,6 @@ def test_every_row_is_one_plain_line_however_long():
     assert any(long in line and "op table" in line for line in wide.text(full=True, width=None).splitlines())
 
 
-def test_a_terminal_s_width_is_that_of_the_console():
-    console = Console(width=60, record=True, file=io.StringIO())
-    console.print(EXPLANATION)
-    text = console.export_text()
-    assert max(len(line) for line in text.splitlines()) <= 60
-    assert "50264" in "".join(text.split())
-
-
 def test_paths_below_the_working_directory_are_short(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     rows = (dataclasses.replace(each, line=f"{tmp_path}/pkg/model.py:7") for each in EXPLANATION.rows)
@@ -167,16 +159,8 @@ def test_nothing_is_cut_at_any_width():
 
 def test_numbers_in_words():
     for num_bytes, text in (
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "0.98 KiB"),
-        (1024, "1.00 KiB"),
-        (10_239, "10.0 KiB"),
-        (102_348, "99.9 KiB"),
-        (1_023_000, "999 KiB"),
-        (1_024_000, "0.98 MiB"),
-        (5000 * 2**40, "5000 TiB"),
-    ):
+        (999, "999 B"), (1000, "0.98 KiB"), (10_239, "10.0 KiB"), (1_023_000, "999 KiB"), (5000 * 2**40, "5000 TiB"),
+    ):  # fmt: skip
         assert words.byte_text(num_bytes) == text
     for scale, text in ((2.0**24, "2^24"), (0.5, "2^-1"), (1.0, "1"), (3.0, "3"), (0.0, "0"), ("inf", "inf")):
         assert words.scale_text(scale) == text

@@ -247,7 +247,6 @@ def _mode() -> Any:
     from torch import Tensor
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
     aten = torch.ops.aten
     allocating = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
@@ -275,7 +274,9 @@ def _mode() -> Any:
             kwargs, packet = dict(kwargs or {}), func.overloadpacket
             if packet is torch.ops.prim.device:
                 return args[0].device
-            leaves = tree_leaves((args, kwargs))
+            leaves = []  # arguments are lists of tensors at most
+            for each in (*args, *kwargs.values()):
+                leaves += each if isinstance(each, list | tuple) else [each]
             given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             wanted = kwargs.get("device")
             mine = [isinstance(leaf, FakeTensor) and leaf.fake_mode is self.fake for leaf in given]
