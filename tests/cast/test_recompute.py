@@ -346,19 +346,3 @@ def test_a_graph_that_is_kept_is_recomputed_each_time():
     for _ in range(2):
         assert torch.equal(torch.autograd.grad(loss, w, retain_graph=True)[0], expected)
         assert torch.equal(region.run_grad(other, [w], retain_graph=True)[0], expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, whose backward pass runs in another thread")
-@pytest.mark.parametrize("reentrant", VARIANTS)
-def test_a_backward_pass_in_a_thread_of_autograd_s(reentrant):
-    policy = Policy.O1("bfloat16").low("softmax").fp32("mm")
-
-    def run(how):
-        x, w = (t.detach().cuda() for t in operands(policy))
-        with mezzo.autocast(policy) as region:
-            loss = how(x, w.requires_grad_()).float().square().sum()
-        region.run_backward(loss)
-        return w.grad
-
-    assert torch.equal(run(lambda a, w: checkpoint(body, a, w, use_reentrant=reentrant)), run(body))

@@ -4,12 +4,9 @@ import dataclasses
 import io
 import itertools
 import json
-import re
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
@@ -173,19 +170,6 @@ def texts(paths):
     return [fold.text for fold in folded(paths, str, lambda path: None)]
 
 
-def spelled_out(pattern):
-    """``a.{0..2,5}.b`` → every path that it stands for."""
-    parts = []
-    for part in re.split(r"\.(?![.\d,]*\})", pattern):
-        found = re.fullmatch(r"\{(.*)\}", part)
-        indices = []
-        for run in found[1].split(",") if found else ():
-            first, _, last = run.partition("..")
-            indices += map(str, range(int(first), int(last or first) + 1))
-        parts.append(indices or [part])
-    return {".".join(each) for each in itertools.product(*parts)}
-
-
 def test_folds():
     for paths, expected in (
         ([f"blocks.{i}.norm1" for i in range(12)], ["blocks.{0..11}.norm1 ×12"]),
@@ -204,16 +188,3 @@ def test_folds():
     # Rows that differ in anything else stay apart.
     rows = [("a.0", "x"), ("a.1", "y"), ("a.2", "x")]
     assert [fold.text for fold in folded(rows, lambda row: row[0], lambda row: row[1])] == ["a.{0,2} ×2", "a.1"]
-
-
-PART = st.sampled_from(["a", "b", "0", "1", "2", "3", "7"])
-
-
-@given(st.lists(st.lists(PART, min_size=1, max_size=4).map(".".join), unique=True, max_size=30))
-def test_what_a_fold_says_is_what_went_in(paths):
-    folds = folded(paths, str, lambda path: None)
-    assert sorted(row for fold in folds for row in fold.rows) == sorted(paths)
-    for fold in folds:
-        assert spelled_out(fold.path) == set(fold.rows)
-        assert list(fold.rows) == sorted(fold.rows, key=paths.index)
-    assert [fold.rows[0] for fold in folds] == sorted((fold.rows[0] for fold in folds), key=paths.index)
