@@ -36,15 +36,8 @@ CASES = {
     "mm": (torch.mm, [(4, 33), (33, 6)], {}),
     "bmm": (torch.bmm, [(3, 4, 33), (3, 33, 6)], {}),
     "mv": (torch.mv, [(4, 33), (33,)], {}),
-    "dot": (torch.dot, [(33,), (33,)], {}),
-    "vdot": (torch.vdot, [(33,), (33,)], {}),
     "inner": (torch.inner, [(4, 33), (2, 3, 33)], {}),
     "tensordot": (torch.tensordot, [(4, 5, 9), (9, 5, 3)], {"dims": ([1, 2], [1, 0])}),
-    "convolution": (
-        torch.convolution,
-        [(2, 4, 9, 8), (6, 2, 3, 3), (6,)],
-        {"stride": [2], "padding": [1], "dilation": [1], "transposed": False, "output_padding": [0], "groups": 2},
-    ),
     "convolution transposed": (
         torch.convolution,
         [(2, 4, 9), (4, 3, 3), (3,)],

@@ -325,7 +325,6 @@ OPTIONS = {
     "no early stop": lambda a, w: checkpoint(body, a, w, use_reentrant=False, early_stop=False),
     "no tensor argument": lambda a, w: checkpoint(lambda: body(a, w), use_reentrant=False),
     "keyword arguments": lambda a, w: checkpoint(lambda a, w: body(a, w), use_reentrant=False, a=a, w=w),
-    "no determinism check": lambda a, w: checkpoint(body, a, w, use_reentrant=False, determinism_check="none"),
     "contexts as well": lambda a, w: checkpoint(body, a, w, **CONTEXTS),
 }
 
