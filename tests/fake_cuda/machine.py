@@ -255,11 +255,12 @@ def _mode() -> Any:
         aten.resize_, aten.record_stream,
     }  # fmt: skip
 
-    #: What only looks at memory otherwise, one tensor of one: a FakeTensorMode takes a millisecond for it.
+    #: What only looks at memory otherwise: a FakeTensorMode takes a millisecond for it.
     simple = {
         aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.t.default,
         aten.transpose.int, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.as_strided.default,
         aten.unsqueeze.default, aten.squeeze.dim, aten.permute.default,
+        aten.view.dtype, aten.split.Tensor, aten.unbind.int,
     }  # fmt: skip
 
     class Device(TorchDispatchMode):  # type: ignore[misc]
@@ -339,6 +340,8 @@ def _mode() -> Any:
             if quickly and func in simple:
                 with in_kernel_invocation_manager(self.fake):
                     seen = func(*args, **kwargs)
+                if isinstance(seen, list | tuple):
+                    return [FakeTensor(self.fake, each, torch.device("cuda", 0)) for each in seen]
                 return FakeTensor(self.fake, seen, torch.device("cuda", 0))
             if not quickly or func.is_view or func.overloadpacket in nothing:
                 with self.fake:
