@@ -37,5 +37,5 @@ def test_ranks_return_in_their_order_and_reach_each_other():
 )
 def test_what_became_of_a_rank_is_told(fault, text):
     with pytest.raises(RankError, match=text) as caught:
-        on_ranks(2, failing, fault, timeout=1 if fault == "asleep" else 600)
+        on_ranks(2, failing, fault, timeout=1 if fault == "asleep" else 600, fresh=True)
     assert 1 in caught.value.texts
