@@ -261,9 +261,9 @@ def test_what_a_closure_raises_reaches_the_caller_and_changes_nothing(kind, poli
 
 @pytest.mark.parametrize(
     "kind, policy",
-    [("sgd", "O0"), ("sgd", LEVELS[1]), ("mezzo's adamw", LEVELS[2]), ("lbfgs", LEVELS[0]), ("lbfgs", LEVELS[2]),
-     ("sam", LEVELS[0]), ("sam", LEVELS[2])],
-)  # fmt: skip
+    [("sgd", "O0"), ("sgd", LEVELS[1]), ("mezzo's adamw", LEVELS[2]), ("lbfgs", LEVELS[0]), ("lbfgs", LEVELS[2])]
+    + [("sam", policy) for policy in LEVELS],
+)
 def test_an_attached_optimizer_takes_closures_as_in_plain_torch(kind, policy):
     """SAM's by two calls of its own besides, as the well-known class has them."""
     for by_hand in (False, True)[: 1 + (kind == "sam")]:
@@ -295,3 +295,19 @@ def test_an_attached_optimizer_takes_closures_as_in_plain_torch(kind, policy):
         if policy.startswith("O0") and kind != "mezzo's adamw":
             assert_same(*ends)
         assert_near(*ends, list(network().parameters()), share=0.35)
+
+
+@pytest.mark.parametrize("policy", LEVELS)
+def test_an_overflow_before_a_second_step_by_hand_is_skipped(policy):
+    model, made = built(OPTIMIZERS["sam"])
+    with attached(model, made, policy) as amp:
+        for number in range(2):
+            loss_of(model, number).backward()
+            before = [value.clone() for value in model.state_dict().values()]
+            made.first_step(zero_grad=True)
+            loss_of(model, number).backward()
+            if number:
+                model[3].weight.grad[0, 0] = INF
+            made.second_step(zero_grad=True)
+        assert (amp.stats().steps, amp.stats().skipped) == (2, 1)
+        assert_same(before, list(model.state_dict().values()))
