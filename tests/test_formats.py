@@ -6,7 +6,6 @@ import math
 import struct
 from collections import Counter
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -84,21 +83,17 @@ def same(left: float, right: float) -> bool:
     return left == right and math.copysign(1, left) == math.copysign(1, right)
 
 
-#: How many values of a 16-bit format are passed over, but for those next to a power of two.
-STEPS = [pytest.param(97, id="some"), pytest.param(1, id="all", marks=pytest.mark.slow)]
-
-
-def some_patterns(number_format: Format, step: int, until: int) -> list[int]:
-    """Every so many patterns, and those around each power of two and at the end; of a small format all."""
+def some_patterns(number_format: Format, until: int) -> list[int]:
+    """Every 97th pattern, and those around each power of two and at the end; of a small format all."""
     binade = 1 << number_format.mantissa_bits
-    step = 1 if number_format.num_bits == 8 else step
+    step = 1 if number_format.num_bits == 8 else 97
     return [bits for bits in range(until) if bits % step == 0 or (bits + 2) % binade <= 4 or bits > until - 4]
 
 
-def edge_values(number_format: Format, step: int = 1) -> list[float]:
+def edge_values(number_format: Format) -> list[float]:
     """Values, their midpoints, and the float64 numbers next to each midpoint, of both signs."""
     numbers = TABLES[number_format.name]
-    chosen = some_patterns(number_format, step, len(numbers) - 1)
+    chosen = some_patterns(number_format, len(numbers) - 1)
     pairs = [(float(numbers[bits]), float(numbers[bits + 1])) for bits in chosen]
     table = sorted({value for pair in pairs for value in pair})
     middles = [(low + high) / 2 for low, high in pairs]
@@ -122,18 +117,6 @@ def test_fields_agree_with_the_patterns(number_format):
     assert read(number_format, one) == 1.0
     assert number_format.eps == read(number_format, one + 1) - 1.0
     assert number_format.has_inf == math.isinf(read(number_format, top + 1))
-
-
-@pytest.mark.parametrize("number_format", [entry for entry in EVERY if entry.dtype], ids=str)
-def test_fields_agree_with_torch(number_format):
-    info = torch.finfo(number_format.dtype)
-    assert (info.bits, info.max, info.smallest_normal, info.eps) == (
-        number_format.num_bits,
-        number_format.max,
-        number_format.smallest_normal,
-        number_format.eps,
-    )
-    assert str(number_format.dtype) == f"torch.{number_format}"
 
 
 # From the paper
@@ -177,10 +160,9 @@ def test_facts():
 # decode and encode
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("number_format", [*SMALL, TF32], ids=str)
-def test_every_pattern_decodes_as_struct_reads_it_and_survives_a_round_trip(number_format, step):
-    for bits in some_patterns(number_format, step, 1 << number_format.num_bits):
+def test_every_pattern_decodes_as_struct_reads_it_and_survives_a_round_trip(number_format):
+    for bits in some_patterns(number_format, 1 << number_format.num_bits):
         value = number_format.decode(bits)
         assert same(value, read(number_format, bits)), hex(bits)
         again = number_format.encode(value)
@@ -208,10 +190,9 @@ def test_nan_is_the_quiet_one_and_keeps_its_sign(number_format, bits):
     assert math.copysign(1.0, number_format.decode(number_format.encode(-math.nan))) == -1.0
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("number_format", SMALL, ids=str)
-def test_encode_at_every_value_and_midpoint(number_format, step):
-    for value in edge_values(number_format, step):
+def test_encode_at_every_value_and_midpoint(number_format):
+    for value in edge_values(number_format):
         rounded = read(number_format, number_format.encode(value))
         assert same(rounded, nearest_even(number_format, value)), value
 
@@ -239,16 +220,6 @@ def test_encode_tf32_as_exact_arithmetic_does(value):
     exact = round(Fraction(value) / unit) * unit  # Fraction rounds half to even
     expected = math.inf if abs(exact) >= 2**128 else float(exact)
     assert same(read(TF32, TF32.encode(value)), math.copysign(expected, value))
-
-
-def test_overflow_boundaries():
-    assert FP16.encode(math.nextafter(65520.0, 0.0)) == 0x7BFF
-    assert FP16.encode(65520.0) == 0x7C00
-    assert FP16.encode(-1e300) == 0xFC00
-    assert E4M3.encode(464.0) == 0x7E
-    assert E4M3.encode(math.nextafter(464.0, math.inf)) == 0x7F
-    assert E4M3.encode(math.inf) == 0x7F
-    assert E4M3.encode(-math.inf) == 0xFF
 
 
 def test_what_is_refused():
@@ -291,7 +262,7 @@ def test_what_is_refused():
 @pytest.mark.parametrize("number_format", SMALL, ids=str)
 def test_spacing_is_the_distance_to_the_neighbour_away_from_zero(number_format):
     table = TABLES[number_format.name]
-    for low, high in pairwise(table):
+    for low, high in ((table[at], table[at + 1]) for at in some_patterns(number_format, len(table) - 1)):
         assert number_format.spacing(float(low)) == float(high - low)
         assert number_format.spacing(-float(low)) == float(high - low)
 
@@ -317,7 +288,7 @@ def stored(number_format: Format, value: float, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("number_format", SMALL, ids=str)
 def test_round_equals_encode_at_every_edge(number_format):
     for dtype in INPUTS:
-        values = torch.tensor(edge_values(number_format, 97), dtype=torch.float64).to(dtype)
+        values = torch.tensor(edge_values(number_format), dtype=torch.float64).to(dtype)
         rounded = number_format.round(values)
         assert rounded.dtype == dtype
         table = {x: stored(number_format, x, dtype) for x in set(values.double().tolist()) if x == x}
@@ -403,8 +374,8 @@ def test_stochastic_rounding_leaves_the_grid_alone(number_format):
 def test_stochastic_rounding_takes_a_neighbour(number_format):
     source = torch.Generator().manual_seed(5)
     for dtype in INPUTS:
-        values = torch.randn(1000, generator=source, dtype=torch.float64)
-        values = (values * torch.exp2(torch.randint(-20, 6, (1000,), generator=source).double())).to(dtype)
+        values = torch.randn(300, generator=source, dtype=torch.float64)
+        values = (values * torch.exp2(torch.randint(-20, 6, (300,), generator=source).double())).to(dtype)
         drawn = number_format.round(values, stochastic=True, generator=source)
         for value, result in zip(values.double().tolist(), drawn.double().tolist(), strict=True):
             assert abs(result - value) < number_format.spacing(value)
@@ -466,7 +437,7 @@ def test_coverage_partitions_the_elements(number_format, values, scale):
 
 @pytest.mark.parametrize("number_format", SMALL, ids=str)
 def test_coverage_at_every_edge(number_format):
-    values = edge_values(number_format, 97)
+    values = edge_values(number_format)
     expected = Counter(classify(number_format, value) for value in values)
     assert counts(number_format.coverage(torch.tensor(values, dtype=torch.float64))) == expected
 
@@ -518,7 +489,7 @@ def test_landmarks(number_format):
 @pytest.mark.parametrize("number_format", EVERY, ids=str)
 def test_the_gpu_rounds_as_the_cpu_does(number_format):
     for dtype in INPUTS:
-        values = torch.tensor(edge_values(BF16, 7) + edge_values(E4M3), dtype=torch.float64).to(dtype)
+        values = torch.tensor(edge_values(BF16) + edge_values(E4M3), dtype=torch.float64).to(dtype)
         on_gpu = number_format.round(values.cuda()).cpu()
         assert torch.equal(on_gpu.nan_to_num(7.0), number_format.round(values).nan_to_num(7.0))
         assert number_format.coverage(values.cuda()) == number_format.coverage(values)

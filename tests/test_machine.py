@@ -3,8 +3,6 @@
 import json
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -16,6 +14,8 @@ from torch.utils import collect_env
 
 from mezzo import machine
 from mezzo.machine import VARIABLES, environment
+
+from .distributed.ranks import on_ranks
 
 
 def test_the_cpu_is_named_as_the_system_names_it():
@@ -42,20 +42,21 @@ def test_a_gpu_states_whether_tf32_is_on(monkeypatch):
         assert (facts["tf32_matmul"], facts["tf32_convolution"]) == (matmul == "tf32", convolution == "tf32")
 
 
+def switched():
+    found = []
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = True, False
+    found.append(machine.tf32())
+    torch.set_float32_matmul_precision("highest")
+    found.append(machine.tf32())
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+    return [*found, machine.tf32()]
+
+
 def test_every_switch_for_tf32_is_read():
     """In a process of its own: torch's older names cannot be read any more once its newer ones are set."""
-    code = """
-import torch
-from mezzo.machine import tf32
-
-torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = True, False
-assert tf32() == {"products": True, "convolutions": False}, tf32()
-torch.set_float32_matmul_precision("highest")
-assert tf32() == {"products": False, "convolutions": False}, tf32()
-torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
-assert tf32() == {"products": True, "convolutions": True}, tf32()
-"""
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    (found,) = on_ranks(1, switched, timeout=120, backend=None)
+    assert [[*each.values()] for each in found] == [[True, False], [False, False], [True, True]]
+    assert [*found[0]] == ["products", "convolutions"]
 
 
 def test_the_default_device_is_the_accelerator_or_the_cpu(monkeypatch):

@@ -420,24 +420,3 @@ def test_tables_and_masks_stay_low_so_that_operands_agree(policy):
         torch.testing.assert_close(out, expected.float(), rtol=0.05, atol=0.02, msg=style)
         out.square().mean().backward()
         assert all(param.grad.dtype == low and param.grad.isfinite().all() for param in model.parameters())
-
-
-class Turned(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-        self.register_buffer("cos", torch.linspace(-1, 1, 24).view(3, 8))
-
-    def forward(self, x):
-        q, k, v = self.qkv(x).chunk(3, dim=-1)
-        return functional.scaled_dot_product_attention(q * self.cos, k * self.cos, v)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_what_is_turned_by_angles_that_a_rule_keeps_in_fp32_is_low_as_what_it_meets(policy):
-    model = Turned()
-    wide, angles = copy.deepcopy(model), model.cos.clone()
-    out = mezzo.prepare(model, f"{policy},fp32_param=cos").model(x := torch.randn(2, 3, 8))
-    assert model.cos.dtype == torch.float32
-    assert torch.equal(model.cos, angles)
-    torch.testing.assert_close(out, wide(x), rtol=0.05, atol=0.05)

@@ -5,13 +5,11 @@ import copy
 import dataclasses
 import io
 import math
-import pickle
 import threading
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
@@ -107,12 +105,6 @@ def test_inputs_and_outputs_are_cast_through_nested_containers(low):
     assert out["args"][0][0].dtype == out["args"][3]["data"].pixels.dtype == out["packed"].data.dtype == torch.float32
     assert out["args"][0][1][3].dtype == torch.float64
     assert value.dtype == mine["user"]["y"].dtype == mine["data"].pixels.dtype == torch.float32
-
-
-def test_output_dtype_none_leaves_outputs():
-    model = nn.Linear(4, 4)
-    mezzo.prepare(model, "O2,dtype=bfloat16,output_dtype=none")
-    assert model(torch.ones(1, 4)).dtype == torch.bfloat16
 
 
 class Diffusion(nn.Module):
@@ -326,7 +318,7 @@ def test_models_of_one_session_may_share_a_module():
     assert not any(m._forward_pre_hooks for m in second.modules())
 
 
-@pytest.mark.parametrize("policy", [*LOW, "O1,dtype=bfloat16,emulate=false", "O1,dtype=float16,emulate=true"])
+@pytest.mark.parametrize("policy", [LOW[0], "O1,dtype=float16,emulate=true"])
 def test_gradients_of_each_sample_by_vmap_and_functional_call(policy):
     model, x = seeded(Block), data(3, 4, 8)
     handle = mezzo.prepare(model, policy)
@@ -348,18 +340,6 @@ def test_gradients_of_each_sample_by_vmap_and_functional_call(policy):
         torch.testing.assert_close(gradients, wanted, rtol=0, atol=8 * eps * wanted.abs().max().item())
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # in torch's own decompositions
-@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16,emulate=true", LOW[1]])
-def test_forward_mode(policy):
-    model, x = seeded(Block), data(4, 8)
-    _, true = torch.func.jvp(model, (x,), (torch.ones_like(x),))
-    handle = mezzo.prepare(model, policy)
-    with handle.autocast(), forward_ad.dual_level():
-        mine = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
-    eps = torch.finfo(handle.policy.dtype).eps
-    torch.testing.assert_close(mine.float(), true, rtol=0, atol=4 * eps * true.abs().max().item())
-
-
 def saved_and_loaded(model):
     file = io.BytesIO()
     torch.save(model, file)
@@ -367,9 +347,8 @@ def saved_and_loaded(model):
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("rule", ["", ",fp32_module=down", ",fp32_param=up.weight"])
-@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16,emulate=true", LOW[0], LOW[1]])
-def test_copies_of_a_prepared_model_are_plain_fp32_models(policy, rule):
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16,emulate=true,fp32_param=up.weight", LOW[0], LOW[1]])
+def test_copies_of_a_prepared_model_are_plain_fp32_models(policy):
     """Without hooks and rules, and they share nothing with the model."""
 
     def results(model):
@@ -379,9 +358,9 @@ def test_copies_of_a_prepared_model_are_plain_fp32_models(policy, rule):
         return [loss.detach(), x.grad, *(p.grad for p in model.parameters())]
 
     expected, model = results(seeded(Block)), seeded(Block)
-    mezzo.prepare(model, policy + rule)
+    mezzo.prepare(model, policy)
     model(data(4, 8))  # after a call, when a hook might hold something that cannot be copied
-    for make in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), saved_and_loaded):
+    for make in (copy.deepcopy, saved_and_loaded):
         copied = make(model)
         assert not {p.data_ptr() for p in copied.parameters()} & {p.data_ptr() for p in model.parameters()}
         if "float16" in policy.replace("bfloat16", ""):  # below 2^-16 halves hold FP16's weights to 2^-40
@@ -390,18 +369,6 @@ def test_copies_of_a_prepared_model_are_plain_fp32_models(policy, rule):
             assert_same(results(copied), expected)
     part = copy.deepcopy(model.down)
     assert part(torch.ones(1, 16)).dtype == part.weight.dtype == torch.float32
-
-
-@pytest.mark.parametrize("policy", ["O1,dtype=float16,emulate=true,loss_scale=128", LOW[0]])
-def test_a_model_may_be_wrapped_in_ddp_afterwards(policy, alone):
-    def gradients(wrap):
-        model = seeded(Block)
-        amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
-        with amp.autocast():
-            amp.backward(wrap(model)(data(4, 8)).float().square().mean())
-        return [p.grad for p in model.parameters()]
-
-    assert_same(gradients(nn.parallel.DistributedDataParallel), gradients(lambda model: model))
 
 
 def test_hooks_of_the_program_may_come_before_and_after():

@@ -613,6 +613,7 @@ def run_alone(program, **environment):
     return done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.slow  # what follows from a report is tested above
 def test_no_policy_kills_a_process_in_which_the_variable_is_not_set():
     """The real probe, on any machine: whatever mezzo calls native then runs, forward and backward, in this process."""
     program = """

@@ -65,15 +65,6 @@ def two_computed(self, h):
     return torch.einsum("bi,ij->bj", self.first(h), self.angles.cos() * torch.eye(8))
 
 
-def gathered(self, h):
-    graph = torch.eye(4).to_sparse()
-    return torch.sparse.mm(graph, h)
-
-
-def fourier(self, h):
-    return torch.fft.irfft(torch.fft.rfft(h), n=8)
-
-
 #: What does it, what the note says of its tensors, and whether casts at ops cure it as well.
 CASES = [
     (masked, ["weights is float32 [4, 4]", "h is {low} [4, 8]"], True),
@@ -84,8 +75,6 @@ CASES = [
     (two_computed, ["self.first(h).to(torch.{low}), (self.angles.cos() * torch.eye(8)).to(torch.{low})"], True),
     (filled, ["out[torch.arange(4)] = h", "out is float32 [4, 8]", "h.to(out.dtype)"], False),
     (scattered, ["torch.zeros(4, 8) is computed there", "h is {low} [4, 8]"], True),
-    (gathered, ["graph is float32 [4, 4]", "graph.to(h.dtype)"], False),
-    (fourier, ["h is {low} [4, 8]", "h.float()"], False),
 ]
 
 
@@ -97,7 +86,7 @@ def note_of(call, errors=(RuntimeError, ValueError)):
     return note
 
 
-@pytest.mark.parametrize("policy", ["O2,dtype=bfloat16", "O2,dtype=float16", "O3,dtype=bfloat16"])
+@pytest.mark.parametrize("policy", ["O2,dtype=float16", "O3,dtype=bfloat16"])
 @pytest.mark.parametrize("does, says, by_op", CASES, ids=[does.__name__ for does, *_ in CASES])
 def test_the_note_names_both_tensors_the_module_and_the_rule_and_its_cures_work(policy, does, says, by_op):
     def run(policy):

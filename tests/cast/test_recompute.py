@@ -20,8 +20,6 @@ from .models import Block, Looped, Tied, assert_same, data, plainly, seeded
 
 POLICIES = [
     "O1,dtype=float16,emulate=true",
-    "O1,dtype=bfloat16,emulate=true",
-    "O1,dtype=bfloat16,emulate=false",
     "O1,dtype=bfloat16,emulate=false,fp32_math=softmax+exp",  # the dtypes agree without the region, the numbers do not
     "O2,dtype=bfloat16,emulate=true,fp32=softmax",
 ]
@@ -105,12 +103,10 @@ def test_contexts_serve_functions_whatever_begins_the_backward_pass(policy):
 
 
 MODEL_POLICIES = [
-    *POLICIES,
-    "O1,dtype=bfloat16,emulate=true,fp32_module=up",
+    "O1,dtype=bfloat16,emulate=false,fp32_math=softmax+exp",  # the dtypes agree without the region, the numbers do not
     "O1,dtype=float16,emulate=true,low=softmax+gelu,fp32_module=norm",
     "O2,dtype=bfloat16,emulate=true,fp32_module=up",
     "O2,dtype=float16,emulate=false",
-    "O2,dtype=bfloat16,emulate=false,autocast=true",
     "O1,dtype=bfloat16,emulate=true,fp32_param=down.weight",
     "O2,dtype=bfloat16,emulate=true,fp32_param=up.weight",
 ]
@@ -222,9 +218,8 @@ def session_gradients(policy, build, how, *, whole, backward):
 
 @pytest.mark.parametrize(
     "policy",
-    ["O1,dtype=float16,emulate=true,loss_scale=16,fp32_math=matmul,low=softmax", "O2,dtype=bfloat16,emulate=true",
-     "O1,dtype=bfloat16,emulate=false"],
-)  # fmt: skip
+    ["O1,dtype=float16,emulate=true,loss_scale=16,fp32_math=matmul,low=softmax", "O2,dtype=bfloat16,emulate=true"],
+)
 def test_a_session_s_gradients_are_those_of_the_plain_run(policy):
     """Where a weight is used several times, too: but for reentry around some of a weight's uses, which torch adds in
     another order, in FP32 as well."""
@@ -330,7 +325,6 @@ OPTIONS = {
     "no early stop": lambda a, w: checkpoint(body, a, w, use_reentrant=False, early_stop=False),
     "no tensor argument": lambda a, w: checkpoint(lambda: body(a, w), use_reentrant=False),
     "keyword arguments": lambda a, w: checkpoint(lambda a, w: body(a, w), use_reentrant=False, a=a, w=w),
-    "no determinism check": lambda a, w: checkpoint(body, a, w, use_reentrant=False, determinism_check="none"),
     "contexts as well": lambda a, w: checkpoint(body, a, w, **CONTEXTS),
 }
 
@@ -351,19 +345,3 @@ def test_a_graph_that_is_kept_is_recomputed_each_time():
     for _ in range(2):
         assert torch.equal(torch.autograd.grad(loss, w, retain_graph=True)[0], expected)
         assert torch.equal(region.run_grad(other, [w], retain_graph=True)[0], expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, whose backward pass runs in another thread")
-@pytest.mark.parametrize("reentrant", VARIANTS)
-def test_a_backward_pass_in_a_thread_of_autograd_s(reentrant):
-    policy = Policy.O1("bfloat16").low("softmax").fp32("mm")
-
-    def run(how):
-        x, w = (t.detach().cuda() for t in operands(policy))
-        with mezzo.autocast(policy) as region:
-            loss = how(x, w.requires_grad_()).float().square().sum()
-        region.run_backward(loss)
-        return w.grad
-
-    assert torch.equal(run(lambda a, w: checkpoint(body, a, w, use_reentrant=reentrant)), run(body))

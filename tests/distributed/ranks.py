@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -34,63 +35,81 @@ class RankError(AssertionError):
         self.texts = texts
 
 
-def on_ranks(count, function, *args, timeout=600, group_timeout=60, backend="gloo"):
+def on_ranks(count, function, *args, timeout=600, group_timeout=60, backend="gloo", fresh=False):
     """Return what a function returns on each rank, in their order.
+
+    Ranks stay for the next call: what torch makes once in a process, such as rules for each shape of a DTensor, takes
+    longer than what most functions do.
 
     Args:
         count: How many ranks.
         function: One that is defined at the top of a test module; it and what it takes and returns can be pickled.
         *args: What it is given on each rank.
         timeout: Seconds after which all ranks are killed.
-        group_timeout: Seconds that a collective waits for the other ranks.
+        group_timeout: Seconds that a collective of new ranks waits for the other ranks.
         backend: Of the process group; ``None`` leaves it to the function to make one.
+        fresh: Whether to take ranks that have done nothing yet, and to end them afterwards; without a backend so it is.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preloaded"])
-    with tempfile.TemporaryDirectory() as folder:
-        call = pickle.dumps((function.__module__, function.__qualname__, args))
-        there, processes = {}, []
-        for rank in range(count):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_rank, args=(theirs, rank, count, f"{folder}/store", backend, group_timeout, call)
-            )
-            process.start()
-            theirs.close()
-            there[ours] = rank
-            processes.append(process)
-        try:
-            found = _answers(there, time.monotonic() + timeout)
-            for connection, rank in there.items():
-                connection.close()
-                if rank in found:
-                    processes[rank].join(5)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
+    fresh = fresh or backend is None
+    ranks = None if fresh else _STAYING.pop(count, None)
+    ranks = ranks or _Ranks(count, backend, group_timeout)
+    found = ranks.call(pickle.dumps((function.__module__, function.__qualname__, args)), time.monotonic() + timeout)
     texts = {rank: text for rank, (is_result, text) in found.items() if not is_result}
     texts |= {rank: f"did not end in {timeout} s" for rank in range(count) if rank not in found}
+    if fresh or texts:
+        ranks.end()
+    else:
+        _STAYING[count] = ranks
     if texts:
         raise RankError(texts)
     return [found[rank][1] for rank in range(count)]
 
 
-def _answers(there, end):
-    """Return what came from each rank before a time: whether it is a result, and the result or the error's text."""
-    found, open_ = {}, dict(there)
-    while open_ and (left := end - time.monotonic()) > 0:
-        for connection in wait(list(open_), left):
-            rank = open_.pop(connection)
-            try:
-                found[rank] = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                found[rank] = (False, "was killed")
-    return found
+class _Ranks:
+    """The processes of a group, which run one call after the other until the first that fails."""
+
+    def __init__(self, count, backend, group_timeout):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.distributed.preloaded"])
+        self.folder, self.there, self.processes = tempfile.TemporaryDirectory(), {}, []
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            args = (theirs, rank, count, f"{self.folder.name}/store", backend, group_timeout)
+            self.processes.append(context.Process(target=_rank, args=args, daemon=True))
+            self.processes[-1].start()
+            theirs.close()
+            self.there[ours] = rank
+
+    def call(self, call, end):
+        """Return what came from each rank before a time: whether it is a result, and the result or the error's text."""
+        found, open_ = {}, dict(self.there)
+        for connection in open_:
+            with contextlib.suppress(OSError):  # of a rank that is gone, as will be told
+                connection.send_bytes(call)
+        while open_ and (left := end - time.monotonic()) > 0:
+            for connection in wait(list(open_), left):
+                rank = open_.pop(connection)
+                try:
+                    found[rank] = pickle.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    found[rank] = (False, "was killed")
+        return found
+
+    def end(self):
+        for connection in self.there:
+            connection.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
 
 
-def _rank(answer, rank, count, store, backend, group_timeout, call):
-    """Be one rank: run a call, and send what it returns, or the traceback."""
+#: By their number: ranks that wait for another call. They end with this process.
+_STAYING = {}
+
+
+def _rank(connection, rank, count, store, backend, group_timeout):
+    """Be one rank: run calls, and send what each returns, or the traceback of the one that ends it."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
@@ -105,12 +124,16 @@ def _rank(answer, rank, count, store, backend, group_timeout, call):
                 world_size=count,
                 timeout=timedelta(seconds=group_timeout),
             )
-        module, name, args = pickle.loads(call)
-        answer.send_bytes(pickle.dumps((True, getattr(importlib.import_module(module), name)(*args))))
         with contextlib.suppress(EOFError, OSError):
-            answer.recv_bytes()  # until all have answered: another rank may still be shaking hands with this one
+            while True:
+                module, name, args = pickle.loads(connection.recv_bytes())
+                result = getattr(importlib.import_module(module), name)(*args)
+                connection.send_bytes(pickle.dumps((True, result)))
+                del result, args
+                gc.collect()  # reducers in cycles
+                sys.stdout.flush()
     except BaseException:
-        answer.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     sys.stdout.flush()
     os._exit(0)  # without the goodbyes of a process group whose other ranks may be gone
 

@@ -91,25 +91,13 @@ def trained(policy, optimizer, wrapped, paused, steps, ranks, order=ORDERS[0], s
     return norms, skipped, hashlib.sha256(bits).hexdigest()
 
 
-def attempted(*case):
-    try:
-        return trained(*case)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def all_trained(cases, steps):
-    return [attempted(*case, steps, dist.get_world_size()) for case in cases]
-
-
 def crossed():
-    return all_trained(CROSS, 3)
+    return [trained(*case, 2, 2) for case in CROSS]
 
 
 def test_ranks_stay_equal_and_train_as_one_process_does(ranks):
     for case, *each in zip(CROSS, *(found["crossed"] for found in ranks), strict=True):
         assert each == [each[0]] * 2, case
-        assert not isinstance(each[0], str), case
         # Gradients are rounded to their dtype, each a little differently: the first step, before weights differ too.
         (norm, *_), (skipped, *_), _ = each[0]
         (expected, *_), *_ = trained(*case, 1, 1)
@@ -121,11 +109,10 @@ def orders():
     """Return what each order comes to; also where each rank has initialised its model by itself."""
     found = {}
     for policy, optimizer in ((POLICIES[0], "sgd"), (POLICIES[3], "adamw"), (POLICIES[3], "mezzo")):
-        for seed in (0, dist.get_rank()):
-            for order in ORDERS:
-                if order != "wrapper, session" or policy.startswith("O1"):
-                    words = trained(policy, optimizer, "plain", "one", 3, 2, order, seed)
-                    found.setdefault((policy, optimizer), set()).add(words[-1])
+        for seed, order in ((0, ORDERS[0]), (dist.get_rank(), ORDERS[0]), (dist.get_rank(), ORDERS[2])):
+            words = trained(policy, optimizer, "plain", "one", 2, 2, order, seed)
+            found.setdefault((policy, optimizer), set()).add(words[-1])
+    found[POLICIES[0], "sgd"].add(trained(POLICIES[0], "sgd", "plain", "one", 2, 2, ORDERS[1])[-1])
     return found
 
 

@@ -12,7 +12,7 @@ from mezzo import optim
 from mezzo.distributed.exchange import Ranks
 
 from .ranks import on_ranks
-from .test_fully_shard import BF16, OPTIMIZERS, in_one_process, net, same, train
+from .test_fully_shard import BF16, OPTIMIZERS, in_one_process, net, same, train, whole
 from .test_sharded_optimizers import bits, differences, give_gradients, halved, numbers, shard
 from .test_sharded_sessions import FIXED
 
@@ -97,14 +97,16 @@ def on_meshes():
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = mezzo.fully_shard(net(), policy, mesh=mesh)
         amp = mezzo.MixedPrecision(model, OPTIMIZERS["adamw"](model.parameters()), policy)
-        found[policy, "replicas"] = train(model, amp, steps=3)
+        norms = train(model, amp, steps=2)
+        found[policy, "replicas"] = whole(model), norms
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
         torch.manual_seed(0)
         model = parallelize_module(Parallel(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         mezzo.fully_shard(model, policy, mesh=mesh["data"])
         amp = mezzo.MixedPrecision(model, OPTIMIZERS["adamw"](model.parameters()), policy)
         rank = mesh.get_local_rank("data")
-        found[policy, "tensor"] = train(model, amp, steps=3, part=lambda tensor, rank=rank: tensor.chunk(2)[rank])
+        norms = train(model, amp, steps=2, part=lambda tensor, rank=rank: tensor.chunk(2)[rank])
+        found[policy, "tensor"] = whole(model), norms
     return found
 
 
@@ -114,7 +116,7 @@ def replicas():
     model = mezzo.fully_shard(net(), FIXED[0], mesh=mesh)
     optimizer = optim.AdamW(model.parameters(), lr=0.01, state_dtype="bfloat16")
     amp = mezzo.MixedPrecision(model, optimizer, FIXED[0])
-    train(model, amp)
+    train(model, amp, steps=2)
     moments = [bits(optimizer.state[param]["exp_avg"]) for param in model.parameters()]
     amp.close()
     return moments, [bits(param) for param in model.parameters()]
@@ -166,7 +168,7 @@ def test_replicas_and_tensor_parallel_shards_train_as_one_process_does(of_four):
 
     for policy, limit in (("O0", 1e-5), (BF16, 0.03)):
         for way, make in (("replicas", net), ("tensor", parallel)):
-            exact, norms = in_one_process("O0", make, steps=3)
+            exact, norms = in_one_process("O0", make, steps=2)
             for each in of_four:
                 params, theirs = each["meshes"][policy, way]
                 worst = max(float((params[name] - value).abs().max()) for name, value in exact.items())

@@ -2,6 +2,7 @@
 
 import itertools
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -104,8 +105,6 @@ def differences(sharded, whole, optimizer, other, halves, of_other, ulps=0):
 
 def updates(executor, cases):
     mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
-    if executor == "portable":
-        optimizer_file.executor_for = lambda device: Portable()
     # torch's own kernel for the CPU rounds the last few elements of a vector otherwise than the others.
     ulps = 2 if executor == "portable" else 0
     for rule, dtype in cases:
@@ -186,8 +185,10 @@ def moved():
 
 def everything():
     found = {"C++": updates("C++", SOME), "moved": moved(), "lying otherwise": lying_otherwise()}
-    found |= {"counted": only_counted_together()}
-    return found | {"portable": updates("portable", SOME[1:3])}  # the last one: it stays so in this process
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(optimizer_file, "executor_for", lambda device: Portable())
+        found["portable"] = updates("portable", SOME[1:3])
+    return found | {"counted": only_counted_together()}
 
 
 def test_every_shard_is_updated_as_in_one_process():

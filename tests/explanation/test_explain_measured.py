@@ -14,7 +14,7 @@ BF16 = "O1,dtype=bfloat16,emulate=false"
 POLICIES = [
     "O0",
     *(f"O{level},dtype=bfloat16,emulate=false" for level in (1, 2, 3)),
-    *(f"O{level},dtype=float16,emulate=true" for level in (1, 2, 3)),
+    "O1,dtype=float16,emulate=true",
 ]
 
 

@@ -72,7 +72,7 @@ class Loop:
         self.backward()
         self.end()
 
-    def steady(self, machine, steps=6):
+    def steady(self, machine, steps=4):
         """Return what some steps ask of the device, once nothing is left that happens only once."""
         for _ in range(FIRST):
             self.step()
@@ -82,8 +82,7 @@ class Loop:
         return record
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("make_model, make", [(odd, FUSED), (images, mezzo.optim.AdamW)])
+@pytest.mark.parametrize("level, make_model, make", [("O2", odd, FUSED), ("O1", images, mezzo.optim.AdamW)])
 def test_models_of_any_kind_are_never_waited_for(machine, level, make_model, make):
     loop = Loop(f"{level},dtype=float16", make_model, lambda model: make(model.parameters()))
     assert loop.steady(machine).reads == []
@@ -105,13 +104,13 @@ def groups(model):
 def test_learning_rates_that_are_tensors_stay_on_the_device(machine, make):
     record = Loop("O2,dtype=float16", plain, make).steady(machine)
     assert record.reads == []
-    assert len(record.uploads) <= 6  # three buckets find where gradients lie in the one table that pass 1 had uploaded
+    assert len(record.uploads) <= 4  # three buckets find where gradients lie in the one table that pass 1 had uploaded
 
 
 def test_without_a_predicate_the_host_asks_once_a_step_and_for_nothing_else(machine):
     loop = Loop("O1,dtype=float16", plain, lambda model: torch.optim.NAdam(model.parameters(), foreach=True))
     reads = loop.steady(machine).reads
-    assert len(reads) == 6
+    assert len(reads) == 4
     assert all("session/update.py" in read for read in reads)
 
 
@@ -142,14 +141,14 @@ def test_only_recorded_steps_read_and_each_of_them_once(machine, policy, optimiz
     trained = Trained(policy, optimizer, way)
     for _ in range(FIRST):
         trained.step()
-    with Recorder(trained.model, trained.optimizer, every=4) as recorder:
-        for number in range(1, 10):
+    with Recorder(trained.model, trained.optimizer, every=3) as recorder:
+        for number in range(1, 6):
             with machine.watched() as record:
                 trained.step()
-            assert len(record.reads) == (number % 4 == 1), (number, record.reads)
-            if number % 4 == 1:
+            assert len(record.reads) == (number % 3 == 1), (number, record.reads)
+            if number % 3 == 1:
                 assert "watches.py" in record.reads[0], record.reads
-    assert [step.step for step in recorder.evidence.steps] == [1, 5, 9]
+    assert [step.step for step in recorder.evidence.steps] == [1, 4]
 
 
 class Attend(nn.Module):

@@ -13,7 +13,7 @@ from mezzo.weights import Halves
 SHAPES = [((7, 32), Shard(0)), ((8, 6), Shard(1)), ((5,), Replicate()), ((1, 16), Shard(0))]
 
 
-@pytest.fixture(params=[0, 1])
+@pytest.fixture
 def mesh(request):
     """Two ranks, of which this is one, and nothing is exchanged."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -38,7 +38,7 @@ def one_step(machine, params, options):
     return record, optimizer
 
 
-@pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("mesh, options", [(0, {"state_dtype": "bfloat16"}), (1, {})], indirect=["mesh"], ids=str)
 def test_shards_take_no_more_launches_than_plain_tensors(machine, mesh, options):
     whole = [torch.ones(shape, dtype=torch.bfloat16, device="cuda") for shape, _ in SHAPES]
     sharded = [

@@ -247,7 +247,6 @@ def _mode() -> Any:
     from torch import Tensor
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
     aten = torch.ops.aten
     allocating = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
@@ -256,11 +255,12 @@ def _mode() -> Any:
         aten.resize_, aten.record_stream,
     }  # fmt: skip
 
-    #: What only looks at memory otherwise, one tensor of one: a FakeTensorMode takes a millisecond for it.
+    #: What only looks at memory otherwise: a FakeTensorMode takes a millisecond for it.
     simple = {
         aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.t.default,
         aten.transpose.int, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.as_strided.default,
         aten.unsqueeze.default, aten.squeeze.dim, aten.permute.default,
+        aten.view.dtype, aten.split.Tensor, aten.unbind.int,
     }  # fmt: skip
 
     class Device(TorchDispatchMode):  # type: ignore[misc]
@@ -275,7 +275,9 @@ def _mode() -> Any:
             kwargs, packet = dict(kwargs or {}), func.overloadpacket
             if packet is torch.ops.prim.device:
                 return args[0].device
-            leaves = tree_leaves((args, kwargs))
+            leaves = []  # arguments are lists of tensors at most
+            for each in (*args, *kwargs.values()):
+                leaves += each if isinstance(each, list | tuple) else [each]
             given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
             wanted = kwargs.get("device")
             mine = [isinstance(leaf, FakeTensor) and leaf.fake_mode is self.fake for leaf in given]
@@ -338,6 +340,8 @@ def _mode() -> Any:
             if quickly and func in simple:
                 with in_kernel_invocation_manager(self.fake):
                     seen = func(*args, **kwargs)
+                if isinstance(seen, list | tuple):
+                    return [FakeTensor(self.fake, each, torch.device("cuda", 0)) for each in seen]
                 return FakeTensor(self.fake, seen, torch.device("cuda", 0))
             if not quickly or func.is_view or func.overloadpacket in nothing:
                 with self.fake:

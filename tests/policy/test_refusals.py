@@ -169,20 +169,6 @@ def test_both_spellings_mean_one_policy():
         assert eval(python, NAMES) == Policy.parse(whole)
 
 
-ENTRIES = ("output_dtype=none lists=device norms=fp32_math emulate=true low=exp+log fp32=tan fp32_module=a+b.* "
-           "fp32_param=c promote=gelu").split()  # fmt: skip
-
-
-@given(
-    level=st.sampled_from(["O1", "O2", "O3"]),
-    dtype=st.sampled_from(["bf16", "bfloat16", "fp16"]),
-    entries=st.lists(st.sampled_from(ENTRIES), unique_by=lambda entry: entry.partition("=")[0]),
-)
-def test_any_text_is_the_same_policy_in_python(level, dtype, entries):
-    text = ",".join([level, dtype, *entries])
-    assert eval(both(text).partition(", the text ")[0], NAMES) == Policy.parse(text)
-
-
 WRONG = [
     "bf17", "fp8", "tf32", "dtype", "autocast", "loss_scale", "low", "fp32_module=", "low_param=", "emulate=on",
     "dtype==bf16", "dtyp=bf16", "lists=devices", "precision=16-mixed", "fp32_modul=head", "FP32_MODULE=head",

@@ -57,12 +57,6 @@ def test_each_run_stands_beside_fp32_with_its_seed_as_far_as_both_go(compared, r
     assert found == [[0.0] * 10, [0.0, 0.0], [0.5, 0.25], [-1.0, -0.5]]
 
 
-def test_policies_beyond_the_palette_are_dashed(compared, axes):
-    losses = axes(compared(O0=1.0, **{f"O1,loss_scale={scale}": 1.0 for scale in range(1, 9)}))[0]
-    looks = [(line.get_color(), line.get_linestyle()) for line in losses.get_lines()]
-    assert len(set(looks)) == 9
-
-
 def test_a_line_breaks_where_its_loss_is_not_finite(compared, run_of, axes):
     losses = (1.0, math.inf, math.nan, 2.0)
     line = axes(compared(O0=1.0, O1=run_of(1.0, losses=losses)))[0].get_lines()[1]

@@ -122,8 +122,9 @@ def test_a_session_says_what_it_is(caplog):
 # Optimizers that come later, or belong to others ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", EVERY)
-@pytest.mark.parametrize("optimizer", ["SGD", "mezzo"])
+@pytest.mark.parametrize(
+    "policy, optimizer", [(EVERY[1], "SGD"), (LOW[0], "mezzo"), (LOW[2], "SGD"), (LOW[3], "SGD"), (LOW[3], "mezzo")]
+)
 def test_an_optimizer_that_is_added_is_as_one_that_was_there(policy, optimizer):
     """Of a layer that was frozen until then, whose FP32 values are taken over whole."""
     ends = []
@@ -204,7 +205,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("policy, optimizer", list(zip([*EVERY, *O3], 4 * ["SGD", "mezzo"], strict=True)))
+@pytest.mark.parametrize("policy, optimizer", list(zip([*LOW, *O3], 3 * ["SGD", "mezzo"], strict=True)))
 def test_copies_are_plain_models_in_fp32(policy, optimizer):
     for way, copied in WAYS.items():
         model, made = built(optimizer)
@@ -232,7 +233,7 @@ def test_copies_are_plain_models_in_fp32(policy, optimizer):
 # Checkpoints of the program's own -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [*EVERY, *O3])
+@pytest.mark.parametrize("policy", [EVERY[1], LOW[1], LOW[2], O3[1]])
 def test_a_run_goes_on_bit_for_bit_from_its_own_checkpoint(policy):
     """Saved after three steps and gone on with in new objects: model, optimizer and scheduler alone, in any order."""
     for optimizer, order in zip(OPTIMIZERS, [(0, 1, 2), (1, 2, 0), (2, 1, 0), (0, 2, 1)], strict=True):

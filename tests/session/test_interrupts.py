@@ -124,9 +124,9 @@ CASES = [
 
 @pytest.mark.parametrize("begin, policy, optimizer", CASES)
 def test_a_signal_at_some_lines_leaves_a_whole_step(begin, policy, optimizer):
-    """At every 97th line, from another one on in each case: all cases together meet most lines that they share."""
+    """At every 131st line, from another one on in each case: all cases together meet most lines that they share."""
     begun, whole = interrupt(
-        lambda: Loop(begin, policy, optimizer), 1 + 23 * CASES.index((begin, policy, optimizer)), 97
+        lambda: Loop(begin, policy, optimizer), 1 + 23 * CASES.index((begin, policy, optimizer)), 131
     )
     assert begun
     assert whole

@@ -139,8 +139,9 @@ def test_methods_are_the_models_own():
     assert set(vars(model)) == before
 
 
-@pytest.mark.parametrize("error", [ValueError("ours"), KeyboardInterrupt(), SystemExit(3)])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "error, policy", list(zip([ValueError("ours"), KeyboardInterrupt(), SystemExit(3)], POLICIES, strict=True))
+)
 def test_an_exception_leaves_the_region(error, policy):
     class Fails(nn.Module):
         def __init__(self):
@@ -177,8 +178,7 @@ def test_an_exception_leaves_the_region(error, policy):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("policy", POLICIES[:2])
-def test_parts_of_what_is_compiled_anew_between_two_passes_of_a_step_are_parts(policy):
+def test_parts_of_what_is_compiled_anew_between_two_passes_of_a_step_are_parts():
     """torch breaks the graph at a 16-bit weight with an FP32 gradient, so that Python calls the parts."""
 
     class Steps(nn.Module):
@@ -201,7 +201,7 @@ def test_parts_of_what_is_compiled_anew_between_two_passes_of_a_step_are_parts(p
         torch.compiler.reset()
         torch.manual_seed(0)
         model = Steps()
-        with attached(model, sgd(model), policy):
+        with attached(model, sgd(model), POLICIES[1]):
             run = torch.compile(model, backend="eager") if compiles else model
             found = []
             for x in torch.randn(3, 4, 8).unbind():
@@ -235,7 +235,8 @@ def test_a_compiled_step_with_its_backward_pass_is_the_eager_one(policy):
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("rule", [",fp32_module=inner", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [",fp32_module=inner", ""])
 def test_parts_without_autocast_are_that_in_compiled_code_too(rule):
     """Parts are called where autocast is off; the second by the model itself."""
 

@@ -98,16 +98,6 @@ def test_patience_is_for_overflows_in_a_row_at_the_floor(rules, pattern):
     assert model.each[0].isfinite().all()
 
 
-def test_without_patience_the_scale_stands_at_its_floor_for_ever():
-    model, amp = counted("dynamic(init=4,interval=2)")
-    for _ in range(30):
-        assert bool(iterate(model, amp, "X").skipped)
-    assert amp.loss_scale.item() == 1.0
-    for _ in range(2):
-        iterate(model, amp)
-    assert amp.loss_scale.item() == 2.0
-
-
 def test_failing_losses_are_no_overflows_at_the_floor_and_end_the_run_by_themselves():
     for pattern in ("XXFX", "XX.XX"):
         model, amp = counted("dynamic(init=1,patience=3)")
@@ -176,7 +166,7 @@ class Book:
         }
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(st.sampled_from("..XF"), max_size=25),
     st.integers(1, 4),

@@ -130,7 +130,7 @@ def test_a_repaired_session_goes_on_after_an_update_that_ended_half_way():
 # stateful -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [*EVERY, O3[1]])
+@pytest.mark.parametrize("policy", [EVERY[1], *LOW[1:], O3[1]])
 def test_stateful_goes_on_bit_for_bit(policy):
     """From the first step on, whatever the optimizer had made by then; and what was loaded is left as it was."""
     for optimizer, begun in (("AdamW", 0), ("AdamW", 3), ("mezzo", 3)):
@@ -224,7 +224,7 @@ def steps(model, amp, numbers=range(3)):
         train(amp, model, number, spoilt=number == 1)
 
 
-@pytest.mark.parametrize("policy", [*EVERY, *O3])
+@pytest.mark.parametrize("policy", ["O0", *LOW[1:], O3[1]])
 def test_a_session_over_a_prepared_model_is_the_one_that_prepares_it_itself(policy):
     """Of an optimizer from before or after; and one session after another goes on with every bit."""
     for optimizer in ("AdamW", "mezzo"):
@@ -288,8 +288,6 @@ def test_what_is_written_or_loaded_in_between_counts():
     assert torch.equal(last, fresh[3].weight)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what goes through a hook, read by Dynamo itself
 def test_wrappers_around_a_prepared_model_are_known(alone):
     one, _, first = session(BF16, "AdamW")
     steps(one, first)
@@ -304,7 +302,7 @@ def test_wrappers_around_a_prepared_model_are_known(alone):
         found = handle if isinstance(wrapper, nn.parallel.DistributedDataParallel) else wrapper
         amp = MixedPrecision(found, OPTIMIZERS["AdamW"](two.parameters()))
         assert amp.policy == Policy.parse(BF16)
-        steps(wrapper, amp)
+        steps(getattr(wrapper, "_orig_mod", wrapper), amp)  # to compile is tests/cast's
         assert_same(weights(first), weights(amp))
         amp.close()
 

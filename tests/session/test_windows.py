@@ -89,7 +89,7 @@ def test_a_window_that_stays_open_while_the_scale_moves_is_rescaled_in_fp32(leve
         assert not late.skipped
 
 
-@pytest.mark.parametrize("policy", SCALED)
+@pytest.mark.parametrize("policy", SCALED[1:])
 def test_an_overflow_that_unscaling_has_found_skips_whatever_is_done_after(policy):
     for mends in (lambda p: p.grad.nan_to_num_(0.0, 0.0, 0.0), lambda p: p.grad.zero_(), lambda p: None):
         for goes_on in (False, True):
@@ -117,8 +117,7 @@ CLEARS = {
 }
 
 
-@pytest.mark.parametrize("clears", CLEARS)
-@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize("policy, clears", list(zip(EVERY, 2 * list(CLEARS), strict=True)))
 def test_clearing_all_begins_a_new_window(policy, clears):
     """Its overflow is forgotten, its scale too; what comes after is as if nothing had been."""
     for looks in (False, True):
@@ -180,8 +179,7 @@ def test_an_edit_of_master_gradients_is_one_of_the_models_parameters(policy):
         assert_same(*found)
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-@pytest.mark.parametrize("policy", SCALED)
+@pytest.mark.parametrize("policy, max_grad_norm", list(zip(SCALED, (None, 1.0, None, 1.0), strict=True)))
 def test_an_edit_of_scaled_gradients_is_warned_of_once(policy, max_grad_norm):
     model, _, amp = session(policy, max_grad_norm=max_grad_norm)
     with warnings.catch_warnings(record=True) as told:
@@ -206,7 +204,7 @@ def test_no_other_edit_is_warned_of():
     def doubled(params):
         params[0].grad.mul_(2)
 
-    for policy in (*SCALED, *EVERY):
+    for policy in ("O0", LOW[0], SCALED[-1]):
         for edit, unscales in ((replaced, False), (dropped, False), (doubled, True), (replaced, True)):
             model, _, amp = session(policy, max_grad_norm=1.0 if edit is replaced else None)
             with warnings.catch_warnings():
@@ -338,8 +336,9 @@ def test_they_step_in_the_order_of_the_session():
     assert called == [0, 1]
 
 
-@pytest.mark.parametrize("policy", EVERY)
-@pytest.mark.parametrize("clip, parts", [(None, 3), (0.1, 1)])
+@pytest.mark.parametrize(
+    "policy, clip, parts", [(EVERY[1], 0.1, 1), (LOW[0], None, 3), (LOW[2], None, 3), (LOW[3], 0.1, 1)]
+)
 def test_sparse_embeddings_train_as_dense_ones(policy, clip, parts):
     class Words(nn.Module):
         def __init__(self, sparse):

@@ -14,16 +14,16 @@ from .loops import OPTIMIZERS, POLICIES, Loop, batches, both, run
 def test_captured_steps_are_eager_ones_bit_for_bit(policy, make):
     def between(loop, number):
         loop.schedule.step()
-        if number == 12 and make != "torch":
+        if number == 9 and make != "torch":
             loop.optimizer.param_groups[0]["weight_decay"] = 0.3
 
-    data = batches(range(30), bad=(0, 7, 8, 23, 29))
+    data = batches(range(20), bad=(0, 6, 7, 19))
     eager, captured, loop = both(lambda: Loop(policy, OPTIMIZERS[make]), data, between)
     assert bits(eager) == bits(captured)
-    assert (loop.graph.runs, loop.graph.replays) == (3, 27)
+    assert (loop.graph.runs, loop.graph.replays) == (3, 17)
     stats = captured[2]
-    assert (stats.steps, stats.skipped, stats.backoffs) == (30, 5, 5)
-    assert stats.growths > 3
+    assert (stats.steps, stats.skipped, stats.backoffs) == (20, 4, 4)
+    assert stats.growths == 3
 
 
 class MicroBatches(Loop):
@@ -143,12 +143,12 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_a_train_step_does_is_captured(kind):
-    data = batches(range(16), bad=(3, 4, 9))
-    data[11] = (data[11][0] * float("inf"), *data[11][1:])  # the loss itself is not finite
+    data = batches(range(11), bad=(3, 4, 7))
+    data[9] = (data[9][0] * float("inf"), *data[9][1:])  # the loss itself is not finite
     eager, captured, loop = both(KINDS[kind], data)
     assert bits(eager) == bits(captured)
     assert captured[2].skipped >= 3
-    assert loop.graph.replays == 13
+    assert loop.graph.replays == 8
 
 
 def test_steps_without_the_graph_come_in_between():
@@ -159,9 +159,9 @@ def test_steps_without_the_graph_come_in_between():
         turn.append(len(turn) // 3 % 2)
         return (captured, other.train_step)[turn[-1]](*data)
 
-    data = batches(range(24), bad=(2, 3, 5, 6, 8, 11))
+    data = batches(range(18), bad=(2, 3, 5, 6, 8, 11))
     assert bits(run(eager, eager.train_step, data)) == bits(run(other, alternating, data))
-    assert (other.graph.runs, other.graph.replays) == (3, 9)
+    assert (other.graph.runs, other.graph.replays) == (3, 6)
 
 
 def test_torchs_fused_sgd_is_recorded_once_it_has_momentum():
