@@ -10,6 +10,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize
@@ -338,6 +339,18 @@ def test_gradients_of_each_sample_by_vmap_and_functional_call(policy):
         wanted = torch.stack([each[name] for each in single])
         # One batched product adds in another order than three: a unit in the last place, a few times over.
         torch.testing.assert_close(gradients, wanted, rtol=0, atol=8 * eps * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16,emulate=true", LOW[1]])
+def test_forward_mode(policy, monkeypatch):
+    monkeypatch.setenv("PYTORCH_JIT", "0")  # or torch scripts decompositions that nothing here needs
+    model, x = seeded(lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))), data(4, 8)
+    _, true = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+    handle = mezzo.prepare(model, policy)
+    with handle.autocast(), forward_ad.dual_level():
+        mine = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+    eps = torch.finfo(handle.policy.dtype).eps
+    torch.testing.assert_close(mine.float(), true, rtol=0, atol=4 * eps * true.abs().max().item())
 
 
 def saved_and_loaded(model):

@@ -289,7 +289,10 @@ def test_operators_opened_functions_and_recomputed_products_are_traced_into_one_
     assert_same(run(compiled), run(ONE_GRAPH[name]))
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 12), reason="needs torch 2.12, whose graphs hold copy.copy")
+needs_copies = pytest.mark.skipif(torch.__version__ < (2, 12), reason="needs torch 2.12, whose graphs hold copy.copy")
+
+
+@needs_copies
 def test_a_block_that_is_compiled_by_itself_is_called_from_inside_and_from_outside():
     model = seeded(Speech)
     mezzo.prepare(model, "O2,dtype=bfloat16,emulate=false")
@@ -297,3 +300,17 @@ def test_a_block_that_is_compiled_by_itself_is_called_from_inside_and_from_outsi
     eager = model(x, tokens), model.encode(x).states
     model.encoder.compile(backend="eager", fullgraph=True)
     assert_same((model(x, tokens), model.encode(x).states), eager)
+
+
+@pytest.mark.slow
+@needs_copies
+def test_a_model_of_several_parts_and_its_methods_are_compiled_whole():
+    model = seeded(Speech)
+    mezzo.prepare(model, "O2,dtype=bfloat16,emulate=false")
+    x, tokens = speech_data()
+    model.rnn = nn.Identity()
+    model.decode = lambda states, tokens: model.head(states + model.table(tokens))
+    eager = model(x, tokens), model.encode(x).states, model.head(torch.ones(2, 8))
+    compiled = [torch.compile(f, backend="eager", fullgraph=True) for f in (model, model.encode, model.head)]
+    for _ in range(2):
+        assert_same((compiled[0](x, tokens), compiled[1](x).states, compiled[2](torch.ones(2, 8))), eager)

@@ -284,7 +284,7 @@ class Chain(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.register_buffer("shift", torch.ones(4))
+        self.register_buffer("shift", torch.full((4,), 1 + 2**-20))
 
     def forward(self, x):
         first = self.first(x)
@@ -312,7 +312,10 @@ def test_a_parameter_s_rule_speaks_about_the_tensor_that_stands_in_its_place(pol
     with handle.autocast():
         expected = model(x).float().square().sum()
     seen = model.seen
-    assert policy.startswith("O2") or WIDE in seen
+    is_low = policy.startswith("O2")
+    assert is_low or WIDE in seen
+    assert (model.shift[0] == 1) == (is_low and "shift" not in rule)
+    assert seen[2] == (BF16 if is_low else WIDE)  # of what is not low it meets
     wanted = torch.autograd.grad(expected, list(tensors.values())[:4])
     assert torch.equal(loss(copies, x), expected)
     assert model.seen == seen
@@ -324,3 +327,15 @@ def test_a_parameter_s_rule_speaks_about_the_tensor_that_stands_in_its_place(pol
         rows = torch.func.vmap(lambda row: loss(copies, row))(x)
         assert model.seen == seen
         torch.testing.assert_close(rows.sum(), expected, rtol=0.02, atol=0)
+
+
+def test_a_parameter_s_rule_outlives_the_parameter():
+    model, x = Chain(), data(3, 4)
+    handle = mezzo.prepare(model, "O1,dtype=bfloat16,emulate=true,fp32_param=second.weight")
+    model.second.weight = nn.Parameter(torch.randn(4, 4))
+    with handle.autocast():
+        model(x)
+    assert model.seen == (BF16, WIDE, WIDE)
+    model.second.weight = None
+    with handle.autocast(), pytest.raises(TypeError):
+        model(x)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo import PolicyError
+from mezzo import PolicyError, StateError
 from mezzo.compat import paddle
 
 from .programs import loss_of, network, update_of_paddle
@@ -189,6 +189,26 @@ def test_what_is_set_counts_from_there_on():
         loop.step(overflows)
     loop.scaler.set_init_loss_scaling(32.0)
     assert counted(loop.scaler) == (32.0, *loop.state[1:])
+
+
+def test_what_is_set_inside_an_iteration_forgets_nothing_of_it():
+    places, rules = ("scaled", "unscaled", "stepped"), ("incr_ratio", "incr_every_n_steps", "decr_every_n_nan_or_inf")
+    for (place, rule), overflows in itertools.product(zip(places, rules, strict=True), (False, True)):
+        weight = torch.ones(1, requires_grad=True)
+        optimizer, scaler = torch.optim.SGD([weight], lr=0.125), paddle.GradScaler(init_loss_scaling=1024.0)
+        scaler.scale(weight.sum() * (torch.inf if overflows else 1.0)).backward()
+        for call in places:
+            if call == "unscaled":
+                scaler.unscale_(optimizer)
+            elif call == "stepped":
+                scaler.step(optimizer)
+            if call == place:
+                getattr(scaler, f"set_{rule}")(1 if rule == "decr_every_n_nan_or_inf" else 3)
+        with pytest.raises(StateError, match="already"):
+            scaler.step(optimizer)
+        scaler.update()
+        assert weight.item() == (1.0 if overflows else 0.875)
+        assert counted(scaler)[0] == (512.0 if overflows else 1024.0)
 
 
 # State ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What torch's GradScaler gets wrong, and mezzo's does not: each beside torch's own behaviour."""
 
+import functools
 import gc
 import itertools
 import weakref
@@ -10,9 +11,16 @@ import torch
 import mezzo
 from mezzo import StateError, UnsupportedError
 from mezzo.compat.torch import GradScaler
+from mezzo.step.executors.portable import Portable
 
 from ..acceptance.faults import Interrupt
-from .programs import SCALERS, assert_same, batch, loss_of, network, weights
+from .programs import OPTIMIZERS, SCALERS, assert_same, batch, loss_of, network, weights
+
+
+@pytest.fixture
+def portable(monkeypatch):
+    """No kernel is built for an optimizer of mezzo's."""
+    monkeypatch.setattr("mezzo.optim.optimizer.executor_for", lambda *_: Portable())
 
 
 def one_weight(value=1.0):
@@ -134,7 +142,8 @@ def evaluated(scaler, optimizer_of, overflows=(), begins=False):
             return loss.detach()
 
         closure() if begins else optimizer.zero_grad()
-        losses.append(float(optimizer.step(closure) if scaler is None else scaler.step(optimizer, closure)))
+        step = optimizer.step if scaler is None else functools.partial(scaler.step, optimizer)
+        losses.append(float(step(closure=closure) if number % 2 else step(closure)))
         if scaler is not None:
             scaler.update()
     return weights(model), losses
@@ -183,6 +192,16 @@ def test_closures_of_optimizers_that_evaluate_as_often_as_they_like(optimizer):
     plain.step(closure)  # the one step that does not overflow: others put the weights back
     assert_same(overflowed, weights(model))
     assert scaler.get_scale() == 1.0
+
+
+def test_closures_of_optimizers_that_evaluate_once(portable):
+    for name in ("momentum", "adamw fused", "mezzo"):
+        optimizer_of, scaler = OPTIMIZERS[name], GradScaler("cpu", init_scale=2.0**10)
+        found = [evaluated(each, optimizer_of) for each in (None, scaler)]
+        assert_same(found[0][0], found[1][0])
+        assert found[0][1] == found[1][1]
+        assert_same(evaluated(scaler, optimizer_of, {(number, 1) for number in range(4)})[0], weights(network()))
+        assert scaler.get_scale() == 2.0**6
 
 
 def test_gradients_before_a_closure_are_an_evaluation_of_their_own():
@@ -320,6 +339,24 @@ def test_fp16_gradients_are_refused_with_parameter_cause_and_cure():
     for call in (scaler.unscale_, scaler.step):
         with pytest.raises(UnsupportedError, match="fp16 gradients cannot be unscaled in fp16"):
             call(optimizer)
+
+
+def test_fp16_gradients_are_unscaled_in_fp32_by_mezzos_optimizers_and_in_views(portable):
+    """The gradient, divided by the scale in FP16, is zero."""
+    for level, optimizer_of in (("O3", mezzo.optim.SGD), ("O2", torch.optim.SGD)):
+        for unscales in (False, True):
+            model = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.zeros_(model.weight)
+            prepared = mezzo.prepare(model, f"{level},dtype=float16")
+            optimizer, scaler = optimizer_of(model.parameters(), lr=2.0**14), GradScaler("cpu", init_scale=2.0**14)
+            prepared.adopt(optimizer)
+            scaler.scale((model(torch.ones(1, 1)) * 2.0**-28).float().sum()).backward()
+            assert model.weight.grad.dtype == torch.float16
+            if unscales:
+                scaler.unscale_(optimizer)
+                assert model.weight.grad == 2.0**-28
+            scaler.step(optimizer)
+            assert model.weight == -(2.0**-14)
 
 
 # What it costs, and what it tells ---------------------------------------------------------------------------

@@ -336,6 +336,18 @@ def train(recorder, model, optimizer, count, scale=1.0):
         recorder.step()
 
 
+def test_a_loss_scale_may_be_a_number():
+    plain = net()
+    plain(batches(1)[0]).square().mean().backward()
+    for given in (4.0, torch.tensor(4.0)):
+        model = net()
+        with Recorder(model, optimizer := adamw(model), loss_scale=given) as recorder:
+            train(recorder, model, optimizer, 1, scale=4.0)
+        found = held(recorder.evidence, "weight_gradients")
+        assert found == {name: by_hand(param.grad) for name, param in plain.named_parameters()}
+        assert recorder.evidence.steps[0].loss_scales == (4.0,)
+
+
 def test_closures_count_their_last_evaluation_and_the_whole_update():
     model = net(lambda: nn.Linear(6, 2))
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)

@@ -376,6 +376,15 @@ def test_a_left_optimizer_is_as_it_was_built_with_its_state():
     model(1).backward()
     optimizer.step()
     assert {int(state["step"]) for state in optimizer.state.values()} == {2}
+    optimizer.zero_grad()
+    again = prepare(model, "O2,dtype=bfloat16,emulate=true")
+    again.adopt(optimizer)
+    trained = [param for param in params_of(optimizer) if param.requires_grad]
+    before = [again.halves.read(param).clone() for param in trained]
+    model(2).backward()
+    optimizer.step()
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3}
+    assert not any(same(again.halves.read(param), value) for param, value in zip(trained, before, strict=True))
 
 
 # Edits by little --------------------------------------------------------------------------------------------
