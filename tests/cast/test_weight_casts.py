@@ -111,6 +111,16 @@ def test_each_use_widens_its_own_gradient(dtype):
     assert made.made == []
 
 
+@pytest.mark.parametrize("policy", FORMATS)
+def test_so_does_each_use_in_a_region(policy):
+    weight = nn.Parameter(torch.ones(1, 1))
+    with mezzo.autocast(policy, "cpu") as region:
+        small = torch.finfo(region.policy.dtype).eps / 4
+        each = [functional.linear(torch.full((1, 1), scale), weight).float() for scale in (1.0, small, small)]
+    region.run_backward(sum(each))
+    assert weight.grad == 1 + 2 * small
+
+
 def test_further_uses_can_be_differentiated_twice():
     weight, casts = nn.Parameter(torch.full((2,), 3.0)), WeightCasts()
     for _ in range(3):
