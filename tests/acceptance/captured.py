@@ -33,8 +33,7 @@ class CapturedStep(FiveLines):
 
     @classmethod
     def suited(cls, config):
-        rule = config.rule if config.library == "mezzo" else {"AdamW": "AdamW", "SGD": "SGD"}[config.rule]
-        return replace(config, library="mezzo", rule=rule, on_overflow="skip", wide=False)
+        return replace(config, library="mezzo", on_overflow="skip", wide=False)
 
     def capture(self):
         """Begin anew, as a program does once the graph holds what has moved."""

@@ -53,7 +53,6 @@ class Driver(Protocol):
     def train(self, *batch): ...  # a whole step in one call; ``None`` where that is for the loop to write
     def state_dict(self): ...
     def load_state_dict(self, state): ...
-    def master_params(self): ...
     def close(self): ...
 
     # What is so in this style
@@ -134,9 +133,6 @@ class FiveLines:
     def forget(self, oracle):
         oracle.zero_grad()
 
-    def master_params(self):
-        return self.amp.master_params()
-
     def state_dict(self):
         return self.amp.state_dict()
 
@@ -160,14 +156,14 @@ class Attach(FiveLines):
         loss.backward()
 
     def groups(self, oracle, chosen, reached):
-        return _reached(oracle, reached)
+        return reached_groups(oracle, reached)
 
     def step(self, optimizers):
         optimizers.step()
         return self.amp.last_step
 
 
-def _reached(oracle, names):
+def reached_groups(oracle, names):
     """The groups whose weights a loss depends on."""
     return [group for group in oracle.groups if not names.isdisjoint(group.members)]
 
@@ -187,7 +183,7 @@ class Scaler(FiveLines):
         self.scaler.scale(loss).backward()
 
     def groups(self, oracle, chosen, reached):
-        return _reached(oracle, reached)
+        return reached_groups(oracle, reached)
 
     def unscale_(self, optimizers):
         self.scaler.unscale_(optimizers)
@@ -207,7 +203,7 @@ class Scaler(FiveLines):
 
 
 class Apex(Attach):
-    """``initialize``, ``scale_loss`` and ``master_params``; the session itself is looked at, and never called."""
+    """``initialize`` and ``scale_loss``; the session itself is looked at, and never called."""
 
     lacks = Attach.lacks | {"clipping"}
 
@@ -241,9 +237,6 @@ class Apex(Attach):
     def backward(self, loss, optimizers):
         with apex.scale_loss(loss, self.optimizers) as scaled:
             scaled.backward()
-
-    def master_params(self):
-        return [param for optimizer in self.optimizers for param in apex.master_params(optimizer)]
 
     def state_dict(self):
         return dict(apex.state_dict())

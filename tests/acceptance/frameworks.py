@@ -1,9 +1,4 @@
-"""Drivers of frameworks, whose import takes seconds: what their users write, and nothing of mezzo's besides."""
-
-from accelerate import Accelerator
-from lightning.fabric import Fabric
-
-from mezzo.integrations import accelerate, lightning
+"""Drivers of frameworks, of which one may be missing, and whose import takes seconds: what their users write."""
 
 from .drivers import DRIVERS, Attach
 from .oracle import Contract
@@ -16,6 +11,10 @@ class Accelerate(Attach):
     lacks = Attach.lacks | {"clipping"}
 
     def begin(self, model, config, **options):
+        from accelerate import Accelerator
+
+        from mezzo.integrations import accelerate
+
         self.accelerator = Accelerator(cpu=True)
         amp = accelerate.attach(self.accelerator, model, self.optimizers, config.policy, **options)
         self.model, *self.prepared = self.accelerator.prepare(model, *self.optimizers)
@@ -44,6 +43,10 @@ class Lightning(Attach):
     lacks = Attach.lacks | {"clipping", "grad"}
 
     def begin(self, model, config, **options):
+        from lightning.fabric import Fabric
+
+        from mezzo.integrations import lightning
+
         self.plugin = lightning.MezzoPrecision(config.policy, **options)
         self.fabric = Fabric(accelerator="cpu", devices=1, plugins=self.plugin)
         self.model, *self.prepared = self.fabric.setup(model, *self.optimizers)

@@ -18,13 +18,21 @@ LINES = (os.path.dirname(mezzo.__file__), os.path.dirname(torch.optim.__file__))
 lines = st.integers(0, 1200)
 
 
-#: With what a ``with`` begins to end, after a ``return`` too. Python handles no signal between its block and
-#: ``__exit__``, although it calls tracers there.
-ENDS = {dis.opmap["LOAD_CONST"], dis.opmap["SWAP"]}
+_SWAP, _CONST = dis.opmap["SWAP"], dis.opmap["LOAD_CONST"]
+
+
+def ends_a_with(frame):
+    """Whether a ``with`` begins to end: Python handles no signal between its block and ``__exit__``, but calls tracers.
+
+    It gives ``__exit__`` three times None; after a ``return`` under the value on the stack.
+    """
+    code, at = frame.f_code.co_code, frame.f_lasti
+    at += 2 if code[at] == _SWAP else 0
+    return list(code[at : at + 6 : 2]) == [_CONST] * 3 and len({*code[at + 1 : at + 7 : 2]}) == 1
 
 
 class Interrupt:
-    """Send SIGINT at the n-th of :data:`LINES` that runs inside the block, and catch what comes of it outside."""
+    """Send SIGINT at the n-th line of the files below LINES that runs in the block, and catch what comes of it."""
 
     def __init__(self, line):
         self.left, self.came = line, False
@@ -36,7 +44,7 @@ class Interrupt:
         return self._at_line if caller is not None and caller.f_code.co_filename.startswith(LINES) else None
 
     def _at_line(self, frame, event, _):
-        if event == "line" and frame.f_code.co_code[frame.f_lasti] not in ENDS:
+        if event == "line" and not ends_a_with(frame):
             self.left -= 1
             if self.left < 0 and not self.came:
                 self.came = True

@@ -19,10 +19,11 @@ from .subject import BEFORE, LOW, NAMES, Config, Subject, array, fresh_weights
 VALUES = (0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 2.0**-12)
 WIDTHS = (1.0, 0.5, 2.0, 4.0)
 SCALES = ("", "none", "64", *["dynamic(init=256,interval=2)", "dynamic(init=32768,interval=1)"] * 2)
-ROWS = 6  # of all layers, where none is wide
+ROWS = 6  # of all layers; a wide one repeats three
 #: Sums of so many stay whole multiples of 2⁻¹³ within 17 bits, which FP32 adds without rounding.
 MOST_CALLS = 4
 
+#: That of a layer: the gradients of its weight overflow.
 kinds = st.sampled_from(["plain"] * 9 + ["first.weight", "second.weight", "inf loss", "inf input"])
 passes = st.fixed_dictionaries(
     {
@@ -71,11 +72,8 @@ class Share:
         self.widths = (float("inf"), 1.0) if batch["kind"] == "inf input" else batch["widths"]
         self.x = torch.diag(torch.tensor(self.widths))
         self.added = torch.tensor(float("inf") if batch["kind"] == "inf loss" else 0.0)
-        self.factors, self.gradients, values = (
-            {},
-            {},
-            iter(drawn(batch["values"], config.wide or batch.get("is_coarse", False))),
-        )
+        self.factors, self.gradients = {}, {}
+        values = iter(drawn(batch["values"], config.wide or batch.get("is_coarse", False)))
         for name, (rows, columns) in config.shapes.items():
             few = np.array([[next(values) for _ in range(columns)] for _ in range(min(rows, 3))])
             factors = np.resize(few, (rows, columns)) / np.array(batch["widths"])
@@ -414,6 +412,7 @@ class Loop(RuleBasedStateMachine):
                 self.unscale(*given)
             self.agrees()
 
+    # Under more names they are drawn more often.
     steps_ = steps__ = train
     accumulates = accumulates_ = micro_batches
     turns_ = turns__ = turns

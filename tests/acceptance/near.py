@@ -2,7 +2,7 @@
 
 A reference in float64 knows the exact result of a formula; a machine that computes it in a narrower format rounds after
 each operation, in an order of its own. :class:`Near` carries both through the same formula: the value, and how far a
-computation with unit roundoff ``unit`` may be from it.
+computation in ``dtype`` may be from it.
 """
 
 import numpy as np

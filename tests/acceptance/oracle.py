@@ -302,7 +302,7 @@ class Oracle:
         self.commit()
 
     def loaded(self, present):
-        """What a checkpoint makes of a session: no ``requires_grad``, no clipping, no gradients."""
+        """What a checkpoint makes of a session: it holds no ``requires_grad``, no clipping, no gradients."""
         self.clip, self.contract = present.clip, present.contract
         for name, weight in self.weights.items():
             weight.trains = present.weights[name].trains

@@ -1,4 +1,4 @@
-"""Drivers of scalers that know optimizers, and no session: a loop by the rules of torch's, or Paddle's, documents."""
+"""Drivers of scalers that know optimizers, and no session: a loop as torch's, or Paddle's, documentation has it."""
 
 import contextlib
 from dataclasses import replace
@@ -9,7 +9,7 @@ from mezzo.compat import paddle
 from mezzo.compat.torch import GradScaler, autocast
 from mezzo.errors import StateError
 
-from .drivers import DRIVERS, FiveLines
+from .drivers import DRIVERS, FiveLines, reached_groups
 from .oracle import Contract
 
 
@@ -58,9 +58,6 @@ class Torch(FiveLines):
             return contextlib.nullcontext()
         return autocast("cpu", dtype=getattr(torch, self.config.dtype))
 
-    def close(self):
-        """Nothing is bound."""
-
     def paused(self):
         return contextlib.nullcontext()
 
@@ -68,7 +65,7 @@ class Torch(FiveLines):
         self.scaler.scale(loss).backward()
 
     def groups(self, oracle, chosen, reached):
-        return [group for group in oracle.groups if not reached.isdisjoint(group.members)]
+        return reached_groups(oracle, reached)
 
     def may_add(self, oracle):
         """Not beside gradients of another scale, unscaled ones, or those of the last step."""

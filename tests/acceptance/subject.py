@@ -80,7 +80,7 @@ class Config:
         if self.level == "O0":
             return "O0" + (f",loss_scale={self.scale}" if self.scale else "")
         text = f"{self.level},dtype={self.dtype}" + (f",loss_scale={self.scale}" if self.scale else "")
-        return text + (",fp32_module=second" if self.pinned and self.level != "O0" else "")
+        return text + (",fp32_module=second" if self.pinned else "")
 
     @property
     def is_promised(self):
@@ -181,7 +181,7 @@ class Subject:
         return moments, int(state["step"]) if "step" in state else None
 
     def bits(self):
-        """Everything there is to see, to the bit; looking changes nothing."""
+        """All that a refused call must leave, to the bit: not what a forward pass counts. Looking changes nothing."""
         seen, saved = [], self.model.state_dict()
         for name, param in self.model.named_parameters():
             tensors = [param, param.grad, saved[name]]

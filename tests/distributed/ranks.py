@@ -35,7 +35,7 @@ class RankError(AssertionError):
         self.texts = texts
 
 
-def on_ranks(count, function, *args, timeout=600, group_timeout=60, backend="gloo", fresh=False):
+def on_ranks(count, function, *args, timeout=600, backend="gloo", fresh=False):
     """Return what a function returns on each rank, in their order.
 
     Ranks stay for the next call: what torch makes once in a process, such as rules for each shape of a DTensor, takes
@@ -46,13 +46,12 @@ def on_ranks(count, function, *args, timeout=600, group_timeout=60, backend="glo
         function: One that is defined at the top of a test module; it and what it takes and returns can be pickled.
         *args: What it is given on each rank.
         timeout: Seconds after which all ranks are killed.
-        group_timeout: Seconds that a collective of new ranks waits for the other ranks.
         backend: Of the process group; ``None`` leaves it to the function to make one.
         fresh: Whether to take ranks that have done nothing yet, and to end them afterwards; without a backend so it is.
     """
     fresh = fresh or backend is None
     ranks = None if fresh else _STAYING.pop(count, None)
-    ranks = ranks or _Ranks(count, backend, group_timeout)
+    ranks = ranks or _Ranks(count, backend)
     found = ranks.call(pickle.dumps((function.__module__, function.__qualname__, args)), time.monotonic() + timeout)
     texts = {rank: text for rank, (is_result, text) in found.items() if not is_result}
     texts |= {rank: f"did not end in {timeout} s" for rank in range(count) if rank not in found}
@@ -68,13 +67,13 @@ def on_ranks(count, function, *args, timeout=600, group_timeout=60, backend="glo
 class _Ranks:
     """The processes of a group, which run one call after the other until the first that fails."""
 
-    def __init__(self, count, backend, group_timeout):
+    def __init__(self, count, backend):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.distributed.preloaded"])
         self.folder, self.there, self.processes = tempfile.TemporaryDirectory(), {}, []
         for rank in range(count):
             ours, theirs = context.Pipe()
-            args = (theirs, rank, count, f"{self.folder.name}/store", backend, group_timeout)
+            args = (theirs, rank, count, f"{self.folder.name}/store", backend)
             self.processes.append(context.Process(target=_rank, args=args, daemon=True))
             self.processes[-1].start()
             theirs.close()
@@ -108,7 +107,7 @@ class _Ranks:
 _STAYING = {}
 
 
-def _rank(connection, rank, count, store, backend, group_timeout):
+def _rank(connection, rank, count, store, backend):
     """Be one rank: run calls, and send what each returns, or the traceback of the one that ends it."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -122,7 +121,7 @@ def _rank(connection, rank, count, store, backend, group_timeout):
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=count,
-                timeout=timedelta(seconds=group_timeout),
+                timeout=timedelta(seconds=60),
             )
         with contextlib.suppress(EOFError, OSError):
             while True:

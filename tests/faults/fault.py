@@ -16,7 +16,7 @@ class Fault:
     """A fault of one line, or of few.
 
     Attributes:
-        name: The room, and what is wrong.
+        name: What it is about, and what is wrong.
         file: Below ``src/mezzo``.
         text: What stands there, once in the file.
         planted: What stands there instead.

@@ -1,6 +1,6 @@
 """Plant each fault of the table in a copy of the source, and see that the tests named for it catch it.
 
-``make faults``, or ``make faults FAULTS="scale: halves:"`` for those with such names. The checkout itself is never
+``make faults``, or ``make faults FAULTS="scale/ halves:"`` for those of such files, or with such names. The checkout itself is never
 written to. First the named tests run on the copy as it is: a test that fails there catches nothing. Torch is imported
 once: each run is a fork of this process, which imports mezzo from its copy.
 """
@@ -119,11 +119,15 @@ def verdict(code: int | None, printed: str) -> tuple[bool, str]:
 def main() -> int:
     """Plant the faults, and tell what was not caught again at the end."""
     parser = argparse.ArgumentParser(description="Plant faults in a copy of the source; tests are to catch them.")
-    parser.add_argument("names", nargs="*", help="which faults: part of a name is enough; all when omitted")
+    parser.add_argument(
+        "names", nargs="*", help="which faults: part of a name, or of the file's path; all when omitted"
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--trust", action="store_true", help="do not run the tests on the source as it is")
     options = parser.parse_args()
-    faults = [each for each in FAULTS if not options.names or any(name in each.name for name in options.names)]
+    faults = [
+        each for each in FAULTS if not options.names or any(n in each.name or n in each.file for n in options.names)
+    ]
     lost, start = list[str](), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mezzo-faults-") as folder:
         copies = [Path(folder) / str(number) / "src" for number in range(options.jobs)]

@@ -59,7 +59,7 @@ FAULTS = (
          "tests/session/test_windows.py::test_clearing_all_begins_a_new_window",
          "an overflow of a window that was given up would skip the next step"),
         ("window: the last step's gradients are taken again", "if self.left else ([], [])", "if False else ([], [])",
-         "tests/acceptance/test_machine.py::test_sequences",
+         "tests/session/test_refusals.py::test_a_call_that_is_refused_leaves_everything_as_it_was",
          "without zero_grad() each step would take all gradients so far"),
         ("window: what a step has left is divided again",
          "self.scale = self.made_with = scale if is_new else self._left_scale", "self.scale = self.made_with = scale",

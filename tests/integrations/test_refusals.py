@@ -21,12 +21,18 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def of(hf):
+def of(hf, tmp_path_factory):
     """The frameworks, with mezzo's bridges to them."""
     lightning, fabric = pytest.importorskip("lightning"), pytest.importorskip("lightning.fabric")
     bridges = {f"to_{name}": importlib.import_module(f"mezzo.integrations.{name}") for name in NAMES}
     return SimpleNamespace(
-        accelerate=hf.accelerate, transformers=hf.of, lightning=lightning, fabric=fabric, forget=hf.forget, **bridges
+        accelerate=hf.accelerate,
+        transformers=hf.of,
+        lightning=lightning,
+        fabric=fabric,
+        forget=hf.forget,
+        **bridges,
+        folder=str(tmp_path_factory.mktemp("trainer")),
     )
 
 
@@ -39,7 +45,7 @@ def trainer_of(of, **options):
     """A Trainer of transformers over a small model."""
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 8, "vocab_size": 8, "n_positions": 8}
     model = of.transformers.GPT2LMHeadModel(of.transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-    args = of.transformers.TrainingArguments(output_dir="unused", use_cpu=True, report_to=[])
+    args = of.transformers.TrainingArguments(output_dir=of.folder, use_cpu=True, report_to=[])
     for name, value in options.items():
         setattr(args, name, value)
     return of.transformers.Trainer(model, args)

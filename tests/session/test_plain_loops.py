@@ -321,6 +321,8 @@ def test_a_scheduler_of_epochs_waits_for_no_single_skipped_step():
         assert (scheduler.last_epoch, plateau.last_epoch) == (1, 1)
         scheduler.step()  # nothing was stepped since: torch's own
         assert scheduler.last_epoch == 2
+    with attached(model, made, "O1,emulate=true"):
+        train_plainly(model, made, 0, spoilt=True)
         made.param_groups[0]["lr"] = 1.0  # one that is made after a skipped step begins all the same
         del made.param_groups[0]["initial_lr"]
         lr_scheduler.LambdaLR(made, lambda epoch: 0.25)

@@ -11,7 +11,7 @@ _PRODUCTS = (torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.bmm, torch.
 
 
 class Products(TorchDispatchMode):
-    """Count matrix products by the dtype of what they compute with, casts of emulation taken back."""
+    """Count matrix products by the dtype of their last factor."""
 
     def __init__(self):
         super().__init__()

@@ -78,7 +78,7 @@ def cures(text):
     for cure in _CURE.findall(text):
         python, _, words = cure.partition("the text ")
         assert words, f"{cure}: and as a policy's text?"
-        assert eval(python.strip(" ,or")) == Policy.parse(words), cure
+        assert eval(python.strip().removesuffix("or").strip(" ,")) == Policy.parse(words), cure
     for python, words in re.findall(r"mezzo\.(LossScale\.\w+\(\)), the text loss_scale=(\w+)", text):
         assert eval(python) == LossScale.parse(words)
 

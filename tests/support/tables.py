@@ -24,19 +24,3 @@ def pairwise(*factors):
         )
         for row in rows
     ]
-
-
-def thinned(*factors, every):
-    """Return all combinations as parameters; those whose places do not add up to a multiple of ``every`` are slow.
-
-    Of two factors, each value is met as often as any other.
-    """
-    return [
-        pytest.param(*values, marks=pytest.mark.slow if sum(places) % every else ())
-        for places, values in zip(product(*(range(len(values)) for values in factors)), product(*factors), strict=True)
-    ]
-
-
-def every_other(rows):
-    """Return rows as parameters, every other one of them slow: they tell the same of neighbours."""
-    return [pytest.param(*row, marks=pytest.mark.slow if number % 2 else ()) for number, row in enumerate(rows)]

@@ -1,7 +1,8 @@
 """All implementations of both passes and all storages, as tables, with buckets to try them on.
 
 A new executor is a row of ``IMPLEMENTATIONS``, a new way to store weights one of ``WEIGHTS``, a new dtype of moments
-one of ``STATES``: the contract in ``test_contract.py`` and ``tests/step/test_exchange.py`` runs over all of them.
+one of ``STATES``: the contract in ``test_contract.py`` runs over all of them, ``tests/step/test_exchange.py`` over the
+executors.
 """
 
 import dataclasses
@@ -67,8 +68,10 @@ class Implementation(NamedTuple):
     cases: slice = slice(None)
 
 
+RULES = ["adamw", "adamw amsgrad", "adam", "adam amsgrad maximize", "sgd maximize", "sgd momentum"]
+RULES += ["sgd momentum nesterov maximize", "lion", "lion maximize"]
 #: The first cases of the table: each rule once, storages by turns; and three of them, of which one rounds at random.
-ONCE, FEW = slice(9), slice(1, 9, 3)
+ONCE, FEW = slice(len(RULES)), slice(1, len(RULES), 3)
 IMPLEMENTATIONS = {
     "portable": Implementation(Portable),
     "predicated": Implementation(Predicated, cases=ONCE),
@@ -128,8 +131,6 @@ def plainly(w, dtype, device):
 WEIGHTS = {SPLIT: (in_halves, (BF16, FP16)), PLAIN: (plainly, (BF16, FP16, FP32))}
 #: Dtypes of moments.
 STATES = (FP32, BF16)
-RULES = ["adamw", "adamw amsgrad", "adam", "adam amsgrad maximize", "sgd maximize", "sgd momentum"]
-RULES += ["sgd momentum nesterov maximize", "lion", "lion maximize"]
 STORED = [(kept, dtype) for kept, (_, dtypes) in WEIGHTS.items() for dtype in dtypes]
 #: Every rule three times, with other storages; dtypes of gradients and states by turns.
 CASES = [
