@@ -22,7 +22,7 @@ SOURCE = ROOT / "src" / "mezzo"
 #: Extras for those who work on mezzo; the others are for users, and `all` is these together.
 OURS = {"demo", "dev", "docs"}
 #: Modules that derive from classes of another library, and the extras that install it.
-BRIDGES = {"accelerate": "accelerate", "fabric": "lightning", "lightning": "lightning", "transformers": "transformers"}
+BRIDGES = {"accelerate": "accelerate", "lightning": "lightning", "transformers": "transformers"}
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ class Faults(Checkpoints):
         self.update_if_it_waits()
         self.clear("session")
 
-    @needs("signals", "session")
+    @needs("signals", "session", "broken passes")
     @precondition(lambda self: self.window_calls() < MOST_CALLS)
     @rule(batch=passes, line=lines, unscales=st.booleans())
     def interrupted_pass(self, batch, line, unscales):

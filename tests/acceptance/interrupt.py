@@ -18,15 +18,17 @@ LINES = (os.path.dirname(mezzo.__file__), os.path.dirname(torch.optim.__file__))
 lines = st.integers(0, 1200)
 
 
-_SWAP, _CONST = dis.opmap["SWAP"], dis.opmap["LOAD_CONST"]
+_SWAP, _CONST, _HANDLED = (dis.opmap[name] for name in ("SWAP", "LOAD_CONST", "POP_EXCEPT"))
 
 
-def ends_a_with(frame):
-    """Whether a ``with`` begins to end: Python handles no signal between its block and ``__exit__``, but calls tracers.
+def ends_a_block(frame):
+    """Whether a ``with`` or an ``except`` begins to end, where Python calls tracers, but handles no signal.
 
-    It gives ``__exit__`` three times None; after a ``return`` under the value on the stack.
+    A ``with`` gives its ``__exit__`` three times None; after a ``return`` under the value on the stack.
     """
     code, at = frame.f_code.co_code, frame.f_lasti
+    if code[at] == _HANDLED:
+        return True
     at += 2 if code[at] == _SWAP else 0
     return list(code[at : at + 6 : 2]) == [_CONST] * 3 and len({*code[at + 1 : at + 7 : 2]}) == 1
 
@@ -44,7 +46,7 @@ class Interrupt:
         return self._at_line if caller is not None and caller.f_code.co_filename.startswith(LINES) else None
 
     def _at_line(self, frame, event, _):
-        if event == "line" and not ends_a_with(frame):
+        if event == "line" and not ends_a_block(frame):
             self.left -= 1
             if self.left < 0 and not self.came:
                 self.came = True
