@@ -138,6 +138,7 @@ class Captured(Generic[R]):
         self._fn, self._amp, self._graph = fn, amp, graph
         self._batch: _Batch | None = None
         self._recorded: _Recorded[R] | None = None
+        self._rehearsed: dict[str, Any] | None = None  # what the last step without a graph had of the session
         self._calls, self._has_warned = 0, False
         if graph is not None:
             raise_together(_problems(amp.engine))
@@ -173,12 +174,16 @@ class Captured(Generic[R]):
             placed = tree_map(batch.placed, (args, kwargs))
             return graph.run(lambda: self._run(placed))
         batch.take(args, kwargs)
-        waits = self._recorded is None and any(map(_lacks_momentum, engine.weights.optimizers))
+        waits = self._recorded is None and (
+            self._rehearsed != _places(engine) or any(map(_lacks_momentum, engine.weights.optimizers))
+        )
         if waits or self._calls < _FIRST:
             self._calls += 1
             is_last = self._calls >= _FIRST and not waits
             with _noting() if is_last else nullcontext():
-                return graph.run(lambda: self._run(batch.arguments), refuses_syncs=is_last)
+                output = graph.run(lambda: self._run(batch.arguments), refuses_syncs=is_last)
+            self._rehearsed = _places(engine)
+            return output
         if self._recorded is None:
             with _noting():
                 self._recorded = self._record(graph, batch)
@@ -510,6 +515,14 @@ def _held(engine: Engine) -> dict[str, Any]:
             found[f"hyper-parameters of {name}"] = addresses([t for t in tensors(values) if t.device.type != "cpu"])
             found[f"rules of {name}"] = [own.rule_of(group) for group in optimizer.param_groups]
     return found | _options([each for each in weights.optimizers if as_one_pass(each) is None])
+
+
+def _places(engine: Engine) -> dict[str, Any]:
+    """Return where all that a graph reads lies: a step that finds it so goes before one that is recorded.
+
+    State that is made inside of a graph begins anew with each replay.
+    """
+    return {name: value for name, value in _held(engine).items() if isinstance(value, list)}
 
 
 def _options(optimizers: Sequence[Optimizer], *, counts_writes: bool = False) -> dict[str, Any]:
