@@ -167,6 +167,17 @@ def test_a_group_that_comes_before_a_step_is_recorded_has_a_step_without_the_gra
         machine.agrees()
 
 
+def test_moments_of_mezzos_optimizers_keep_their_dtype_after_a_session():
+    machine, batch = Sessions(), {"values": 0, "widths": (1.0, 1.0), "kind": "plain", "elsewhere": "plain"}
+    machine.begin(Config(level="O3", dtype="bfloat16", state_dtype="bfloat16"), seed=0)
+    machine.train(batches=[batch])
+    machine.close(level="O0", same=False)
+    machine.train(batches=[batch, batch, {**batch, "values": 1}])
+    machine.save()
+    machine.load_into_the_same(order=[0, 1, 2, 3], line=None)
+    machine.agrees()
+
+
 def test_after_lightning_a_low_weights_moments_are_fp32_with_it():
     pytest.importorskip("lightning")
     from . import frameworks  # noqa: F401

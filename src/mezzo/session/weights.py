@@ -16,6 +16,7 @@ from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.model.refusals import preparations_in
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, StateError
+from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.session.refusals import Handles
 from mezzo.tensors import LOW
@@ -212,8 +213,8 @@ class Weights:
 
 
 def widen_states(optimizers: Iterable[Optimizer]) -> None:
-    """Make the state of weights FP32 that were low, and are FP32 again."""
-    for key, state in (item for each in optimizers for item in each.state.items()):
+    """Make the state of weights FP32 that were low, and are FP32 again; that of mezzo's optimizers has its own."""
+    for key, state in (item for each in optimizers if as_one_pass(each) is None for item in each.state.items()):
         if isinstance(key, Tensor) and key.dtype not in LOW and isinstance(state, dict):
             state.update({name: widened(value) for name, value in state.items()})
 
