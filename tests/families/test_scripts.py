@@ -42,7 +42,8 @@ def test_a_run_ends_with_its_metric(load_family, name, monkeypatch, capsys, requ
     script = load_family(name)
     monkeypatch.setattr(script, "NUM_TEST_STRIPS", 20, raising=False)
     if name == "digits_gan":
-        trained = SimpleNamespace(fit=lambda *_: request.getfixturevalue("classifier"))
+        classifier = request.getfixturevalue("classifier")  # which the script's own class fits
+        trained = SimpleNamespace(fit=lambda *_: classifier)
         monkeypatch.setattr(script, "MLPClassifier", lambda *_, **__: trained)
     if name == "digits_ssd":
         draw = script.draw
