@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.scale.state import inverse
-from mezzo.step.storage import Storage, noise, stochastic
+from mezzo.step import moments
+from mezzo.step.storage import Storage, noise
 from mezzo.step.update import States, UpdateRule
 from mezzo.tensors import moved
 
@@ -173,8 +175,9 @@ class Bucket:
         step: 0-d int64 on the device: how many updates there were, this one included where an update runs.
         weights: The model's tensors.
         extras: The tensor that lies beside each weight, or None where the storage has none.
-        states: The rule's states of each weight, float32 or bfloat16, laid out as the weight is. In bfloat16 they
-            are rounded at random: to nearest, a second moment could never shrink (0.999 of it rounds to itself).
+        states: The rule's states of each weight, float32 or bfloat16, laid out as the weight is; or the codes of each
+            state, laid out so, and then its scales (:mod:`mezzo.step.moments`). What is not float32 is rounded at
+            random: to nearest, a second moment could never shrink (0.999 of it rounds to itself).
         seed: For random rounding; ranks that hold different weights give different ones.
     """
 
@@ -195,6 +198,18 @@ class Bucket:
     def random(self) -> bool:
         """Whether anything is rounded at random."""
         return any(s.dtype != torch.float32 for states in self.states for s in states)
+
+
+def scales_among(storage: Storage, targets: Sequence[Tensor]) -> range:
+    """Return the places of scales among the tensors that an update writes: all others have one value an element.
+
+    Args:
+        storage: How the weight is stored.
+        targets: Parts and states of a weight.
+    """
+    first = storage.num_parts
+    in_codes = len(targets) > first and moments.is_coded(targets[first].dtype)
+    return range(first + 1, len(targets), 2) if in_codes else range(0)
 
 
 class NoKernel(UnsupportedError):  # noqa: N818 - an error by its base
@@ -256,7 +271,9 @@ def updated(
     key: Tensor,
     order: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Pass 2 as a pure, element-wise function of tensors: what to copy into each part and each state.
+    """Pass 2 as a pure function of tensors: what to copy into each part and each state.
+
+    It is element-wise, but for states in codes: elements are (groups, 32) then, and scales (groups, 1).
 
     Args:
         rule: The update rule.
@@ -272,11 +289,11 @@ def updated(
         Values as FP32 or int32, which a copy into the targets rounds no further; of a target that stays as it is the
         target itself.
     """
-    parts, states = tuple(targets[: len(targets) - len(rule.states)]), targets[len(targets) - len(rule.states) :]
-    wide = tuple(state.to(torch.float32) for state in states)
+    parts, states = tuple(targets[: storage.num_parts]), targets[storage.num_parts :]
+    kept = moments.apart(states, [state.dtype for state in states])
+    wide = tuple(map(moments.read, kept))
     weight, new = rule.update(gradient.to(torch.float32) * multiplier, storage.read(parts), wide, scalars)
     values = parts if storage.write is None else storage.write(weight, parts[0].dtype)
-    return *values, *(
-        value if state.dtype == torch.float32 else stochastic(value, noise(order, key, slot))
-        for slot, (state, value) in enumerate(zip(states, new, strict=True), start=1)
-    )
+    for slot, (each, moment) in enumerate(zip(kept, new, strict=True), start=1):
+        values = *values, *moments.write(each, moment, partial(noise, order, key, slot))
+    return values

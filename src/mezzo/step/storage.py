@@ -402,6 +402,11 @@ class Storage:
     read: Callable[[Parts], Tensor] = field(repr=False)
     write: Callable[[Tensor, torch.dtype], Parts] | None = field(repr=False)
 
+    @property
+    def num_parts(self) -> int:
+        """How many tensors a weight is stored in."""
+        return 1 + self.extra
+
     def parts(self, weight: Tensor, extra: Tensor | None) -> Parts:
         """Return the stored tensors of a weight, the model's first."""
         return (weight,) if extra is None else (weight, extra)

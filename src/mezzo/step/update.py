@@ -213,6 +213,8 @@ _ADAM: Final[dict[str, Any]] = {
     "hypers": ("lr", "beta1", "beta2", "eps", "weight_decay"),
     "states": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
 }
+#: States that are never negative, since they are means of squares.
+SQUARES: Final = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 #: States that are kept only with an option.
 _STATES_OF_OPTIONS: Final = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum"}
 

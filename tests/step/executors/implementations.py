@@ -19,11 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mezzo.step.executors import cpp, portable
 from mezzo.step.executors.cpp import Cpp
 from mezzo.step.executors.portable import Compiled, Portable
-from mezzo.step.passes import Bucket, counted, judge, updated
+from mezzo.step.passes import Bucket, counted, judge, scales_among, updated
+from mezzo.step.moments import GROUP, decode, zeros
 from mezzo.step.storage import PLAIN, SPLIT, encode_into, keys
 from mezzo.step.update import rule
 
-BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+INT16, INT8 = torch.int16, torch.int8
 CPU = torch.device("cpu")
 CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -130,7 +132,7 @@ def plainly(w, dtype, device):
 #: Storages of weights: how a weight is stored, and in which dtypes.
 WEIGHTS = {SPLIT: (in_halves, (BF16, FP16)), PLAIN: (plainly, (BF16, FP16, FP32))}
 #: Dtypes of moments.
-STATES = (FP32, BF16)
+STATES = (FP32, BF16, INT8)
 STORED = [(kept, dtype) for kept, (_, dtypes) in WEIGHTS.items() for dtype in dtypes]
 #: Every rule three times, with other storages; dtypes of gradients and states by turns.
 CASES = [
@@ -181,7 +183,7 @@ def bucket_of(name, kept, dtype, shapes=SHAPES, *, state_dtype=FP32, weights=Non
         step=torch.zeros((), dtype=torch.int64, device=device),
         weights=[weight for weight, _ in made],
         extras=[extra for _, extra in made],
-        states=[tuple(torch.zeros_like(w, dtype=state_dtype) for _ in update.states) for w, _ in made],
+        states=[tuple(t for name in update.states for t in zeros(name, w, state_dtype)) for w, _ in made],
         seed=seed,
     )
 
@@ -211,6 +213,12 @@ def values_of(bucket):
     """Return the FP32 values that a bucket stands for."""
     parts = map(bucket.storage.parts, bucket.weights, bucket.extras)
     return [bucket.storage.read(each) for each in parts]
+
+
+def moments_of(bucket, at):
+    """Return the moments of a weight in FP32."""
+    states = bucket.states[at]
+    return [*map(decode, states[::2], states[1::2])] if len(states) > len(bucket.rule.states) else [state.float() for state in states]
 
 
 def same_bits(one, other):
@@ -257,31 +265,54 @@ class Ieee(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def in_order(tensor, codes):
+    """Return the elements of a tensor as groups in the order in which codes lie in memory, zeros at the end."""
+    order = sorted(range(codes.dim()), key=codes.stride, reverse=True)
+    vector = tensor.permute(order).reshape(-1)
+    return torch.cat([vector, vector.new_zeros(-len(vector) % GROUP)]).view(-1, GROUP)
+
+
 def pure_step(bucket, gradients, verdict):
     """Take the step by the pure function on whole tensors: what every executor is measured against."""
     advance([bucket.step], verdict.found_inf)
     seeds = keys(bucket.step, len(gradients), bucket.seed)
     for index, gradient in enumerate(gradients):
         scalars, targets = bucket.rule.scalars(bucket.hypers, bucket.step), bucket.targets(index)
-        order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
+        scales, first = scales_among(bucket.storage, targets), bucket.storage.num_parts
+        given = [gradient, *targets]
+        if scales:
+            given = [
+                each.view(-1, 1) if place in scales else in_order(each, targets[first])
+                for place, each in enumerate(given, start=-1)
+            ]
+        order = torch.arange(given[0].numel(), dtype=torch.int32, device=gradient.device).view(given[0].shape)
         with Ieee():
             numbers = scalars, verdict.multiplier, seeds[index], order
-            values = updated(bucket.rule, bucket.storage, gradient, targets, *numbers)
-        for target, value in zip(targets, values, strict=True):
-            target.copy_(value)
+            values = updated(bucket.rule, bucket.storage, given[0], given[1:], *numbers)
+        for place, (target, value) in enumerate(zip(targets, values, strict=True)):
+            if scales and place not in scales:
+                dims = sorted(range(target.dim()), key=targets[first].stride, reverse=True)
+                target.permute(dims).copy_(value.view(-1)[: target.numel()].view(target.permute(dims).shape))
+            else:
+                target.copy_(value.view(target.shape))
 
 
 def assert_same(mine, theirs, is_exact):
     """Compare buckets: bit for bit, or to a few units in the last place, wherever a weight is a number; NaN is NaN."""
     for at, (value, wanted) in enumerate(zip(values_of(mine), values_of(theirs), strict=True)):
         assert torch.equal(value.isnan(), wanted.isnan())
-        keep = ~wanted.isnan()
+        keep, parts = ~wanted.isnan(), mine.storage.num_parts
         pairs = list(zip(mine.targets(at), theirs.targets(at), strict=True))
-        if is_exact:
-            assert all(same_bits([one[keep]], [other[keep]]) for one, other in pairs)
-            continue
+        assert not is_exact or all(same_bits([one[keep]], [other[keep]]) for one, other in pairs[:parts])
         torch.testing.assert_close(value[keep], wanted[keep], rtol=2.0**-22, atol=2.0**-24)
-        for one, other in pairs[len(pairs) - len(mine.rule.states) :]:
-            most = 2.0**-20 if one.dtype == FP32 else 2.0**-7
-            largest = float(other[keep].abs().max()) if keep.any() else 0.0
-            torch.testing.assert_close(one[keep], other[keep], rtol=most, atol=most * largest)
+        for number, (one, other) in enumerate(zip(moments_of(mine, at), moments_of(theirs, at), strict=True)):
+            assert torch.equal(one[keep].isnan(), other[keep].isnan())  # of codes all of a group is NaN
+            here = keep & ~other.isnan()
+            if is_exact:
+                each = (len(pairs) - parts) // len(mine.rule.states)
+                first, *scales = pairs[parts + each * number : parts + each * (number + 1)]
+                assert same_bits(*([tensor[here]] for tensor in first))
+                assert all(same_bits(*([tensor.nan_to_num(7.0)] for tensor in pair)) for pair in scales)
+            most = {FP32: 2.0**-20, BF16: 2.0**-7}.get(mine.states[at][0].dtype, 2.0**-6)
+            largest = float(other[here].abs().max()) if here.any() else 0.0
+            torch.testing.assert_close(one[here], other[here], rtol=most, atol=most * largest)

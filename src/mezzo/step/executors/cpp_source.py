@@ -6,14 +6,15 @@ a second.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
 from typing import Final
 
 import torch
 
-from mezzo.step.executors.emit import ALIKE, Dialect, written
+from mezzo.step.executors.emit import ALIKE, ORDER, Dialect, Line, Of, written
+from mezzo.step.moments import GROUP
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 
@@ -25,6 +26,8 @@ _TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
         torch.bfloat16: "uint16_t",
         torch.int32: "int32_t",
         torch.int16: "int16_t",
+        torch.int8: "int8_t",
+        torch.uint8: "uint8_t",
         torch.bool: "bool",
     }
 )
@@ -38,11 +41,13 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.mul.Tensor": "{0} * {1}",
         "aten.neg.default": "-{0}",
         "aten.div.Tensor": "{0} / {1}",
+        "aten.reciprocal.default": "1.0f / {0}",
         "aten.sqrt.default": "__builtin_sqrtf({0})",
         "aten.abs.default": "__builtin_fabsf({0})",
         "aten.round.default": "__builtin_rintf({0})",
         "aten.sign.default": "float({0} > 0) - float({0} < 0)",
         "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",
+        "aten.minimum.default": "{0} < {1} ? {0} : {1}",
         "aten.clamp.default": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",
         "aten.where.self": "{0} ? {1} : {2}",
         "aten.view.dtype": "bits<{dtype}>({0})",
@@ -63,6 +68,9 @@ CPP: Final = Dialect(
     narrowed=MappingProxyType({torch.bfloat16: "to_bfloat16({0})", torch.float16: "{0}"}),
     assigned="const {type} {name} = {value};",
     stored="{target}_row[i] = {value};",
+    stored_of_group="{target}_at[group] = {value};",
+    largest="{name} = {value} > {name} ? {value} : {name};",
+    spread="{0}",
     literal=_literal,
 )
 
@@ -134,11 +142,7 @@ static void update(
     for (int64_t row = start; row < end; row += {row}) {{
         const int64_t count = row + {row} < end ? {row} : end - row;
         {rows}
-        #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) {{
-            const int32_t order = int32_t(row + i);
-            {lines}
-        }}
+        {loops}
         {stores}
     }}
 }}
@@ -157,6 +161,31 @@ extern "C" void kernel(
     }}
 }}
 """
+
+_ORDER: Final = f"const int32_t {ORDER} = int32_t(row + i);"
+
+_ELEMENTS: Final = """\
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) {{
+            {lines}
+        }}"""
+
+#: Compiled twice: for the groups that are full, whose length compilers know, and for the last one of a tensor.
+_GROUPS: Final = """\
+const auto update_group = [&](const int64_t first, const int64_t width) __attribute__((always_inline)) {{
+            const int64_t group = (row + first) / {group};
+            {phases}
+        }};
+        for (int64_t first = 0; first + {group} <= count; first += {group}) update_group(first, {group});
+        if (count % {group}) update_group(count - count % {group}, count % {group});"""
+
+_PHASE: Final = """\
+{lines}
+            #pragma omp simd{reduction}
+            for (int64_t at = 0; at < width; ++at) {{
+                const int64_t i = first + at;
+                {elements}
+            }}"""
 
 _NORM: Final = """\
 extern "C" void kernel(
@@ -220,25 +249,72 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     types = ["const " * (name not in stored) + _TYPES[dtype] for name, dtype in zip(names, dtypes, strict=True)]
     places = ["addresses[tensor]", *(f"row[{place}]" for place in range(1, len(types)))]
     operands = list(zip(names, dtypes, strict=True))
-    kinds = {**_TYPES, torch.float16: "float"}
-    lines = [f"const {kinds[dtype]} {name} = {name}_row[i];" for name, dtype in operands if name in step.used]
+    of_elements = [(name, dtype) for name, dtype in operands if step.places[name][0] == Of.ELEMENT]
     rows = [
         _row(name, dtype, read=name in step.used, constant=name not in stored)
-        for name, dtype in operands
+        for name, dtype in of_elements
         if name in step.used or name in stored
     ]
-    low = [name for name, dtype in operands if dtype == torch.float16 and name in stored]
+    low = [name for name, dtype in of_elements if dtype == torch.float16 and name in stored]
+    lines = [_read(name, dtype, step.places[name][0]) for name, dtype in operands if name in step.used]
+    numbers = [f"const float {number} = scalars[{place}];" for place, number in enumerate(rule.numbers)]
+    numbers += [line.text for line in step.lines if line.of == Of.STEP]
     return _headers(dtypes) + _UPDATE.format(
         columns=", ".join(f"{kind}* __restrict {name}_at" for kind, name in zip(types, names, strict=True)),
-        numbers="\n    ".join(f"const float {number} = scalars[{place}];" for place, number in enumerate(rule.numbers)),
-        lines="\n            ".join([*lines, *step.body]),
+        numbers="\n    ".join(numbers),
         rows="\n        ".join(rows),
+        loops=_loops([*lines, *step.lines]),
         stores="\n        ".join(f"narrow({name}_row, {name}_at + row, count);" for name in low),
         row=ROW,
         width=len(types),
         pointers=", ".join(f"reinterpret_cast<{kind}*>({place})" for kind, place in zip(types, places, strict=True)),
         key="keys[tensor]" if "key" in step.used else "0",
     )
+
+
+def _read(name: str, dtype: torch.dtype, of: Of) -> Line:
+    """Write where the value of a name is read, in the first phase."""
+    kind = "float" if dtype == torch.float16 else _TYPES[dtype]
+    place = f"{name}_row[i]" if of == Of.ELEMENT else f"{name}_at[group]"
+    return Line(f"const {kind} {name} = {place};", of, 0, name, kind)
+
+
+def _loops(lines: Sequence[Line]) -> str:
+    """Write the loops over a row's elements: one, or for each group of them one for each phase."""
+    if all(line.of != Of.GROUP for line in lines):
+        body = [_ORDER, *(line.text for line in lines if line.of == Of.ELEMENT)]
+        return _ELEMENTS.format(lines=f"\n{12 * ' '}".join(body))
+    made = {line.name: line for line in lines if line.name and line.of == Of.ELEMENT}
+    # What a later phase reads of an element.
+    kept = {
+        name: made[name]
+        for line in lines
+        for name in line.reads
+        if name in made and made[name].phase < line.phase - line.largest
+    }
+    phases = []
+    for phase in range(1 + max(line.phase for line in lines)):
+        here = [line for line in lines if line.phase - line.largest == phase]
+        largest = [line.name for line in here if line.largest]
+        of_group = [line.text for line in here if line.of == Of.GROUP and not line.largest]
+        of_group += [f"{each.type} kept_{name}[{GROUP}];" for name, each in kept.items() if each.phase == phase]
+        of_group += [f"int32_t {name} = 0;" for name in largest]
+        elements = [_ORDER]
+        elements += [
+            f"const {each.type} {name} = kept_{name}[at];"
+            for name, each in kept.items()
+            if each.phase < phase and any(name in line.reads for line in here)
+        ]
+        elements += [line.text for line in here if line.of == Of.ELEMENT or line.largest]
+        elements += [f"kept_{name}[at] = {name};" for name, each in kept.items() if each.phase == phase]
+        phases.append(
+            _PHASE.format(
+                lines=f"\n{12 * ' '}".join(of_group),
+                reduction=f" reduction(max : {', '.join(largest)})" if largest else "",
+                elements=f"\n{16 * ' '}".join(elements),
+            )
+        )
+    return _GROUPS.format(group=GROUP, phases=f"\n{12 * ' '}".join(phases))
 
 
 @cache

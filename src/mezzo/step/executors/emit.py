@@ -4,12 +4,17 @@ Pass 2 (:func:`mezzo.step.passes.updated`) and the few numbers that all of a ste
 numbers, the next loss scale) are pure functions. Each is traced to a graph of aten operations on 0-d tensors, and each
 operation becomes a line. What is written by hand is where elements lie (``cpp/source``, ``triton/source``), and nothing
 about rules, storages or rounding.
+
+Elements come in groups of neighbours where something is computed of a whole group: its largest (``aten.amax``). Then
+lines are those of an element, or of a group, and what comes after a group's largest is a later phase.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
@@ -17,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from mezzo.errors import UnsupportedError
+from mezzo.step.moments import is_coded
 from mezzo.step.passes import updated
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
@@ -33,6 +39,7 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
         "aten.lt.Scalar": "{0} < {1}",
         "aten.le.Scalar": "{0} <= {1}",
         "aten.gt.Scalar": "{0} > {1}",
+        "aten.gt.Tensor": "{0} > {1}",
         "aten.ne.Tensor": "{0} != {1}",
         "aten.bitwise_and.Scalar": "{0} & {1}",
         "aten.bitwise_or.Scalar": "{0} | {1}",
@@ -50,6 +57,9 @@ _COPY: Final = "aten._to_copy.default"
 _STACK: Final = "aten.stack.default"
 _UNBIND: Final = "aten.unbind.int"
 _ITEM: Final = "<built-in function getitem>"
+_LARGEST: Final = "aten.amax.default"
+#: What the number of an element is called.
+ORDER: Final = "order"
 #: What torch computes in the dtype of the result, whatever that of an argument is.
 _PROMOTING: Final = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
 
@@ -68,7 +78,10 @@ class Dialect:
         narrowed: A template from an FP32 value on a low format's grid to the element to store; of the other dtypes
             what ``_to_copy`` makes.
         assigned: A line that names a value: ``type``, ``name``, ``value``.
-        stored: A line that writes a value: ``target``, ``value``.
+        stored: A line that writes a value of an element: ``target``, ``value``.
+        stored_of_group: The same of a group.
+        largest: A line that makes the largest of a group's values, none of which is negative: ``name``, ``value``.
+        spread: A template from what a value of a group is called to what an element calls it.
         literal: Spells a number among values of a dtype.
     """
 
@@ -79,6 +92,9 @@ class Dialect:
     narrowed: Mapping[torch.dtype, str]
     assigned: str
     stored: str
+    stored_of_group: str
+    largest: str
+    spread: str
     literal: Callable[[float, torch.dtype], str]
 
 
@@ -90,6 +106,37 @@ class Result:
     dtype: torch.dtype
 
 
+class Of(IntEnum):
+    """What has a value of its own."""
+
+    STEP = 0
+    GROUP = 1
+    ELEMENT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of a function.
+
+    Args:
+        text: The line.
+        of: What it is computed for.
+        phase: How many times the largest of a group had to be known before.
+        name: What it names, if anything.
+        type: Of that.
+        reads: Names of elements that it reads.
+        largest: Whether it makes the largest of a group.
+    """
+
+    text: str
+    of: Of = Of.STEP
+    phase: int = 0
+    name: str = ""
+    type: str = ""
+    reads: tuple[str, ...] = ()
+    largest: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spelled:
     """A function in some language.
@@ -97,17 +144,33 @@ class Spelled:
     Args:
         names: What its tensors are called.
         used: Those of the names that its lines read.
-        body: A line for each operation.
+        lines: A line for each operation.
         results: What it returns.
+        places: What each name has a value for, and in which phase it is known.
     """
 
     names: Sequence[Word]
     used: set[Word]
-    body: list[str]
+    lines: list[Line]
     results: list[Result]
+    places: Mapping[Any, tuple[Of, int]] = field(default_factory=dict)
+
+    @property
+    def body(self) -> list[str]:
+        """All lines, in order."""
+        return [line.text for line in self.lines]
 
 
-def spelled(function: Pure, examples: Sequence[Tensor], names: Sequence[Word], where: str, dialect: Dialect) -> Spelled:
+def spelled(
+    function: Pure,
+    examples: Sequence[Tensor],
+    names: Sequence[Word],
+    where: str,
+    dialect: Dialect,
+    *,
+    elements: Collection[Word] = (),
+    groups: Collection[Word] = (),
+) -> Spelled:
     """Write a function of 0-d tensors, and of vectors that it takes apart, or of which it takes the norm.
 
     Args:
@@ -116,18 +179,25 @@ def spelled(function: Pure, examples: Sequence[Tensor], names: Sequence[Word], w
         names: What they are to be called.
         where: Whose operations these are, for errors.
         dialect: The language.
+        elements: Those of the names that have a value for each element.
+        groups: Those that have one for each group of elements.
 
     Raises:
         UnsupportedError: It uses an operation that is not in the language's table.
     """
-    given, known, body = iter(names), dict[fx.Node, Any](), list[str]()
+    given, known, lines = iter(names), dict[fx.Node, Any](), list[Line]()
     used, results = set[Word](), list[Result]()
+    graph = _traced(function, examples)
+    places = _places(graph, names, elements, groups)
 
-    def named(name: str, dtype: torch.dtype, value: str) -> str:
-        body.append(dialect.assigned.format(type=dialect.types[dtype], name=name, value=value))
+    def named(node: fx.Node, name: str, template: str, value: str, largest: bool = False) -> str:
+        kind, (of, phase) = dialect.types[node.meta["val"].dtype], places[node]
+        text = template.format(type=kind, name=name, value=value)
+        read = [known[each] for each in node.all_input_nodes if places[each][0] == Of.ELEMENT]
+        lines.append(Line(text, of, phase, name, kind, tuple(read), largest))
         return name
 
-    for node in _traced(function, examples).nodes:
+    for node in graph.nodes:
         operation = str(node.target)
         if node.op == "placeholder":
             known[node] = next(given)
@@ -143,10 +213,41 @@ def spelled(function: Pure, examples: Sequence[Tensor], names: Sequence[Word], w
         elif operation == _COPY and isinstance(vector := known[node.args[0]], list):
             dtype = node.meta["val"].dtype
             copied = [dialect.operations[_COPY].format(each, dtype=dialect.types[dtype]) for each in vector]
-            known[node] = [named(f"{node.name}_{place}", dtype, value) for place, value in enumerate(copied)]
+            known[node] = [
+                named(node, f"{node.name}_{place}", dialect.assigned, value) for place, value in enumerate(copied)
+            ]
+        elif operation == _LARGEST:
+            known[node] = named(node, node.name, dialect.largest, known[node.args[0]], largest=True)
         else:
-            known[node] = named(node.name, node.meta["val"].dtype, _expression(node, known, where, dialect))
-    return Spelled(names=names, used=used, body=body, results=results)
+            its_own = {
+                each: dialect.spread.format(known[each]) if places[each][0] == Of.GROUP < places[node][0] else known[each]
+                for each in node.all_input_nodes
+            }
+            known[node] = named(node, node.name, dialect.assigned, _expression(node, its_own, where, dialect))
+    of_words = {known[node]: place for node, place in places.items() if isinstance(known.get(node), str)}
+    return Spelled(names=names, used=used, lines=lines, results=results, places=of_words)
+
+
+def _places(
+    graph: fx.Graph, names: Sequence[Word], elements: Collection[Word], groups: Collection[Word]
+) -> dict[fx.Node, tuple[Of, int]]:
+    """Return what each operation is computed for, and in which phase."""
+    places, given = dict[fx.Node, tuple[Of, int]](), iter(names)
+    for node in graph.nodes:
+        sources = [places[each] for each in node.all_input_nodes]
+        of, phase = (max(each) for each in zip(*sources, strict=True)) if sources else (Of.STEP, 0)
+        if node.op == "placeholder":
+            name = next(given)
+            of = Of.ELEMENT if name in elements else Of.GROUP if name in groups else Of.STEP
+        elif str(node.target) == _LARGEST and of == Of.ELEMENT:
+            of, phase = Of.GROUP, phase + 1
+        places[node] = Of(of), phase
+    # What is computed of an element waits for the phase that needs it: random bits, say, are not kept until then.
+    for node in reversed(graph.nodes):
+        of, phase = places[node]
+        if node.op == "call_function" and of == Of.ELEMENT and all(each.op != "output" for each in node.users):
+            places[node] = of, max(phase, min(places[each][1] - (str(each.target) == _LARGEST) for each in node.users))
+    return places
 
 
 def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
@@ -184,8 +285,11 @@ def written(
     Raises:
         UnsupportedError: The rule or the storage uses an operation that is not in the language's table.
     """
-    parts = [f"part{place}" for place in range(len(dtypes) - len(rule.states) - 1)]
-    names = ["gradient", *parts, *(f"{name}_state" for name in rule.states)]
+    num_parts = storage.num_parts
+    in_codes = any(map(is_coded, dtypes[1 + num_parts :]))
+    kept = [[f"{name}_state", f"{name}_scale"] if in_codes else [f"{name}_state"] for name in rule.states]
+    names = ["gradient", *(f"part{place}" for place in range(num_parts)), *itertools.chain(*kept)]
+    scales = [scale for _, scale in kept] if in_codes else []
     scalars, *others = (torch.ones(size, dtype=torch.float32, device="cpu") for size in (len(rule.numbers), (), (), ()))
     elements = [torch.ones((), dtype=dtype, device="cpu") for dtype in dtypes]
     examples = [*elements, scalars, others[0], *(each.to(torch.int32) for each in others[1:])]
@@ -193,8 +297,9 @@ def written(
     def step(gradient: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         return updated(rule, storage, gradient, others[:-4], *others[-4:])
 
-    words = [*names, rule.numbers, "multiplier", "key", "order"]
-    step_of = spelled(step, examples, words, f"the update rule {rule.name}", dialect)
+    words = [*names, rule.numbers, "multiplier", "key", ORDER]
+    where, of_elements = f"the update rule {rule.name}", [*(name for name in names if name not in scales), ORDER]
+    step_of = spelled(step, examples, words, where, dialect, elements=of_elements, groups=scales)
     stored = []
     for target, dtype, result in zip(names[1:], dtypes[1:], step_of.results, strict=True):
         if result.word == target:
@@ -204,7 +309,10 @@ def written(
         narrowed = dialect.narrowed.get(dtype, dialect.operations[_COPY]).format(
             result.word, dtype=dialect.types[dtype]
         )
-        step_of.body.append(dialect.stored.format(target=target, value=narrowed))
+        of, phase = Of.GROUP if target in scales else Of.ELEMENT, step_of.places[result.word][1]
+        template = dialect.stored_of_group if target in scales else dialect.stored
+        line = Line(template.format(target=target, value=narrowed), of, phase, reads=(str(result.word),))
+        step_of.lines.append(line)
     return names, stored, step_of
 
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, updated
+from mezzo.step.moments import GROUP, in_groups
+from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, scales_among, updated
 from mezzo.step.storage import Storage, keys
 from mezzo.step.update import Scalars, States, UpdateRule
 from mezzo.tensors import CASTABLE, flat
@@ -116,7 +117,7 @@ class _PortableUpdate(BucketUpdate):
         scalars = rule.scalars(bucket.hypers, step)
         seeds = keys(step, len(gradients), bucket.seed) if bucket.random else scalars.new_zeros((), dtype=torch.int32)
         for index, gradient in enumerate(gradients):
-            for start, block in _blocks(gradient, bucket.targets(index), self.size):
+            for start, block in _blocks(bucket, gradient, bucket.targets(index), self.size):
                 key = seeds[index] + start if bucket.random else seeds
                 is_vectors = all(each.is_contiguous() for each in block)
                 self.write_block(rule_of_vectors if is_vectors else rule, block, scalars, verdict, key)
@@ -147,17 +148,41 @@ def write_elements(
         rule: What to do.
         storage: How the weights are stored.
         gradient: Scaled.
-        targets: The parts and states of the weights, of the gradient's shape.
+        targets: The parts and states of the weights, of the gradient's shape; of states in codes scales, too.
         scalars: Of ``rule.scalars``.
         verdict: On the step.
         key: Of the first element's random bits.
         predicated: Whether the verdict's flag is asked for each element, and the old values are written again.
     """
-    order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
-    values = updated(rule, storage, gradient, targets, scalars, verdict.multiplier, key, order)
-    for target, value in zip(targets, values, strict=True):
-        if value is not target:
-            target.copy_(torch.where(verdict.found_inf, target, value) if predicated else value)
+    places = in_groups_of(storage, gradient, targets) if scales_among(storage, targets) else [gradient, *targets]
+    order = torch.arange(places[0].numel(), dtype=torch.int32, device=gradient.device).view(places[0].shape)
+    values = updated(rule, storage, places[0], places[1:], scalars, verdict.multiplier, key, order)
+    for target, place, value in zip(targets, places[1:], values, strict=True):
+        if value is place:
+            continue
+        place.copy_(torch.where(verdict.found_inf, place, value) if predicated else value)
+        if place.data_ptr() != target.data_ptr():
+            codes = targets[storage.num_parts]
+            target.copy_(place.view(-1)[: codes.numel()].as_strided(codes.shape, codes.stride()))
+
+
+def in_groups_of(storage: Storage, gradient: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
+    """Return a gradient and what it is for as an update takes them where states are codes: in groups.
+
+    They are the same memory, or copies: of what lies otherwise than the codes, and where the last group is not full.
+
+    Args:
+        storage: How the weights are stored.
+        gradient: Of any layout.
+        targets: Parts, and codes with their scales.
+    """
+    codes, scales = targets[storage.num_parts], scales_among(storage, targets)
+    found = []
+    for place, each in enumerate((gradient, *targets), start=-1):
+        vectors = (each.view(-1),) if place in scales else flat(laid_out(each, codes))
+        assert vectors is not None, "codes have neither gaps nor overlaps"
+        found.append(vectors[0].view(-1, 1) if place in scales else in_groups(vectors[0]))
+    return found
 
 
 def _by_torch(rule: UpdateRule, hypers: Mapping[str, Tensor], step: Tensor) -> UpdateRule:
@@ -173,19 +198,35 @@ def _by_torch(rule: UpdateRule, hypers: Mapping[str, Tensor], step: Tensor) -> U
     return replace(rule, apply=apply)
 
 
-def _blocks(gradient: Tensor, targets: Sequence[Tensor], size: int) -> Iterator[tuple[int, Sequence[Tensor]]]:
+def _blocks(
+    bucket: Bucket, gradient: Tensor, targets: Sequence[Tensor], size: int
+) -> Iterator[tuple[int, Sequence[Tensor]]]:
     """Cut a gradient and what it is for into vectors in memory order: the first element's number, and the vectors.
 
     A weight with gaps or overlaps, or whose states lie otherwise, is one block of its own shape.
     """
-    lying = flat(*targets)
+    lying = _vectors(bucket.storage, targets)
     if lying is None:
         yield 0, (gradient, *targets)
         return
     vectors = flat(laid_out(gradient, targets[0]))
     assert vectors is not None, "it lies as its weight does, which has neither gaps nor overlaps"
-    for number, block in enumerate(zip(*(torch.split(each, size) for each in (*vectors, *lying)), strict=True)):
+    scales = scales_among(bucket.storage, targets)
+    cut = [torch.split(each, size // GROUP if place in scales else size) for place, each in enumerate(lying)]
+    for number, block in enumerate(zip(torch.split(vectors[0], size), *cut, strict=True)):
         yield number * size, block
+
+
+def _vectors(storage: Storage, targets: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """View what an update writes as vectors in memory order; None where elements lie in memory otherwise."""
+    scales = scales_among(storage, targets)
+    if not scales:
+        return flat(*targets)
+    lying = flat(*(target for place, target in enumerate(targets) if place not in scales))
+    if lying is None:
+        return None
+    elements = iter(lying)
+    return [target.view(-1) if place in scales else next(elements) for place, target in enumerate(targets)]
 
 
 def laid_out(gradient: Tensor, weight: Tensor) -> Tensor:
@@ -216,7 +257,7 @@ class _CompiledUpdate(_PortableUpdate):
         """Compile what is missing; see :class:`_PortableUpdate`."""
         for index, gradient in enumerate(gradients):
             targets = self.bucket.targets(index)
-            if gradient.numel() > 1 and flat(*targets) is not None:
+            if gradient.numel() > 1 and _vectors(self.bucket.storage, targets) is not None:
                 self.kernel((gradient, *targets))
         return super().ready(gradients)
 
@@ -227,8 +268,25 @@ class _CompiledUpdate(_PortableUpdate):
         gradient, *targets = block
         if gradient.dim() != 1 or len(gradient) < 2:  # torch.compile would take a length of 0 or 1 for a constant
             super().write_block(rule, block, scalars, verdict, key)
-        else:
+        elif not scales_among(self.bucket.storage, targets):
             self.kernel(block)(gradient, targets, scalars, verdict.multiplier, verdict.found_inf, key)
+        else:
+            for start, part in self.full_groups(block):
+                if start or len(part[0]) < 2 * GROUP:
+                    super().write_block(rule, part, scalars, verdict, key + start)
+                else:
+                    first, *others = in_groups_of(self.bucket.storage, part[0], part[1:])
+                    self.kernel(block)(first, others, scalars, verdict.multiplier, verdict.found_inf, key)
+
+    def full_groups(self, block: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
+        """Cut off the group that is not full, if there is one: each part with its first element's number."""
+        gradient, *targets = block
+        scales, count = scales_among(self.bucket.storage, targets), len(gradient)
+        for start, end in ((0, count // GROUP * GROUP), (count // GROUP * GROUP, count)):
+            if start < end:
+                groups = slice(start // GROUP, -(-end // GROUP))
+                own = [each[groups if place in scales else slice(start, end)] for place, each in enumerate(targets)]
+                yield start, [gradient[start:end], *own]
 
     def kernel(self, block: Sequence[Tensor]) -> Callable[..., None]:
         """Return the kernel for a gradient, parts and states of these dtypes."""
@@ -240,18 +298,21 @@ class _CompiledUpdate(_PortableUpdate):
 def _kernel(
     rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> Callable[..., None]:
-    """Compile pass 2 for vectors: of a gradient's dtype, then of the parts' and states'."""
+    """Compile pass 2 for vectors, or groups where states are codes: of a gradient's dtype, then parts' and states'."""
 
     def update(
         gradient: Tensor, targets: Sequence[Tensor], scalars: Tensor, multiplier: Tensor, found_inf: Tensor, key: Tensor
     ) -> None:
-        order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device)
+        order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
         values = updated(rule, storage, gradient, targets, scalars, multiplier, key, order)
         for target, value in zip(targets, values, strict=True):
             if value is not target:
                 target.copy_(torch.where(found_inf, target, value))
 
     gradient, *targets = (torch.zeros(EXAMPLE, dtype=dtype, device=device) for dtype in dtypes)
+    if scales := scales_among(storage, targets):
+        gradient, *targets = (each.view(-1, GROUP) for each in (gradient, *targets))
+        targets = [each[:, :1].contiguous() if place in scales else each for place, each in enumerate(targets)]
     scalars, one = torch.ones(len(rule.numbers), device=device), torch.ones((), device=device)
     examples = gradient, targets, scalars, one, one == 0, one.to(torch.int32)
     return _compiled(update, f"{rule.name}_{storage.name}", *examples)
@@ -271,7 +332,7 @@ def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callab
     compiled: Callable[..., Any] = torch.compile(own, fullgraph=True)
     for example in examples:
         for tensor in example if isinstance(example, list) else (example,):
-            if tensor.numel() == EXAMPLE:
+            if tensor.numel() >= EXAMPLE // GROUP:
                 torch._dynamo.mark_dynamic(tensor, 0)
     try:
         with torch.no_grad():
@@ -344,7 +405,7 @@ class Rows:
         others: dict[int, tuple[Tensor, ...]] = {}
         for index, gradient in enumerate(gradients):
             targets = bucket.targets(index)
-            vectors = flat(*targets)
+            vectors = _vectors(bucket.storage, targets)
             if vectors is None:
                 others[index] = targets
             elif targets[0].numel():

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from mezzo.step.executors.emit import ALIKE, Dialect, spelled, update_name, written
+from mezzo.step.executors.emit import ALIKE, ORDER, Dialect, Of, spelled, update_name, written
+from mezzo.step.moments import GROUP
 from mezzo.step.storage import Storage, key_of
 from mezzo.step.update import UpdateRule
 
@@ -28,6 +29,8 @@ _TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
         torch.bfloat16: "tl.int16",
         torch.int32: "tl.int32",
         torch.int16: "tl.int16",
+        torch.int8: "tl.int8",
+        torch.uint8: "tl.uint8",
         torch.bool: "tl.int1",
         torch.float64: "tl.float64",
         torch.int64: "tl.int64",
@@ -54,6 +57,7 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
             " | ({0}.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True), {0})"
         ),
         "aten.sign.default": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",
+        "aten.minimum.default": "tl.minimum({0}, {1})",
         "aten.maximum.default": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
         "aten.clamp.default": "tl.where({0} < {1}, {1}, tl.where({0} > {2}, {2}, {0}))",
         "aten.where.self": "tl.where({0}, {1}, {2})",
@@ -89,8 +93,28 @@ TRITON: Final = Dialect(
     narrowed=MappingProxyType({torch.bfloat16: _NARROWED}),
     assigned="{name} = {value}",
     stored="tl.store({target}_at, {value}, mask=mask)",
+    stored_of_group="tl.store({target}_at, {value}, mask=mask_of_groups)",
+    largest="{name} = largest({value}, mask, BLOCK)",
+    spread="spread({0}, BLOCK)",
     literal=lambda value, dtype: repr(value) if abs(value) < float("inf") else f'float("{value}")',
 )
+
+_LARGEST: Final = f'''\
+@triton.jit
+def largest(values, mask, BLOCK: tl.constexpr):
+    """Return the largest of the values of each group, none of which is negative."""
+    if mask is not None:
+        values = tl.where(mask, values, 0)
+    return tl.max(tl.reshape(values, (BLOCK // {GROUP}, {GROUP})), axis=1)
+
+
+@triton.jit
+def spread(values, BLOCK: tl.constexpr):
+    """Return the value of its group for each element."""
+    return tl.reshape(tl.broadcast_to(tl.expand_dims(values, 1), (BLOCK // {GROUP}, {GROUP})), (BLOCK,))
+
+
+'''
 
 _UPDATE: Final = """\
 @triton.jit
@@ -98,8 +122,9 @@ def {name}_block(
     {columns}, scalars, multiplier, key, start, length, BLOCK: tl.constexpr, VECTOR: tl.constexpr
 ):
     offsets = start + tl.arange(0, BLOCK)
-    order = offsets.to(tl.int32)
+    {order} = offsets.to(tl.int32)
     mask = offsets < length if VECTOR == 1 else None
+    {groups}
     {lines}
 
 
@@ -125,6 +150,11 @@ def {name}(addresses, rows, chunks, scalars, multiplier, found_inf, step, start,
             for part in range(0, BLOCK, BLOCK // {vector}):
                 {name}_block({pointers}, scalars, tl.load(multiplier), key, first + part, length, BLOCK // {vector}, 1)
 """
+
+_GROUPS: Final = (
+    f"groups = start // {GROUP} + tl.arange(0, BLOCK // {GROUP})",
+    f"mask_of_groups = groups * {GROUP} < length if VECTOR == 1 else None",
+)
 
 _NORMS: Final = '''\
 @triton.jit
@@ -191,15 +221,21 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     names, stored, step = written(rule, storage, dtypes, TRITON)
     name = update_name(rule, storage)
     lines = [f"{number} = tl.load(scalars + {place})" for place, number in enumerate(rule.numbers)]
+    touched = [(each, dtype) for each, dtype in zip(names, dtypes, strict=True) if each in step.used or each in stored]
+    groups = [each for each, _ in touched if step.places[each][0] == Of.GROUP]
+    for each, dtype in touched:
+        places, together = ("groups", f" // {GROUP}") if each in groups else ("offsets", "")
+        lines.append(f"{each}_at = tl.multiple_of({each}_at + {places}, {dtype.itemsize} * VECTOR{together})")
     lines += [
-        f"{each}_at = tl.multiple_of({each}_at + offsets, {dtype.itemsize} * VECTOR)"
-        for each, dtype in zip(names, dtypes, strict=True)
-        if each in step.used or each in stored
+        f"{each} = tl.load({each}_at, mask={'mask_of_groups' if each in groups else 'mask'})"
+        for each in names
+        if each in step.used
     ]
-    lines += [f"{each} = tl.load({each}_at, mask=mask)" for each in names if each in step.used]
     lines += step.body
-    return _UPDATE.format(
+    return (_LARGEST if groups else "") + _UPDATE.format(
         name=name,
+        order=ORDER,
+        groups="\n    ".join(_GROUPS if groups else ()),
         columns=", ".join(f"{each}_at" for each in names),
         lines="\n    ".join(lines),
         width=len(names),
