@@ -7,6 +7,7 @@ same for whole tensors of any shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError
-from mezzo.step.storage import stochastic
+from mezzo.step.storage import SIGN, stochastic
 from mezzo.step.update import SQUARES
 from mezzo.tensors import described, flat
 
@@ -23,57 +24,60 @@ Kept: TypeAlias = tuple[Tensor, ...]
 
 #: Elements that share a scale.
 GROUP: Final = 32
-#: Codes from zero to the scale: of a moment with a sign, and of one that is never negative.
-STEPS: Final = {torch.int8: 127, torch.uint8: 255}
-#: The fraction that rounds to the nearest code.
-NEAREST: Final = 0.5
+#: Where the curve of codes begins: of a moment with a sign 2^-7, and of one that is never negative 2^-15.
+START: Final = {torch.int8: 2.0**-7, torch.uint8: 2.0**-15}
+#: Where it ends: its last code.
+_END: Final = 2.0 - 2.0**-4
+#: What is left out of an FP32 pattern: 19 of 23 bits after the point.
+_CUT: Final = 19
+#: Random bits that round to the nearest code.
+NEAREST: Final = 1 << (_CUT - 1)
 
 _INFINITE: Final = 0x7F80_0000
 _NAN: Final = 0x7FC0_0000
-_LARGEST_BF16: Final = 0x7F7F_0000
-#: 2^-64: scales below are lifted by 2^96 before anything is divided by them, since 2^133 is no FP32 value.
-_SMALL: Final = 0x1F80_0000
+#: The pattern of 2^-126: by a smaller scale nothing is divided.
+_LEAST: Final = 0x0080_0000
+#: So far below 1 that the largest element of a group, rounded up, has the last code.
+_BELOW: Final = 1.0 - 2.0**-22
 
 
-def coded(moments: Tensor, dtype: torch.dtype, fraction: Tensor | float = NEAREST) -> tuple[Tensor, Tensor]:
+def coded(moments: Tensor, dtype: torch.dtype, bits: Tensor | int = NEAREST) -> tuple[Tensor, Tensor]:
     r"""Round groups of moments to codes.
 
-    With the largest :math:`|m|` of a group, rounded up to BF16, as its scale :math:`s`, and :math:`n` codes between
-    zero and it, a code :math:`c` stands for :math:`s\, (c / n)^2`: near zero, codes are close to each other. Between
-    two neighbours, :math:`c^2 \le n^2 |m| / s < (c + 1)^2`, the upper one is taken from some fraction of the way on: at
-    random, so that the mean is the moment, or from the middle on.
+    The scale :math:`s` of a group is its largest :math:`|m|`, rounded up to BF16. Of
+    :math:`y = a + (b - a)\, |m| / s` between :math:`a` = 2⁻⁷ or 2⁻¹⁵ and :math:`b` = 31/16 the code is the FP32 pattern
+    down to its fourth bit after the point, less that of :math:`a`: 16 codes for each power of two, as μ-law telephones
+    have them. Codes lie evenly next to zero, and farther up each is some 1/16 to 1/32 above the one before.
 
-    - A zero is kept. A moment that is never negative and not zero gets no code 0: the root of its mean is divided by.
-    - A group with an infinity or NaN becomes NaN.
-    - What is kept lies less than a code from the moment, and with :data:`NEAREST` at most half a code: of :math:`s`,
-      :math:`c / n^2` and half of it (and 1 / n² where the code would be 0). A moment beyond the largest BF16 value
-      becomes that.
+    - Zeros are kept. Of a moment that is never negative and not zero the code is not 0: its root is divided by.
+    - What is rounded at random is one of the two neighbours, and in the mean the moment. What is rounded to
+      :data:`NEAREST` is at most :math:`(|m| + a\, s) / 31` away from it.
+    - Scales are at least 2⁻¹²⁶. A group with an infinity or NaN becomes infinite or NaN, and so does one whose largest
+      element is beyond the largest BF16 value.
 
     Args:
         moments: FP32 (…, 32): groups, or a single element with 0 dimensions, which is one of its group.
         dtype: ``torch.int8``, or ``torch.uint8`` of moments that are never negative.
-        fraction: FP32 of the same shape: random, from 0 to below 1; or :data:`NEAREST`.
+        bits: int32 of the same shape, random in their low 19 bits; or :data:`NEAREST`.
 
     Returns:
         Codes as int32, and scales (…, 1) as FP32 on BF16's grid.
+
+    References:
+        ITU-T G.711, *Pulse code modulation of voice frequencies*, 1988: the curve.
     """
-    steps = STEPS[dtype]
-    pattern = moments.view(torch.int32)
+    start, pattern = START[dtype], moments.view(torch.int32)
     sizes = pattern & 0x7FFF_FFFF  # of FP32 values of one sign the patterns are in order
     largest = sizes.amax(-1, keepdim=True)
-    top = (largest.clamp(0, _LARGEST_BF16) + 0xFFFF) & -0x1_0000
-    scale = torch.where(largest < _INFINITE, top, _NAN).view(torch.float32)
-    lift = (top < _SMALL).to(torch.float32) * 2.0**96 + 1.0
-    # 2^-60 only where all of a group is zero, or where the process counts subnormals as zero.
-    gain = steps**2 / (top.view(torch.float32) * lift).clamp(2.0**-60, 2.0**127)
-    # Minimum: in a group without a number, and beyond the largest BF16 value, every size is a number up to the scale.
-    squares = (torch.minimum(sizes, top).view(torch.float32) * lift * gain).clamp(0.0, float(steps**2))
-    low = squares.sqrt().to(torch.int32)
-    below = low.to(torch.float32)
-    codes = torch.where(squares - below * below > (below + below + 1.0) * fraction, low + 1, low)
+    top = ((largest + 0xFFFF) & -0x1_0000).clamp(_LEAST, _INFINITE)
+    scale = torch.where(largest <= _INFINITE, top, _NAN).view(torch.float32)
+    gain = ((_END - start) * _BELOW) / scale
+    curve = (sizes.view(torch.float32) * gain + start).view(torch.int32)
+    codes = (curve + (bits & (1 << _CUT) - 1) - _pattern(start)) >> _CUT
     if dtype == torch.uint8:
         return torch.maximum(codes, (sizes > 0).to(torch.int32)), scale
-    return torch.where(pattern < 0, -codes, codes), scale
+    sign = pattern >> 31
+    return (codes ^ sign) - sign, scale
 
 
 def valued(codes: Tensor, scales: Tensor) -> Tensor:
@@ -83,8 +87,15 @@ def valued(codes: Tensor, scales: Tensor) -> Tensor:
         codes: int8 or uint8 (…, 32).
         scales: (…, 1), BF16 or FP32.
     """
-    numbers = codes.to(torch.float32)
-    return numbers * numbers.abs() * (1.0 / STEPS[codes.dtype] ** 2) * scales.to(torch.float32)
+    start, numbers = START[codes.dtype], codes.to(torch.int32)
+    curve = (((numbers.abs() if codes.dtype == torch.int8 else numbers) << _CUT) + _pattern(start)).view(torch.float32)
+    sizes = (curve - start) * (scales.to(torch.float32) * (1.0 / (_END - start)))
+    return sizes if codes.dtype == torch.uint8 else (sizes.view(torch.int32) | (numbers & SIGN)).view(torch.float32)
+
+
+def _pattern(power: float) -> int:
+    """The FP32 pattern of a power of two."""
+    return int(math.log2(power) + 127) << 23
 
 
 # What an update reads and writes -----------------------------------------------------------------------------
@@ -92,7 +103,7 @@ def valued(codes: Tensor, scales: Tensor) -> Tensor:
 
 def is_coded(dtype: torch.dtype) -> bool:
     """Whether moments of a dtype are codes, each followed by its scales."""
-    return dtype in STEPS
+    return dtype in START
 
 
 def apart(kept: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[tuple[Any, ...]]:
@@ -111,17 +122,17 @@ def read(kept: Kept) -> Tensor:
     return valued(*kept) if len(kept) == 2 else kept[0].to(torch.float32)
 
 
-def write(kept: Kept, moment: Tensor, bits: Callable[[], Tensor]) -> Kept:
+def write(kept: Kept, moment: Tensor, bits: Callable[[int], Tensor]) -> Kept:
     """Return what to copy into what is kept of a moment: FP32 or int32, which a copy rounds no further.
 
     Args:
         kept: Where to.
         moment: FP32.
-        bits: Makes random bits of the same shape, int32, for what is rounded.
+        bits: Makes int32 of the same shape that are random in so many low bits, for what is rounded.
     """
     if len(kept) == 2:
-        return coded(moment, kept[0].dtype, (bits() & 0xFFFF).to(torch.float32) * 2.0**-16)
-    return (moment if kept[0].dtype == torch.float32 else stochastic(moment, bits()),)
+        return coded(moment, kept[0].dtype, bits(_CUT))
+    return (moment if kept[0].dtype == torch.float32 else stochastic(moment, bits(16)),)
 
 
 # Whole tensors -------------------------------------------------------------------------------------------------
@@ -177,7 +188,7 @@ def encode(moment: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
         >>> decode(codes, scales)
         tensor([ 1.0000, -0.0992,  0.0010,  0.0000])
     """
-    if not moment.is_floating_point() or moment.dtype == torch.float64 or dtype not in STEPS:
+    if not moment.is_floating_point() or moment.dtype == torch.float64 or dtype not in START:
         raise PolicyError(
             f"moments of {described(moment)} in codes of {dtype}",
             why="moments are float32, float16 or bfloat16, and codes int8 or uint8",
@@ -203,7 +214,7 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
         PolicyError: Other dtypes, or another number of scales.
     """
     vector = flat(codes)
-    if codes.dtype not in STEPS or vector is None or scales.shape != (num_groups(codes.numel()),):
+    if codes.dtype not in START or vector is None or scales.shape != (num_groups(codes.numel()),):
         raise PolicyError(
             f"codes of {described(codes)} with scales of {described(scales)}",
             why=f"codes are int8 or uint8, and every {GROUP} of them share a scale",

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from mezzo.step.executors.emit import ALIKE, ORDER, Dialect, Line, Of, written
-from mezzo.step.moments import GROUP
+from mezzo.step.moments import GROUP, is_coded
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 
@@ -40,10 +40,12 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.sub.Tensor": "{0} - {1}",
         "aten.mul.Tensor": "{0} * {1}",
         "aten.neg.default": "-{0}",
+        "aten.rsub.Scalar": "{1} - {0}",
         "aten.div.Tensor": "{0} / {1}",
         "aten.reciprocal.default": "1.0f / {0}",
         "aten.sqrt.default": "__builtin_sqrtf({0})",
         "aten.abs.default": "__builtin_fabsf({0})",
+        "aten.abs.default of torch.int32": "__builtin_abs({0})",
         "aten.round.default": "__builtin_rintf({0})",
         "aten.sign.default": "float({0} > 0) - float({0} < 0)",
         "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",
@@ -60,16 +62,47 @@ def _literal(value: float, dtype: torch.dtype) -> str:
     return f"{float(value)!r}f" if dtype == torch.float32 else f"{_TYPES[dtype]}({value!r})"
 
 
+#: Loops over a row, one after another: over its elements; and where those come in groups, over the groups, and over the
+#: elements of each for its largest. What one loop makes and another one reads lies in an array in between, and what a
+#: group has lies there once for each element: so all loops are long, and of elements of four bytes.
+_OVER_ELEMENTS: Final = """\
+#pragma omp simd
+        for (int64_t i = 0; i < count; ++i) {{
+            {lines}
+        }}"""
+
+_OVER_GROUPS: Final = """\
+#pragma omp simd
+        for (int64_t at = 0; at < groups; ++at) {{
+            const int64_t group = row / {group} + at;
+            {lines}
+        }}"""
+
+_SPREAD: Final = """\
+for (int64_t at = 0; at < groups; ++at)
+            for (int64_t i = {group} * at; i < {group} * at + {group}; ++i) each_{name}[i] = all_{name}[at];"""
+
+_LARGEST: Final = """\
+for (int64_t i = count; i < {group} * groups; ++i) all_{{value}}[i] = 0;
+        for (int64_t at = 0; at < groups; ++at) {{{{
+            {{type}} largest = 0;
+            for (int64_t i = {group} * at; i < {group} * at + {group}; ++i)
+                largest = all_{{value}}[i] > largest ? all_{{value}}[i] : largest;
+            all_{{name}}[at] = largest;
+        }}}}"""
+
 CPP: Final = Dialect(
     name="C++",
     types=_TYPES,
     operations=_OPERATIONS,
     widened=MappingProxyType({torch.bfloat16: "from_bfloat16({0})", torch.float16: "{0}"}),
-    narrowed=MappingProxyType({torch.bfloat16: "to_bfloat16({0})", torch.float16: "{0}"}),
+    narrowed=MappingProxyType(
+        {torch.bfloat16: "to_bfloat16({0})", **dict.fromkeys((torch.float16, torch.int8, torch.uint8), "{0}")}
+    ),
     assigned="const {type} {name} = {value};",
     stored="{target}_row[i] = {value};",
     stored_of_group="{target}_at[group] = {value};",
-    largest="{name} = {value} > {name} ? {value} : {name};",
+    largest=_LARGEST.format(group=GROUP),
     spread="{0}",
     literal=_literal,
 )
@@ -133,6 +166,23 @@ static void narrow(const float* __restrict from, uint16_t* __restrict to, int64_
 }
 """
 
+#: Codes go through a row of int32: with elements of one byte among those of four, compilers use a part of a register.
+_CODES: Final = """\
+template <class Code> static void widen(const Code* __restrict from, int32_t* __restrict to, int64_t count) {
+    #pragma omp simd
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+template <class Code> static void narrow(const int32_t* __restrict from, Code* __restrict to, int64_t count) {
+    #pragma omp simd
+    for (int64_t i = 0; i < count; ++i) to[i] = Code(from[i]);
+}
+"""
+
+#: What elements that go through a row of others are there.
+_BUFFERED: Final[Mapping[torch.dtype, str]] = MappingProxyType(
+    {torch.float16: "float", torch.int8: "int32_t", torch.uint8: "int32_t"}
+)
+
 _UPDATE: Final = """\
 static void update(
     {columns}, const float* __restrict scalars, const float multiplier, const int32_t key, const int64_t start,
@@ -163,29 +213,6 @@ extern "C" void kernel(
 """
 
 _ORDER: Final = f"const int32_t {ORDER} = int32_t(row + i);"
-
-_ELEMENTS: Final = """\
-#pragma omp simd
-        for (int64_t i = 0; i < count; ++i) {{
-            {lines}
-        }}"""
-
-#: Compiled twice: for the groups that are full, whose length compilers know, and for the last one of a tensor.
-_GROUPS: Final = """\
-const auto update_group = [&](const int64_t first, const int64_t width) __attribute__((always_inline)) {{
-            const int64_t group = (row + first) / {group};
-            {phases}
-        }};
-        for (int64_t first = 0; first + {group} <= count; first += {group}) update_group(first, {group});
-        if (count % {group}) update_group(count - count % {group}, count % {group});"""
-
-_PHASE: Final = """\
-{lines}
-            #pragma omp simd{reduction}
-            for (int64_t at = 0; at < width; ++at) {{
-                const int64_t i = first + at;
-                {elements}
-            }}"""
 
 _NORM: Final = """\
 extern "C" void kernel(
@@ -218,14 +245,15 @@ ROW: Final = 1 << 10
 
 
 def _headers(dtypes: tuple[torch.dtype, ...]) -> str:
-    return _COMMON + (_FLOAT16 if torch.float16 in dtypes else "")
+    in_codes = any(map(is_coded, dtypes))
+    return _COMMON + (_FLOAT16 if torch.float16 in dtypes else "") + (_CODES if in_codes else "")
 
 
 def _row(name: str, dtype: torch.dtype, *, read: bool = True, constant: bool = False) -> str:
     """Write where a row's elements are found: in memory, or widened."""
-    if dtype != torch.float16:
+    if dtype not in _BUFFERED:
         return f"{'const ' if constant else ''}{_TYPES[dtype]}* __restrict {name}_row = {name}_at + row;"
-    buffer = f"alignas(64) float {name}_row[{ROW}];"
+    buffer = f"alignas(64) {_BUFFERED[dtype]} {name}_row[{ROW}];"
     return f"{buffer} widen({name}_at + row, {name}_row, count);" if read else buffer
 
 
@@ -255,7 +283,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         for name, dtype in of_elements
         if name in step.used or name in stored
     ]
-    low = [name for name, dtype in of_elements if dtype == torch.float16 and name in stored]
+    buffered = [name for name, dtype in of_elements if dtype in _BUFFERED and name in stored]
     lines = [_read(name, dtype, step.places[name][0]) for name, dtype in operands if name in step.used]
     numbers = [f"const float {number} = scalars[{place}];" for place, number in enumerate(rule.numbers)]
     numbers += [line.text for line in step.lines if line.of == Of.STEP]
@@ -264,7 +292,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         numbers="\n    ".join(numbers),
         rows="\n        ".join(rows),
         loops=_loops([*lines, *step.lines]),
-        stores="\n        ".join(f"narrow({name}_row, {name}_at + row, count);" for name in low),
+        stores="\n        ".join(f"narrow({name}_row, {name}_at + row, count);" for name in buffered),
         row=ROW,
         width=len(types),
         pointers=", ".join(f"reinterpret_cast<{kind}*>({place})" for kind, place in zip(types, places, strict=True)),
@@ -274,47 +302,50 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
 
 def _read(name: str, dtype: torch.dtype, of: Of) -> Line:
     """Write where the value of a name is read, in the first phase."""
-    kind = "float" if dtype == torch.float16 else _TYPES[dtype]
+    kind = _BUFFERED.get(dtype, _TYPES[dtype])
     place = f"{name}_row[i]" if of == Of.ELEMENT else f"{name}_at[group]"
     return Line(f"const {kind} {name} = {place};", of, 0, name, kind)
 
 
 def _loops(lines: Sequence[Line]) -> str:
-    """Write the loops over a row's elements: one, or for each group of them one for each phase."""
-    if all(line.of != Of.GROUP for line in lines):
-        body = [_ORDER, *(line.text for line in lines if line.of == Of.ELEMENT)]
-        return _ELEMENTS.format(lines=f"\n{12 * ' '}".join(body))
-    made = {line.name: line for line in lines if line.name and line.of == Of.ELEMENT}
-    # What a later phase reads of an element.
-    kept = {
-        name: made[name]
-        for line in lines
-        for name in line.reads
-        if name in made and made[name].phase < line.phase - line.largest
-    }
-    phases = []
-    for phase in range(1 + max(line.phase for line in lines)):
-        here = [line for line in lines if line.phase - line.largest == phase]
-        largest = [line.name for line in here if line.largest]
-        of_group = [line.text for line in here if line.of == Of.GROUP and not line.largest]
-        of_group += [f"{each.type} kept_{name}[{GROUP}];" for name, each in kept.items() if each.phase == phase]
-        of_group += [f"int32_t {name} = 0;" for name in largest]
-        elements = [_ORDER]
-        elements += [
-            f"const {each.type} {name} = kept_{name}[at];"
-            for name, each in kept.items()
-            if each.phase < phase and any(name in line.reads for line in here)
-        ]
-        elements += [line.text for line in here if line.of == Of.ELEMENT or line.largest]
-        elements += [f"kept_{name}[at] = {name};" for name, each in kept.items() if each.phase == phase]
-        phases.append(
-            _PHASE.format(
-                lines=f"\n{12 * ' '}".join(of_group),
-                reduction=f" reduction(max : {', '.join(largest)})" if largest else "",
-                elements=f"\n{16 * ' '}".join(elements),
-            )
-        )
-    return _GROUPS.format(group=GROUP, phases=f"\n{12 * ' '}".join(phases))
+    """Write the loops over a row."""
+    keys = sorted({(line.phase, line.of) for line in lines if line.of != Of.STEP})
+    loops = {key: [line for line in lines if (line.phase, line.of) == key] for key in keys}
+    made = {line.name: line for line in lines if line.name}
+    read = {key: {made[name] for line in loop for name in line.reads if name in made} for key, loop in loops.items()}
+    kept = {line for key in keys for line in read[key] if (line.phase, line.of) != key}
+    spread = {line for (_, of), of_loop in read.items() for line in of_loop if line.of < of == Of.ELEMENT}
+    arrays, written = [], []
+    for line in sorted(kept, key=lines.index):
+        size = ROW if line.of == Of.ELEMENT else ROW // GROUP
+        arrays += [f"alignas(64) {line.type} all_{line.name}[{size}];"]
+        arrays += [f"alignas(64) {line.type} each_{line.name}[{ROW}];"] if line in spread else []
+    for key, loop in loops.items():
+        of = key[1]
+        given = [line for line in lines if line in kept & read[key] and line not in loop]
+        inside = [f"const {line.type} {line.name} = {_place(line, of)};" for line in given]
+        texts = [line.text for line in loop]
+        after = [f"all_{line.name}[{'i' if of == Of.ELEMENT else 'at'}] = {line.name};" for line in loop if line in kept]
+        if of == Of.LARGEST:
+            written += texts
+        elif of == Of.GROUP:
+            written.append(_OVER_GROUPS.format(group=GROUP, lines=_lines(12, *inside, *texts, *after)))
+        else:
+            written.append(_OVER_ELEMENTS.format(lines=_lines(12, _ORDER, *inside, *texts, *after)))
+        written += [_SPREAD.format(group=GROUP, name=line.name) for line in loop if line in spread]
+    groups = [f"const int64_t groups = (count + {GROUP - 1}) / {GROUP};"] if len(loops) > 1 else []
+    return _lines(8, *groups, *arrays, *written)
+
+
+def _place(line: Line, of: Of) -> str:
+    """Write where a loop finds what another loop made."""
+    if of == Of.ELEMENT:
+        return f"{'all' if line.of == Of.ELEMENT else 'each'}_{line.name}[i]"
+    return f"all_{line.name}[at]"
+
+
+def _lines(indent: int, *lines: str) -> str:
+    return f"\n{indent * ' '}".join(lines)
 
 
 @cache

@@ -46,6 +46,7 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
         "aten.bitwise_or.Tensor": "{0} | {1}",
         "aten.bitwise_xor.Tensor": "{0} ^ {1}",
         "aten.__rshift__.Scalar": "{0} >> {1}",
+        "aten.__lshift__.Scalar": "{0} << {1}",
         "aten.scalar_tensor.default": "{0}",
         "aten.detach.default": "{0}",
     }
@@ -110,8 +111,9 @@ class Of(IntEnum):
     """What has a value of its own."""
 
     STEP = 0
-    GROUP = 1
-    ELEMENT = 2
+    LARGEST = 1  # of a group, made from its elements
+    GROUP = 2
+    ELEMENT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +126,7 @@ class Line:
         phase: How many times the largest of a group had to be known before.
         name: What it names, if anything.
         type: Of that.
-        reads: Names of elements that it reads.
-        largest: Whether it makes the largest of a group.
+        reads: Names that it reads, but for those of a step.
     """
 
     text: str
@@ -134,7 +135,6 @@ class Line:
     name: str = ""
     type: str = ""
     reads: tuple[str, ...] = ()
-    largest: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,11 +190,11 @@ def spelled(
     graph = _traced(function, examples)
     places = _places(graph, names, elements, groups)
 
-    def named(node: fx.Node, name: str, template: str, value: str, largest: bool = False) -> str:
+    def named(node: fx.Node, name: str, template: str, value: str) -> str:
         kind, (of, phase) = dialect.types[node.meta["val"].dtype], places[node]
         text = template.format(type=kind, name=name, value=value)
-        read = [known[each] for each in node.all_input_nodes if places[each][0] == Of.ELEMENT]
-        lines.append(Line(text, of, phase, name, kind, tuple(read), largest))
+        read = [known[each] for each in node.all_input_nodes if places[each][0] != Of.STEP]
+        lines.append(Line(text, of, phase, name, kind, tuple(read)))
         return name
 
     for node in graph.nodes:
@@ -217,10 +217,12 @@ def spelled(
                 named(node, f"{node.name}_{place}", dialect.assigned, value) for place, value in enumerate(copied)
             ]
         elif operation == _LARGEST:
-            known[node] = named(node, node.name, dialect.largest, known[node.args[0]], largest=True)
+            known[node] = named(node, node.name, dialect.largest, known[node.args[0]])
         else:
             its_own = {
-                each: dialect.spread.format(known[each]) if places[each][0] == Of.GROUP < places[node][0] else known[each]
+                each: dialect.spread.format(known[each])
+                if Of.STEP < places[each][0] < places[node][0] == Of.ELEMENT
+                else known[each]
                 for each in node.all_input_nodes
             }
             known[node] = named(node, node.name, dialect.assigned, _expression(node, its_own, where, dialect))
@@ -239,14 +241,16 @@ def _places(
         if node.op == "placeholder":
             name = next(given)
             of = Of.ELEMENT if name in elements else Of.GROUP if name in groups else Of.STEP
-        elif str(node.target) == _LARGEST and of == Of.ELEMENT:
-            of, phase = Of.GROUP, phase + 1
+        elif str(node.target) == _LARGEST:
+            of, phase = Of.LARGEST, phase + 1
+        elif of == Of.LARGEST:
+            of = Of.GROUP
         places[node] = Of(of), phase
     # What is computed of an element waits for the phase that needs it: random bits, say, are not kept until then.
     for node in reversed(graph.nodes):
         of, phase = places[node]
-        if node.op == "call_function" and of == Of.ELEMENT and all(each.op != "output" for each in node.users):
-            places[node] = of, max(phase, min(places[each][1] - (str(each.target) == _LARGEST) for each in node.users))
+        if node.op == "call_function" and of == Of.ELEMENT and not {"output"} & {each.op for each in node.users}:
+            places[node] = of, min(places[each][1] - (str(each.target) == _LARGEST) for each in node.users)
     return places
 
 
@@ -256,6 +260,12 @@ def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
     pure: Callable[..., Any] = torch.func.functionalize(lambda *tensors: tuple(function(*tensors)))
     with torch.no_grad():
         graph: fx.Graph = make_fx(pure, tracing_mode="fake")(*examples).graph
+    known: dict[str, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "call_function":  # one root for the update and for what is kept of it
+            same = known.setdefault(f"{node.target}{node.args}{node.kwargs}", node)
+            if same is not node:
+                node.replace_all_uses_with(same)
     graph.eliminate_dead_code()
     return graph
 
