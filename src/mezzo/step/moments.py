@@ -8,7 +8,7 @@ same for whole tensors of any shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -122,17 +122,20 @@ def read(kept: Kept) -> Tensor:
     return valued(*kept) if len(kept) == 2 else kept[0].to(torch.float32)
 
 
-def write(kept: Kept, moment: Tensor, bits: Callable[[int], Tensor]) -> Kept:
+def write(kept: Kept, moment: Tensor, bits: Tensor | None, *, take_high: bool) -> Kept:
     """Return what to copy into what is kept of a moment: FP32 or int32, which a copy rounds no further.
 
     Args:
         kept: Where to.
         moment: FP32.
-        bits: Makes int32 of the same shape that are random in so many low bits, for what is rounded.
+        bits: int32 of the same shape, random; None where nothing is rounded.
+        take_high: Whether to take high bits of them, and not low ones.
     """
-    if len(kept) == 2:
-        return coded(moment, kept[0].dtype, bits(_CUT))
-    return (moment if kept[0].dtype == torch.float32 else stochastic(moment, bits(16)),)
+    if bits is None:
+        return (moment,)
+    count = _CUT if len(kept) == 2 else 16
+    own = bits >> 32 - count if take_high else bits
+    return coded(moment, kept[0].dtype, own) if len(kept) == 2 else (stochastic(moment, own),)
 
 
 # Whole tensors -------------------------------------------------------------------------------------------------

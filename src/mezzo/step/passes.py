@@ -7,9 +7,8 @@ the executors' business (:mod:`mezzo.step.executors`); what happens to an elemen
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -261,12 +260,6 @@ class Executor(Protocol):
         """Return pass 2 for a bucket. Tensors that are given other memory later are found again."""
 
 
-def _end_of(hashed: Callable[[int], Tensor], slot: int, count: int) -> Tensor:
-    """Return int32 with so many random bits at their low end."""
-    both = hashed(slot // 2 + 1)
-    return both >> 32 - count if slot % 2 else both
-
-
 def updated(
     rule: UpdateRule,
     storage: Storage,
@@ -300,9 +293,9 @@ def updated(
     wide = tuple(map(moments.read, kept))
     weight, new = rule.update(gradient.to(torch.float32) * multiplier, storage.read(parts), wide, scalars)
     values = parts if storage.write is None else storage.write(weight, parts[0].dtype)
-    hashed = cache(partial(noise, order, key))
-    for slot, (each, moment) in enumerate(zip(kept, new, strict=True)):
-        # Two moments share 32 random bits: one takes the low ones, the other the high ones.
-        random = partial(_end_of, hashed, slot)
-        values = *values, *moments.write(each, moment, random)
+    is_random = any(state.dtype != torch.float32 for state in states)
+    bits = [noise(order, key, number) for number in range(1, 1 + (len(kept) + 1) // 2)] if is_random else []
+    for place, (each, moment) in enumerate(zip(kept, new, strict=True)):
+        # Two moments share 32 random bits: one takes some low ones, the other some high ones.
+        values = *values, *moments.write(each, moment, bits[place // 2] if bits else None, take_high=place % 2 > 0)
     return values
