@@ -21,8 +21,10 @@ from mezzo.optim.state import (
     changes_nothing,
     check_arguments,
     check_group,
+    check_scales,
     check_state,
     check_unchanged,
+    kept_of,
     named,
     ordered,
     restored,
@@ -31,6 +33,7 @@ from mezzo.optim.state import (
 )
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
+from mezzo.step.moments import is_coded, zeros
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
@@ -334,6 +337,7 @@ class OnePassOptimizer(Optimizer):
         for param in params:
             state = self.state.get(param, {})
             check_unchanged(param, {name: state[name] for name in wanted.rule.states if name in state})
+            check_scales(param, state, wanted.rule.states)
             if (owner := owner_of(param, self._halves)) is not None:
                 check_unchanged(local(param), {"low half": owner.rest_of(param)})
         return wanted, gradients
@@ -388,7 +392,7 @@ class OnePassOptimizer(Optimizer):
                 step=kept[0]["step"],
                 weights=locals_of(members),
                 extras=rests,
-                states=[tuple(local(state[name]) for name in update_rule.states) for state in kept],
+                states=[kept_of(state, update_rule.states) for state in kept],
                 # Copies of a shard are rounded alike at random, and two shards are not.
                 seed=number + (number_of_shard(members[0]) << 16),
             )
@@ -406,9 +410,11 @@ class OnePassOptimizer(Optimizer):
             # Momentum that is turned on in mid-run begins as the gradient itself, as torch's does: at a count of one.
             if "step" not in state or (missing and update_rule.name == "sgd"):
                 state["step"] = fresh.setdefault(param.device, torch.zeros((), dtype=torch.int64, device=param.device))
-            dtype = getattr(torch, group["state_dtype"])
+            # One that is turned on in mid-run is kept as the others of its weight are.
+            known = next((state[name].dtype for name in update_rule.states if name in state), None)
+            dtype = getattr(torch, group["state_dtype"]) if known is None else known
             for name in missing:
-                state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+                state.update(zeros(name, param, torch.int8 if is_coded(dtype) else dtype))
 
     def _leave_others_behind(self, members: list[Tensor]) -> None:
         """Give parameters that step without others of the same count a count of their own."""
@@ -444,7 +450,10 @@ class OnePassOptimizer(Optimizer):
         """Load this optimizer's state, or that of torch's optimizer of this name.
 
         ``Optimizer.load_state_dict`` would cast it to the parameters' dtypes. Here moments and counts keep their own;
-        ``state_dtype`` stays what this optimizer was made with. A parameter that the state says nothing of begins
+        ``state_dtype`` stays what this optimizer was made with, and moments of another one are rounded to it, to
+        nearest. Codes with scales are taken as they are where weights lie as they did. torch's own optimizers would
+        take codes for moments: they load what an optimizer with ``state_dtype="float32"`` returns once it has loaded
+        them. A parameter that the state says nothing of begins
         anew. Hooks run as in ``torch.optim.Optimizer``: those before see a shallow copy of the whole state, and what
         they return is loaded instead.
 

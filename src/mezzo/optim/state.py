@@ -21,12 +21,24 @@ from torch.optim import Optimizer
 
 from mezzo.cast.model.places import flags_of_all
 from mezzo.errors import PolicyError, StateError, closest, message, nearest, raise_together, shown, some_of
+from mezzo.step import moments
 from mezzo.step.update import RULES, UpdateRule
-from mezzo.tensors import CASTABLE, described, dtype_name, dtype_of, is_distributed, local, placed
+from mezzo.tensors import (
+    CASTABLE,
+    described,
+    dtype_name,
+    dtype_of,
+    flat,
+    is_distributed,
+    local,
+    placed,
+    sharded_as,
+    sharding,
+)
 
 # What no optimizer can work with, found before anything is changed.
 
-_STATE_DTYPES: Final = ("float32", "bfloat16")
+_STATE_DTYPES: Final = ("float32", "bfloat16", "int8")
 #: Hyper-parameters: the least they may be, and what to write.
 _LEAST: Final = {
     "lr": (0.0, "1e-3"),
@@ -311,6 +323,37 @@ def check_unchanged(param: Tensor, kept: Mapping[str, Tensor]) -> None:
             )
 
 
+def check_scales(param: Tensor, state: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse codes whose scales were taken away, or are others than the optimizer made.
+
+    Raises:
+        StateError: With both.
+    """
+    for name in names:
+        if name not in state or not moments.is_coded(state[name].dtype):
+            continue
+        beside, count = moments.scale_of(name), moments.num_groups(local(state[name]).numel())
+        scales = state.get(beside)
+        fits = isinstance(scales, Tensor) and scales.dtype == torch.bfloat16 and scales.device == param.device
+        if not fits or local(scales).numel() < count:
+            raise StateError(
+                f"{name} has no scales for its codes",
+                where=f"{beside}: {in_words(scales)}, a parameter of shape {tuple(param.shape)}",
+                why=f"{moments.GROUP} neighbours share one, {count} in all",
+                write="optimizer.load_state_dict(saved), not entries of optimizer.state",
+            )
+
+
+def kept_of(state: Mapping[str, Tensor], names: Sequence[str]) -> tuple[Tensor, ...]:
+    """Return what this rank keeps of the moments of a parameter, as an update takes it."""
+    found: list[Tensor] = []
+    for name in names:
+        found.append(local(state[name]))
+        if moments.is_coded(state[name].dtype):
+            found.append(moments.scales_of(state[moments.scale_of(name)], state[name]))
+    return tuple(found)
+
+
 # Hyper-parameters where kernels read them, following ``param_groups`` where schedulers change them.
 
 
@@ -464,31 +507,94 @@ def _continued(
     Raises:
         StateError: Another shape, or too few states.
     """
-    moments = RULES[update_rule.name].states
+    names = RULES[update_rule.name].states
     # torch's SGD has kept None for a momentum that is yet to come.
-    saved = {name: value for name, value in saved.items() if name not in moments or isinstance(value, Tensor)}
+    saved = {name: value for name, value in saved.items() if name not in names or isinstance(value, Tensor)}
     _require_whole(saved, update_rule, param)
-
-    def of_this_run(name: str, value: Any) -> Any:
+    scales, state = set(map(moments.scale_of, names)), dict[str, Any]()
+    for name, value in saved.items():
         if name == "step":
-            return torch.as_tensor(value).to(param.device, torch.int64).reshape(()).clone()
-        if name in moments:
-            if value.shape != param.shape:
-                raise StateError(
-                    f"the saved {name} belongs to another parameter",
-                    where=f"{tuple(value.shape)} → {tuple(param.shape)}",
-                    write="the same model and optimizer",
-                )
-            laid_out = torch.empty_like(param, dtype=state_dtype, memory_format=torch.preserve_format)
-            return laid_out.copy_(placed(value, param))
-        # A note of the user's.
-        return value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
-
-    state = {name: of_this_run(name, value) for name, value in saved.items()}
-    if "step" not in state and any(name in state for name in moments):
+            state[name] = torch.as_tensor(value).to(param.device, torch.int64).reshape(()).clone()
+        elif name in names:
+            state |= _moment(name, value, saved.get(moments.scale_of(name)), param, state_dtype)
+        elif name not in scales:  # a note of the user's
+            state[name] = value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
+    if "step" not in state and any(name in state for name in names):
         # torch's SGD counts nothing: a momentum is there from its first step on. Other libraries' Lion is alike.
         state["step"] = torch.ones((), dtype=torch.int64, device=param.device)
     return state
+
+
+def _moment(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what is kept of a saved moment.
+
+    Args:
+        name: The moment's.
+        value: The moment, or its codes.
+        scales: Of the codes.
+        param: Whose moment it is.
+        dtype: Of the moments from now on: ``torch.int8`` for codes.
+
+    Raises:
+        StateError: Another shape, or codes that scales do not fit.
+    """
+    if value.shape != param.shape:
+        raise StateError(
+            f"the saved {name} belongs to another parameter",
+            where=f"{tuple(value.shape)} → {tuple(param.shape)}",
+            write="the same model and optimizer",
+        )
+    made = moments.zeros(name, param, dtype)
+    if not moments.is_coded(value.dtype):
+        if dtype != torch.int8:
+            return {name: made[name].copy_(placed(value, param))}
+        wide = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+        codes, found = moments.encode(local(wide.copy_(placed(value, param))), moments.codes_of(name))
+        _fill(made, name, codes, found)
+        return made
+    codes, its = local(value), _checked_scales(name, value, scales)
+    if dtype == torch.int8 and sharding(value) == sharding(param) and flat(codes, local(made[name])) is not None:
+        _fill(made, name, codes, its)
+        return made
+    decoded = sharded_as(moments.decode(codes, its), value)
+    return _moment(name, decoded, None, param, dtype)
+
+
+def _fill(made: Mapping[str, Tensor], name: str, codes: Tensor, scales: Tensor) -> None:
+    """Write this rank's codes and scales."""
+    local(made[name]).copy_(codes)
+    moments.scales_of(made[moments.scale_of(name)], made[name]).copy_(scales)
+
+
+def _checked_scales(name: str, codes: Tensor, scales: Any) -> Tensor:
+    """Return the scales of this rank's saved codes.
+
+    Raises:
+        StateError: There are none, or they do not belong to the codes: of each group the largest element has the last
+            code, or the one before.
+    """
+    write = "the state as optimizer.state_dict() returned it, loaded over as many ranks"
+    beside, count = moments.scale_of(name), moments.num_groups(local(codes).numel())
+    if not isinstance(scales, Tensor) or not scales.is_floating_point() or is_distributed(scales) != is_distributed(codes):
+        raise StateError(f"the saved {name} has codes without scales", where=f"{beside}: {in_words(scales)}", write=write)
+    there = local(scales).numel()
+    if codes.dtype != moments.codes_of(name) or (there < count if is_distributed(codes) else there != count):
+        raise StateError(
+            f"the saved {name} is in codes of another form",
+            where=f"{described(local(codes))} with {there} scales, {count} expected",
+            why=f"{moments.GROUP} neighbours share a scale, within this rank's shard",
+            write=write,
+        )
+    here = local(scales).reshape(-1)[:count]
+    if not moments.fit(local(codes), here):
+        raise StateError(
+            f"the saved {name} and its scales are not those of one state",
+            where=f"{described(local(codes))}, {beside}",
+            why="in some group no element is as large as the scale says: they were damaged, or come in another order, "
+            "as where a checkpoint of a channels-last model is loaded into a contiguous one without strides",
+            write=write,
+        )
+    return here
 
 
 def _require_whole(saved: Mapping[str, Any], update_rule: UpdateRule, param: Tensor) -> None:

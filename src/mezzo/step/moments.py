@@ -17,7 +17,7 @@ from torch import Tensor
 from mezzo.errors import PolicyError
 from mezzo.step.storage import SIGN, stochastic
 from mezzo.step.update import SQUARES
-from mezzo.tensors import described, flat
+from mezzo.tensors import beside, described, flat, local
 
 #: What is kept of one moment: the moment itself, or its codes and their scales.
 Kept: TypeAlias = tuple[Tensor, ...]
@@ -51,7 +51,7 @@ def coded(moments: Tensor, dtype: torch.dtype, bits: Tensor | int = NEAREST) -> 
 
     - Zeros are kept. Of a moment that is never negative and not zero the code is not 0: its root is divided by.
     - What is rounded at random is one of the two neighbours, and in the mean the moment. What is rounded to
-      :data:`NEAREST` is at most :math:`(|m| + a\, s) / 31` away from it.
+      :data:`NEAREST` is at most :math:`(|m| + a\, s) / 32` away from it (and :math:`a\, s / 30` where 0 is no code).
     - Scales are at least 2⁻¹²⁶. A group with an infinity or NaN becomes infinite or NaN, and so does one whose largest
       element is beyond the largest BF16 value.
 
@@ -138,6 +138,23 @@ def write(kept: Kept, moment: Tensor, bits: Tensor | None, *, take_high: bool) -
     return coded(moment, kept[0].dtype, own) if len(kept) == 2 else (stochastic(moment, own),)
 
 
+def fit(codes: Tensor, scales: Tensor) -> bool:
+    """Whether scales may be those of codes: the largest element of a group has the last code, or the one before.
+
+    Args:
+        codes: int8 or uint8.
+        scales: One for each group.
+
+    **Cost**: a host sync.
+    """
+    (vector,) = flat(codes) or (codes.reshape(-1),)
+    largest, last = in_groups(vector).to(torch.int32).abs().amax(-1), torch.iinfo(codes.dtype).max
+    wide = scales.to(torch.float32)
+    is_full = (largest == last) | (largest == last - 1)
+    # By a scale of 2^-126 smaller groups are divided, too; nothing is known of one that is not finite.
+    return bool(((wide > 2.0**-126) & is_full | (wide >= 0) & (wide <= 2.0**-126) | ~wide.isfinite()).all())
+
+
 # Whole tensors -------------------------------------------------------------------------------------------------
 
 
@@ -146,19 +163,40 @@ def num_groups(count: int) -> int:
     return -(-count // GROUP)
 
 
-def zeros(name: str, weight: Tensor, dtype: torch.dtype) -> Kept:
-    """Return what is kept of a moment before the first step.
+def codes_of(name: str) -> torch.dtype:
+    """Return the dtype of a moment's codes, by what its rule calls it."""
+    return torch.uint8 if name in SQUARES else torch.int8
+
+
+def scale_of(name: str) -> str:
+    """Return what the scales of a moment are called beside it."""
+    return f"{name}_scale"
+
+
+def zeros(name: str, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what is kept of a moment before the first step, by name.
 
     Args:
         name: The moment's, as its rule calls it.
-        weight: Whose moment it is; as it lies in memory, so does the moment.
+        weight: Whose moment it is; as it lies in memory and over ranks, so does the moment.
         dtype: ``torch.float32`` or ``torch.bfloat16``; ``torch.int8`` for codes with scales.
     """
-    dtype = torch.uint8 if dtype == torch.int8 and name in SQUARES else dtype
-    moment = torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)
-    if not is_coded(dtype):
-        return (moment,)
-    return moment, torch.zeros(num_groups(weight.numel()), dtype=torch.bfloat16, device=weight.device)
+    if dtype != torch.int8:
+        return {name: torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)}
+    codes = torch.zeros_like(weight, dtype=codes_of(name), memory_format=torch.preserve_format)
+    # Groups end where shards do.
+    return {name: codes, scale_of(name): beside(weight, num_groups, torch.bfloat16)}
+
+
+def scales_of(scales: Tensor, codes: Tensor) -> Tensor:
+    """Return the scales of this rank's codes, (groups,) in the same memory.
+
+    Args:
+        scales: As :func:`zeros` makes them: of a DTensor, they may be more than its shard needs.
+        codes: Of the same moment.
+    """
+    here, count = local(scales), num_groups(local(codes).numel())
+    return here if here.shape == (count,) else here.view(-1)[:count]
 
 
 def in_groups(vector: Tensor) -> Tensor:

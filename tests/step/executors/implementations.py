@@ -183,7 +183,7 @@ def bucket_of(name, kept, dtype, shapes=SHAPES, *, state_dtype=FP32, weights=Non
         step=torch.zeros((), dtype=torch.int64, device=device),
         weights=[weight for weight, _ in made],
         extras=[extra for _, extra in made],
-        states=[tuple(t for name in update.states for t in zeros(name, w, state_dtype)) for w, _ in made],
+        states=[tuple(t for name in update.states for t in zeros(name, w, state_dtype).values()) for w, _ in made],
         seed=seed,
     )
 
