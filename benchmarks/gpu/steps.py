@@ -18,7 +18,11 @@ from stepping.shapes import shapes
 from .plan import Plan
 
 #: Whose kernels are listed.
-LISTED = ("mezzo O2, AdamW split", "mezzo O2, AdamW split, BF16 moments")
+LISTED = (
+    "mezzo O2, AdamW split",
+    "mezzo O2, AdamW split, BF16 moments",
+    "mezzo O2, AdamW split, int8 moments",
+)
 #: Microseconds from which on a kernel is one of those that move the bytes.
 LARGE = 20.0
 

@@ -171,9 +171,14 @@ def _short_moments(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return optim.AdamW(params, state_dtype="bfloat16")
 
 
+def _coded_moments(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return optim.AdamW(params, state_dtype="int8")
+
+
 #: By name; the first is what all others are compared with. torch.amp: unscale 8, norm 4, clip 8, AdamW 28, cast 6.
 #: Folded: the multiplication happens in AdamW's kernel, which writes the gradients. Any optimizer over halves: norm 2,
-#: halves and gradient to FP32 14, AdamW 28, FP32 to halves 8. One pass: norm 2, then gradient, both halves and moments.
+#: halves and gradient to FP32 14, AdamW 28, FP32 to halves 8. One pass: norm 2, then gradient, both halves and moments;
+#: scales of codes are 4/32 each way.
 CONTENDERS: Final[Mapping[str, Contender]] = MappingProxyType(
     {
         "torch.amp, fused AdamW": Contender(_torch_amp(fused=True), 54),
@@ -182,6 +187,7 @@ CONTENDERS: Final[Mapping[str, Contender]] = MappingProxyType(
         "mezzo O2, torch's fused AdamW": Contender(_session("O2", _fused), 52),
         "mezzo O2, AdamW split": Contender(_session("O2", optim.AdamW), 28),
         "mezzo O2, AdamW split, BF16 moments": Contender(_session("O2", _short_moments), 20),
+        "mezzo O2, AdamW split, int8 moments": Contender(_session("O2", _coded_moments), 16.25),
     }
 )
 
@@ -190,5 +196,6 @@ CAPTURED: Final[Mapping[str, Contender]] = MappingProxyType(
     {
         "mezzo O2, AdamW split, captured": Contender(_session("O2", optim.AdamW, captured=True), 28),
         "mezzo O2, AdamW split, BF16 moments, captured": Contender(_session("O2", _short_moments, captured=True), 20),
+        "mezzo O2, AdamW split, int8 moments, captured": Contender(_session("O2", _coded_moments, captured=True), 16.25),
     }
 )

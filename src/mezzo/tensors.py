@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_
 from typing import Any, Final
 
@@ -229,32 +228,6 @@ def sharded_as(shard: Tensor, whole: Tensor) -> Tensor:
     made = torch.empty_like(whole, dtype=shard.dtype, requires_grad=False)
     local(made).copy_(shard)
     return made
-
-
-def beside(whole: Any, size_of: Callable[[int], int], dtype: torch.dtype) -> Tensor:
-    """Return zeros, a vector for each shard of a tensor, which lie over the ranks as the shards do.
-
-    Args:
-        whole: Any tensor; a plain one is one shard.
-        size_of: From a number of elements to the vector's length. All shards' vectors are as long as the largest one's.
-        dtype: Of the zeros.
-
-    Returns:
-        (length,), or (shards along each dim of the mesh …, length).
-    """
-    shape, device = list(whole.shape), local(whole).device
-    cut = _cut(whole) if is_distributed(whole) else ()
-    for dim in cut:
-        along = whole.placements[dim].dim
-        shape[along] = -(-shape[along] // whole.device_mesh.size(dim))
-    zeros = torch.zeros(*(1 for _ in cut), size_of(math.prod(shape)), dtype=dtype, device=device)
-    if not is_distributed(whole):
-        return zeros
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-
-    mesh = whole.device_mesh
-    placements = [Shard(cut.index(dim)) if dim in cut else Replicate() for dim in range(mesh.ndim)]
-    return DTensor.from_local(zeros, mesh, placements, run_check=False)
 
 
 def placed(value: Any, whole: Any) -> Tensor:

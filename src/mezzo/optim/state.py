@@ -334,8 +334,8 @@ def check_scales(param: Tensor, state: Mapping[str, Any], names: Sequence[str]) 
             continue
         beside, count = moments.scale_of(name), moments.num_groups(local(state[name]).numel())
         scales = state.get(beside)
-        fits = isinstance(scales, Tensor) and scales.dtype == torch.bfloat16 and scales.device == param.device
-        if not fits or local(scales).numel() < count:
+        fits = isinstance(scales, Tensor) and scales.dtype == torch.bfloat16 and scales.device == local(param).device
+        if not fits or state[beside].shape != (count,):
             raise StateError(
                 f"{name} has no scales for its codes",
                 where=f"{beside}: {in_words(scales)}, a parameter of shape {tuple(param.shape)}",
@@ -350,7 +350,7 @@ def kept_of(state: Mapping[str, Tensor], names: Sequence[str]) -> tuple[Tensor, 
     for name in names:
         found.append(local(state[name]))
         if moments.is_coded(state[name].dtype):
-            found.append(moments.scales_of(state[moments.scale_of(name)], state[name]))
+            found.append(state[moments.scale_of(name)])
     return tuple(found)
 
 
@@ -488,9 +488,24 @@ def _plain(value: Any) -> Any:
 
 
 def _exact(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return state as it is saved: the count as a float64 tensor, which is exact to 2^53."""
+    """Return state as it is saved.
+
+    The count is a float64 tensor, which is exact to 2^53. Scales of shards are one for each element: so they are loaded
+    over any number of ranks.
+    """
     step = state.get("step")
-    return {**state, "step": step.to(torch.float64)} if isinstance(step, Tensor) else dict(state)
+    found = {**state, "step": step.to(torch.float64)} if isinstance(step, Tensor) else dict(state)
+    return with_spread_scales(found) if any(map(is_distributed, state.values())) else found
+
+
+def with_spread_scales(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of a parameter with one scale for each code, which lie over the ranks as the codes do."""
+    found = dict(state)
+    for name, codes in state.items():
+        scales = state.get(moments.scale_of(name))
+        if isinstance(codes, Tensor) and isinstance(scales, Tensor) and scales.shape != codes.shape:
+            found[moments.scale_of(name)] = sharded_as(moments.spread(scales, local(codes)), codes)
+    return found
 
 
 def _continued(
@@ -544,57 +559,69 @@ def _moment(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.d
             where=f"{tuple(value.shape)} → {tuple(param.shape)}",
             write="the same model and optimizer",
         )
-    made = moments.zeros(name, param, dtype)
-    if not moments.is_coded(value.dtype):
-        if dtype != torch.int8:
-            return {name: made[name].copy_(placed(value, param))}
-        wide = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
-        codes, found = moments.encode(local(wide.copy_(placed(value, param))), moments.codes_of(name))
-        _fill(made, name, codes, found)
-        return made
-    codes, its = local(value), _checked_scales(name, value, scales)
-    if dtype == torch.int8 and sharding(value) == sharding(param) and flat(codes, local(made[name])) is not None:
-        _fill(made, name, codes, its)
-        return made
-    decoded = sharded_as(moments.decode(codes, its), value)
-    return _moment(name, decoded, None, param, dtype)
-
-
-def _fill(made: Mapping[str, Tensor], name: str, codes: Tensor, scales: Tensor) -> None:
-    """Write this rank's codes and scales."""
+    made, beside = moments.zeros(name, param, dtype), moments.scale_of(name)
+    if moments.is_coded(value.dtype):
+        each, codes = _scale_of_each(name, value, scales), local(value)
+        if dtype == torch.int8 and sharding(value) == sharding(param) and flat(codes, local(made[name])) is not None:
+            its = moments.gathered(local(each), codes)
+            if its is not None and moments.fit(codes, its):  # else groups were cut otherwise
+                local(made[name]).copy_(codes)
+                made[beside].copy_(its)
+                return made
+        decoded = sharded_as(moments.valued(codes, local(each)), value)
+        return _moment(name, decoded, None, param, dtype)
+    if dtype != torch.int8:
+        return {name: made[name].copy_(placed(value, param))}
+    wide = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
+    codes, found = moments.encode(local(wide.copy_(placed(value, param))), moments.codes_of(name))
     local(made[name]).copy_(codes)
-    moments.scales_of(made[moments.scale_of(name)], made[name]).copy_(scales)
+    made[beside].copy_(found)
+    return made
 
 
-def _checked_scales(name: str, codes: Tensor, scales: Any) -> Tensor:
-    """Return the scales of this rank's saved codes.
+def _scale_of_each(name: str, codes: Tensor, scales: Any) -> Tensor:
+    """Return the scales of saved codes, one for each of them.
 
     Raises:
-        StateError: There are none, or they do not belong to the codes: of each group the largest element has the last
-            code, or the one before.
+        StateError: There are none, or they do not belong to the codes.
     """
-    write = "the state as optimizer.state_dict() returned it, loaded over as many ranks"
-    beside, count = moments.scale_of(name), moments.num_groups(local(codes).numel())
-    if not isinstance(scales, Tensor) or not scales.is_floating_point() or is_distributed(scales) != is_distributed(codes):
-        raise StateError(f"the saved {name} has codes without scales", where=f"{beside}: {in_words(scales)}", write=write)
-    there = local(scales).numel()
-    if codes.dtype != moments.codes_of(name) or (there < count if is_distributed(codes) else there != count):
+    write = "the state as optimizer.state_dict() returned it"
+    if not isinstance(scales, Tensor) or not scales.is_floating_point():
+        raise StateError(
+            f"the saved {name} has codes without scales",
+            where=f"{moments.scale_of(name)}: {in_words(scales)}",
+            write=write,
+        )
+    count = moments.num_groups(codes.numel())
+    shapes = (codes.shape,) if is_distributed(codes) else (codes.shape, (count,))
+    if codes.dtype != moments.codes_of(name) or scales.shape not in shapes:
         raise StateError(
             f"the saved {name} is in codes of another form",
-            where=f"{described(local(codes))} with {there} scales, {count} expected",
-            why=f"{moments.GROUP} neighbours share a scale, within this rank's shard",
+            where=f"{described(codes)}, scales {list(scales.shape)}",
+            why=f"of {moments.codes_of(name)} codes".replace("torch.", "")
+            + f" {moments.GROUP} neighbours share a scale: {count} in all, or of shards one for each element",
             write=write,
         )
-    here = local(scales).reshape(-1)[:count]
-    if not moments.fit(local(codes), here):
+    if scales.shape == codes.shape:
+        return placed(scales.to(torch.bfloat16), codes)
+    _require_fit(name, codes, scales)
+    return moments.spread(scales.to(torch.bfloat16), codes if flat(codes) else codes.contiguous())
+
+
+def _require_fit(name: str, codes: Tensor, scales: Tensor) -> None:
+    """Refuse scales that are not those of codes.
+
+    Raises:
+        StateError: In some group no element has the last code, or the one before.
+    """
+    if not moments.fit(codes, scales):
         raise StateError(
             f"the saved {name} and its scales are not those of one state",
-            where=f"{described(local(codes))}, {beside}",
-            why="in some group no element is as large as the scale says: they were damaged, or come in another order, "
-            "as where a checkpoint of a channels-last model is loaded into a contiguous one without strides",
-            write=write,
+            where=f"{described(codes)}, {moments.scale_of(name)}",
+            why="in some group no element is as large as its scale says: they are damaged, or the codes were brought "
+            "into another order, as those of a channels-last model are where a file keeps no strides",
+            write="the state as optimizer.state_dict() returned it, saved by torch.save",
         )
-    return here
 
 
 def _require_whole(saved: Mapping[str, Any], update_rule: UpdateRule, param: Tensor) -> None:

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, StateError, UnsupportedError, shown, some_of
+from mezzo.optim.optimizer import as_one_pass
+from mezzo.optim.state import with_spread_scales
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 from mezzo.scale.config import one_number
@@ -385,6 +387,7 @@ def _saved(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, di
             if not state and param.requires_grad:
                 state = _first_state(optimizer, mine, param)
                 rest["fresh"].append(name)
+            state = _of_any_ranks(optimizer, state)
             found[name] = {key: value.detach().clone() for key, value in state.items() if isinstance(value, Tensor)}
             rest["values"][name] = values = {key: value for key, value in state.items() if key not in found[name]}
             if nested := [key for key, value in values.items() if next(tensors(value), None) is not None]:
@@ -395,6 +398,11 @@ def _saved(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, di
                     write="mezzo.save and mezzo.load of the state dicts of model, optimizer and session: one process",
                 )
     return found, rest
+
+
+def _of_any_ranks(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of a parameter in tensors that are cut into shards as the parameter is."""
+    return state if as_one_pass(optimizer) is None else with_spread_scales(state)
 
 
 def _named(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
@@ -438,7 +446,8 @@ def _state_differences(
     theirs = {frozenset(group["names"]) for group in rest["groups"]}
     yield from (f"a parameter group of {some_of(group)} → none" for group in sorted(map(sorted, theirs - mine)))
     yield from (f"no parameter group → one of {some_of(group)}" for group in sorted(map(sorted, mine - theirs)))
-    for param, held in optimizer.state.items():
+    for param, raw in optimizer.state.items():
+        held = _of_any_ranks(optimizer, raw)
         for key, value in state.get(name := names.get(id(param), ""), {}).items():
             if isinstance(mine_now := held.get(key), Tensor) and value.shape != mine_now.shape:
                 yield f"{key} of {name}: {list(value.shape)} → {list(mine_now.shape)}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from mezzo.errors import PolicyError
 from mezzo.step.storage import SIGN, stochastic
 from mezzo.step.update import SQUARES
-from mezzo.tensors import beside, described, flat, local
+from mezzo.tensors import described, flat, local
 
 #: What is kept of one moment: the moment itself, or its codes and their scales.
 Kept: TypeAlias = tuple[Tensor, ...]
@@ -184,19 +184,34 @@ def zeros(name: str, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     if dtype != torch.int8:
         return {name: torch.zeros_like(weight, dtype=dtype, memory_format=torch.preserve_format)}
     codes = torch.zeros_like(weight, dtype=codes_of(name), memory_format=torch.preserve_format)
-    # Groups end where shards do.
-    return {name: codes, scale_of(name): beside(weight, num_groups, torch.bfloat16)}
+    shard = local(weight)  # groups end where shards do
+    scales = torch.zeros(num_groups(shard.numel()), dtype=torch.bfloat16, device=shard.device)
+    return {name: codes, scale_of(name): scales}
 
 
-def scales_of(scales: Tensor, codes: Tensor) -> Tensor:
-    """Return the scales of this rank's codes, (groups,) in the same memory.
+def spread(scales: Tensor, codes: Tensor) -> Tensor:
+    """Return the scale of each code, laid out as the codes are.
 
     Args:
-        scales: As :func:`zeros` makes them: of a DTensor, they may be more than its shard needs.
-        codes: Of the same moment.
+        scales: (groups,).
+        codes: Without gaps.
     """
-    here, count = local(scales), num_groups(local(codes).numel())
-    return here if here.shape == (count,) else here.view(-1)[:count]
+    each = torch.empty_like(codes, dtype=scales.dtype)
+    (vector,) = flat(each) or (each.view(-1),)
+    vector.copy_(scales.view(-1, 1).expand(-1, GROUP).reshape(-1)[: codes.numel()])
+    return each
+
+
+def gathered(each: Tensor, codes: Tensor) -> Tensor | None:
+    """Return the scales (groups,) of which :func:`spread` makes these; None where groups have several. A host sync."""
+    vectors = flat(each, codes)
+    if vectors is None:
+        return None
+    scales, places = in_groups(vectors[0]), torch.arange(GROUP, device=codes.device)
+    last = torch.full((len(scales), 1), GROUP, device=codes.device)
+    last[-1:] = codes.numel() - GROUP * (len(scales) - 1)
+    is_same = (scales.view(torch.int16) == scales[:, :1].view(torch.int16)) | (places >= last)
+    return scales[:, 0].contiguous() if is_same.all() else None
 
 
 def in_groups(vector: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mezzo.step.executors import cpp, portable
 from mezzo.step.executors.cpp import Cpp
 from mezzo.step.executors.portable import Compiled, Portable
-from mezzo.step.passes import Bucket, counted, judge, scales_among, updated
 from mezzo.step.moments import GROUP, decode, zeros
+from mezzo.step.passes import Bucket, counted, judge, scales_among, updated
 from mezzo.step.storage import PLAIN, SPLIT, encode_into, keys
 from mezzo.step.update import rule
 
@@ -218,7 +218,11 @@ def values_of(bucket):
 def moments_of(bucket, at):
     """Return the moments of a weight in FP32."""
     states = bucket.states[at]
-    return [*map(decode, states[::2], states[1::2])] if len(states) > len(bucket.rule.states) else [state.float() for state in states]
+    return (
+        [*map(decode, states[::2], states[1::2])]
+        if len(states) > len(bucket.rule.states)
+        else [state.float() for state in states]
+    )
 
 
 def same_bits(one, other):

@@ -67,7 +67,7 @@ def _literal(value: float, dtype: torch.dtype) -> str:
 #: group has lies there once for each element: so all loops are long, and of elements of four bytes.
 _OVER_ELEMENTS: Final = """\
 #pragma omp simd
-        for (int64_t i = 0; i < count; ++i) {{
+        for (int32_t i = 0; i < int32_t(count); ++i) {{
             {lines}
         }}"""
 
@@ -212,7 +212,7 @@ extern "C" void kernel(
 }}
 """
 
-_ORDER: Final = f"const int32_t {ORDER} = int32_t(row + i);"
+_ORDER: Final = f"const int32_t {ORDER} = int32_t(row) + i;"
 
 _NORM: Final = """\
 extern "C" void kernel(
@@ -325,7 +325,9 @@ def _loops(lines: Sequence[Line]) -> str:
         given = [line for line in lines if line in kept & read[key] and line not in loop]
         inside = [f"const {line.type} {line.name} = {_place(line, of)};" for line in given]
         texts = [line.text for line in loop]
-        after = [f"all_{line.name}[{'i' if of == Of.ELEMENT else 'at'}] = {line.name};" for line in loop if line in kept]
+        after = [
+            f"all_{line.name}[{'i' if of == Of.ELEMENT else 'at'}] = {line.name};" for line in loop if line in kept
+        ]
         if of == Of.LARGEST:
             written += texts
         elif of == Of.GROUP:

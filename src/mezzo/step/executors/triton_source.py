@@ -224,7 +224,9 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     touched = [(each, dtype) for each, dtype in zip(names, dtypes, strict=True) if each in step.used or each in stored]
     groups = [each for each, _ in touched if step.places[each][0] == Of.GROUP]
     for each, dtype in touched:
-        places, together = ("groups", "16 if VECTOR > 1 else 2") if each in groups else ("offsets", f"{dtype.itemsize} * VECTOR")
+        places, together = (
+            ("groups", "16 if VECTOR > 1 else 2") if each in groups else ("offsets", f"{dtype.itemsize} * VECTOR")
+        )
         lines.append(f"{each}_at = tl.multiple_of({each}_at + {places}, {together})")
     lines += [
         f"{each} = tl.load({each}_at, mask={'mask_of_groups' if each in groups else 'mask'})"
