@@ -129,7 +129,7 @@ def kept() -> str:
     lines = ["| of a parameter, gradient and optimizer state included | bytes |", "|---|---:|"]
     for name in (
         "torch.amp, fused AdamW",
-        *(f"mezzo O2, AdamW {each}" for each in ("split", "split, BF16 moments")),
+        *(f"mezzo O2, AdamW {each}" for each in ("split", "split, BF16 moments", "split, int8 moments")),
     ):
         lines.append(f"| {name} | {the(rows, name=name)['kept_bytes']:.3g} |")
     lines += ["", "| for the backward pass | FP32 | O1 in BF16 | O2 in BF16 |", "|---|---:|---:|---:|"]

@@ -196,6 +196,8 @@ CAPTURED: Final[Mapping[str, Contender]] = MappingProxyType(
     {
         "mezzo O2, AdamW split, captured": Contender(_session("O2", optim.AdamW, captured=True), 28),
         "mezzo O2, AdamW split, BF16 moments, captured": Contender(_session("O2", _short_moments, captured=True), 20),
-        "mezzo O2, AdamW split, int8 moments, captured": Contender(_session("O2", _coded_moments, captured=True), 16.25),
+        "mezzo O2, AdamW split, int8 moments, captured": Contender(
+            _session("O2", _coded_moments, captured=True), 16.25
+        ),
     }
 )

@@ -63,11 +63,13 @@ def test_steps_are_timed_by_events_and_their_kernels_listed(measured, dtype):
     found = measured(f"step-{dtype}")
     assert found["device"] == "cuda"
     assert all(row["step_ms"] == 1.0 and row["ahead"] for row in found["rows"])
-    split, moments = found["kernels"]
+    split, moments, codes = found["kernels"]
     assert split["large_us"] == {"squares": 100.0, "roots": 100.0, "adamw_split": 100.0}
     assert 0 < split["small"] < 80
     assert split["small_us"] == 2 * split["small"]
     assert moments["name"].endswith("BF16 moments")
+    assert codes["name"].endswith("int8 moments")
+    assert codes["large_us"] == split["large_us"]
 
 
 def test_variants_are_compiled_for_the_device(measured):

@@ -23,7 +23,9 @@ from .implementations import (
     BF16,
     FP16,
     FP32,
+    INT8,
     SHAPES,
+    STATES,
     advance,
     assert_same,
     bucket_of,
@@ -272,7 +274,7 @@ def no_syncs():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("state", [FP32, BF16])
+@pytest.mark.parametrize("state", STATES)
 def test_a_step_makes_no_host_sync(no_syncs, state):
     bucket, executor = bucket_of("adamw", SPLIT, BF16, SHAPES, state_dtype=state, device="cuda"), Triton()
     update, inverse = executor.update_of(bucket), torch.tensor(1 / 1024, device="cuda")
@@ -287,9 +289,9 @@ def test_a_step_makes_no_host_sync(no_syncs, state):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("where", ["as before", "elsewhere"])
-def test_a_captured_step_replays_what_the_eager_one_does(where):
-    mine = bucket_of("adamw", SPLIT, BF16, SHAPES, state_dtype=BF16, device="cuda")
+@pytest.mark.parametrize("where, state", [("as before", INT8), ("elsewhere", BF16)])
+def test_a_captured_step_replays_what_the_eager_one_does(where, state):
+    mine = bucket_of("adamw", SPLIT, BF16, SHAPES, state_dtype=state, device="cuda")
     theirs, executor, inverse = copied(mine), Triton(), torch.tensor(1 / 1024, device="cuda")
     updates = executor.update_of(mine), executor.update_of(theirs)
 
