@@ -138,6 +138,7 @@ KINDS = {
         "O3,dtype=bfloat16,emulate=true",
         lambda groups: optim.AdamW(groups, lr=1e-2, state_dtype="bfloat16"),
     ),
+    "moments in codes": lambda: Loop(make=lambda groups: optim.AdamW(groups, lr=1e-2, state_dtype="int8")),
 }
 
 
