@@ -586,7 +586,7 @@ def _scale_of_each(name: str, codes: Tensor, scales: Any) -> Tensor:
         StateError: There are none, or they do not belong to the codes.
     """
     write = "the state as optimizer.state_dict() returned it"
-    if not isinstance(scales, Tensor) or not scales.is_floating_point():
+    if not _holds_numbers(scales) or not scales.is_floating_point():
         raise StateError(
             f"the saved {name} has codes without scales",
             where=f"{moments.scale_of(name)}: {in_words(scales)}",

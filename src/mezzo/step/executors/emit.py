@@ -260,12 +260,6 @@ def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
     pure: Callable[..., Any] = torch.func.functionalize(lambda *tensors: tuple(function(*tensors)))
     with torch.no_grad():
         graph: fx.Graph = make_fx(pure, tracing_mode="fake")(*examples).graph
-    known: dict[str, fx.Node] = {}
-    for node in graph.nodes:
-        if node.op == "call_function":  # one root for the update and for what is kept of it
-            same = known.setdefault(f"{node.target}{node.args}{node.kwargs}", node)
-            if same is not node:
-                node.replace_all_uses_with(same)
     graph.eliminate_dead_code()
     return graph
 
