@@ -37,7 +37,8 @@ _INFINITE: Final = 0x7F80_0000
 _NAN: Final = 0x7FC0_0000
 #: The pattern of 2^-126: by a smaller scale nothing is divided.
 _LEAST: Final = 0x0080_0000
-#: So far below 1 that the largest element of a group, rounded up, has the last code.
+#: So far below 1 that the largest element of a group, rounded up, has the last code, and what that stands for is not
+#: beyond the scale: what was kept is kept again, with the same scale.
 _BELOW: Final = 1.0 - 2.0**-22
 
 
@@ -89,7 +90,7 @@ def valued(codes: Tensor, scales: Tensor) -> Tensor:
     """
     start, numbers = START[codes.dtype], codes.to(torch.int32)
     curve = (((numbers.abs() if codes.dtype == torch.int8 else numbers) << _CUT) + _pattern(start)).view(torch.float32)
-    sizes = (curve - start) * (scales.to(torch.float32) * (1.0 / (_END - start)))
+    sizes = (curve - start) * (scales.to(torch.float32) * (_BELOW / (_END - start)))
     return sizes if codes.dtype == torch.uint8 else (sizes.view(torch.int32) | (numbers & SIGN)).view(torch.float32)
 
 
@@ -254,8 +255,9 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
     Raises:
         PolicyError: Other dtypes, or another number of scales.
     """
-    vector = flat(codes)
-    if codes.dtype not in START or vector is None or scales.shape != (num_groups(codes.numel()),):
+    vector, count = flat(codes), num_groups(codes.numel())
+    are_codes = codes.dtype in START and vector is not None
+    if not are_codes or not scales.is_floating_point() or scales.shape != (count,):
         raise PolicyError(
             f"codes of {described(codes)} with scales of {described(scales)}",
             why=f"codes are int8 or uint8, and every {GROUP} of them share a scale",
