@@ -575,8 +575,11 @@ def _checked_scales(name: str, codes: Tensor, scales: Any) -> Tensor:
     """
     write = "the state as optimizer.state_dict() returned it, loaded over as many ranks"
     beside, count = moments.scale_of(name), moments.num_groups(local(codes).numel())
-    if not isinstance(scales, Tensor) or not scales.is_floating_point() or is_distributed(scales) != is_distributed(codes):
-        raise StateError(f"the saved {name} has codes without scales", where=f"{beside}: {in_words(scales)}", write=write)
+    are_numbers = _holds_numbers(scales) and scales.is_floating_point()
+    if not are_numbers or is_distributed(scales) != is_distributed(codes):
+        raise StateError(
+            f"the saved {name} has codes without scales", where=f"{beside}: {in_words(scales)}", write=write
+        )
     there = local(scales).numel()
     if codes.dtype != moments.codes_of(name) or (there < count if is_distributed(codes) else there != count):
         raise StateError(
