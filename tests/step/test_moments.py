@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from mezzo import optim
 from mezzo.errors import PolicyError
-from mezzo.step.moments import GROUP, START, coded, decode, encode, fit, num_groups, valued
+from mezzo.step.moments import GROUP, START, coded, decode, encode, fit, num_groups, valued, write
+from mezzo.step.storage import noise
 
 from ..support.refusals import refused
 from .executors.implementations import LAYOUTS, in_order, random
@@ -157,6 +158,28 @@ def test_what_is_rounded_at_random_is_a_neighbour_and_in_the_mean_the_moment(dty
         assert ((found.double().mean(0) - group.double()).abs() <= 4 * deviation + 2.0**-20 * scale).all()
         assert fit(codes.to(dtype), scales.view(-1))
     assert not found[:, 7].any()
+
+
+def test_two_moments_of_an_element_are_rounded_apart():
+    """They share 32 random bits: whether one is rounded up says nothing of the other."""
+    moment = torch.tensor([1.0] + [0.3] * 31).expand(512, GROUP)
+    bits = noise(torch.arange(moment.numel(), dtype=torch.int32), torch.tensor(5, dtype=torch.int32)).view(moment.shape)
+    kept = torch.empty(512, GROUP, dtype=INT8), torch.empty(512, 1, dtype=BF16)
+    low, high = (write(kept, moment, bits, take_high=each)[0][:, 1:].double().reshape(-1) for each in (False, True))
+    assert low.std() > 0.1 < high.std()
+    assert abs(torch.corrcoef(torch.stack([low, high]))[0, 1]) < 4 / math.sqrt(low.numel())
+
+
+def test_second_moments_in_codes_shrink_where_gradients_end():
+    """0.999 of a code rounds to itself."""
+    weight = torch.nn.Parameter(torch.zeros(64))
+    optimizer = optim.AdamW([weight], lr=0.0, state_dtype="int8")
+    for step in range(200):
+        weight.grad = torch.full_like(weight, float(step == 0))
+        optimizer.step()
+    state = optimizer.state[weight]
+    mean = decode(state["exp_avg_sq"], state["exp_avg_sq_scale"]).mean()
+    assert float(mean) == pytest.approx(1e-3 * 0.999**199, rel=0.02)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
