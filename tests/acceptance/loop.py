@@ -49,7 +49,7 @@ def configs(draw, styles):
     rules = ["AdamW", "SGD", "Adam", "Lion"] if library == "mezzo" else ["AdamW", "SGD"]
     config = Config(
         level=level, dtype=dtype, library=library, rule=draw(st.sampled_from(rules)),
-        state_dtype=draw(st.sampled_from(["float32", "float32", "bfloat16"])),
+        state_dtype=draw(st.sampled_from(["float32", "float32", "bfloat16", "int8"])),
         apart=draw(st.booleans()), pinned=draw(st.booleans()), scale=draw(st.sampled_from(SCALES)),
         clip=draw(st.sampled_from([None, 1.0])), style=draw(st.sampled_from(styles)),
         on_overflow=draw(st.sampled_from(["skip", "skip", "raise"])),
@@ -318,6 +318,8 @@ class Loop(RuleBasedStateMachine):
             for key, moment in update.states.items():
                 if self.config.library == "mezzo" and self.config.state_dtype == "bfloat16":
                     moment = moment.stored("bfloat16", spacings=1.0)
+                elif self.config.library == "mezzo" and self.config.state_dtype == "int8":
+                    moment = moment.coded(is_signed=key != "exp_avg_sq")
                 elif weight.form == "torch":
                     moment = moment.stored(weight.dtype)
                 assert moment.holds(moments[key]).all(), f"{name}.{key}: {moments[key]} for {moment.value}"

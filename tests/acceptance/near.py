@@ -83,6 +83,13 @@ class Near:
         """As another format stores it, at most so many of its spacings away."""
         return Near(self.value, self.error + spacings * spacing(np.abs(self.value) + self.error, dtype), self.dtype)
 
+    def coded(self, *, is_signed):
+        """As one of two neighbours among codes: a sixteenth of it away, and of what codes next to zero stand for."""
+        sizes = np.abs(self.value) + self.error
+        groups = np.pad(sizes.reshape(-1), (0, -sizes.size % 32)).reshape(-1, 32)
+        scales = np.repeat(groups.max(1) * (1 + 2.0**-7), 32)[: sizes.size].reshape(sizes.shape)
+        return Near(self.value, self.error + (sizes + scales * 2.0 ** -(7 if is_signed else 15)) / 16, self.dtype)
+
     def holds(self, values):
         """Whether each of the computed values may come from here."""
         return np.abs(values - self.value) <= self.error

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.step.moments import decode
 
 from .drivers import DRIVERS
 from .oracle import Group, Oracle, Scale, Weight
@@ -177,7 +178,11 @@ class Subject:
         if (optimizer := self.owner(name)) is None:
             return {}, None
         state = optimizer.state.get(self.param(name), {})
-        moments = {key: array(state[key]) for key in STATES[self.config.rule] if state.get(key) is not None}
+        moments = {
+            key: array(decode(state[key], state[f"{key}_scale"]) if f"{key}_scale" in state else state[key])
+            for key in STATES[self.config.rule]
+            if state.get(key) is not None
+        }
         return moments, int(state["step"]) if "step" in state else None
 
     def bits(self):

@@ -38,7 +38,7 @@ def test_torch_s_arguments_are_taken_or_refused_by_name(mine, theirs):
 
 
 def test_bytes_kept_of_a_parameter():
-    """Beside two halves and a gradient of 2 bytes each, which are the model's: 14 with AdamW, 10 with BF16 moments."""
+    """Beside two halves and a gradient of 2 bytes each, which are the model's: 14 with AdamW, 8.125 with codes."""
     for kind, options, expected in [
         (optim.SGD, {}, 0),
         (optim.SGD, {"momentum": 0.9}, 4),
@@ -47,8 +47,12 @@ def test_bytes_kept_of_a_parameter():
         (optim.AdamW, {}, 8),
         (optim.AdamW, {"state_dtype": "bfloat16"}, 4),
         (optim.AdamW, {"amsgrad": True}, 12),
+        (optim.AdamW, {"state_dtype": "int8"}, 2.125),
+        (optim.Adam, {"state_dtype": "int8", "amsgrad": True}, 3.1875),
+        (optim.SGD, {"momentum": 0.9, "state_dtype": "int8"}, 1.0625),
+        (optim.Lion, {"state_dtype": "int8"}, 1.0625),
     ]:
-        weight = nn.Parameter(torch.randn(1000))
+        weight = nn.Parameter(torch.randn(64, 32))
         optimizer = kind([weight], **options)
         halves = halved([weight], torch.bfloat16, optimizer)
         weight.grad = torch.ones_like(weight)
@@ -62,6 +66,11 @@ def test_short_words_for_the_dtype_of_the_state_are_its_names():
     first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
     groups = [{"params": [first]}, {"params": [second], "state_dtype": "fp32"}]
     optimizer = optim.AdamW(groups, state_dtype="bf16")
-    for word in ("bf16", "BF16", torch.bfloat16):
+    for word in ("bf16", "BF16", torch.bfloat16, torch.int8):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "state_dtype": word})
-    assert [group["state_dtype"] for group in optimizer.param_groups] == ["bfloat16", "float32", *["bfloat16"] * 3]
+    assert [group["state_dtype"] for group in optimizer.param_groups] == [
+        "bfloat16",
+        "float32",
+        *["bfloat16"] * 3,
+        "int8",
+    ]

@@ -1,6 +1,7 @@
 """Training that goes on: state that knows nothing of how weights are stored, copies, edited and swapped weights."""
 
 import copy
+import functools
 import io
 import pickle
 
@@ -40,7 +41,12 @@ def through_a_file(value):
     return torch.load(file, weights_only=False)
 
 
-WAYS = [(optim.AdamW, copy.deepcopy), (optim.SGD, lambda value: pickle.loads(pickle.dumps(value)))]
+IN_CODES = functools.partial(optim.AdamW, state_dtype="int8")
+WAYS = [
+    (optim.AdamW, copy.deepcopy),
+    (IN_CODES, copy.deepcopy),
+    (optim.SGD, lambda value: pickle.loads(pickle.dumps(value))),
+]
 
 
 @pytest.mark.parametrize("kind, way", [*WAYS, (optim.Lion, through_a_file)])

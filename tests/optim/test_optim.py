@@ -27,6 +27,7 @@ PAIRS = {
 
 #: Dtypes of weights and of moments.
 STORED = [(torch.float32, "bfloat16"), (torch.bfloat16, "float32"), (torch.float16, "bfloat16")]
+STORED += [(torch.bfloat16, "int8"), (torch.float32, "int8")]
 
 
 def parameters(dtype=torch.float32, seed=0):

@@ -54,6 +54,9 @@ REFUSED = [
     (optim.AdamW, {"maximize": torch.ones(2)}, "maximize is a tensor", "it is on or off", "write  maximize=True"),
     (optim.AdamW, {"master": "full"}, "AdamW has no argument 'master'"),
     (optim.AdamW, {"state_dtype": "float16"}, "unknown state_dtype 'float16'"),
+    (optim.AdamW, {"state_dtype": "int4"}, "unknown state_dtype 'int4'", 'state_dtype="int8"'),
+    (optim.Lion, {"state_dtype": torch.uint8}, "unknown state_dtype 'uint8'", "valid: float32, bfloat16, int8"),
+    (optim.SGD, {"state_dtype": "float8"}, "unknown state_dtype 'float8'"),
     (optim.SGD, {"dampening": NAN}, "dampening is nan", "why    it is a finite number", "write  dampening=0.0"),
     (optim.SGD, {"nesterov": True}, "nesterov needs momentum and no dampening"),
     (optim.SGD, {"differentiable": True}, "SGD takes no differentiable=True", "; torch.optim's where it is True"),
@@ -112,9 +115,9 @@ def test_weights_that_no_optimizer_updates_are_refused_before_anything_is_made()
     for kind, dtype in zip(EVERY, [FP64, torch.complex64, torch.float8_e4m3fn, FP64], strict=True):
         name, wrong = str(dtype).removeprefix("torch."), nn.Parameter(torch.ones(2, 3).to(dtype))
         words = "weights in a format", f"a parameter ({name}, shape (2, 3))", "weights are float32, float16"
-        optimizer = kind([weight_of()])
+        optimizer = kind([weight_of()], state_dtype="int8")
         with refused(PolicyError, *words):
-            kind([weight_of(), wrong])
+            kind([weight_of(), wrong], state_dtype="int8")
         with refused(PolicyError, f"head.weight ({name}"):
             kind([("head.weight", wrong)])
         with refused(PolicyError, *words, parts=[optimizer]):

@@ -1,0 +1,221 @@
+"""Moments in codes: loaded from and into other dtypes and memory orders, and what is no state of them."""
+
+import copy
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mezzo import optim
+from mezzo.errors import StateError
+from mezzo.step.moments import START, decode, encode, fit
+
+from ..support.refusals import refused
+from .halved import halved
+from .test_optim import parameters, train
+
+BF16, FP32, INT8, UINT8 = torch.bfloat16, torch.float32, torch.int8, torch.uint8
+KINDS = {optim.AdamW: {}, optim.Adam: {"amsgrad": True}, optim.SGD: {"momentum": 0.9}, optim.Lion: {}}
+
+
+def trained(state_dtype="int8", kind=optim.AdamW, params=None, steps=3, **options):
+    params = parameters() if params is None else params
+    optimizer = kind(params, lr=1e-2, state_dtype=state_dtype, **{**KINDS[kind], **options})
+    train(params, optimizer, range(steps))
+    return params, optimizer
+
+
+def moments(optimizer, param):
+    """The moments of a parameter in FP32, by name."""
+    state = optimizer.state[param]
+    values = {name: value for name, value in state.items() if name != "step" and not name.endswith("_scale")}
+    return {
+        name: decode(v, state[f"{name}_scale"]) if f"{name}_scale" in state else v.float() for name, v in values.items()
+    }
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# To other dtypes, and back --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_moments_of_other_dtypes_become_codes_within_half_a_code_and_codes_what_they_stand_for(kind):
+    for dtype in ("float32", "bfloat16"):
+        (params, first), (others, second), (last, third) = (trained(d, kind, steps=n) for d, n in
+            ((dtype, 3), ("int8", 0), (dtype, 0)))  # fmt: skip
+        second.load_state_dict(through_a_file(first.state_dict()))
+        third.load_state_dict(through_a_file(second.state_dict()))
+        for one, two, three in zip(params, others, last, strict=True):
+            wide, coded, again = (moments(*each) for each in ((first, one), (second, two), (third, three)))
+            assert wide.keys() == coded.keys() == again.keys()
+            for name, value in coded.items():
+                state = second.state[two]
+                assert state[name].dtype == (UINT8 if name.endswith("sq") else INT8)
+                scale = encode(wide[name])[1].float().repeat_interleave(32)[: wide[name].numel()].view(wide[name].shape)
+                most = (wide[name].abs() + START[state[name].dtype] * scale) / 30
+                assert ((value - wide[name]).abs() <= most).all(), name
+                assert torch.equal(again[name], value.to(getattr(torch, dtype)).float())
+            assert int(third.state[three]["step"]) == 3
+        train(others, second, range(3, 6))
+        train(last, third, range(3, 6))
+
+
+def test_torchs_optimizer_goes_on_from_what_an_optimizer_in_fp32_has_loaded():
+    params, first = trained()
+    others, second = trained("float32", steps=0)
+    second.load_state_dict(through_a_file(first.state_dict()))
+    theirs = torch.optim.AdamW(params, lr=1e-2)
+    theirs.load_state_dict(through_a_file(second.state_dict()))
+    with torch.no_grad():
+        for mine, its in zip(others, params, strict=True):
+            mine.copy_(its)
+    for each, its in ((others, second), (params, theirs)):
+        train(each, its, range(3, 6))
+    for one, two in zip(params, others, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=2.0**-18)
+
+
+def test_what_is_loaded_shares_no_memory_with_what_was_saved():
+    _, first = trained()
+    saved = first.state_dict()
+    before = copy.deepcopy(saved)
+    others, second = trained(steps=0)
+    second.load_state_dict(saved)
+    train(others, second, range(5))
+    for index, state in before["state"].items():
+        assert all(torch.equal(value, saved["state"][index][name]) for name, value in state.items())
+
+
+def test_a_maximum_that_is_turned_on_in_mid_run_is_in_codes_too():
+    for dtype in (FP32, BF16):
+        params = parameters()
+        optimizer = optim.AdamW(params, lr=1e-2, state_dtype="int8")
+        halved(params, dtype, optimizer)
+        train(params, optimizer, range(2))
+        optimizer.param_groups[0]["amsgrad"] = True
+        train(params, optimizer, range(2, 5))
+        for param in params:
+            state, (mean, square, most) = optimizer.state[param], moments(optimizer, param).values()
+            assert (state["max_exp_avg_sq"].dtype, state["max_exp_avg_sq_scale"].dtype) == (UINT8, BF16)
+            assert fit(state["max_exp_avg_sq"], state["max_exp_avg_sq_scale"])
+            assert (most >= 0.8 * square).all()
+            assert (mean.shape, int(state["step"])) == (param.shape, 5)
+
+
+# Memory orders ------------------------------------------------------------------------------------------------
+
+
+def convolution(memory_format):
+    weight = torch.randn((8, 6, 3, 3), generator=torch.Generator().manual_seed(4))
+    return [nn.Parameter(weight.contiguous(memory_format=memory_format))]
+
+
+@pytest.mark.parametrize(
+    "formats", [(torch.channels_last, torch.contiguous_format), (torch.contiguous_format, torch.channels_last)]
+)
+def test_codes_of_another_memory_order_are_decoded_where_strides_tell_and_refused_where_they_do_not(formats):
+    there, here = (convolution(each) for each in formats)
+    _, first = trained(params=there)
+    _, second = trained(params=here, steps=0)
+    saved = through_a_file(first.state_dict())
+    second.load_state_dict(saved)
+    for name, value in moments(first, there[0]).items():
+        codes = second.state[here[0]][name]
+        assert codes.stride() == here[0].stride()
+        wanted = torch.empty_like(here[0]).copy_(value)  # in this order, so that groups are of other neighbours
+        found = encode(wanted, codes.dtype)
+        assert torch.equal(codes, found[0])
+        assert torch.equal(second.state[here[0]][f"{name}_scale"], found[1])
+    for name in ("exp_avg", "exp_avg_sq"):
+        saved["state"][0][name] = torch.empty_like(here[0], dtype=saved["state"][0][name].dtype).copy_(
+            saved["state"][0][name]
+        )
+    with refused(
+        StateError,
+        "the saved exp_avg and its scales are not those of one state",
+        "without strides",
+        parts=[second, *here],
+    ):
+        second.load_state_dict(saved)
+    train(here, second, range(3, 5))
+
+
+# What is no state of codes --------------------------------------------------------------------------------------
+
+
+FORM, FIT = "is in codes of another form", "and its scales are not those of one state"
+WITHOUT = "the saved exp_avg has codes without scales"
+#: Of the first parameter, which has 35 elements: what is put in whose place (None: it is left out), and what is said.
+DAMAGED = [
+    ("exp_avg_scale", lambda state: None, WITHOUT),
+    ("exp_avg_sq_scale", lambda state: None, "the saved exp_avg_sq has codes without scales"),
+    ("exp_avg_scale", lambda state: 1.0, WITHOUT, "exp_avg_scale: 1.0"),
+    ("exp_avg_scale", lambda state: state["exp_avg_scale"].view(torch.int16), WITHOUT, "int16 [2]"),
+    ("exp_avg_scale", lambda state: state["exp_avg_scale"].to("meta"), WITHOUT, "on meta"),
+    ("exp_avg_scale", lambda state: state["exp_avg_scale"].to_sparse(), WITHOUT, "a sparse_coo tensor"),
+    ("exp_avg_scale", lambda state: state["exp_avg_scale"].to(torch.complex64), WITHOUT),
+    # Groups of 64, and of 16.
+    (
+        "exp_avg_scale",
+        lambda state: state["exp_avg_scale"][::2],
+        FORM,
+        "with 1 scales, 2 expected",
+        "32 neighbours",
+    ),
+    ("exp_avg_sq_scale", lambda state: state["exp_avg_sq_scale"].repeat(2), FORM, "with 4 scales, 2 expected"),
+    ("exp_avg", lambda state: state["exp_avg"].view(UINT8), FORM, "uint8 [5, 7]"),
+    ("exp_avg_sq", lambda state: state["exp_avg_sq"].view(INT8), FORM, "int8 [5, 7]"),
+    ("exp_avg", lambda state: state["exp_avg_sq"], FORM),
+    ("exp_avg", lambda state: torch.zeros_like(state["exp_avg"]), FIT, "they were damaged"),
+    ("exp_avg_sq", lambda state: state["exp_avg_sq"] // 2, FIT),
+    ("exp_avg_scale", lambda state: -state["exp_avg_scale"], FIT),
+    ("exp_avg", lambda state: torch.where(state["exp_avg"].abs() == 127, -128, state["exp_avg"]).to(INT8), FIT),
+    ("exp_avg", lambda state: state["exp_avg"][:4], "the saved exp_avg belongs to another parameter"),
+]
+
+
+@pytest.mark.parametrize("into", ["int8", "float32"])
+def test_damaged_codes_are_refused_and_nothing_is_loaded(into):
+    good = copy.deepcopy(trained()[1].state_dict())
+    params, optimizer = trained(into, steps=1)
+    for place, damage, *words in DAMAGED:
+        bad = copy.deepcopy(good)
+        state = bad["state"][0]
+        state[place] = damage(state)
+        if state[place] is None:
+            del state[place]
+        with refused(StateError, *words, parts=[optimizer, *params]):
+            optimizer.load_state_dict(bad)
+    optimizer.load_state_dict(good)
+
+
+def test_a_step_refuses_codes_whose_scales_were_taken_away_or_exchanged():
+    for replaced in (None, torch.ones(2), torch.ones(1, dtype=BF16), torch.ones(2, dtype=BF16, device="meta")):
+        params, optimizer = trained(steps=1)
+        state = optimizer.state[params[0]]
+        state["exp_avg_scale"] = replaced
+        params[1].grad = None  # other gradients than before: state is looked at again
+        with refused(StateError, "exp_avg has no scales for its codes", "exp_avg_scale: ", "2 in all", parts=params):
+            optimizer.step()
+
+
+def test_gradients_that_are_not_finite_spoil_their_group_alone_and_a_skip_none():
+    for bad in (math.nan, math.inf):
+        params = [nn.Parameter(torch.ones(96))]
+        _, optimizer = trained(params=params)
+        params[0].grad[40] = bad
+        optimizer.step()
+        spoilt = torch.arange(96) // 32 == 1
+        for name, value in moments(optimizer, params[0]).items():
+            assert torch.equal(~value.isfinite(), spoilt), name
+        assert params[0].isfinite()[~spoilt].all()
+        _, loaded = trained(params=[nn.Parameter(torch.ones(96))], steps=0)
+        loaded.load_state_dict(through_a_file(optimizer.state_dict()))  # a state that steps have made
