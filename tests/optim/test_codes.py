@@ -141,7 +141,7 @@ def test_codes_of_another_memory_order_are_decoded_where_strides_tell_and_refuse
     with refused(
         StateError,
         "the saved exp_avg and its scales are not those of one state",
-        "without strides",
+        "keeps no strides",
         parts=[second, *here],
     ):
         second.load_state_dict(saved)
@@ -174,7 +174,7 @@ DAMAGED = [
     ("exp_avg", lambda state: state["exp_avg"].view(UINT8), FORM, "uint8 [5, 7]"),
     ("exp_avg_sq", lambda state: state["exp_avg_sq"].view(INT8), FORM, "int8 [5, 7]"),
     ("exp_avg", lambda state: state["exp_avg_sq"], FORM),
-    ("exp_avg", lambda state: torch.zeros_like(state["exp_avg"]), FIT, "they were damaged"),
+    ("exp_avg", lambda state: torch.zeros_like(state["exp_avg"]), FIT, "they are damaged"),
     ("exp_avg_sq", lambda state: state["exp_avg_sq"] // 2, FIT),
     ("exp_avg_scale", lambda state: -state["exp_avg_scale"], FIT),
     ("exp_avg", lambda state: torch.where(state["exp_avg"].abs() == 127, -128, state["exp_avg"]).to(INT8), FIT),

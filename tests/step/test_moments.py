@@ -171,15 +171,15 @@ def test_two_moments_of_an_element_are_rounded_apart():
 
 
 def test_second_moments_in_codes_shrink_where_gradients_end():
-    """0.999 of a code rounds to itself."""
-    weight = torch.nn.Parameter(torch.zeros(64))
+    """0.999 of a code rounds to itself. One element is 9 % off after 200 roundings, the mean of them a thousandth."""
+    weight = torch.nn.Parameter(torch.zeros(1 << 14))
     optimizer = optim.AdamW([weight], lr=0.0, state_dtype="int8")
     for step in range(200):
         weight.grad = torch.full_like(weight, float(step == 0))
         optimizer.step()
     state = optimizer.state[weight]
     mean = decode(state["exp_avg_sq"], state["exp_avg_sq_scale"]).mean()
-    assert float(mean) == pytest.approx(1e-3 * 0.999**199, rel=0.02)
+    assert float(mean) == pytest.approx(1e-3 * 0.999**199, rel=0.005)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

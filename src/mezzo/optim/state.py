@@ -597,9 +597,8 @@ def _scale_of_each(name: str, codes: Tensor, scales: Any) -> Tensor:
     if codes.dtype != moments.codes_of(name) or scales.shape not in shapes:
         raise StateError(
             f"the saved {name} is in codes of another form",
-            where=f"{described(codes)}, scales {list(scales.shape)}",
-            why=f"of {moments.codes_of(name)} codes".replace("torch.", "")
-            + f" {moments.GROUP} neighbours share a scale: {count} in all, or of shards one for each element",
+            where=f"{described(codes)} with {scales.numel()} scales, {count} expected",
+            why=f"its codes are {dtype_name(moments.codes_of(name))}, and {moments.GROUP} neighbours share a scale",
             write=write,
         )
     if scales.shape == codes.shape:

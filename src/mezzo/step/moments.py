@@ -221,6 +221,11 @@ def in_groups(vector: Tensor) -> Tensor:
     return (torch.nn.functional.pad(vector, (0, rest)) if rest else vector).view(-1, GROUP)
 
 
+def elements(groups: Tensor, codes: Tensor) -> Tensor:
+    """View groups (groups, 32) as a tensor that lies in memory as codes do, which :func:`in_groups` was given."""
+    return groups.view(-1)[: codes.numel()].as_strided(codes.shape, codes.stride())
+
+
 @torch.no_grad()
 def encode(moment: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     """Store a moment in codes and scales, rounded to nearest.
@@ -253,10 +258,9 @@ def encode(moment: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
         )
     codes = torch.empty_like(moment, dtype=dtype, memory_format=torch.preserve_format)
     wide = torch.empty_like(codes, dtype=torch.float32).copy_(moment)
-    vector, place = (found[0] for found in map(flat, (wide, codes)) if found is not None)
+    (vector,) = flat(wide) or (wide.view(-1),)
     found, scales = coded(in_groups(vector), dtype)
-    place.copy_(found.view(-1)[: len(vector)])
-    return codes, scales.view(-1).to(torch.bfloat16)
+    return codes.copy_(elements(found, codes)), scales.view(-1).to(torch.bfloat16)
 
 
 @torch.no_grad()
@@ -270,15 +274,13 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
     Raises:
         PolicyError: Other dtypes, or another number of scales.
     """
-    vector, count = flat(codes), num_groups(codes.numel())
-    are_codes = codes.dtype in START and vector is not None
-    if not are_codes or not scales.is_floating_point() or scales.shape != (count,):
+    vectors = flat(codes)
+    are_codes = codes.dtype in START and scales.is_floating_point()
+    if vectors is None or not are_codes or scales.shape != (num_groups(codes.numel()),):
         raise PolicyError(
             f"codes of {described(codes)} with scales of {described(scales)}",
             why=f"codes are int8 or uint8, and every {GROUP} of them share a scale",
             write="decode(*encode(moment))",
         )
-    moment = torch.empty_like(codes, dtype=torch.float32)
-    values = valued(in_groups(vector[0]), scales.view(-1, 1))
-    moment.copy_(values.view(-1)[: codes.numel()].as_strided(codes.shape, codes.stride()))
-    return moment
+    values = valued(in_groups(vectors[0]), scales.view(-1, 1))
+    return torch.empty_like(codes, dtype=torch.float32).copy_(elements(values, codes))

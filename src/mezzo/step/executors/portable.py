@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.step.moments import GROUP, in_groups
+from mezzo.step.moments import GROUP, elements, in_groups
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, scales_among, updated
 from mezzo.step.storage import Storage, keys
 from mezzo.step.update import Scalars, States, UpdateRule
@@ -163,7 +163,7 @@ def write_elements(
         place.copy_(torch.where(verdict.found_inf, place, value) if predicated else value)
         if place.data_ptr() != target.data_ptr():
             codes = targets[storage.num_parts]
-            target.copy_(place.view(-1)[: codes.numel()].as_strided(codes.shape, codes.stride()))
+            target.copy_(elements(place, codes))
 
 
 def in_groups_of(storage: Storage, gradient: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:
