@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is unavailable
 
 OPTIMIZERS = {
     "split": lambda params: optim.AdamW(params, lr=0.01),
+    "codes": lambda params: optim.AdamW(params, lr=0.01, state_dtype="int8"),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "damped": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
@@ -134,6 +135,7 @@ BY_TORCH = [
     ("ddp", POLICIES[0], "fused"),
     ("two", POLICIES[0], "fused"),
     ("two", POLICIES[1], "split"),
+    ("two", POLICIES[0], "codes"),
 ]
 
 
@@ -225,3 +227,41 @@ def kept(amp):
     """Return FP32 weights and the optimizer's state in one word."""
     found = amp.stateful().state_dict()
     return digest(found["model"], found["optimizers"])
+
+
+# Moments in codes -----------------------------------------------------------------------------------------
+
+
+def from_as_many_or_others(world, folders):
+    """Load what each number of ranks has saved: what goes wrong, and what is said."""
+    found = {}
+    for source, folder in folders.items():
+        _, amp = session(world, POLICIES[0], "codes", seed=1)
+        before = state(amp)
+        try:
+            checkpoint.load({"app": amp.stateful()}, checkpoint_id=folder)
+            found[source] = state(amp)
+        except (StateError, checkpoint.CheckpointException) as error:
+            found[source] = type(error).__name__, "exp_avg" in str(error), before == state(amp)
+    return found
+
+
+def saved_in_codes(world, folder):
+    return saved({(world, POLICIES[0], "codes"): folder})[world, POLICIES[0], "codes"]
+
+
+def test_codes_are_loaded_over_as_many_shards_and_refused_over_others(tmp_path):
+    """Groups of neighbours are those of a shard."""
+    worlds = ("one", "ddp", "two")
+    folders = {world: tmp_path / world for world in worlds}
+    words = {world: on_ranks(WORLDS[world][0], saved_in_codes, world, folders[world])[0] for world in worlds}
+    alike = {"one": {"one", "ddp"}, "ddp": {"one", "ddp"}, "two": {"two"}}
+    for world in worlds:
+        for found in on_ranks(WORLDS[world][0], from_as_many_or_others, world, folders):
+            for source, said in found.items():
+                expected = words[source][0] if source in alike[world] else ("CheckpointException", True, True)
+                assert said == expected, (source, world)
+    for world in worlds:
+        key = world, POLICIES[0], "codes"
+        for found in on_ranks(WORLDS[world][0], loaded, [world], {key: folders[world]}):
+            assert found[world, *key] == words[world], world

@@ -172,14 +172,14 @@ def test_two_moments_of_an_element_are_rounded_apart():
 
 def test_second_moments_in_codes_shrink_where_gradients_end():
     """0.999 of a code rounds to itself."""
-    weight = torch.nn.Parameter(torch.zeros(64))
+    weight = torch.nn.Parameter(torch.zeros(4096))
     optimizer = optim.AdamW([weight], lr=0.0, state_dtype="int8")
     for step in range(200):
         weight.grad = torch.full_like(weight, float(step == 0))
         optimizer.step()
     state = optimizer.state[weight]
     mean = decode(state["exp_avg_sq"], state["exp_avg_sq_scale"]).mean()
-    assert float(mean) == pytest.approx(1e-3 * 0.999**199, rel=0.02)
+    assert float(mean) == pytest.approx(1e-3 * 0.999**199, rel=0.01)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
