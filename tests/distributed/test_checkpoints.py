@@ -10,10 +10,12 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from mezzo import MixedPrecision, StateError, optim
+from mezzo.step.moments import valued
 
 from .ranks import on_ranks
 
@@ -22,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is unavailable
 
 OPTIMIZERS = {
     "split": lambda params: optim.AdamW(params, lr=0.01),
+    "codes": lambda params: optim.AdamW(params, lr=0.01, state_dtype="int8"),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "damped": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
@@ -134,6 +137,7 @@ BY_TORCH = [
     ("ddp", POLICIES[0], "fused"),
     ("two", POLICIES[0], "fused"),
     ("two", POLICIES[1], "split"),
+    ("two", POLICIES[0], "codes"),
 ]
 
 
@@ -225,3 +229,50 @@ def kept(amp):
     """Return FP32 weights and the optimizer's state in one word."""
     found = amp.stateful().state_dict()
     return digest(found["model"], found["optimizers"])
+
+
+# Moments in codes -----------------------------------------------------------------------------------------
+
+
+def decoded(amp):
+    """Return the moments that codes stand for."""
+    found = []
+    for held in amp.stateful().state_dict()["optimizers"]["0"].values():
+        for name in ("exp_avg", "exp_avg_sq"):
+            codes, scales = (each.full_tensor() if isinstance(each, DTensor) else each
+                             for each in (held[name], held[f"{name}_scale"]))  # fmt: skip
+            found.append(valued(codes, scales).flatten().tolist())
+    return found
+
+
+def read_in_codes(world, folders):
+    """Load what each number of ranks has saved: the state in one word, the weights, and the moments."""
+    found = {}
+    for source, folder in folders.items():
+        _, amp = session(world, POLICIES[0], "codes", seed=1)
+        checkpoint.load({"app": amp.stateful()}, checkpoint_id=folder)
+        found[source] = state(amp), digest(amp.stateful().state_dict()["model"]), decoded(amp)
+    return found
+
+
+def saved_in_codes(world, folder):
+    model, amp = session(world, POLICIES[0], "codes", seed=0)
+    train(model, amp, range(2))
+    checkpoint.save({"app": amp.stateful()}, checkpoint_id=folder)
+    return state(amp), digest(amp.stateful().state_dict()["model"]), decoded(amp)
+
+
+def test_codes_are_the_same_over_as_many_shards_and_rounded_once_more_over_others(tmp_path):
+    """Groups of neighbours are those of a shard."""
+    worlds = ("one", "ddp", "two")
+    folders = {world: tmp_path / world for world in worlds}
+    before = {world: on_ranks(WORLDS[world][0], saved_in_codes, world, folders[world])[0] for world in worlds}
+    alike = {"one": {"one", "ddp"}, "ddp": {"one", "ddp"}, "two": {"two"}}
+    for world in worlds:
+        for found in on_ranks(WORLDS[world][0], read_in_codes, world, folders):
+            for source, (word, weights, moments) in found.items():
+                assert weights == before[source][1]
+                assert source not in alike[world] or word == before[source][0], (source, world)
+                for mine, theirs in zip(moments, before[source][2], strict=True):
+                    most = max(map(abs, theirs))  # within half a code, of which 2^-7 is the largest next to zero
+                    torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=1 / 32, atol=most / 2**12)

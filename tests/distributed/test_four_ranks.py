@@ -64,13 +64,17 @@ def of_two_dims():
     return found
 
 
-def rounded_at_random():
+#: Of moments that are rounded at random.
+STATES = ("bfloat16", "int8")
+
+
+def rounded_at_random(state_dtype):
     """Equal values everywhere, so that only random bits can make a difference."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     layouts = [Replicate(), Shard(0)], [Replicate(), Replicate()], [Shard(0), Replicate()], [Shard(0), Shard(0)]
     params = [nn.Parameter(shard(torch.ones(4, 64), mesh, layout)) for layout in layouts]
     params.append(nn.Parameter(torch.ones(4, 64)))
-    optimizer = optim.AdamW(params, lr=1e-3, weight_decay=0.0, state_dtype="bfloat16")
+    optimizer = optim.AdamW(params, lr=1e-3, weight_decay=0.0, state_dtype=state_dtype)
     halved(params, torch.bfloat16, optimizer)
     for _ in range(3):
         for param in params:
@@ -110,21 +114,22 @@ def on_meshes():
     return found
 
 
-def replicas():
+def replicas(state_dtype):
     """Two replicas of two shards: with random rounding, with gradients that differ on all ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = mezzo.fully_shard(net(), FIXED[0], mesh=mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=0.01, state_dtype="bfloat16")
+    optimizer = optim.AdamW(model.parameters(), lr=0.01, state_dtype=state_dtype)
     amp = mezzo.MixedPrecision(model, optimizer, FIXED[0])
     train(model, amp, steps=2)
-    moments = [bits(optimizer.state[param]["exp_avg"]) for param in model.parameters()]
+    kept = [name for name in ("exp_avg", "exp_avg_scale") if name in optimizer.state[model.head.weight]]
+    moments = [bits(optimizer.state[param][name]) for param in model.parameters() for name in kept]
     amp.close()
     return moments, [bits(param) for param in model.parameters()]
 
 
 def everything():
-    found = {"norms": norms_over_two_groups(), "shards": of_two_dims(), "rounded": rounded_at_random()}
-    return found | {"meshes": on_meshes(), "replicas": replicas()}
+    found = {"norms": norms_over_two_groups(), "shards": of_two_dims(), "meshes": on_meshes()}
+    return found | {name: (rounded_at_random(name), replicas(name)) for name in STATES}
 
 
 @pytest.fixture(scope="module")
@@ -144,8 +149,10 @@ def test_shards_of_any_placement_are_updated_as_in_one_process(of_four):
     assert [each["shards"] for each in of_four] == [[]] * 4
 
 
-def test_copies_of_a_shard_are_rounded_alike_at_random_and_shards_are_not(of_four):
-    hsdp, copies, other_dim, cut_twice, plain = zip(*(each["rounded"] for each in of_four), strict=True)
+@pytest.mark.parametrize("state_dtype", STATES)
+def test_copies_of_a_shard_are_rounded_alike_at_random_and_shards_are_not(of_four, state_dtype):
+    rounded, ranks = zip(*(each[state_dtype] for each in of_four), strict=True)
+    hsdp, copies, other_dim, cut_twice, plain = zip(*rounded, strict=True)
     assert hsdp[0] == hsdp[2]
     assert hsdp[1] == hsdp[3]
     assert hsdp[0] != hsdp[1]
@@ -155,7 +162,6 @@ def test_copies_of_a_shard_are_rounded_alike_at_random_and_shards_are_not(of_fou
     assert other_dim[2] == other_dim[3]
     assert other_dim[0] != other_dim[2]
     assert len({str(each) for each in cut_twice}) == 4
-    ranks = [each["replicas"] for each in of_four]
     assert ranks[0] == ranks[2]
     assert ranks[1] == ranks[3]
     assert ranks[0] != ranks[1]

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from mezzo import optim
 from mezzo.optim import optimizer as optimizer_file
 from mezzo.step.executors.portable import Portable
+from mezzo.step.moments import decode, fit
+from mezzo.tensors import local
 from mezzo.weights import Halves
 
 from .ranks import on_ranks
@@ -183,12 +185,36 @@ def moved():
     return differences(sharded, whole, optimizer, other, *owners), any(stale)
 
 
+def in_codes():
+    """Groups end where shards do: of each, codes and scales that belong together, and stand for the exact moments."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for rule in ("amsgrad", "momentum"):
+        kind, options = RULES[rule]
+        sharded, whole = params_of(mesh)
+        optimizer, other = kind(sharded, state_dtype="int8", **options), kind(whole, **options)
+        halved(sharded, BF16, optimizer)
+        for _ in range(3):
+            for params, each in ((sharded, optimizer), (whole, other)):
+                give_gradients(params, 0)  # so that nothing cancels out
+                each.step()
+        for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
+            for name in optimizer.rule_of(optimizer.param_groups[0]).states:
+                codes, here = optimizer.state[mine][name], optimizer.state[mine][f"{name}_scale"]
+                exact = other.state[theirs][name]
+                most = 0.2 * max(map(abs, exact.flatten().tolist()), default=0.0)  # three roundings of a sixteenth each
+                exact = shard(exact, mesh, mine.placements)._local_tensor if isinstance(mine, DTensor) else exact
+                is_near = torch.allclose(decode(local(codes), here), exact, rtol=0, atol=most)
+                lies = type(codes) is type(mine.data) and fit(local(codes), here)
+                found += [] if is_near and lies else [(rule, number, name)]
+    return found
+
+
 def everything():
     found = {"C++": updates("C++", SOME), "moved": moved(), "lying otherwise": lying_otherwise()}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(optimizer_file, "executor_for", lambda device: Portable())
         found["portable"] = updates("portable", SOME[1:3])
-    return found | {"counted": only_counted_together()}
+    return found | {"counted": only_counted_together(), "codes": in_codes()}
 
 
 def test_every_shard_is_updated_as_in_one_process():

@@ -27,6 +27,7 @@ OPTIMIZERS = {
     "fused SGD": functools.partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
     "AdamW": functools.partial(mezzo.optim.AdamW, lr=1e-3),
     "moments": functools.partial(mezzo.optim.AdamW, lr=1e-3, state_dtype="bfloat16"),
+    "codes": functools.partial(mezzo.optim.AdamW, lr=1e-3, state_dtype="int8"),
     "SGD": functools.partial(mezzo.optim.SGD, lr=1e-3, momentum=0.9),
     "Lion": functools.partial(mezzo.optim.Lion, lr=1e-4),
 }
@@ -39,6 +40,7 @@ CASES = [
     ("O1 bf16", "fused SGD", "unscaled"),
     ("O2 fp16", "AdamW", "unscaled"),
     ("O2 bf16", "moments", "accumulated"),
+    ("O2 bf16", "codes", "plain"),
     ("O3 fp16", "Lion", "plain"),
     ("O3 bf16", "SGD", "plain"),
 ]

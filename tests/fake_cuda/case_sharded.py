@@ -38,7 +38,12 @@ def one_step(machine, params, options):
     return record, optimizer
 
 
-@pytest.mark.parametrize("mesh, options", [(0, {"state_dtype": "bfloat16"}), (1, {})], indirect=["mesh"], ids=str)
+@pytest.mark.parametrize(
+    "mesh, options",
+    [(0, {"state_dtype": "bfloat16"}), (1, {}), (0, {"state_dtype": "int8"})],
+    indirect=["mesh"],
+    ids=str,
+)
 def test_shards_take_no_more_launches_than_plain_tensors(machine, mesh, options):
     whole = [torch.ones(shape, dtype=torch.bfloat16, device="cuda") for shape, _ in SHAPES]
     sharded = [
