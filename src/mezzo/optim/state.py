@@ -603,16 +603,6 @@ def _scale_of_each(name: str, codes: Tensor, scales: Any) -> Tensor:
         )
     if scales.shape == codes.shape:
         return placed(scales.to(torch.bfloat16), codes)
-    _require_fit(name, codes, scales)
-    return moments.spread(scales.to(torch.bfloat16), codes if flat(codes) else codes.contiguous())
-
-
-def _require_fit(name: str, codes: Tensor, scales: Tensor) -> None:
-    """Refuse scales that are not those of codes.
-
-    Raises:
-        StateError: In some group no element has the last code, or the one before.
-    """
     if not moments.fit(codes, scales):
         raise StateError(
             f"the saved {name} and its scales are not those of one state",
@@ -621,6 +611,7 @@ def _require_fit(name: str, codes: Tensor, scales: Tensor) -> None:
             "into another order, as those of a channels-last model are where a file keeps no strides",
             write="the state as optimizer.state_dict() returned it, saved by torch.save",
         )
+    return moments.spread(scales.to(torch.bfloat16), codes if flat(codes) else codes.contiguous())
 
 
 def _require_whole(saved: Mapping[str, Any], update_rule: UpdateRule, param: Tensor) -> None:
