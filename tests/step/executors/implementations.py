@@ -153,6 +153,7 @@ LAYOUTS = {
     "scalar": lambda seed: random((), seed),
     "empty": lambda seed: random((0, 3), seed),
     "gaps": lambda seed: random((4, 6), seed)[:, ::2],
+    "gaps, transposed": lambda seed: random((9, 10), seed).t()[::2],
     "not at 16 bytes": lambda seed: random((1101,), seed)[1:],
 }
 

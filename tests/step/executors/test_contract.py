@@ -22,6 +22,7 @@ from .implementations import (
     FP16,
     FP32,
     HYPERS,
+    INT8,
     LAYOUTS,
     ODD,
     PART,
@@ -92,8 +93,10 @@ def test_weights_and_gradients_of_any_layout_are_updated_or_skipped(each):
     """Weights with gaps, and those whose states lie otherwise, go by torch's operations beside the others."""
     for turn, (kept, (_, dtypes)) in enumerate(WEIGHTS.items()):
         weights = [layout(seed) for seed, layout in enumerate(LAYOUTS.values())]
-        mine = bucket_of("lion", kept, dtypes[0], weights=[*weights, weights[0]], device=each.device)
-        mine.states[-1] = tuple(torch.zeros(5, 3, device=each.device).t() for _ in mine.states[-1])
+        options = {"device": each.device, "state_dtype": (FP32, INT8)[turn]}
+        mine = bucket_of("lion", kept, dtypes[0], weights=[*weights, weights[0]], **options)
+        moment, *scales = mine.states[-1]
+        mine.states[-1] = torch.zeros(5, 3, dtype=moment.dtype, device=each.device).t(), *scales
         strides = [weight.stride() for weight in mine.weights]
         theirs, executor = copied(mine), each.make()
         update = executor.update_of(mine)
