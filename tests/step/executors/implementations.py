@@ -72,8 +72,8 @@ class Implementation(NamedTuple):
 
 RULES = ["adamw", "adamw amsgrad", "adam", "adam amsgrad maximize", "sgd maximize", "sgd momentum"]
 RULES += ["sgd momentum nesterov maximize", "lion", "lion maximize"]
-#: The first cases of the table: each rule once, storages by turns; and three of them, of which one rounds at random.
-ONCE, FEW = slice(len(RULES)), slice(1, len(RULES), 3)
+#: The first cases of the table: each rule once, storages by turns; and four of them, with moments of every dtype.
+ONCE, FEW = slice(len(RULES)), slice(1, len(RULES), 2)
 IMPLEMENTATIONS = {
     "portable": Implementation(Portable),
     "predicated": Implementation(Predicated, cases=ONCE),
@@ -153,6 +153,7 @@ LAYOUTS = {
     "scalar": lambda seed: random((), seed),
     "empty": lambda seed: random((0, 3), seed),
     "gaps": lambda seed: random((4, 6), seed)[:, ::2],
+    "gaps, transposed": lambda seed: random((9, 10), seed).t()[::2],
     "not at 16 bytes": lambda seed: random((1101,), seed)[1:],
 }
 

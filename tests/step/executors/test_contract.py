@@ -93,8 +93,8 @@ def test_weights_and_gradients_of_any_layout_are_updated_or_skipped(each):
     """Weights with gaps, and those whose states lie otherwise, go by torch's operations beside the others."""
     for turn, (kept, (_, dtypes)) in enumerate(WEIGHTS.items()):
         weights = [layout(seed) for seed, layout in enumerate(LAYOUTS.values())]
-        how = {"state_dtype": (FP32, INT8)[turn % 2], "device": each.device}
-        mine = bucket_of("lion", kept, dtypes[0], weights=[*weights, weights[0]], **how)
+        options = {"device": each.device, "state_dtype": (FP32, INT8)[turn]}
+        mine = bucket_of("lion", kept, dtypes[0], weights=[*weights, weights[0]], **options)
         moment, *scales = mine.states[-1]
         mine.states[-1] = torch.zeros(5, 3, dtype=moment.dtype, device=each.device).t(), *scales
         strides = [weight.stride() for weight in mine.weights]
