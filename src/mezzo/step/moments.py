@@ -129,10 +129,10 @@ def write(kept: Kept, moment: Tensor, bits: Tensor | None, *, take_high: bool) -
     Args:
         kept: Where to.
         moment: FP32.
-        bits: int32 of the same shape, random; None where nothing is rounded.
+        bits: int32 of the same shape, random; None where no moment of the weight is rounded.
         take_high: Whether to take high bits of them, and not low ones.
     """
-    if bits is None:
+    if bits is None or kept[0].dtype == torch.float32:
         return (moment,)
     count = _CUT if len(kept) == 2 else 16
     own = bits >> 32 - count if take_high else bits
