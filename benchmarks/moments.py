@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import runpy
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -69,33 +70,27 @@ def in_bf16(values: Tensor, squares: bool, chance: Tensor) -> Tensor:
     return stochastic(values, (chance * 2**16).to(torch.int32))
 
 
-def in_bf16_to_nearest(values: Tensor, squares: bool, chance: Tensor) -> Tensor:
-    """Keep BF16 values, rounded to nearest."""
-    return nearest(values, torch.bfloat16)
-
-
-def by_library(*, first: bool = True, second: bool = True) -> Keep:
-    """Keep the library's codes; first or second moments rounded at random, or else to nearest."""
+def by_library(*, at_random: tuple[bool, bool] = (True, True)) -> Keep:
+    """Keep the library's codes: first and second moments rounded at random, or to nearest."""
 
     def keep(values: Tensor, squares: bool, chance: Tensor) -> Tensor:
         dtype = torch.uint8 if squares else torch.int8
-        bits = (chance * 2 * moments.NEAREST).to(torch.int32) if (second if squares else first) else moments.NEAREST
+        bits = (chance * 2 * moments.NEAREST).to(torch.int32) if at_random[squares] else moments.NEAREST
         codes, scales = moments.coded(values, dtype, bits)
         return moments.valued(codes.to(dtype), scales)
 
     return keep
 
 
-def by_table(first: str, second: str, *, at_random: bool = True, keeps_off_zero: bool = True) -> Keep:
+def by_table(*curves: str, at_random: tuple[bool, bool] = (True, True), off_zero: bool = True) -> Keep:
     """Keep codes that stand for the values of a curve.
 
     Args:
-        first: The curve of first moments.
-        second: That of second moments.
-        at_random: Whether to round so that the mean is the value, and not to the nearest one.
-        keeps_off_zero: Whether no second moment becomes zero that was not.
+        *curves: Of first and of second moments.
+        at_random: Whether each is rounded so that the mean is the value, and not to the nearest one.
+        off_zero: Whether no second moment becomes zero that was not.
     """
-    tables = [table_of(first, torch.int8), table_of(second, torch.uint8)]
+    tables = [table_of(curves[0], torch.int8), table_of(curves[-1], torch.uint8)]
 
     def keep(values: Tensor, squares: bool, chance: Tensor) -> Tensor:
         table, sizes = tables[squares], values.abs()
@@ -103,8 +98,8 @@ def by_table(first: str, second: str, *, at_random: bool = True, keeps_off_zero:
         shares = torch.where(scales > 0, sizes / scales, 0.0)
         below = (torch.bucketize(shares, table, right=True) - 1).clamp_max(len(table) - 2)
         low, high = table[below], table[below + 1]
-        codes = below + (shares - low > (chance if at_random else 0.5) * (high - low))
-        if squares and keeps_off_zero:
+        codes = below + (shares - low > (chance if at_random[squares] else 0.5) * (high - low))
+        if squares and off_zero:
             codes = torch.maximum(codes, (sizes > 0).to(codes.dtype))
         return (table[codes] * scales).copysign(values)
 
@@ -124,52 +119,53 @@ def rounded_up(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """A way to keep moments.
-
-    Attributes:
-        name: What it is called.
-        keep: What it keeps of a moment.
-        group: How many neighbours share a scale.
-        bytes: Of an element's two moments, with scales.
-    """
+    """A way to keep moments: what it is called, what it keeps of one, and how many neighbours share a scale."""
 
     name: str
     keep: Keep
-    group: int = moments.GROUP
-    bytes: float
+    group: int = 0
+
+    @property
+    def bytes(self) -> float:
+        """Of an element's two moments, with scales."""
+        plain = {"float64": 16, "FP32": 8}.get(self.name, 4)
+        return 2 + 2 * 2 / self.group if self.group else plain
 
 
-def forms() -> Iterator[Form]:
-    """Yield the forms: the library's, and others that differ from it in one thing; the naive ones in more."""
-    yield Form(name="fp32", keep=in_fp32, bytes=8)
-    yield Form(name="bf16, at random", keep=in_bf16, bytes=4)
-    yield Form(name="bf16, to nearest", keep=in_bf16_to_nearest, bytes=4)
-    for group in (moments.GROUP, 16, 64, 128):
-        name = "mezzo" if group == moments.GROUP else f"mezzo, groups of {group}"
-        yield Form(name=name, keep=by_library(), group=group, bytes=2 + 4 / group)
-    coded = {
-        "mezzo, to nearest": by_library(first=False, second=False),
-        "mezzo, first moments to nearest": by_library(first=False),
-        "mezzo, second moments to nearest": by_library(second=False),
-        "mezzo, second moments may become zero": by_table("mezzo", "mezzo", keeps_off_zero=False),
-        "linear": by_table("linear", "linear"),
-        "softsign / squares": by_table("softsign", "squares"),
-        "squares": by_table("squares", "squares"),
-        "fourth powers": by_table("fourth powers", "fourth powers"),
-        "squares / fourth powers": by_table("squares", "fourth powers"),
-        "squares / mezzo": by_table("squares", "mezzo"),
-        "mezzo / squares": by_table("mezzo", "squares"),
-        "squares / fourth powers, to nearest": by_table("squares", "fourth powers", at_random=False),
-        "softsign / squares, to nearest, may become zero": by_table(
-            "softsign", "squares", at_random=False, keeps_off_zero=False
-        ),
-        "linear, to nearest": by_table("linear", "linear", at_random=False),
-        "naive: linear, to nearest, may become zero": by_table(
-            "linear", "linear", at_random=False, keeps_off_zero=False
-        ),
-    }
-    for name, keep in coded.items():
-        yield Form(name=name, keep=keep, bytes=2 + 4 / moments.GROUP)
+NEAREST: Final = (False, False)
+NAIVE: Final = "naive: linear, to nearest, may become zero"
+#: "mezzo" is the library's own; others differ from it, or from squares, in what their names say.
+FORMS: Final = (
+    Form(name="FP32", keep=in_fp32),
+    Form(name="BF16, at random", keep=in_bf16),
+    Form(name="BF16, to nearest", keep=lambda values, squares, chance: nearest(values, torch.bfloat16)),
+    *(Form(name=f"mezzo, groups of {group}", keep=by_library(), group=group) for group in (16, 64, 128)),
+    *(Form(name=f"squares, groups of {group}", keep=by_table("squares"), group=group) for group in (16, 64, 128)),
+    *(
+        Form(name=name, keep=keep, group=moments.GROUP)
+        for name, keep in {
+            "mezzo": by_library(),
+            "mezzo, to nearest": by_library(at_random=NEAREST),
+            "mezzo, first moments to nearest": by_library(at_random=(False, True)),
+            "mezzo, second moments to nearest": by_library(at_random=(True, False)),
+            "mezzo, may become zero": by_table("mezzo", off_zero=False),
+            "linear": by_table("linear"),
+            "squares": by_table("squares"),
+            "squares, to nearest": by_table("squares", at_random=NEAREST),
+            "squares, first moments to nearest": by_table("squares", at_random=(False, True)),
+            "squares, may become zero": by_table("squares", off_zero=False),
+            "fourth powers": by_table("fourth powers"),
+            "first moments by softsign, second by squares": by_table("softsign", "squares"),
+            "first moments by squares, second by fourth powers": by_table("squares", "fourth powers"),
+            "first moments by squares, second as mezzo": by_table("squares", "mezzo"),
+            "first moments as mezzo, second by squares": by_table("mezzo", "squares"),
+            "softsign and squares, to nearest, may become zero": by_table(
+                "softsign", "squares", at_random=NEAREST, off_zero=False
+            ),
+            NAIVE: by_table("linear", at_random=NEAREST, off_zero=False),
+        }.items()
+    ),
+)  # fmt: skip
 
 
 # Curves ---------------------------------------------------------------------------------------------------------
@@ -207,7 +203,7 @@ class Moments:
         self.kept = [torch.zeros(count, dtype=dtype) for _ in range(2)]
         self.errors: list[float] = []
         self.swallowed: list[list[float]] = [[], []]
-        self.largest = 0.0
+        self.largest = self.farthest = 0.0
 
     def step(self, gradient: Tensor, beta2: float, number: int, chances: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Take in a gradient.
@@ -219,7 +215,7 @@ class Moments:
         mean = self.kept[0] * BETA1 + (1 - BETA1) * gradient
         square = self.kept[1] * beta2 + (1 - beta2) * gradient * gradient
         update = mean / (1 - BETA1**number) / ((square / (1 - beta2**number)).sqrt() + EPS)
-        groups = [each.view(-1, self.form.group) for each in (mean, square, *chances)]
+        groups = [each.view(-1, self.form.group or LARGEST_GROUP) for each in (mean, square, *chances)]
         kept = [self.form.keep(groups[at], at == 1, groups[2 + at]).flatten() for at in range(2)]
         changed = torch.stack([new != old for new, old in zip(kept, self.kept, strict=True)])
         self.kept = kept
@@ -229,6 +225,7 @@ class Moments:
         """Take down how an update differs from the exact one, and which changes were swallowed."""
         self.errors.append(float((mine[0] - exact[0]).norm() / exact[0].norm()))
         self.largest = max(self.largest, float(mine[0].abs().max()))
+        self.farthest = max(self.farthest, float((mine[0] - exact[0]).abs().max()))
         for at, shares in enumerate(self.swallowed):
             shares.append(float((exact[1][at] & ~mine[1][at]).sum() / exact[1][at].sum()))
 
@@ -244,6 +241,7 @@ class Moments:
             "error_last_50": statistics.median(self.errors[-50:]),
             "largest_error": max(self.errors),
             "largest_update": self.largest,
+            "largest_difference": self.farthest,
             "swallowed_first": statistics.fmean(self.swallowed[0]),
             "swallowed_second": statistics.fmean(self.swallowed[1]),
             # Where rounding leans to one side, the roots do after some hundred steps.
@@ -259,8 +257,8 @@ def curves(stream: Iterator[Tensor], beta2s: Sequence[float]) -> list[dict[str, 
         chances = torch.rand(2, len(gradient), generator=generator)
         for beta2 in beta2s:
             if beta2 not in kept:
-                exact = Moments(Form(name="float64", keep=in_fp32, bytes=16), len(gradient), torch.float64)
-                kept[beta2] = [exact, *(Moments(form, len(gradient)) for form in forms())]
+                exact = Moments(Form(name="float64", keep=in_fp32), len(gradient), torch.float64)
+                kept[beta2] = [exact, *(Moments(form, len(gradient)) for form in FORMS)]
             exact, *others = kept[beta2]
             found = exact.step(gradient.double(), beta2, number, chances)
             exact.compare(found, found)
@@ -286,9 +284,9 @@ SCRIPTS: Final = (
     Family(script="digits_cnn.py", optimizer="SGD", margin=1.0),
 )
 POLICY: Final = "O2,bf16"
-NAIVE: Final = "linear codes, to nearest"
+LINEAR: Final = "linear codes, to nearest"
 #: By name: what mezzo's optimizers take.
-KINDS: Final = {"FP32": "float32", "BF16": "bfloat16", "int8": "int8", NAIVE: "int8"}
+KINDS: Final = {"FP32": "float32", "BF16": "bfloat16", "int8": "int8", LINEAR: "int8"}
 SHOWN: Final = (1, 10, 20, 50, 100)
 
 
@@ -313,14 +311,14 @@ def replaced(family: Family, kind: str, seams: Seams) -> None:
             return mine(*args, **options, state_dtype=KINDS[kind])
 
     seams.replace(torch.optim, family.optimizer, Replaced)
-    if kind == NAIVE:
+    if kind == LINEAR:
         seams.replace(moments, "coded", naive_coded)
         seams.replace(moments, "valued", naive_valued)
         seams.replace(optimizer_room, "executor_for", lambda device: Portable())
 
 
-def trained(family: Family, kind: str, seed: int, arguments: Sequence[str]) -> tuple[str, list[float]]:
-    """Run a script in this process, and return what it printed and its training losses."""
+def trained(family: Family, kind: str, seed: int, arguments: Sequence[str]) -> tuple[str, list[StepRecord]]:
+    """Run a script in this process, and return what it printed and its steps."""
     told: list[StepRecord] = []
     program = Program(name=str(FAMILIES / family.script), arguments=("--seed", str(seed), *arguments))
     with Seams() as seams, contextlib.redirect_stdout(io.StringIO()) as out:
@@ -328,18 +326,18 @@ def trained(family: Family, kind: str, seed: int, arguments: Sequence[str]) -> t
         ended = run(program, POLICY, told=told.append)
     if ended.failure is not None:
         raise ended.failure
-    return out.getvalue(), [record.loss for record in told]
+    return out.getvalue(), told
 
 
 def scripts(family: Family, seeds: int, arguments: Sequence[str] = ()) -> dict[str, Any]:
     """Run a script with moments of each kind, each judged against FP32 ones as policies are."""
-    runs, losses, words, unit = [], {}, "", ""
+    runs, told, words, unit = [], {}, "", ""
     for kind in KINDS:
         for seed in range(seeds):
-            printed, losses[kind, seed] = trained(family, kind, seed, arguments)
+            printed, told[kind, seed] = trained(family, kind, seed, arguments)
             words, metric, unit = printed_last(printed) or (words, None, unit)
             print(f"{family.script}, moments in {kind}, seed {seed}: {words} {metric} {unit}", flush=True)
-            runs.append(finished("O0" if kind == "FP32" else kind, seed, metric, losses[kind, seed]))
+            runs.append(finished("O0" if kind == "FP32" else kind, seed, metric, told[kind, seed]))
     metric = Metric(name=words, unit=unit, better=better_of(words))
     comparison = Comparison(
         script=family.script, metric=metric, margin=family.margin, policies=("O0", *list(KINDS)[1:]), seeds=seeds,
@@ -347,19 +345,21 @@ def scripts(family: Family, seeds: int, arguments: Sequence[str] = ()) -> dict[s
     )  # fmt: skip
     found = []
     for kind, row in zip(KINDS, rows(comparison), strict=True):
-        at = {n: [losses[kind, seed][n - 1] for seed in range(seeds) if n <= len(losses[kind, seed])] for n in SHOWN}
+        steps = [step for seed in range(seeds) for step in told[kind, seed]]
+        losses = {number: [step.loss for step in steps if step.step == number] for number in SHOWN}
         found.append({
             "moments": kind, "metrics": [each.metric for each in comparison.of(row.policy)], "mean": row.metric,
             "difference": row.difference, "interval": row.interval, "verdict": row.verdict,
-            "losses": {str(n): statistics.fmean(each) for n, each in at.items() if each},
+            "losses": {str(number): statistics.fmean(each) for number, each in losses.items() if each},
         })  # fmt: skip
     return {"script": family.script, "metric": asdict(metric), "margin": family.margin, "rows": found}
 
 
-def finished(policy: str, seed: int, metric: float | None, losses: list[float]) -> Run:
+def finished(policy: str, seed: int, metric: float | None, steps: list[StepRecord]) -> Run:
     """Return a run as comparisons have it: what is not looked at is left empty."""
     return Run(
-        policy=policy, seed=seed, code=0, metric=metric, loss=losses[-1], steps=len(losses), skipped=0, nonfinite=0,
+        policy=policy, seed=seed, code=0, metric=metric, loss=steps[-1].loss, steps=len(steps),
+        skipped=sum(step.skipped for step in steps), nonfinite=sum(not math.isfinite(step.loss) for step in steps),
         step_ms=None, held_bytes=None, saved_bytes=None, peak_bytes=None, scale=None, low_share=None, emulated=False,
         folder=Path(),
     )  # fmt: skip
@@ -368,13 +368,14 @@ def finished(policy: str, seed: int, metric: float | None, losses: list[float]) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300, help="of the model whose gradients are taken")
-    parser.add_argument("--stride", type=int, default=6, help="of the blocks of 128 gradients that are taken")
+    parser.add_argument("--stride", type=int, default=8, help="of the blocks of 128 gradients that are taken")
     parser.add_argument("--beta2", type=float, nargs="+", default=[0.999, 0.99], help="decay of second moments")
     parser.add_argument("--seeds", type=int, default=3, help="of each script and kind of moments; 0 runs none")
     parser.add_argument("--script-steps", type=int, help="of each script; as many as it takes when omitted")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
-    result = {**facts(torch.device("cpu")), "mezzo": mezzo.__version__, "steps": options.steps, "policy": POLICY}
+    head = {"mezzo": mezzo.__version__, "steps": options.steps, "stride": options.stride, "policy": POLICY}
+    result = {**facts(torch.device("cpu")), **head}
     result["curves"] = curves(gradients(options.steps, options.stride), options.beta2)
     arguments = [] if options.script_steps is None else ["--steps", str(options.script_steps)]
     result["scripts"] = [scripts(each, options.seeds, arguments) for each in SCRIPTS if options.seeds]
