@@ -72,8 +72,8 @@ class Implementation(NamedTuple):
 
 RULES = ["adamw", "adamw amsgrad", "adam", "adam amsgrad maximize", "sgd maximize", "sgd momentum"]
 RULES += ["sgd momentum nesterov maximize", "lion", "lion maximize"]
-#: The first cases of the table: each rule once, storages by turns; and four of them, with moments of every dtype.
-ONCE, FEW = slice(len(RULES)), slice(1, len(RULES), 2)
+#: The first cases of the table: each rule once, storages by turns; and three of them, of which two round at random.
+ONCE, FEW = slice(len(RULES)), slice(1, len(RULES), 3)
 IMPLEMENTATIONS = {
     "portable": Implementation(Portable),
     "predicated": Implementation(Predicated, cases=ONCE),
@@ -134,9 +134,9 @@ WEIGHTS = {SPLIT: (in_halves, (BF16, FP16)), PLAIN: (plainly, (BF16, FP16, FP32)
 #: Dtypes of moments.
 STATES = (FP32, BF16, INT8)
 STORED = [(kept, dtype) for kept, (_, dtypes) in WEIGHTS.items() for dtype in dtypes]
-#: Every rule three times, with other storages; dtypes of gradients and states by turns.
+#: Every rule three times, with other storages, and each dtype of states; of gradients each beside each of states.
 CASES = [
-    (name, *STORED[(number + 2 * turn) % len(STORED)], (BF16, FP32, FP16)[at % 3], STATES[at % len(STATES)])
+    (name, *STORED[(number + 2 * turn) % len(STORED)], (BF16, FP32, FP16)[at % 3], STATES[(at + 1 + number // 3) % 3])
     for turn in range(3)
     for number, name in enumerate(RULES)
     for at in [number + turn]
