@@ -3,7 +3,7 @@
 Two parts, both of small models on the CPU:
 
 - *curves*: a language model is trained once in FP32, and the gradients of each step go to moments that are kept in
-  many forms, each beside the same moments in float64;
+  many forms, each beside the same moments in float64; and so do random gradients whose neighbours are of uneven size;
 - *scripts*: two of ``examples/families`` run under a policy with mezzo's optimizers in the place of torch's, and their
   moments in FP32, BF16, int8, and in linear codes rounded to nearest, which mezzo does not have.
 
@@ -72,6 +72,15 @@ def gradients(steps: int, stride: int) -> Iterator[Tensor]:
         flat = [param.grad.flatten() for param in model.parameters()]
         padded = torch.cat([nn.functional.pad(each, (0, -len(each) % LARGEST_GROUP)) for each in flat])
         yield padded.view(-1, LARGEST_GROUP)[::stride].flatten()
+
+
+def uneven(steps: int, ratio: float, count: int = 1 << 13) -> Iterator[Tensor]:
+    """Yield random gradients: of neighbours, the largest are up to ``ratio`` times as large as the smallest."""
+    generator = torch.Generator().manual_seed(1)
+    size = ratio ** -torch.rand(count, generator=generator)
+    mean = 0.3 * torch.randn(count, generator=generator)
+    for _ in range(steps):
+        yield size * (mean + torch.randn(count, generator=generator))
 
 
 class Moments:
@@ -163,6 +172,8 @@ SCRIPTS: Final = (
     Family(script="digits_cnn.py", optimizer="SGD", margin=1.0),
 )
 POLICY: Final = "O2,bf16"
+#: How much larger the largest of neighbouring gradients are than the smallest.
+RATIOS: Final = (10, 100, 1000)
 LINEAR: Final = "linear codes, to nearest"
 #: By name: what mezzo's optimizers take.
 KINDS: Final = {"FP32": "float32", "BF16": "bfloat16", "int8": "int8", LINEAR: "int8"}
@@ -256,6 +267,9 @@ def main() -> None:
     head = {"mezzo": mezzo.__version__, "steps": options.steps, "stride": options.stride, "policy": POLICY}
     result = {**facts(torch.device("cpu")), **head}
     result["curves"] = curves(gradients(options.steps, options.stride), options.beta2)
+    result["uneven"] = [
+        {"ratio": ratio, **row} for ratio in RATIOS for row in curves(uneven(options.steps, ratio), options.beta2)
+    ]
     arguments = [] if options.script_steps is None else ["--steps", str(options.script_steps)]
     result["scripts"] = [scripts(each, options.seeds, arguments) for each in SCRIPTS if options.seeds]
     print(f"written to {write_dated(options.out, 'moments', jsonable(result))}")

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import vocabulary
+from forms import NAIVE
 from mezzo.explanation.rows import counted
 from mezzo.report.verdict import number
 from stepping.contenders import CONTENDERS
@@ -37,7 +38,7 @@ def tenths(row: dict[str, Any]) -> str:
     return f"{row['ratio_p10']:.2f}–{row['ratio_p90']:.2f}"
 
 
-def the(rows: Iterable[dict[str, Any]], **wanted: str) -> dict[str, Any]:
+def the(rows: Iterable[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
     """The one row with these entries."""
     (found,) = (row for row in rows if wanted.items() <= row.items())
     return found
@@ -58,8 +59,9 @@ def figures() -> str:
         rows = the(steps, shapes="gpt2-small", dtype=dtype)["rows"]
         split, amp = the(rows, name="mezzo O2, AdamW split"), rows[0]
         lines.append(_timed(f"optimizer step of 124 M parameters, O2 in {dtype}", split))
-    kept = [f"{row['kept_bytes']:.3g}" for row in (split, amp)]
-    lines.append(f"| bytes kept for a parameter, O2 | {kept[0]} | torch.amp: {kept[1]} |")
+    coded = the(rows, name="mezzo O2, AdamW split, int8 moments")
+    kept = [f"{row['kept_bytes']:.3g}" for row in (split, coded, amp)]
+    lines.append(f"| bytes kept for a parameter, O2; with int8 moments | {kept[0]}; {kept[1]} | torch.amp: {kept[2]} |")
     for net, level in (("gpt2-small", "O2"), ("64-tiny", "O1")):
         rows = the(trainings, net=net)["rows"]
         lines.append(_timed(f"training step of {net}, {level} in bfloat16", the(rows, way=f"mezzo {level}")))
@@ -139,6 +141,31 @@ def kept() -> str:
     return "\n".join(lines)
 
 
+def moments() -> str:
+    """The tables of the newest ``benchmarks/moments.py``: what moments of each dtype do to updates and to trainings."""
+    result = newest("moments-cpu-*.json")
+    named = {"FP32": "fp32", "BF16": "bf16, at random", "int8": "mezzo", "linear codes, to nearest": NAIVE}
+    scripts = {each["script"].removesuffix(".py"): each for each in result["scripts"]}
+    heads = [f"{name}, {each['metric']['unit']}" for name, each in scripts.items()]
+    lines = [f"| moments | an update's error | neighbours 1 : 100 | swallowed | {' | '.join(heads)} |"]
+    lines.append("|---|" + "---:|" * (3 + len(heads)))
+    for kind, form in named.items():
+        alike = the(result["curves"], form=form, beta2=0.999)
+        uneven = the(result["uneven"], form=form, beta2=0.999, ratio=100)
+        shares = (alike["error"], uneven["error"], alike["swallowed_second"])
+        cells = [f"{100 * each:.2g} %" if each > 1e-6 else "0" for each in shares]
+        for script in scripts.values():
+            row = the(script["rows"], moments=kind)
+            around = f" ({row['interval'][0]:+.2g} to {row['interval'][1]:+.2g})" if row["interval"] else ""
+            cells.append(f"{row['mean']:.4g}{around}")
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    losses = {row["moments"]: row["losses"] for row in scripts["docs_lm"]["rows"]}
+    after = list(losses["FP32"])[1:]
+    lines += ["", f"| loss of docs_lm after | {' | '.join(after)} steps |", "|---|" + "---:|" * len(after)]
+    lines += [f"| {kind} | {' | '.join(f'{losses[kind][number]:.4g}' for number in after)} |" for kind in named]
+    return "\n".join([*lines, "", f"{where(result)}; scripts under {result['policy']}, means of three seeds."])
+
+
 def ranks() -> str:
     """The table of the newest ``benchmarks/distributed.py``: what ranks send and keep, counted."""
     result = newest("distributed-cpu-*.json")
@@ -190,7 +217,7 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "numbers": suite.numbers,
             "without": suite.without,
         },
-        "docs/memory.md": {"memory": kept},
+        "docs/memory.md": {"memory": kept, "moments": moments},
         "docs/policy.md": {
             "fields": vocabulary.policy_fields,
             "levels": vocabulary.levels,
