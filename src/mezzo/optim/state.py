@@ -580,11 +580,13 @@ def _checked_scales(name: str, codes: Tensor, scales: Any) -> Tensor:
         raise StateError(
             f"the saved {name} has codes without scales", where=f"{beside}: {in_words(scales)}", write=write
         )
-    there = local(scales).numel()
-    if codes.dtype != moments.codes_of(name) or (there < count if is_distributed(codes) else there != count):
+    there = list(local(scales).shape)
+    # Of shards that were put together, scales stand shard by shard, and codes as if there had been none.
+    fits = local(scales).numel() >= count if is_distributed(codes) else there == [1] * (len(there) - 1) + [count]
+    if codes.dtype != moments.codes_of(name) or not fits:
         raise StateError(
             f"the saved {name} is in codes of another form",
-            where=f"{described(local(codes))} with {there} scales, {count} expected",
+            where=f"{described(local(codes))} with scales {there}, [{count}] expected",
             why=f"{moments.GROUP} neighbours share a scale, within this rank's shard",
             write=write,
         )
