@@ -333,7 +333,7 @@ def check_scales(param: Tensor, state: Mapping[str, Any], names: Sequence[str]) 
         if name not in state or not moments.is_coded(state[name].dtype):
             continue
         beside, count = moments.scale_of(name), moments.num_groups(local(state[name]).numel())
-        scales = state.get(beside)
+        scales: Any = state.get(beside)
         fits = isinstance(scales, Tensor) and scales.dtype == torch.bfloat16 and scales.device == param.device
         if not fits or local(scales).numel() < count:
             raise StateError(

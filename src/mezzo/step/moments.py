@@ -256,8 +256,8 @@ def decode(codes: Tensor, scales: Tensor) -> Tensor:
         PolicyError: Other dtypes, or another number of scales.
     """
     vector, count = flat(codes), num_groups(codes.numel())
-    are_codes = codes.dtype in START and vector is not None
-    if not are_codes or not scales.is_floating_point() or scales.shape != (count,):
+    are_scales = scales.is_floating_point() and scales.shape == (count,)
+    if codes.dtype not in START or vector is None or not are_scales:
         raise PolicyError(
             f"codes of {described(codes)} with scales of {described(scales)}",
             why=f"codes are int8 or uint8, and every {GROUP} of them share a scale",
