@@ -597,7 +597,7 @@ def _scale_of_each(name: str, codes: Tensor, scales: Any) -> Tensor:
     if codes.dtype != moments.codes_of(name) or scales.shape not in shapes:
         raise StateError(
             f"the saved {name} is in codes of another form",
-            where=f"{described(codes)} with {scales.numel()} scales, {count} expected",
+            where=f"{described(codes)} with scales {list(scales.shape)}, {list(shapes[-1])} expected",
             why=f"its codes are {dtype_name(moments.codes_of(name))}, and {moments.GROUP} neighbours share a scale",
             write=write,
         )

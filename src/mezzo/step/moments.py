@@ -246,9 +246,9 @@ def encode(moment: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Ten
     Example:
         >>> codes, scales = encode(torch.tensor([1.0, -0.1, 1e-3, 0.0]))
         >>> codes, scales
-        (tensor([127, -40,   4,   0], dtype=torch.int8), tensor([1.], dtype=torch.bfloat16))
+        (tensor([127, -74,   4,   0], dtype=torch.int8), tensor([1.], dtype=torch.bfloat16))
         >>> decode(codes, scales)
-        tensor([ 1.0000, -0.0992,  0.0010,  0.0000])
+        tensor([ 1.0000, -0.1012,  0.0010,  0.0000])
     """
     if not moment.is_floating_point() or moment.dtype == torch.float64 or dtype not in START:
         raise PolicyError(

@@ -4,9 +4,11 @@ That its kernels compute the pure function is for ``test_contract.py`` to say.
 """
 
 import dataclasses
+import importlib
 import math
 import subprocess
 
+import numpy
 import pytest
 import torch
 
@@ -46,6 +48,26 @@ def uploads(monkeypatch):
     found, upload = [], tables._uploaded
     monkeypatch.setattr(tables, "_uploaded", lambda table, device: found.append(table) or upload(table, device))
     return found
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_what_a_gpu_finds_beyond_a_tensor_is_of_no_group(monkeypatch):
+    """A masked load leaves anything there; Triton's interpreter leaves zeros, which would be seen nowhere."""
+    inside = importlib.import_module("triton.runtime.interpreter")
+    load = inside.InterpreterBuilder.create_masked_load
+
+    def beyond(builder, ptrs, mask, other, *options):
+        kind = ptrs.get_element_ty()
+        full = numpy.zeros_like(ptrs.data, dtype=inside._get_np_dtype(kind))
+        full.view(numpy.uint8)[...] = 0x4D  # large numbers in every format
+        return load(builder, ptrs, mask, inside.TensorHandle(full, kind) if other is None else other, *options)
+
+    monkeypatch.setattr(inside.InterpreterBuilder, "create_masked_load", beyond)
+    mine = bucket_of("adamw", SPLIT, BF16, [(45,), (3, 5)], state_dtype=INT8)
+    theirs, executor = copied(mine), Triton()
+    gradients = gradients_of(mine, 0, BF16, scale=1e-3)
+    pure_step(theirs, gradients, take(executor, mine, executor.update_of(mine), gradients))
+    assert_same(mine, theirs, True)
 
 
 @pytest.mark.usefixtures("interpreted")
