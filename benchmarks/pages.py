@@ -67,7 +67,8 @@ def figures() -> str:
         lines.append(_timed(f"training step of {net}, {level} in bfloat16", the(rows, way=f"mezzo {level}")))
     seeds, day = suite.summary("docs_lm")["seeds"], suite.summary("docs_lm")["date"][:10]
     means = f"the families' are means of {seeds} seeds, {day}"
-    return "\n".join([*lines, "", f"{where(steps[0])}; times in turns, 80 % of the ratios in parentheses; {means}."])
+    measured = f"steps of the optimizer: {where(steps[0])}; training steps: {where(trainings[0])}"
+    return "\n".join([*lines, "", f"{measured}; times in turns, 80 % of the ratios in parentheses; {means}."])
 
 
 def _rows(name: str, *policies: str) -> list[dict[str, Any]]:
@@ -144,15 +145,14 @@ def kept() -> str:
 def moments() -> str:
     """The tables of the newest ``benchmarks/moments.py``: what moments of each dtype do to updates and to trainings."""
     result = newest("moments-cpu-*.json")
-    named = {"FP32": "fp32", "BF16": "bf16, at random", "int8": "mezzo", "linear codes, to nearest": NAIVE}
+    named = {"FP32": "FP32", "BF16": "BF16, at random", "int8": "mezzo", "linear codes, to nearest": NAIVE}
     scripts = {each["script"].removesuffix(".py"): each for each in result["scripts"]}
     heads = [f"{name}, {each['metric']['unit']}" for name, each in scripts.items()]
-    lines = [f"| moments | an update's error | neighbours 1 : 100 | swallowed | {' | '.join(heads)} |"]
-    lines.append("|---|" + "---:|" * (3 + len(heads)))
+    lines = [f"| moments | error of an update | swallowed | {' | '.join(heads)} |"]
+    lines.append("|---|" + "---:|" * (2 + len(heads)))
     for kind, form in named.items():
         alike = the(result["curves"], form=form, beta2=0.999)
-        uneven = the(result["uneven"], form=form, beta2=0.999, ratio=100)
-        shares = (alike["error"], uneven["error"], alike["swallowed_second"])
+        shares = (alike["error"], alike["swallowed_second"])
         cells = [f"{100 * each:.2g} %" if each > 1e-6 else "0" for each in shares]
         for script in scripts.values():
             row = the(script["rows"], moments=kind)
@@ -160,10 +160,13 @@ def moments() -> str:
             cells.append(f"{row['mean']:.4g}{around}")
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     losses = {row["moments"]: row["losses"] for row in scripts["docs_lm"]["rows"]}
-    after = list(losses["FP32"])[1:]
-    lines += ["", f"| loss of docs_lm after | {' | '.join(after)} steps |", "|---|" + "---:|" * len(after)]
-    lines += [f"| {kind} | {' | '.join(f'{losses[kind][number]:.4g}' for number in after)} |" for kind in named]
-    return "\n".join([*lines, "", f"{where(result)}; scripts under {result['policy']}, means of three seeds."])
+    steps = ("10", "100")
+    each = "; ".join(f"{kind} {', '.join(f'{losses[kind][step]:.3f}' for step in steps)}" for kind in named)
+    lines += [
+        "",
+        f"Loss of docs_lm after {', '.join(steps)} steps: {each}. {where(result)}; {result['policy']}, three seeds.",
+    ]
+    return "\n".join(lines)
 
 
 def ranks() -> str:
