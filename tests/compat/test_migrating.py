@@ -40,9 +40,27 @@ def flat(model):
     return torch.cat([param.detach().flatten().clone() for param in model.parameters()])
 
 
+#: What stands for apex's calls: the five lines, under the policy that the page names.
+FIVE_LINES = """
+import mezzo
+amp = mezzo.MixedPrecision(model, optimizer, "O2,fp16", max_grad_norm=1.0)
+for x, y in batches:
+    with amp.autocast():
+        loss = functional.cross_entropy(model(x), y)
+    amp.backward(loss)
+    step = amp.step()
+    amp.zero_grad()
+"""
+
+
 @pytest.mark.parametrize("section", ["torch.amp", "apex"])
-def test_both_programs_of_a_section_take_the_same_steps(section):
-    theirs, by_hand = programs(section)[:2]
+def test_programs_of_a_section_take_the_steps_of_the_five_lines(section):
+    theirs, *by_hand = programs(section)
+    if section == "apex":
+        made, _ = theirs.split("\nmodel, optimizer = amp.initialize")
+        assert 'under `"O2,fp16"`' in PAGE
+        by_hand = [made + FIVE_LINES]
+    by_hand = by_hand[0]
     before, moved, loss, _ = trained(theirs)
     same, mine, own_loss, stats = trained(by_hand)
     assert torch.equal(before, same)
