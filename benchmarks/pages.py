@@ -67,7 +67,7 @@ def figures() -> str:
         lines.append(_timed(f"training step of {net}, {level} in bfloat16", the(rows, way=f"mezzo {level}")))
     seeds, day = suite.summary("docs_lm")["seeds"], suite.summary("docs_lm")["date"][:10]
     means = f"the families' are means of {seeds} seeds, {day}"
-    measured = f"steps of the optimizer: {where(steps[0])}; training steps: {where(trainings[0])}"
+    measured = f"Steps of the optimizer: {where(steps[0])}; training steps: {where(trainings[0])}"
     return "\n".join([*lines, "", f"{measured}; times in turns, 80 % of the ratios in parentheses; {means}."])
 
 
@@ -162,10 +162,8 @@ def moments() -> str:
     losses = {row["moments"]: row["losses"] for row in scripts["docs_lm"]["rows"]}
     steps = ("10", "100")
     each = "; ".join(f"{kind} {', '.join(f'{losses[kind][step]:.3f}' for step in steps)}" for kind in named)
-    lines += [
-        "",
-        f"Loss of docs_lm after {', '.join(steps)} steps: {each}. {where(result)}; {result['policy']}, three seeds.",
-    ]
+    about = f"{where(result)}; {result['policy']}, three seeds (`benchmarks/moments.py`)."
+    lines += ["", f"Loss of docs_lm after {', '.join(steps)} steps: {each}. {about}"]
     return "\n".join(lines)
 
 
