@@ -240,7 +240,7 @@ def decoded(amp):
     for held in amp.stateful().state_dict()["optimizers"]["0"].values():
         for name in ("exp_avg", "exp_avg_sq"):
             codes, scales = (each.full_tensor() if isinstance(each, DTensor) else each
-                             for each in (held[name], held[f"{name}_scale"]))  # fmt: skip
+                             for each in (held[f"{name}_codes"], held[f"{name}_scale"]))  # fmt: skip
             found.append(valued(codes, scales).flatten().tolist())
     return found
 

@@ -7,9 +7,12 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
+import mezzo
 from mezzo import optim
-from mezzo.errors import StateError
+from mezzo.errors import PolicyError, StateError
 from mezzo.step.moments import START, decode, encode, fit
 
 from ..support.refusals import refused
@@ -177,7 +180,7 @@ DAMAGED = [
     ("exp_avg", lambda state: state["exp_avg"].view(UINT8), FORM, "uint8 [5, 7]"),
     ("exp_avg_sq", lambda state: state["exp_avg_sq"].view(INT8), FORM, "int8 [5, 7]"),
     ("exp_avg", lambda state: state["exp_avg_sq"], FORM),
-    ("exp_avg", lambda state: torch.zeros_like(state["exp_avg"]), FIT, "they are damaged"),
+    ("exp_avg", lambda state: torch.full_like(state["exp_avg"], 60), FIT, "they are damaged"),
     ("exp_avg_sq", lambda state: state["exp_avg_sq"] // 2, FIT),
     ("exp_avg_scale", lambda state: -state["exp_avg_scale"], FIT),
     ("exp_avg", lambda state: torch.where(state["exp_avg"].abs() == 127, -128, state["exp_avg"]).to(INT8), FIT),
@@ -200,14 +203,84 @@ def test_damaged_codes_are_refused_and_nothing_is_loaded(into):
     optimizer.load_state_dict(good)
 
 
-def test_a_step_refuses_codes_whose_scales_were_taken_away_or_exchanged():
-    for replaced in (None, torch.ones(2), torch.ones(1, dtype=BF16), torch.ones(2, dtype=BF16, device="meta")):
+def test_a_step_refuses_moments_of_which_some_are_no_codes_and_scales_that_are_not_theirs():
+    for name, replaced in (
+        ("exp_avg_scale", None),
+        ("exp_avg_scale", torch.ones(2)),
+        ("exp_avg_scale", torch.ones(1, dtype=BF16)),
+        ("exp_avg_scale", torch.ones(2, dtype=BF16, device="meta")),
+        ("exp_avg", torch.zeros(5, 7)),
+        ("exp_avg", torch.zeros(5, 7, dtype=UINT8)),
+    ):
         params, optimizer = trained(steps=1)
-        state = optimizer.state[params[0]]
-        state["exp_avg_scale"] = replaced
+        optimizer.state[params[0]][name] = replaced
         params[1].grad = None  # other gradients than before: state is looked at again
-        with refused(StateError, "exp_avg has no scales for its codes", "exp_avg_scale: ", "2 in all", parts=params):
+        with refused(StateError, "exp_avg and its scales are not what the optimizer made", "2 in all", parts=params):
             optimizer.step()
+
+
+def test_a_dtype_of_the_state_that_is_written_to_a_group_is_looked_at_when_state_is_made():
+    for word in ("int7", "bf16", INT8):
+        params, optimizer = trained("float32", steps=0)
+        optimizer.param_groups[0]["state_dtype"] = word
+        with refused(PolicyError, f"unknown state_dtype {str(word)!r}", 'write  state_dtype="', parts=params):
+            train(params, optimizer, range(1))
+
+
+def test_moments_that_were_set_to_zero_are_saved_and_loaded():
+    params, optimizer = trained()
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[params[0]][name].zero_()
+    others, resumed = trained(steps=0)
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
+    assert not resumed.state[others[0]]["exp_avg"].any()
+
+
+# Checkpoints of torch.distributed, in one process ---------------------------------------------------------------
+
+
+@pytest.fixture
+def session_of():
+    def made(state_dtype, steps=0):
+        torch.manual_seed(0)
+        model = nn.Linear(7, 5)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2, state_dtype=state_dtype)
+        amp = mezzo.MixedPrecision(model, optimizer, "O0")
+        for step in range(steps):
+            amp.zero_grad()
+            with amp.autocast():
+                loss = model(torch.linspace(-1, 1, 7) * (step + 1)).square().sum()
+            amp.backward(loss)
+            amp.step()
+        return model, optimizer, amp
+
+    return made
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is ")
+def test_codes_are_read_into_no_moments_of_another_dtype_that_do_not_know_them(session_of, tmp_path):
+    """A checkpoint is copied into the tensors that are there, whatever their dtype."""
+    model, optimizer, amp = session_of("int8", 3)
+    checkpoint.save({"app": amp.stateful()}, checkpoint_id=tmp_path / "session")
+    checkpoint.save({"own": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=tmp_path / "torch")
+    other, its, session = session_of("float32")
+    with pytest.raises((RuntimeError, checkpoint.CheckpointException), match=r"exp_avg"):
+        checkpoint.load({"app": session.stateful()}, checkpoint_id=tmp_path / "session")
+    template = {"own": get_optimizer_state_dict(other, its)}
+    checkpoint.load(template, checkpoint_id=tmp_path / "torch")
+    with pytest.raises(StateError, match=r"the saved exp_avg is codes without their scales(?s:.*)state_dtype=\"int8\""):
+        set_optimizer_state_dict(other, its, template["own"])
+    session.stateful().load_state_dict(amp.stateful().state_dict())  # where nothing was copied, they are decoded
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        for name, value in moments(optimizer, one).items():
+            assert torch.equal(its.state[two][name], value)
+
+
+def test_notes_in_the_state_are_no_codes(session_of):
+    model, optimizer, amp = session_of("float32", 1)
+    optimizer.state[model.weight] |= {"note": torch.ones(7, 10), "note_scale": torch.tensor(2.0)}
+    saved = amp.stateful().state_dict()["optimizers"]["0"]["weight"]
+    assert saved["note_scale"].shape == ()
 
 
 def test_gradients_that_are_not_finite_spoil_their_group_alone_and_a_skip_none():

@@ -376,7 +376,8 @@ class OnePassOptimizer(Optimizer):
         for param in params:
             owner = owner_of(param, self._halves)
             rest = None if owner is None else owner.rest_of(param)
-            seeded = sharding(param) if group["state_dtype"] != "float32" else None  # as which moments are rounded
+            is_rounded = any(self.state[param][name].dtype != torch.float32 for name in update_rule.states)
+            seeded = sharding(param) if is_rounded else None  # as which moments are rounded
             kind = param.device, param.dtype, rest is None, id(self.state[param]["step"]), seeded
             alike.setdefault(kind, []).append((param, rest))
         for together in alike.values():
@@ -412,6 +413,8 @@ class OnePassOptimizer(Optimizer):
                 state["step"] = fresh.setdefault(param.device, torch.zeros((), dtype=torch.int64, device=param.device))
             # One that is turned on in mid-run is kept as the others of its weight are.
             known = next((state[name].dtype for name in update_rule.states if name in state), None)
+            if known is None:
+                check_group({**group, "params": None})
             dtype = getattr(torch, group["state_dtype"]) if known is None else known
             for name in missing:
                 state.update(zeros(name, param, torch.int8 if is_coded(dtype) else dtype))

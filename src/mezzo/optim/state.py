@@ -324,22 +324,24 @@ def check_unchanged(param: Tensor, kept: Mapping[str, Tensor]) -> None:
 
 
 def check_scales(param: Tensor, state: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Refuse codes whose scales were taken away, or are others than the optimizer made.
+    """Refuse moments of which some are codes and others are not, and codes whose scales are not theirs.
 
     Raises:
         StateError: With both.
     """
-    for name in names:
-        if name not in state or not moments.is_coded(state[name].dtype):
-            continue
-        beside, count = moments.scale_of(name), moments.num_groups(local(state[name]).numel())
-        scales = state.get(beside)
-        fits = isinstance(scales, Tensor) and scales.dtype == torch.bfloat16 and scales.device == local(param).device
-        if not fits or state[beside].shape != (count,):
+    there = [name for name in names if name in state]
+    if not any(moments.is_coded(state[name].dtype) for name in there):
+        return
+    for name in there:
+        codes, beside = state[name], moments.scale_of(name)
+        scales, count = state.get(beside), moments.num_groups(local(codes).numel())
+        are_scales = isinstance(scales, Tensor) and (scales.dtype, scales.shape) == (torch.bfloat16, (count,))
+        if codes.dtype != moments.codes_of(name) or not are_scales or state[beside].device != local(param).device:
             raise StateError(
-                f"{name} has no scales for its codes",
-                where=f"{beside}: {in_words(scales)}, a parameter of shape {tuple(param.shape)}",
-                why=f"{moments.GROUP} neighbours share one, {count} in all",
+                f"{name} and its scales are not what the optimizer made",
+                where=f"{described(codes)}, {beside}: {in_words(scales)}, a parameter of shape {tuple(param.shape)}",
+                why=f"codes are {dtype_name(moments.codes_of(name))}, and {moments.GROUP} neighbours share a scale, "
+                f"{count} in all",
                 write="optimizer.load_state_dict(saved), not entries of optimizer.state",
             )
 
@@ -463,6 +465,8 @@ def restored(
         known.update(theirs["params"])
         for param, index in zip(mine["params"], theirs["params"], strict=True):
             its, dtype = given["state"].get(index, {}), getattr(torch, group["state_dtype"])
+            if theirs.get("state_dtype") == "int8":
+                _require_codes(its, rule_of(group).states)
             if entry := _continued(its, param, rule_of(group), dtype):
                 state[param] = entry
     _share_counts(state.values())
@@ -503,7 +507,8 @@ def with_spread_scales(state: Mapping[str, Any]) -> dict[str, Any]:
     found = dict(state)
     for name, codes in state.items():
         scales = state.get(moments.scale_of(name))
-        if isinstance(codes, Tensor) and isinstance(scales, Tensor) and scales.shape != codes.shape:
+        are_codes = isinstance(codes, Tensor) and moments.is_coded(codes.dtype)
+        if are_codes and isinstance(scales, Tensor) and scales.shape != codes.shape:
             found[moments.scale_of(name)] = sharded_as(moments.spread(scales, local(codes)), codes)
     return found
 
@@ -538,6 +543,25 @@ def _continued(
         # torch's SGD counts nothing: a momentum is there from its first step on. Other libraries' Lion is alike.
         state["step"] = torch.ones((), dtype=torch.int64, device=param.device)
     return state
+
+
+def _require_codes(saved: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Refuse moments that are codes in another dtype, as where a checkpoint of codes is read into FP32 tensors.
+
+    Raises:
+        StateError: Every element of a moment is a whole number that a code can be, and not all are zero.
+    """
+    for name in names:
+        value = saved.get(name)
+        if isinstance(value, Tensor) and value.is_floating_point():
+            codes = local(value)
+            if codes.count_nonzero() and ((codes == codes.round()) & (codes.abs() <= 255)).all():
+                raise StateError(
+                    f"the saved {name} is codes without their scales",
+                    where=f"{described(codes)}, whole numbers",
+                    why="a checkpoint of int8 moments was read into the tensors of an optimizer that keeps others",
+                    write='state_dtype="int8" where it is read; that optimizer\'s state_dict() loads into any other',
+                )
 
 
 def _moment(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -609,7 +633,7 @@ def _scale_of_each(name: str, codes: Tensor, scales: Any) -> Tensor:
             where=f"{described(codes)}, {moments.scale_of(name)}",
             why="in some group no element is as large as its scale says: they are damaged, or the codes were brought "
             "into another order, as those of a channels-last model are where a file keeps no strides",
-            write="the state as optimizer.state_dict() returned it, saved by torch.save",
+            write="the state as optimizer.state_dict() returned it, saved by torch.save; or amp.stateful()",
         )
     return moments.spread(scales.to(torch.bfloat16), codes if flat(codes) else codes.contiguous())
 

@@ -22,6 +22,7 @@ from mezzo.scale import LossScale
 from mezzo.scale.config import one_number
 from mezzo.scale.state import VALUES, is_count
 from mezzo.session.stats import Stats
+from mezzo.step.moments import is_coded
 from mezzo.tensors import described, dtype_name, local, overflows, placed, sharded_as, tensors
 from mezzo.weights import Halves
 
@@ -248,6 +249,8 @@ def _of_another_system(state: Any) -> dict[str, Any] | None:
 
 # Model, optimizers and session as one value that ``torch.distributed.checkpoint`` saves and loads.
 
+#: Behind the name of a moment that is kept in codes.
+_CODES: Final = "_codes"
 #: What a parameter group is saved without: its parameters have names.
 _NOT_SAVED: Final = ("params", "param_names")
 
@@ -257,7 +260,8 @@ class Stateful:
 
     Its state is the same whatever the policy and the number of ranks: FP32 weights and the optimizers' state by the
     names of parameters, as plain tensors or DTensors. So it loads with as many ranks, bit for bit, with more or fewer,
-    sharded or not, and under another policy that stands for the same weights.
+    sharded or not, and under another policy that stands for the same weights. Moments in codes load into codes; here
+    they have a scale for each element, and take more than those in BF16.
 
     Args:
         engine: The session's.
@@ -401,8 +405,18 @@ def _saved(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, di
 
 
 def _of_any_ranks(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of a parameter in tensors that are cut into shards as the parameter is."""
-    return state if as_one_pass(optimizer) is None else with_spread_scales(state)
+    """Return the state of a parameter in tensors that are cut into shards as the parameter is.
+
+    Codes have a name of their own: ``torch.distributed.checkpoint`` would copy them into FP32 moments of that name.
+    """
+    if as_one_pass(optimizer) is None:
+        return state
+    found = with_spread_scales(state)
+    return {f"{name}{_CODES}" if _are_codes(value) else name: value for name, value in found.items()}
+
+
+def _are_codes(value: Any) -> bool:
+    return isinstance(value, Tensor) and is_coded(value.dtype)
 
 
 def _named(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
@@ -463,7 +477,9 @@ def _give(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, An
         group.update({key: _as(value, mine.get(key)) for key, value in loaded.items()})
         for name, param, index in zip(_named(mine, names), mine["params"], group["params"], strict=True):
             # Copies: torch's optimizers would share memory with what was loaded.
-            found = {key: _lying_as(value, param).clone() for key, value in state.get(name, {}).items()}
+            its = state.get(name, {}).items()
+            named = {key.removesuffix(_CODES) if _are_codes(value) else key: value for key, value in its}
+            found = {key: _lying_as(value, param).clone() for key, value in named.items()}
             values = copy.deepcopy(rest["values"].get(name, {})) | found
             if values and name not in rest["fresh"]:
                 packed["state"][index] = values

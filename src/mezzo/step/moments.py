@@ -38,7 +38,7 @@ _NAN: Final = 0x7FC0_0000
 #: The pattern of 2^-126: by a smaller scale nothing is divided.
 _LEAST: Final = 0x0080_0000
 #: So far below 1 that the largest element of a group, rounded up, has the last code, and what that stands for is not
-#: beyond the scale: what was kept is kept again, with the same scale.
+#: beyond the scale: what was rounded to nearest is kept again, with the same scale.
 _BELOW: Final = 1.0 - 2.0**-22
 
 
@@ -151,9 +151,10 @@ def fit(codes: Tensor, scales: Tensor) -> bool:
     (vector,) = flat(codes) or (codes.reshape(-1),)
     largest, last = in_groups(vector).to(torch.int32).abs().amax(-1), torch.iinfo(codes.dtype).max
     wide = scales.to(torch.float32)
-    is_full = (largest == last) | (largest == last - 1)
+    is_full = (largest == last) | (largest == last - 1) | (largest == 0)  # somebody may have set all to zero
     # By a scale of 2^-126 smaller groups are divided, too; nothing is known of one that is not finite.
-    return bool(((wide > 2.0**-126) & is_full | (wide >= 0) & (wide <= 2.0**-126) | ~wide.isfinite()).all())
+    is_full |= wide <= 2.0**-126
+    return bool((is_full & (wide >= 0) | ~wide.isfinite()).all())
 
 
 # Whole tensors -------------------------------------------------------------------------------------------------

@@ -40,7 +40,6 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.sub.Tensor": "{0} - {1}",
         "aten.mul.Tensor": "{0} * {1}",
         "aten.neg.default": "-{0}",
-        "aten.rsub.Scalar": "{1} - {0}",
         "aten.div.Tensor": "{0} / {1}",
         "aten.reciprocal.default": "1.0f / {0}",
         "aten.sqrt.default": "__builtin_sqrtf({0})",
@@ -49,7 +48,6 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.round.default": "__builtin_rintf({0})",
         "aten.sign.default": "float({0} > 0) - float({0} < 0)",
         "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",
-        "aten.minimum.default": "{0} < {1} ? {0} : {1}",
         "aten.clamp.default": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",
         "aten.where.self": "{0} ? {1} : {2}",
         "aten.view.dtype": "bits<{dtype}>({0})",
@@ -308,35 +306,36 @@ def _read(name: str, dtype: torch.dtype, of: Of) -> Line:
 
 
 def _loops(lines: Sequence[Line]) -> str:
-    """Write the loops over a row."""
+    """Write the loops over a row: one for each phase and for what lines are of, in this order.
+
+    What a loop makes and a later one reads goes through an array: ``all_NAME`` has it for each element, or for each
+    group, and ``each_NAME`` a group's for each of its elements.
+    """
     keys = sorted({(line.phase, line.of) for line in lines if line.of != Of.STEP})
     loops = {key: [line for line in lines if (line.phase, line.of) == key] for key in keys}
     made = {line.name: line for line in lines if line.name}
-    read = {key: {made[name] for line in loop for name in line.reads if name in made} for key, loop in loops.items()}
-    kept = {line for key in keys for line in read[key] if (line.phase, line.of) != key}
-    spread = {line for (_, of), of_loop in read.items() for line in of_loop if line.of < of == Of.ELEMENT}
-    arrays, written = [], []
-    for line in sorted(kept, key=lines.index):
+    reads = {key: {made[name] for line in loop for name in line.reads if name in made} for key, loop in loops.items()}
+    kept = [line for line in lines if any(line in reads[key] and line not in loops[key] for key in keys)]
+    spread = [line for line in kept if any(line in reads[key] for key in keys if line.of < key[1] == Of.ELEMENT)]
+    arrays, text = [], []
+    for line in kept:
         size = ROW if line.of == Of.ELEMENT else ROW // GROUP
         arrays += [f"alignas(64) {line.type} all_{line.name}[{size}];"]
         arrays += [f"alignas(64) {line.type} each_{line.name}[{ROW}];"] if line in spread else []
-    for key, loop in loops.items():
-        of = key[1]
-        given = [line for line in lines if line in kept & read[key] and line not in loop]
-        inside = [f"const {line.type} {line.name} = {_place(line, of)};" for line in given]
-        texts = [line.text for line in loop]
-        after = [
-            f"all_{line.name}[{'i' if of == Of.ELEMENT else 'at'}] = {line.name};" for line in loop if line in kept
-        ]
-        if of == Of.LARGEST:
-            written += texts
+    for (phase, of), loop in loops.items():
+        taken = [line for line in kept if line in reads[phase, of] and line not in loop]
+        body = [f"const {line.type} {line.name} = {_place(line, of)};" for line in taken]
+        body += [line.text for line in loop]
+        body += [f"{_place(line, of)} = {line.name};" for line in loop if line in kept]
+        if of == Of.LARGEST:  # a whole loop each
+            text += [line.text for line in loop]
         elif of == Of.GROUP:
-            written.append(_OVER_GROUPS.format(group=GROUP, lines=_lines(12, *inside, *texts, *after)))
+            text.append(_OVER_GROUPS.format(group=GROUP, lines=_lines(12, *body)))
         else:
-            written.append(_OVER_ELEMENTS.format(lines=_lines(12, _ORDER, *inside, *texts, *after)))
-        written += [_SPREAD.format(group=GROUP, name=line.name) for line in loop if line in spread]
+            text.append(_OVER_ELEMENTS.format(lines=_lines(12, _ORDER, *body)))
+        text += [_SPREAD.format(group=GROUP, name=line.name) for line in loop if line in spread]
     groups = [f"const int64_t groups = (count + {GROUP - 1}) / {GROUP};"] if len(loops) > 1 else []
-    return _lines(8, *groups, *arrays, *written)
+    return _lines(8, *groups, *arrays, *text)
 
 
 def _place(line: Line, of: Of) -> str:

@@ -39,7 +39,6 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
         "aten.lt.Scalar": "{0} < {1}",
         "aten.le.Scalar": "{0} <= {1}",
         "aten.gt.Scalar": "{0} > {1}",
-        "aten.gt.Tensor": "{0} > {1}",
         "aten.ne.Tensor": "{0} != {1}",
         "aten.bitwise_and.Scalar": "{0} & {1}",
         "aten.bitwise_or.Scalar": "{0} | {1}",

@@ -225,8 +225,8 @@ def _vectors(storage: Storage, targets: Sequence[Tensor]) -> Sequence[Tensor] | 
     lying = flat(*(target for place, target in enumerate(targets) if place not in scales))
     if lying is None:
         return None
-    elements = iter(lying)
-    return [target.view(-1) if place in scales else next(elements) for place, target in enumerate(targets)]
+    vectors = iter(lying)
+    return [target.view(-1) if place in scales else next(vectors) for place, target in enumerate(targets)]
 
 
 def laid_out(gradient: Tensor, weight: Tensor) -> Tensor:

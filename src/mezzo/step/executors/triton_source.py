@@ -57,7 +57,6 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
             " | ({0}.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True), {0})"
         ),
         "aten.sign.default": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",
-        "aten.minimum.default": "tl.minimum({0}, {1})",
         "aten.maximum.default": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
         "aten.clamp.default": "tl.where({0} < {1}, {1}, tl.where({0} > {2}, {2}, {0}))",
         "aten.where.self": "tl.where({0}, {1}, {2})",
@@ -99,7 +98,7 @@ TRITON: Final = Dialect(
     literal=lambda value, dtype: repr(value) if abs(value) < float("inf") else f'float("{value}")',
 )
 
-_LARGEST: Final = f'''\
+_HELPERS: Final = f'''\
 @triton.jit
 def largest(values, mask, BLOCK: tl.constexpr):
     """Return the largest of the values of each group, none of which is negative."""
@@ -234,7 +233,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         if each in step.used
     ]
     lines += step.body
-    return (_LARGEST if groups else "") + _UPDATE.format(
+    return (_HELPERS if groups else "") + _UPDATE.format(
         name=name,
         order=ORDER,
         groups="\n    ".join(_GROUPS if groups else ()),
