@@ -167,6 +167,17 @@ def test_a_group_that_comes_before_a_step_is_recorded_has_a_step_without_the_gra
         machine.agrees()
 
 
+def test_the_scale_moves_in_replays_where_an_optimizer_has_nothing_to_train():
+    """Elsewhere it moves with the next loss then, of which a graph would know nothing."""
+    with captured.predicated():
+        machine, batch = Sessions(), {"values": 0, "widths": (1.0, 1.0), "kind": "plain", "elsewhere": "plain"}
+        machine.begin(Config(dtype="float16", rule="AdamW", apart=True, style="captured step"), seed=0)
+        machine.freeze(name="first.weight", trains=False)
+        machine.train(batches=[batch, batch, {**batch, "kind": "second.weight"}])
+        machine.train(batches=[batch])
+        machine.agrees()
+
+
 def test_moments_of_mezzos_optimizers_keep_their_dtype_after_a_session():
     machine, batch = Sessions(), {"values": 0, "widths": (1.0, 1.0), "kind": "plain", "elsewhere": "plain"}
     machine.begin(Config(level="O3", dtype="bfloat16", state_dtype="bfloat16"), seed=0)

@@ -220,6 +220,7 @@ class Captured(Generic[R]):
         engine = self._amp.engine
         raise_together(_problems(engine))
         engine.clear()
+        engine.update()
         self._upload()
         scaler, before, scale = engine.scaler, engine.scaler.state, engine.scaler.tensors()
         outcomes: list[tuple[StepOutcome, Tensor]] = []
@@ -228,6 +229,7 @@ class Captured(Generic[R]):
             # A copy: what steps say of the scale that they had must outlive the next one.
             scaler.hold(scale.clone(), in_graph=True)
             found = self._run(batch.arguments)
+            engine.update()  # what waits for the next loss elsewhere, as where an optimizer has nothing to train
             scale.copy_(scaler.state)
             scaler.hold(scale, in_graph=True)
             return found
