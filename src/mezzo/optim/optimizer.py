@@ -456,9 +456,8 @@ class OnePassOptimizer(Optimizer):
         ``state_dtype`` stays what this optimizer was made with, and moments of another one are rounded to it, to
         nearest. Codes with scales are taken as they are where weights lie as they did. torch's own optimizers would
         take codes for moments: they load what an optimizer with ``state_dtype="float32"`` returns once it has loaded
-        them. A parameter that the state says nothing of begins
-        anew. Hooks run as in ``torch.optim.Optimizer``: those before see a shallow copy of the whole state, and what
-        they return is loaded instead.
+        them. A parameter that the state says nothing of begins anew. Hooks run as in ``torch.optim.Optimizer``: those
+        before see a shallow copy of the whole state, and what they return is loaded instead.
 
         Raises:
             StateError: State of another shape or rule; nothing was loaded.

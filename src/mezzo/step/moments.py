@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Final, TypeAlias
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -107,14 +107,9 @@ def is_coded(dtype: torch.dtype) -> bool:
     return dtype in START
 
 
-def apart(kept: Sequence[Any], dtypes: Sequence[torch.dtype]) -> list[tuple[Any, ...]]:
-    """Cut what is kept of all moments of a weight into what is kept of each.
-
-    Args:
-        kept: Tensors, or what stands for them.
-        dtypes: Of them.
-    """
-    each = 2 if dtypes and is_coded(dtypes[0]) else 1
+def apart(kept: Sequence[Tensor]) -> list[Kept]:
+    """Cut what is kept of all moments of a weight into what is kept of each."""
+    each = 2 if kept and is_coded(kept[0].dtype) else 1
     return [tuple(kept[place : place + each]) for place in range(0, len(kept), each)]
 
 

@@ -289,7 +289,7 @@ def updated(
         target itself.
     """
     parts, states = tuple(targets[: storage.num_parts]), targets[storage.num_parts :]
-    kept = moments.apart(states, [state.dtype for state in states])
+    kept = moments.apart(states)
     wide = tuple(map(moments.read, kept))
     weight, new = rule.update(gradient.to(torch.float32) * multiplier, storage.read(parts), wide, scalars)
     values = parts if storage.write is None else storage.write(weight, parts[0].dtype)
