@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from mezzo.step.executors.emit import ALIKE, ORDER, Dialect, Line, Of, written
-from mezzo.step.moments import GROUP, is_coded
+from mezzo.step.moments import GROUP
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 
@@ -62,7 +62,7 @@ def _literal(value: float, dtype: torch.dtype) -> str:
 
 #: Loops over a row, one after another: over its elements; and where those come in groups, over the groups, and over the
 #: elements of each for its largest. What one loop makes and another one reads lies in an array in between, and what a
-#: group has lies there once for each element: so all loops are long, and of elements of four bytes.
+#: group has lies there once for each element: so all loops are long.
 _OVER_ELEMENTS: Final = """\
 #pragma omp simd
         for (int32_t i = 0; i < int32_t(count); ++i) {{
@@ -95,7 +95,12 @@ CPP: Final = Dialect(
     operations=_OPERATIONS,
     widened=MappingProxyType({torch.bfloat16: "from_bfloat16({0})", torch.float16: "{0}"}),
     narrowed=MappingProxyType(
-        {torch.bfloat16: "to_bfloat16({0})", **dict.fromkeys((torch.float16, torch.int8, torch.uint8), "{0}")}
+        {
+            torch.bfloat16: "to_bfloat16({0})",
+            torch.float16: "{0}",
+            torch.int8: "int8_t({0})",
+            torch.uint8: "uint8_t({0})",
+        }
     ),
     assigned="const {type} {name} = {value};",
     stored="{target}_row[i] = {value};",
@@ -164,22 +169,8 @@ static void narrow(const float* __restrict from, uint16_t* __restrict to, int64_
 }
 """
 
-#: Codes go through a row of int32: with elements of one byte among those of four, compilers use a part of a register.
-_CODES: Final = """\
-template <class Code> static void widen(const Code* __restrict from, int32_t* __restrict to, int64_t count) {
-    #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-}
-template <class Code> static void narrow(const int32_t* __restrict from, Code* __restrict to, int64_t count) {
-    #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) to[i] = Code(from[i]);
-}
-"""
-
 #: What elements that go through a row of others are there.
-_BUFFERED: Final[Mapping[torch.dtype, str]] = MappingProxyType(
-    {torch.float16: "float", torch.int8: "int32_t", torch.uint8: "int32_t"}
-)
+_BUFFERED: Final[Mapping[torch.dtype, str]] = MappingProxyType({torch.float16: "float"})
 
 _UPDATE: Final = """\
 static void update(
@@ -243,8 +234,7 @@ ROW: Final = 1 << 10
 
 
 def _headers(dtypes: tuple[torch.dtype, ...]) -> str:
-    in_codes = any(map(is_coded, dtypes))
-    return _COMMON + (_FLOAT16 if torch.float16 in dtypes else "") + (_CODES if in_codes else "")
+    return _COMMON + (_FLOAT16 if torch.float16 in dtypes else "")
 
 
 def _row(name: str, dtype: torch.dtype, *, read: bool = True, constant: bool = False) -> str:
