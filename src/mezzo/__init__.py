@@ -23,9 +23,10 @@ from mezzo.scale import LossScale
 from mezzo.session import MixedPrecision, Stats, Step, load, save
 
 if TYPE_CHECKING:
-    from mezzo import numerics, optim, overflow
+    from mezzo import numerics, optim, overflow, plan
     from mezzo.distributed import fully_shard
     from mezzo.explanation import Explanation, explain
+    from mezzo.plan import compile_backend
     from mezzo.session.attach import AttachedPrecision, attach
     from mezzo.session.capture import Captured, capture
 
@@ -35,8 +36,8 @@ __all__ = [
     "AttachedPrecision", "Captured", "Decision", "DistributedError", "Explanation", "LossScale", "MezzoError",
     "MixedPrecision", "NumericsError", "Policy", "PolicyError", "Prepared", "Rule", "ScaleCollapsed",
     "StateError", "Stats", "Step", "UnsupportedError", "__version__", "attach", "autocast", "capture",
-    "checkpoint_contexts", "explain", "formats", "fp32", "fully_shard", "load", "low", "numerics", "optim",
-    "overflow", "prepare", "save",
+    "checkpoint_contexts", "compile_backend", "explain", "formats", "fp32", "fully_shard", "load", "low", "numerics",
+    "optim", "overflow", "plan", "prepare", "save",
 ]  # fmt: skip
 
 
@@ -54,11 +55,15 @@ def __getattr__(name: str) -> Any:
         from mezzo.session import attach as own_loop
 
         return getattr(own_loop, name)
+    if name == "compile_backend":
+        from mezzo.plan import compile_backend
+
+        return compile_backend
     if name == "fully_shard":
         from mezzo.distributed import fully_shard
 
         return fully_shard
-    if name in ("compat", "integrations", "numerics", "optim", "overflow"):
+    if name in ("compat", "integrations", "numerics", "optim", "overflow", "plan"):
         return importlib.import_module(f"mezzo.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

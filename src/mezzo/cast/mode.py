@@ -246,6 +246,22 @@ def forget_compiled() -> None:
         dynamo.reset_code_caches()
 
 
+def casts_are_placed() -> bool:
+    """Whether the backend for which torch.compile traces now places casts itself, in the graph that it is given."""
+    dynamo = sys.modules["torch._dynamo.symbolic_convert"]  # which is at work
+    backend = dynamo.InstructionTranslator.current_tx().output.compiler_fn
+    while not hasattr(backend, "places_casts"):
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
+        if inner is None:
+            return False
+        backend = inner
+    return bool(backend.places_casts)
+
+
+# What torch._dynamo.assume_constant_result sets: it is a fact about the graph. Torch guards which backend one is for.
+casts_are_placed._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class PolicyMode(TorchFunctionMode):
     """Handle the functions a policy treats differently, and open Python functions that call them.
 
@@ -287,6 +303,8 @@ class PolicyMode(TorchFunctionMode):
             # A pass that begins inside the region is to compute as one that begins after it.
             with without_autocast(self.autocasts):
                 return func(*args, **kwargs)
+        if compiling and casts_are_placed():
+            return func(*args, **kwargs)
         # A graph depends on the key of the differences and on no table of theirs.
         here = traced(self.key, func) if compiling and self.key else self.differences(args, kwargs)
         if here is None or not _acts(here):

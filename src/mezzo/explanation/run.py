@@ -82,7 +82,7 @@ def explain(
         *given_inputs, policy = inputs
         inputs = tuple(given_inputs)
     policy = Policy.of(policy)
-    args, kwargs = _arguments(inputs[0]) if len(inputs) == 1 else (inputs, {})
+    args, kwargs = arguments(inputs, "mezzo.explain")
     if not isinstance(model, nn.Module):
         raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="mezzo.explain(model, …)")
     given = (leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
@@ -137,17 +137,29 @@ def _traced(
 # Before ---------------------------------------------------------------------------------------------
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Tensor):
-        return (inputs,), {}
-    if type(inputs) is tuple:
+def arguments(inputs: tuple[Any, ...], verb: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return what a model is called with: a single tuple stands for all arguments, a single mapping for keywords.
+
+    Args:
+        inputs: What a caller has given beside the model.
+        verb: The caller, for the error.
+
+    Raises:
+        PolicyError: A single argument of another kind.
+    """
+    if len(inputs) != 1:
         return inputs, {}
-    if isinstance(inputs, Mapping) and all(isinstance(key, str) for key in inputs):
-        return (), dict(inputs)
+    (only,) = inputs
+    if isinstance(only, Tensor):
+        return (only,), {}
+    if type(only) is tuple:
+        return only, {}
+    if isinstance(only, Mapping) and all(isinstance(key, str) for key in only):
+        return (), dict(only)
     raise PolicyError(
-        f"the inputs are a {type(inputs).__name__}",
+        f"the inputs are a {type(only).__name__}",
         why="a tensor is the model's one argument, a tuple its positional ones, a mapping its keyword arguments",
-        write="mezzo.explain(model, (inputs,), policy)   # one argument, whatever it is",
+        write=f"{verb}(model, (inputs,), policy=policy)   # one argument, whatever it is",
     )
 
 

@@ -1,0 +1,148 @@
+"""``mezzo.compile_backend``: a backend of torch.compile that places casts in each graph, and hands it on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+
+from mezzo.errors import PolicyError, shown
+from mezzo.plan.capture import Graph, read, require_choice
+from mezzo.plan.carry_out import carry_out
+from mezzo.plan.costs import Account, rates
+from mezzo.plan.cut import place
+from mezzo.plan.planned import Plan
+from mezzo.plan.run import objective_number, planned
+from mezzo.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+Inner = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+def compile_backend(
+    policy: Policy | str | os.PathLike[str],
+    objective: Literal["time", "memory"] | float = "time",
+    inner: str | Inner = "inductor",
+) -> Backend:
+    """Return a backend for ``torch.compile`` under which each op runs in the precision of the cheapest placement.
+
+    Each graph that Dynamo captures gets its casts, and goes on to another backend. Nothing else happens when it runs:
+    no function mode, no Python for each op. What autocast around a call would do has been decided, and so it does
+    nothing inside: it is all the same whether a session's region is around.
+
+    A graph with sizes that vary is placed by the sizes of its first call. One that is compiled again for other sizes
+    keeps the placement that it had, and the log says so.
+
+    Args:
+        policy: A policy that casts ops: O1, or ``O2,autocast=true``.
+        objective: As :func:`mezzo.plan.plan`.
+        inner: A backend that gets the graphs, or its name. For ``"inductor"``, and for what is no name, costs are those
+            of fused kernels, otherwise those of single ones.
+
+    Returns:
+        The backend; ``plans`` has what was decided about each graph.
+
+    Raises:
+        PolicyError: The policy casts no op, or the objective is none.
+        UnsupportedError: scipy is not installed.
+
+    **Cost**: seconds for a graph of some hundred ops of different kinds; of alike ones each kind is measured once.
+
+    Example:
+        >>> import mezzo, torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+        >>> backend = mezzo.compile_backend("O1,bf16,emulate=true", inner="eager")
+        >>> y = torch.compile(model, backend=backend)(torch.ones(2, 8))
+        >>> y.dtype, backend.plans[0].totals["plan"].casts
+        (torch.bfloat16, 5)
+    """
+    return Backend(Policy.of(policy), objective_number(objective), inner)
+
+
+class Backend:
+    """What :func:`compile_backend` returns.
+
+    Attributes:
+        policy: The policy.
+        plans: What was decided about each graph, in the order in which they were compiled.
+        places_casts: That no region is to place any in the graphs that it gets.
+    """
+
+    places_casts = True
+
+    def __init__(self, policy: Policy, objective: float, inner: str | Inner) -> None:
+        if not (isinstance(inner, str) or callable(inner)):
+            raise PolicyError(
+                f"inner is {shown(inner)}", why="it is a backend of torch.compile", write='inner="inductor"'
+            )
+        require_choice(policy)
+        self.policy = policy
+        self.plans: list[Plan] = []
+        self._objective, self._inner = objective, inner
+        self._fused = inner == "inductor" or not isinstance(inner, str)
+        self._roots = _Roots()
+        self._kept: dict[Any, tuple[bool, ...]] = {}
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Place casts in a graph, and have it compiled."""
+        graph = read(module, self.policy, self._roots.path)
+        account = Account(
+            graph,
+            rates(graph.device_type, self.policy.dtype, emulated=graph.emulated),
+            objective=self._objective,
+            fused=self._fused,
+        )
+        key = tuple((op.name, op.kind, op.module, *(graph.makers[node].index for node in op.reads)) for op in graph.ops)
+        low = self._kept.get(key)
+        if low is not None:
+            logger.info("a graph of %d ops is compiled again for other sizes: its placement is kept", len(graph.ops))
+        else:
+            low = self._kept[key] = place(account.problem).low[: len(graph.ops)]
+        self.plans.append(planned(account, low, objective=self._objective, name="a graph"))
+        carry_out(graph, low)
+        return self._compiled(graph, inputs)
+
+    def _compiled(self, graph: Graph, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from torch._dynamo import lookup_backend
+
+        inner: Any = lookup_backend(self._inner) if isinstance(self._inner, str) else self._inner
+        kind = graph.device_type
+        is_around = torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False):
+            compiled: Callable[..., Any] = inner(graph.whole, inputs)
+        if not is_around:
+            return compiled  # torch guards that autocast is off
+
+        def run(*args: Any) -> Any:
+            with torch.autocast(kind, enabled=False):
+                return compiled(*args)
+
+        return run
+
+
+class _Roots:
+    """Find which module of a model a variable of the frame holds that Dynamo captures."""
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None
+
+    def path(self, variable: str) -> str:
+        """Return the path of the module that a local variable holds, in the first module that was captured."""
+        frame: Any = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
+        module = frame.f_locals.get(variable, frame.f_globals.get(variable))
+        if not isinstance(module, nn.Module):
+            return ""
+        model = None if self._model is None else self._model()
+        if model is not None:
+            for path, each in model.named_modules():
+                if each is module:
+                    return str(path)
+        self._model = weakref.ref(module)  # the first, or one that is no part of it
+        return ""

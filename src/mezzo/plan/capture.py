@@ -1,0 +1,512 @@
+"""From a graph of torch's functions, as Dynamo captures it, to ops, what a policy says of each, and what each reads.
+
+An *op* is what makes a tensor's memory, with all that writes to it afterwards: views of a tensor, and what an in-place
+function returns, belong to the op that made the tensor, and so have its precision.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx import Node
+
+import mezzo
+from mezzo.cast.device import arithmetic
+from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT
+from mezzo.errors import MezzoError, PolicyError, UnsupportedError
+from mezzo.policy import Decision, Policy
+from mezzo.policy.ops import OPS
+from mezzo.policy.rules import both
+from mezzo.tensors import CASTABLE, dtype_name
+from mezzo.trace.calls import op_name
+
+#: What an op may be: ``source``: a parameter, a buffer, an input, a constant; ``low``, ``fp32``: in this precision, by a
+#: rule or a list; ``free``: in either; ``follow``: in either, but low only where all that it reads is; ``asked``: a
+#: cast that the program itself asks for; ``inside``: made of ops that torch's own autocast casts one by one; ``own``:
+#: left alone, in the dtypes that it has without a policy.
+Kind = Literal["source", "low", "fp32", "free", "follow", "asked", "inside", "own"]
+
+#: Functions whose other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
+_READS_FIRST: Final = frozenset({"batch_norm", "instance_norm"})
+_CONVERTS: Final = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
+#: What a function that draws numbers of a tensor's shape is called.
+_DRAWS: Final = frozenset({"bernoulli", "normal", "multinomial", "poisson", "rand_like", "randn_like", "randint_like"})
+#: Where code lies that is not the program's.
+_INSTALLED: Final = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, mezzo))
+_CHECKPOINT: Final = torch.ops.higher_order.tag_activation_checkpoint
+ENTER: Final = torch.amp.autocast_mode._enter_autocast
+EXIT: Final = torch.amp.autocast_mode._exit_autocast
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One op of a graph.
+
+    Attributes:
+        index: Its place among the graph's ops.
+        name: Its base name, as the op table has it; of a source what it is called in the program.
+        kind: What it may be.
+        module: Path of the module in which it runs; of a parameter its own path.
+        line: ``file:line`` of the program, or ``""``.
+        dtype: What it has without a policy.
+        nodes: What computes: the node that makes the tensor, then those that write to it.
+        reads: Tensors that it takes in its own precision; each is cast where it has another one.
+        decision: What the policy says; None for sources and for what is left alone.
+        reason: Why it is of its kind, in words.
+        is_wide_inside: Whether its arithmetic is FP32 where it is low: it rounds what it takes, and what it gives.
+    """
+
+    index: int
+    name: str
+    kind: Kind
+    module: str
+    line: str
+    dtype: torch.dtype
+    nodes: list[Node] = field(default_factory=list)
+    reads: list[Node] = field(default_factory=list)
+    decision: Decision | None = None
+    reason: str = ""
+    is_wide_inside: bool = False
+
+    @property
+    def fixed(self) -> bool | None:
+        """Whether it is low, where that is no choice."""
+        match self.kind:
+            case "low":
+                return True
+            case "fp32":
+                return False
+            case "free" | "follow":
+                return None
+            case _:
+                return self.dtype != torch.float32
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """The ops of a captured graph, and of the bodies of its activation checkpoints.
+
+    Attributes:
+        whole: The graph module.
+        policy: What decided about the ops.
+        device_type: The device that its tensors are on.
+        emulated: Whether products compute in FP32 from rounded operands there.
+        ops: The ops, in the order in which they run.
+        makers: The op that each floating tensor belongs to.
+        views: What each view looks at.
+        parents: The graph module that has each node.
+        dropped: Nodes that enter or leave an autocast of the policy's own.
+    """
+
+    whole: fx.GraphModule
+    policy: Policy
+    device_type: str
+    emulated: bool
+    ops: list[Op] = field(default_factory=list)
+    makers: dict[Node, Op] = field(default_factory=dict)
+    views: dict[Node, Node] = field(default_factory=dict)
+    parents: dict[Node, fx.GraphModule] = field(default_factory=dict)
+    dropped: list[Node] = field(default_factory=list)
+
+    def dtype_of(self, op: Op, low: Sequence[bool]) -> torch.dtype:
+        """Return what an op gives in a placement."""
+        if op.kind in ("low", "fp32", "free", "follow"):
+            return self.policy.dtype if low[op.index] else torch.float32
+        return op.dtype
+
+    def cast_at(self, node: Node) -> Node:
+        """Return the tensor to cast where a view of it is wanted in another precision: it, or a smaller one behind."""
+        smallest = node
+        while node in self.views and not written(node):
+            node = self.views[node]
+            if num_elements(node) < num_elements(smallest):
+                smallest = node
+        return smallest
+
+
+def value_of(node: Any) -> Any:
+    """Return the fake value that Dynamo has for a node."""
+    return node.meta.get("example_value") if isinstance(node, Node) else None
+
+
+def written(node: Node) -> bool:
+    """Whether a tensor is written to after it was made: a cast of it holds for one reader."""
+    return bool(value_of(node)._version)
+
+
+def hint(number: Any) -> int:
+    """Return a size of the first shapes: those that the program is captured with."""
+    return int(number.node.hint) if isinstance(number, torch.SymInt) else int(number)
+
+
+def num_elements(node: Node) -> int:
+    """Return how many elements a tensor has."""
+    count = 1
+    for size in value_of(node).shape:
+        count *= hint(size)
+    return count
+
+
+def is_floating(node: Any) -> bool:
+    """Whether a node is one floating tensor."""
+    value = value_of(node)
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+# Capturing a model -----------------------------------------------------------------------------------------------
+
+
+class _Stop(Exception):  # noqa: N818 - it is no error
+    """Ends a call when its graph is known: nothing has run."""
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Graph:
+    """Have Dynamo capture a model's forward pass as one graph of torch's functions, and read it; nothing of it runs.
+
+    Args:
+        model: The model, in the state in which it is to run: ``train()`` or ``eval()``.
+        args: What it is called with.
+        kwargs: By name.
+        policy: As :func:`read` takes it.
+
+    Raises:
+        PolicyError: As :func:`read`, or the model takes no such arguments.
+        UnsupportedError: Dynamo cannot capture it as one graph.
+    """
+    import torch._dynamo as dynamo  # a second of imports
+
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        name = type(model).__name__
+        raise PolicyError(
+            f"{name} does not take these inputs", why=str(error), write="plan(model, *inputs, policy=…)"
+        ) from error
+    found: list[Graph | MezzoError] = []
+
+    def keep(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        try:
+            found.append(read(graph, policy))
+        except MezzoError as error:
+            found.append(error)
+        return stop
+
+    def stop(*_: Any) -> Any:
+        raise _Stop
+
+    keep.places_casts = True  # type: ignore[attr-defined]  # no region is to place any before
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    # Dynamo keeps what it has compiled by a function's code, and gives up after some variants of one.
+    call.__code__ = call.__code__.replace()
+    with dynamo.config.patch(allow_rnn=True):
+        try:
+            torch.compile(call, backend=keep, fullgraph=True)(*args, **kwargs)
+        except _Stop:
+            pass
+        except dynamo.exc.TorchDynamoException as error:
+            raise UnsupportedError(
+                f"{type(model).__name__} cannot be captured as one graph",
+                where=_user_line(str(error)),
+                why=str(error).splitlines()[0],
+                write="mezzo.plan.plan(part, inputs, policy=…) of each part of the model",
+            ) from error
+    if not found:
+        raise UnsupportedError(f"{type(model).__name__} runs no op of torch's on tensors")
+    if isinstance(found[0], MezzoError):
+        raise found[0]
+    return found[0]
+
+
+def _user_line(text: str) -> str:
+    """Find the last line of the user's that an error of Dynamo's names."""
+    return _last_line(text.partition("from user code:")[2])
+
+
+def _last_line(text: str) -> str:
+    """Return ``file:line`` of the innermost frame that is neither torch's nor mezzo's."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', text)
+    own = [f"{file}:{line}" for file, line in found if not file.startswith(_INSTALLED)]
+    return own[-1] if own else ""
+
+
+def require_choice(policy: Policy) -> None:
+    """Refuse a policy that casts no op."""
+    if not policy.autocast:
+        raise PolicyError(
+            f"{policy.level} casts no op, so that there is no choice to make",
+            write=f"{both('O1,dtype=bfloat16')}, or with low weights {both('O2,dtype=bfloat16,autocast=true')}",
+        )
+
+
+# Reading a graph -------------------------------------------------------------------------------------------------
+
+
+def read(whole: fx.GraphModule, policy: Policy, root_of: Callable[[str], str] = lambda variable: "") -> Graph:
+    """Find the ops of a captured graph, and ask a policy about each.
+
+    Args:
+        whole: The graph.
+        policy: The policy.
+        root_of: Returns the path that a module has in the model, by the local variable that holds it in what was
+            captured.
+
+    Raises:
+        PolicyError: The policy casts no op, or bans one that the graph has.
+    """
+    require_choice(policy)
+    kinds = [value_of(node).device.type for node in whole.graph.nodes if is_floating(node)]
+    device_type = next((kind for kind in kinds if kind != "cpu"), "cpu")
+    emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
+    graph = Graph(whole, policy, device_type, emulated)
+    _Reader(graph, root_of).read(whole, {})
+    return graph
+
+
+class _Reader:
+    """Walk a graph in the order in which it runs."""
+
+    def __init__(self, graph: Graph, root_of: Callable[[str], str]) -> None:
+        self.graph, self.root_of = graph, root_of
+        self.policy = graph.policy
+        self.results: dict[Node, Sequence[Any]] = {}  # of checkpoints: the nodes inside that they return
+        self.autocasts: list[str] = []  # of the program's own that are entered: "" for one of the policy's
+
+    def read(self, module: fx.GraphModule, given: Mapping[Node, Op]) -> None:
+        """Read a graph.
+
+        Args:
+            module: It.
+            given: The ops of a body's placeholders.
+        """
+        for node in module.graph.nodes:
+            self.graph.parents[node] = module
+            if node.op == "output":
+                return
+            if node in given:
+                self.graph.makers[node] = given[node]
+            elif node.op in ("placeholder", "get_attr"):
+                if is_floating(node):
+                    self._begin(node, "source", self._source_path(node))
+            elif node.target in (ENTER, EXIT):
+                self._autocast(node)
+            elif node.target is _CHECKPOINT:
+                self._checkpoint(module, node)
+            elif node.target is operator.getitem and node.args[0] in self.results:
+                self._alias(node, self.results[node.args[0]][node.args[1]])
+            else:
+                self._call(node)
+
+    def _autocast(self, node: Node) -> None:
+        if node.target is EXIT:
+            if not self.autocasts.pop():
+                self.graph.dropped.append(node)
+            return
+        _, dtype, enabled, *_ = node.args
+        own = "" if enabled and dtype in (None, self.policy.dtype) else "the program's own autocast is around it"
+        if not own:
+            self.graph.dropped.append(node)
+        self.autocasts.append(own)
+
+    def _checkpoint(self, module: fx.GraphModule, node: Node) -> None:
+        body: fx.GraphModule = getattr(module, str(cast(Node, node.args[0]).target))
+        inside = [each for each in body.graph.nodes if each.op == "placeholder"]
+        pairs = zip(inside, cast(tuple[Node, ...], node.args[1:]), strict=True)
+        self.read(body, {place: self.graph.makers[given] for place, given in pairs if given in self.graph.makers})
+        (returned,) = body.graph.find_nodes(op="output")
+        self.results[node] = returned.args[0]
+
+    def _alias(self, node: Node, inside: Any) -> None:
+        if inside in self.graph.makers:
+            self.graph.makers[node] = self.graph.makers[inside]
+
+    def _call(self, node: Node) -> None:
+        """Read a call: a new op, more work on one that there is, or a view of it."""
+        value, name, makers = value_of(node), _name(node), self.graph.makers
+        given = [each for each in node.all_input_nodes if each in makers]
+        results = [each for each in _leaves(value) if isinstance(each, Tensor)]
+        if node.target is operator.getitem and not isinstance(value_of(node.args[0]), Tensor):
+            if is_floating(node) and (whole := makers.get(cast(Node, node.args[0]))) is not None:  # of several results
+                makers[node] = whole
+            return
+        if node.target is operator.setitem and given:
+            self._work_on(makers[given[0]], node, name, given[0])
+            return
+        same = next((each for each in given if any(_shares(each, result) for result in results)), None)
+        if same is not None and (name not in _CONVERTS or written(same)):
+            makers[node] = makers[same]
+            if name.endswith("_") or node.kwargs.get("inplace") or _is_in_place(node.target):
+                self._work_on(makers[same], node, name, same)
+            elif isinstance(value, Tensor):
+                self.graph.views[node] = same
+            return
+        if given or any(result.is_floating_point() for result in results):
+            self._begin(node, *self._decided(node, name, given))
+
+    def _begin(self, node: Node, kind: Kind, name: str, decision: Decision | None = None, reason: str = "") -> Op:
+        value = value_of(node)
+        floats = [each for each in _leaves(value) if isinstance(each, Tensor) and each.is_floating_point()]
+        module = name.rpartition(".")[0] if kind == "source" else self._module_path(node)
+        made = Op(
+            index=len(self.graph.ops), name=name, kind=kind, module=module, line="" if kind == "source" else _line(node),
+            dtype=floats[0].dtype if floats else torch.float32, decision=decision, reason=reason,
+        )  # fmt: skip
+        self.graph.ops.append(made)
+        self.graph.makers[node] = made
+        if kind != "source":
+            self._work_on(made, node, name, None)
+            low_inside = self.graph.emulated and name in {*EMULATED, *COMPOSED, *REACHED, *RECURRENT}
+            made.is_wide_inside = low_inside or (decision is not None and decision.treatment == "fp32_math")
+        return made
+
+    def _work_on(self, op: Op, node: Node, name: str, target: Node | None) -> None:
+        """Let a node compute as a part of an op; what it writes to keeps its dtype."""
+        op.nodes.append(node)
+        others = [each for each in node.all_input_nodes if each in self.graph.makers and each is not target]
+        others = [each for each in others if is_floating(each)]
+        op.reads += others[:1] if name in _READS_FIRST else others
+
+    def _decided(self, node: Node, name: str, given: list[Node]) -> tuple[Kind, str, Decision | None, str]:
+        """Say what a new op may be, and why."""
+        results = [each for each in _leaves(value_of(node)) if isinstance(each, Tensor)]
+        floats = [each for each in results if each.is_floating_point()]
+        if node.op != "call_method" and not given:
+            return "source", name, None, "it makes a tensor of numbers of its own"
+        if name in _CONVERTS and _names_dtype(node):
+            if floats and floats[0].dtype in (torch.float32, self.policy.dtype):
+                return "asked", name, None, f"the program asks for {dtype_name(floats[0].dtype)}"
+            return "own", name, None, "the program asks for another dtype"
+        if (why := self._why_own(node, name, given, floats)) is not None:
+            return "own", name, None, why
+        decision = self._decision(node, name)
+        treatment, reason = decision.treatment, decision.reason
+        match treatment:
+            case "ban":
+                where = f"{self._module_path(node)} {_line(node)}".strip()
+                raise PolicyError(f"{name} is banned", where=where, why=reason, write=both(f"fp32={name}"))
+            case "low" | "fp32" if floats:
+                return treatment, name, decision, reason
+        if not floats:
+            return "follow", name, decision, "it gives no floating numbers, and reads what there is"
+        if decision.rule is not None and treatment in ("native", "promote"):
+            return "follow", name, decision, reason
+        if treatment == "native" and OPS[name].parts:
+            if self.graph.emulated:
+                return "own", name, decision, "products inside it would have to be emulated"
+            return "inside", name, decision, "torch's own autocast casts what it is made of"
+        return "free", name, decision, reason
+
+    def _why_own(self, node: Node, name: str, given: list[Node], floats: list[Tensor]) -> str | None:
+        """Say why a call is to be left alone; None where it is not."""
+        known = (*CASTABLE[:1], self.policy.dtype)
+        if own := next(filter(None, reversed(self.autocasts)), ""):
+            return own
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return "it is a program in itself"
+        if any(value_of(each).dtype not in known for each in given if is_floating(each)):
+            return "it reads another dtype"
+        if any(each.dtype not in known for each in floats):
+            return "it gives another dtype"
+        if isinstance(node.kwargs.get("dtype"), torch.dtype) or node.kwargs.get("out") is not None:
+            return "the call itself names a dtype, or where to write"
+        if name in _DRAWS:
+            return "in another dtype other numbers would be drawn"
+        if name not in OPS:
+            return "no list names this op"
+        return None
+
+    def _decision(self, node: Node, name: str) -> Decision:
+        """Ask the policy: first about parameters that the node reads."""
+        for each in node.all_input_nodes:
+            path = self._source_path(each) if each.op == "placeholder" else ""
+            if path:
+                rule = self.policy.storage(path, path.rpartition(".")[0])[1]
+                if rule is not None and rule.param is not None:
+                    why = rule.reason or f"it reads {path}, which the rule {rule} pins"
+                    return Decision(treatment=rule.treatment, rule=rule, reason=why, source="policy")
+        module = self._module_path(node)
+        return self.policy.explain(name, module, device_type=self.graph.device_type)
+
+    def _source_path(self, node: Node) -> str:
+        """Return a parameter's or a buffer's path; of anything else what the program calls it."""
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        if source is None:
+            return str(node.target)
+        text = str(source.name() if callable(source.name) else source.name)
+        held = "_parameters[" in text or "_buffers[" in text
+        return self._path(text) if held else "".join(re.findall(r"\w+", text)[1:])
+
+    def _module_path(self, node: Node) -> str:
+        stack = node.meta.get("nn_module_stack") or {}
+        last = next(reversed(stack.values()), None)
+        return self._path("" if last is None else str(last[0]))
+
+    def _path(self, text: str) -> str:
+        """Return a path in the model of what Dynamo calls ``L['self']._modules['head']._parameters['weight']``."""
+        found = _VARIABLE.match(text)
+        bare = text[found.end() :] if found else text
+        bare = _PARTS.sub(r".\1", bare).strip(".")
+        return ".".join(filter(None, (self.root_of(found[1] if found else ""), bare)))
+
+
+#: The variable with which Dynamo begins a path, and how it goes on.
+_VARIABLE: Final = re.compile(r"^[A-Z]\['(\w+)'\]")
+_PARTS: Final = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _shares(node: Node, result: Tensor) -> bool:
+    """Whether a node and a result are of one memory."""
+    return any(
+        each.untyped_storage()._cdata == result.untyped_storage()._cdata
+        for each in _leaves(value_of(node))
+        if isinstance(each, Tensor)
+    )
+
+
+def _is_in_place(target: Any) -> bool:
+    return (
+        getattr(target, "__module__", "") == "_operator"
+        and target.__name__.startswith("i")
+        and hasattr(operator, target.__name__[1:])
+    )
+
+
+def _name(node: Node) -> str:
+    """Return the base name of a call's op; an in-place one's ends in an underscore."""
+    if node.op == "call_method":
+        return op_name(getattr(Tensor, str(node.target), node.target))
+    if getattr(node.target, "__module__", "") == "_operator":
+        name = str(node.target.__name__).strip("_")  # type: ignore[union-attr]
+        return op_name(getattr(Tensor, f"__{name}__", node.target))
+    return op_name(node.target)
+
+
+def _names_dtype(node: Node) -> bool:
+    """Whether a conversion names a dtype, and no device alone."""
+    if str(node.target) != "to":
+        return True
+    given = [*node.args[1:], *node.kwargs.values()]
+    return any(isinstance(each, torch.dtype) or is_floating(each) for each in given)
+
+
+def _line(node: Node) -> str:
+    """Return the program's line that has the call."""
+    return _last_line(node.meta.get("stack_trace") or "")

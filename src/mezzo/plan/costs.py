@@ -1,0 +1,560 @@
+"""What ops and casts cost in each precision: bytes read and written, and bytes kept for the backward pass.
+
+Each call of a captured graph is run once in each precision on fake tensors, which have shapes and no memory, forward
+and backward; its kernels are what is counted. So there is no table of ops here: what torch runs is what costs.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from mezzo import files
+from mezzo.cast.device.probing import processor
+from mezzo.plan.capture import Graph, Op, hint, is_floating, num_elements, value_of
+from mezzo.plan.cut import Edge, Problem, cost
+from mezzo.policy.ops import OPS
+from mezzo.tensors import dtype_name, tensors
+from mezzo.trace.kernels import is_allocation, is_view
+
+# How fast a device is: what a product's arithmetic costs, in bytes. -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """How fast a device copies and multiplies.
+
+    Attributes:
+        bytes_per_s: Read and written by a copy.
+        flops_fp32: Operations per second of an FP32 product.
+        flops_low: Of one in the low format.
+    """
+
+    bytes_per_s: float
+    flops_fp32: float
+    flops_low: float
+
+    def work(self, num_bytes: int, num_flops: int, *, low: bool) -> float:
+        """Return the bytes that could be moved while a kernel runs: its own, or more if it computes longer."""
+        return max(num_bytes, num_flops * self.bytes_per_s / (self.flops_low if low else self.flops_fp32))
+
+
+#: Elements of the copy, and rows of the product, that are timed.
+_COPIED: Final = 1 << 24
+_ROWS: Final = 1024
+_VERSION: Final = 1
+
+
+@functools.lru_cache(maxsize=16)
+def rates(device_type: str, dtype: torch.dtype, *, emulated: bool) -> Rates:
+    """Measure how fast a device copies and multiplies, or read what was measured before.
+
+    What was measured is kept in mezzo's cache folder, so that plans on one machine are alike from run to run.
+
+    Args:
+        device_type: The device.
+        dtype: The low format.
+        emulated: Whether products are emulated in it here: such a format counts as twice as fast as FP32.
+
+    **Cost**: once on a machine some 0.2 s, with synchronisations.
+    """
+    named = processor() if device_type == "cpu" else {"name": torch.get_device_module(device_type).get_device_name()}
+    about = {**named, "torch": torch.__version__, "threads": torch.get_num_threads(), "version": _VERSION}
+    about |= {"device": device_type, "dtype": dtype_name(dtype), "emulated": emulated}
+    file = f"rates-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
+    try:
+        return Rates(**{name: float(value) for name, value in json.loads(files.kept(file)).items()})
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError):
+        found = _measured(device_type, dtype, emulated)
+    with suppress(OSError, RuntimeError):  # it is measured again the next time
+        files.keep(file, json.dumps(asdict(found)).encode())
+    return found
+
+
+def _measured(device_type: str, dtype: torch.dtype, emulated: bool) -> Rates:
+    device = torch.device(device_type)
+    wide = torch.empty(_COPIED, device=device)
+    target = torch.empty_like(wide)
+    matrix = torch.ones(_ROWS, _ROWS, device=device)
+    flops = 2.0 * _ROWS**3
+    fp32 = flops / _seconds(lambda: matrix @ matrix, device_type)
+    narrow = matrix.to(dtype)
+    return Rates(
+        bytes_per_s=2.0 * wide.nbytes / _seconds(lambda: target.copy_(wide), device_type),
+        flops_fp32=fp32,
+        flops_low=2 * fp32 if emulated else flops / _seconds(lambda: narrow @ narrow, device_type),
+    )
+
+
+def _seconds(call: Callable[[], Any], device_type: str) -> float:
+    """Return the shortest time of several calls: what else runs on the machine makes others longer."""
+    wait = (lambda: None) if device_type == "cpu" else torch.get_device_module(device_type).synchronize
+    times = []
+    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+        for _ in range(6):
+            wait()
+            start = time.perf_counter()
+            call()
+            wait()
+            times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+# What one call moves ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """What one call moves and keeps in one precision, forward and backward.
+
+    Attributes:
+        num_bytes: What its kernels read and write.
+        work: The same, or more where a product's arithmetic takes longer.
+        keeps: Which of its tensors it keeps for the backward pass: places among the node's inputs.
+        keeps_result: Whether it keeps what it gives.
+        kept_bytes: What else it keeps: masks, statistics.
+        dtype: What it gives.
+        is_product: Whether any of its kernels is a product, a convolution or attention.
+    """
+
+    num_bytes: int
+    work: float
+    keeps: tuple[int, ...]
+    keeps_result: bool
+    kept_bytes: int
+    dtype: torch.dtype | None
+    is_product: bool
+
+
+class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Count what kernels read, write and compute."""
+
+    def __init__(self, rates: Rates, *, low: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rates, self.low = rates, low
+        self.num_bytes, self.work, self.is_product = 0, 0.0, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_allocation(func) or is_view(func):
+            return out
+        moved = _moved_by(func, list(tensors((args, kwargs))), list(tensors(out)))
+        counter = flop_registry.get(func._overloadpacket)
+        flops = 0 if counter is None else int(counter(*args, **(kwargs or {}), out_val=out))
+        self.num_bytes += moved
+        self.work += self.rates.work(moved, flops, low=self.low)
+        self.is_product |= flops > 0
+        return out
+
+
+#: Kernels that read of a table only what they give.
+_LOOKS_UP: Final = frozenset("embedding gather index index_select".split())
+
+
+def _moved_by(kernel: Any, given: list[Tensor], results: list[Tensor]) -> int:
+    """Count what a kernel reads and writes."""
+    if str(kernel._schema.name).removeprefix("aten::") in _LOOKS_UP:
+        return 2 * sum(map(_bytes, results)) + sum(_bytes(each) for each in given if not each.is_floating_point())
+    return sum({id(each): _bytes(each) for each in (*given, *results)}.values())
+
+
+def _bytes(tensor: Tensor) -> int:
+    """What there is to read of a tensor: of an expanded one, what is in memory."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+class Meter:
+    """Run calls of a graph on fake tensors, each kind of call once.
+
+    Args:
+        graph: The graph.
+        rates: How fast its device is.
+    """
+
+    def __init__(self, graph: Graph, rates: Rates) -> None:
+        self.graph, self.rates = graph, rates
+        self._fake = FakeTensorMode()
+        self._known: dict[Any, Moved | Exception] = {}
+
+    def moved(self, op: Op, node: Node, *, low: bool) -> Moved:
+        """Measure a call.
+
+        Args:
+            op: The op it is a part of.
+            node: The call.
+            low: In which precision.
+
+        Raises:
+            Exception: What torch raises on fake tensors of this precision.
+        """
+        key = (node.target, op.kind, op.is_wide_inside, low, _described(node, op))
+        if key not in self._known:
+            try:
+                self._known[key] = self._measure(op, node, low)
+            except Exception as error:  # of any kind: it is torch's, or a custom op's
+                self._known[key] = error
+        found = self._known[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _measure(self, op: Op, node: Node, low: bool) -> Moved:
+        dtype = self.graph.policy.dtype if low else torch.float32
+        reads = {id(each) for each in op.reads}
+        counter, packed = _Kernels(self.rates, low=low or op.kind == "inside"), list[Tensor]()
+
+        def pack(tensor: Tensor) -> Tensor:
+            packed.append(tensor)
+            return tensor
+
+        device = self.graph.device_type
+        inside = torch.autocast(device, dtype=self.graph.policy.dtype, enabled=op.kind == "inside")
+        with torch.enable_grad(), self._fake, inside:
+            leaves, made = list[Tensor](), dict[Node, Any]()
+            for each in node.all_input_nodes:
+                casts = op.kind != "inside" and (id(each) in reads or self.graph.makers.get(each) is op)
+                made[each] = _fake_of(value_of(each), dtype if casts else None, leaves)
+            with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+                results = _run(node, made, dtype if op.is_wide_inside and low and not self.graph.emulated else None)
+                floats = [each for each in tensors(results) if each.is_floating_point()]
+                self._backward(floats, leaves)
+        given = {_memory(each): place for place, each in enumerate(made.values()) if isinstance(each, Tensor)}
+        own = {_memory(each) for each in floats}
+        kept = {_memory(each): each for each in packed}
+        return Moved(
+            num_bytes=counter.num_bytes, work=counter.work, is_product=counter.is_product,
+            keeps=tuple(sorted(given[each] for each in kept if each in given)),
+            keeps_result=any(each in own and each not in given for each in kept),
+            kept_bytes=sum(_bytes(each) for key, each in kept.items() if key not in given and key not in own),
+            dtype=floats[0].dtype if floats else None,
+        )  # fmt: skip
+
+    def _backward(self, results: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        starts = [each for each in results if each.requires_grad]
+        if starts and leaves:
+            torch.autograd.grad(starts, leaves, [torch.empty_like(each) for each in starts], allow_unused=True)
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _described(node: Node, op: Op) -> Any:
+    """Return what tells calls of one function apart: what they are given."""
+
+    def told(each: Node) -> Any:
+        value = value_of(each)
+        if not isinstance(value, Tensor):
+            return str(value)
+        is_own = each in op.reads or each in op.nodes
+        sizes, strides = tuple(map(hint, value.shape)), tuple(map(hint, value.stride()))
+        return f"<{sizes} {strides} {value.dtype} {value.requires_grad} {value.device} {is_own}>"
+
+    return str(fx.map_arg((node.args, node.kwargs), told))
+
+
+def _fake_of(value: Any, dtype: torch.dtype | None, leaves: list[Tensor]) -> Any:
+    """Make a fake tensor like one of Dynamo's, with the first shapes for sizes; leaves that need gradients are kept."""
+    if isinstance(value, tuple | list):
+        return type(value)([_fake_of(each, dtype, leaves) for each in value])
+    if isinstance(value, torch.SymInt):
+        return hint(value)
+    if not isinstance(value, Tensor):
+        return value
+    wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    sizes, strides = tuple(map(hint, value.shape)), tuple(map(hint, value.stride()))
+    leaf = torch.empty_strided(sizes, strides, dtype=wanted, device=value.device)
+    if not (value.requires_grad and value.is_floating_point()):
+        return leaf
+    leaves.append(leaf.requires_grad_())
+    return leaf.clone()  # which may be written to
+
+
+def _run(node: Node, made: Mapping[Node, Any], rounds_to: torch.dtype | None) -> Any:
+    """Run a call; in FP32 from rounded operands, with what it gives rounded, where a dtype is named."""
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: made[each])
+
+    def widened(value: Any, dtype: torch.dtype) -> Any:
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    if rounds_to is not None:
+        args, kwargs = pytree.tree_map(functools.partial(widened, dtype=torch.float32), (args, kwargs))
+    if node.op == "call_method":
+        out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    else:
+        out = node.target(*args, **kwargs)  # type: ignore[operator]
+    return out if rounds_to is None else pytree.tree_map(functools.partial(widened, dtype=rounds_to), out)
+
+
+# The problem ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Crossing:
+    """A tensor that ops may want in another precision than it has: where a cast is made, if one is.
+
+    Attributes:
+        node: The tensor that is cast.
+        maker: The op that it belongs to.
+        readers: The ops that read it, or a view of it, in their own precision.
+        num_elements: How many elements it has.
+        trains: Whether its gradient is cast back.
+    """
+
+    node: Node
+    maker: int
+    readers: tuple[int, ...]
+    num_elements: int
+    trains: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """What one cast reads and writes, with that of the gradient."""
+        return self.num_elements * (4 + 2) * (1 + self.trains)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """What a placement comes to, in one step.
+
+    Attributes:
+        casts: How many tensors are cast, in the forward pass, by kernels of their own.
+        cast_bytes: What these casts, and those of gradients, read and write.
+        moved_bytes: What everything reads and writes, casts included; infinite where a rule does not hold.
+        kept_bytes: What is kept for the backward pass, but for weights and inputs in the precision that they have.
+        cost: In the unit of the objective.
+    """
+
+    casts: int
+    cast_bytes: int
+    moved_bytes: float
+    kept_bytes: float
+    cost: float
+
+
+class Account:
+    """The costs of a graph's ops and casts.
+
+    Ops that cannot be tried in low precision are left alone from here on.
+
+    Args:
+        graph: The graph; what its ops may be is corrected by what they do.
+        rates: How fast its device is.
+        objective: What to make small: 0 is the time of a step, 1 what it keeps for the backward pass.
+        fused: Whether a compiler fuses what lies between products: what is made and read there is not written, and a
+            cast that such an op reads through or writes through costs nothing.
+
+    Attributes:
+        problem: What to solve; the last two of its ops are no ops, and always FP32 and low.
+    """
+
+    def __init__(self, graph: Graph, rates: Rates, *, objective: float, fused: bool) -> None:
+        self.graph, self.rates, self.fused = graph, rates, fused
+        meter = Meter(graph, rates)
+        self._moved = [_both(meter, op) for op in graph.ops]
+        self._kept = tuple(_kept(graph, self._moved))
+        self._crossings = tuple(_crossings(graph))
+        self._is_apart = tuple(self._has_own_kernel(op) for op in graph.ops)
+        self._stages = _stages(graph, self._is_apart)
+        self.problem = self._problem(1 - objective, objective, lambda moved: moved.work)
+        self._bytes = self._problem(1.0, 0.0, lambda moved: moved.num_bytes)
+        self._memory = self._problem(0.0, 1.0, lambda moved: 0)
+
+    def totals(self, low: Sequence[bool]) -> Totals:
+        """Add up a placement.
+
+        Args:
+            low: Whether each op of the graph is low.
+        """
+        made, of_all = list(self.casts(low)), (*low, False, True)
+        return Totals(
+            casts=len(made),
+            cast_bytes=sum(each.num_bytes for each in made),
+            moved_bytes=cost(self._bytes, of_all),
+            kept_bytes=cost(self._memory, of_all),
+            cost=cost(self.problem, of_all),
+        )
+
+    def casts(self, low: Sequence[bool]) -> Iterator[Crossing]:
+        """Yield the casts of a placement that are kernels of their own: each tensor's, once."""
+        of_all = (*low, False, True)
+        for each in self._crossings:
+            if any(of_all[reader] != low[each.maker] for reader in self._apart(each)):
+                yield each
+
+    def _apart(self, crossing: Crossing) -> tuple[int, ...]:
+        """Return the readers for which a cast would be a kernel of its own."""
+        if not self.fused:
+            return crossing.readers
+        if not self._is_apart[crossing.maker]:
+            return ()
+        return self._own_kernels(crossing)
+
+    def _own_kernels(self, crossing: Crossing) -> tuple[int, ...]:
+        is_apart = (*self._is_apart, True, True)
+        return tuple(reader for reader in crossing.readers if is_apart[reader])
+
+    def _has_own_kernel(self, op: Op) -> bool:
+        """Whether a compiler leaves an op a kernel of its own: products, and what it does not know."""
+        products = any(each.is_product for each in self._moved[op.index][True])
+        is_gemm = op.name in OPS and OPS[op.name].reason == "gemm"
+        return products or is_gemm or op.kind in ("own", "inside", "source")
+
+    def _problem(self, time: float, memory: float, of: Callable[[Moved], float]) -> Problem:
+        """Write the problem.
+
+        Args:
+            time: What a byte counts that is moved.
+            memory: What a byte counts that is kept.
+            of: What a call moves.
+        """
+        counted = [not self.fused or apart for apart in self._is_apart]
+        sides = [
+            [
+                (time * sum(map(of, side)) if counts else 0.0) + memory * sum(each.kept_bytes for each in side)
+                for side in calls
+            ]
+            for calls, counts in zip(self._moved, counted, strict=True)
+        ]
+        edges = list(self._casts_or_traffic(time, sides) if time else ())
+        always_high, always_low = len(sides), len(sides) + 1
+        for kept in self._kept if memory else ():
+            edges.append(Edge(always_high, kept.readers, memory * kept.low, 0.0))
+            edges.append(Edge(always_low, kept.readers, 0.0, memory * kept.high))
+        for op in self.graph.ops:
+            if op.kind == "follow":
+                makers = dict.fromkeys(self.graph.makers[node].index for node in op.reads)
+                only = math.inf if len(makers) == 1 else 0.0  # of several, which are low, no cut can say
+                edges += [Edge(maker, (op.index,), math.inf, only) for maker in makers if maker != op.index]
+        fixed = [op.fixed for op in self.graph.ops]
+        high = [math.inf if is_low is True else side[False] for is_low, side in zip(fixed, sides, strict=True)]
+        low = [math.inf if is_low is False else side[True] for is_low, side in zip(fixed, sides, strict=True)]
+        return Problem((*high, 0.0, math.inf), (*low, math.inf, 0.0), tuple(edges))
+
+    def _casts_or_traffic(self, time: float, sides: list[list[float]]) -> Iterator[Edge]:
+        """Yield what casts cost; where ops are fused, add to ``sides`` what lies between clusters and is read there."""
+        always_high, always_low = len(sides), len(sides) + 1
+        for each in self._crossings:
+            if not self.fused:
+                yield Edge(each.maker, each.readers, time * each.num_bytes, time * each.num_bytes)
+                continue
+            low, high = (time * size * each.num_elements * (1 + each.trains) for size in (2, 4))
+            own = self._own_kernels(each)
+            stages = {self._stages[reader] for reader in set(each.readers) - set(own)}
+            if self._is_apart[each.maker]:
+                yield Edge(each.maker, own, time * each.num_bytes, time * each.num_bytes)
+                passes = len(stages)  # what has a kernel of its own has its writing counted
+            elif later := stages - {self._stages[each.maker]}:
+                yield Edge(each.maker, own, low, high)  # written once more in the other precision
+                passes = 1 + len(later)
+            else:  # written as it is wanted
+                yield Edge(always_high, own, low, 0.0)
+                yield Edge(always_low, own, 0.0, high)
+                continue
+            if self.graph.ops[each.maker].kind != "source":
+                sides[each.maker][False] += passes * high
+                sides[each.maker][True] += passes * low
+
+
+def _stages(graph: Graph, is_apart: Sequence[bool]) -> list[int]:
+    """Return after how many ops with kernels of their own each op runs: only ops of one stage are fused."""
+    stages = list[int]()
+    for op in graph.ops:
+        makers = (graph.makers[node] for node in op.reads)
+        before = [
+            stages[each.index] + (is_apart[each.index] and each.kind != "source")
+            for each in makers
+            if each.index < op.index
+        ]
+        stages.append(max(before, default=0))
+    return stages
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A tensor that is kept for the backward pass, in each precision in which an op that keeps it runs."""
+
+    readers: tuple[int, ...]
+    low: int
+    high: int
+
+
+def _both(meter: Meter, op: Op) -> tuple[tuple[Moved, ...], tuple[Moved, ...]]:
+    """Measure an op in FP32 and in the low format; what cannot be tried is left alone, or has one precision."""
+    if op.kind in ("source", "own", "asked"):
+        return (), ()
+    try:
+        high = tuple(meter.moved(op, node, low=False) for node in op.nodes)
+    except Exception as error:
+        op.kind, op.reason = "own", f"it cannot be tried: {_first(error)}"
+        return (), ()
+    if op.kind == "inside":
+        op.dtype = high[0].dtype or op.dtype
+        return high, high
+    if op.kind == "fp32":
+        return high, high
+    try:
+        low = tuple(meter.moved(op, node, low=True) for node in op.nodes)
+    except Exception as error:
+        if op.kind != "low":
+            op.kind, op.reason = "fp32", f"it cannot be tried in the low format: {_first(error)}"
+            return high, high
+        op.kind, op.reason = "own", f"it cannot be tried in the low format: {_first(error)}"
+        return (), ()
+    if op.kind != "low" and low[0].dtype not in (None, meter.graph.policy.dtype):
+        op.kind, op.reason = "fp32", "it gives FP32 whatever it reads"
+    return high, low
+
+
+def _first(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _crossings(graph: Graph) -> Iterator[Crossing]:
+    """Find the tensors that ops read in their own precision, each with all of its readers."""
+    readers: dict[Node, dict[int, None]] = {}
+    for op in graph.ops:
+        if op.kind in ("source", "inside"):
+            continue
+        for node in op.reads:
+            # What is left alone takes each tensor as it is without a policy.
+            reader = op.index if op.kind != "own" else len(graph.ops) + (value_of(node).dtype != torch.float32)
+            if graph.makers[node] is not op:
+                readers.setdefault(graph.cast_at(node), {})[reader] = None
+    for node, found in readers.items():
+        maker = graph.makers[node]
+        yield Crossing(node, maker.index, tuple(found), num_elements(node), bool(value_of(node).requires_grad))
+
+
+def _kept(graph: Graph, moved: Sequence[tuple[tuple[Moved, ...], tuple[Moved, ...]]]) -> Iterator[_Kept]:
+    """Find what is kept for the backward pass, each tensor with the ops that keep it."""
+    readers: dict[Node, dict[int, None]] = {}
+    for op in graph.ops:
+        for node, call in zip(op.nodes, moved[op.index][True], strict=False):
+            inputs = node.all_input_nodes
+            for place in call.keeps:
+                if inputs[place] in graph.makers and is_floating(inputs[place]):
+                    readers.setdefault(graph.cast_at(inputs[place]), {})[op.index] = None
+            if call.keeps_result and is_floating(node):
+                readers.setdefault(node, {})[op.index] = None
+    for node, found in readers.items():
+        maker, size = graph.makers[node], num_elements(node)
+        low, high = 2 * size, 4 * size
+        if maker.kind == "source":  # which is there anyway, as it is
+            low, high = (low, 0) if maker.dtype == torch.float32 else (0, high)
+        yield _Kept(tuple(found), low, high)
