@@ -9,7 +9,7 @@ import typer
 
 from mezzo.cli.explain import explain_script
 from mezzo.policy import Policy
-from mezzo.script import Program, rehearse
+from mezzo.script import Program, explained, rehearse
 
 from ..script.conftest import SCRIPTS
 
@@ -139,10 +139,10 @@ def test_several_policies_and_one_run_of_the_script(script, capsys, monkeypatch,
 def test_a_model_is_explained_as_it_was_at_its_call(script):
     """What a step does to weights and random numbers does not show: twice the same, and the script's losses stay."""
     policy = Policy.of(BF16)
-    first, second = (rehearse(Program(name=str(script)), policy, steps=2).explanations for _ in range(2))
+    first, second = (rehearse(Program(name=str(script)), policy, explained, steps=2).found for _ in range(2))
     assert first == second
     before = torch.nn.Module.__call__, torch.nn.functional.cross_entropy
-    rehearse(Program(name=str(script)), policy)
+    rehearse(Program(name=str(script)), policy, explained)
     assert (torch.nn.Module.__call__, torch.nn.functional.cross_entropy) == before
 
 

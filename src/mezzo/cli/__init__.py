@@ -16,6 +16,7 @@ from mezzo.cli import (  # noqa: F401  (each verb registers itself)
     doctor,
     explain,
     inspect,
+    plan,
     run,
     show,
     tune,

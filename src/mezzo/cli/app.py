@@ -48,6 +48,7 @@ def _show_version(wanted: bool) -> None:
     mezzo explain train.py          what runs low, what does not, and why
     mezzo inspect train.py          which formats are safe, at which loss scale
     mezzo tune train.py             which ops need FP32, found by running
+    mezzo plan train.py             where casts are cheapest
     mezzo show ops softmax          what the lists say about an op
     mezzo show formats float16      the numbers of a format
     mezzo doctor                    what works and pays on this machine
@@ -147,7 +148,7 @@ def leave(*, interrupted: bool, alarms: bool) -> None:
 
 # Running a script in this process: where its output goes, and how an error of its own ends the verb.
 
-_VERBS: Final = ("run", "compare", "explain", "inspect", "tune")
+_VERBS: Final = ("run", "compare", "explain", "inspect", "tune", "plan")
 #: What argparse and its like exit with where they do not know an option.
 _WRONG_USAGE: Final = 2
 

@@ -33,10 +33,10 @@ from mezzo.cli.app import (
     show_json,
     usual_policy,
 )  # fmt: skip
-from mezzo.explanation.explanation import renderables
+from mezzo.explanation.explanation import Explanation, renderables
 from mezzo.files import save_json
 from mezzo.policy import Policy
-from mezzo.script.inspection import Rehearsed, rehearse
+from mezzo.script.inspection import Rehearsed, explained, rehearse
 from mezzo.script.program import Program, require_one_process
 from mezzo.tensors import LOW, dtype_name
 
@@ -108,37 +108,37 @@ def explain_script(
     require_one_process("explain")
     folder = None if out is None else free_folder(out, overwrite)
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), ended_lines():
-        found = rehearse(program, policies, steps=steps or 1)
-    ran_low = any(product.dtype in map(dtype_name, LOW) for each in found.explanations for product in each.products)
+        found = rehearse(program, policies, explained, steps=steps or 1)
+    ran_low = any(product.dtype in map(dtype_name, LOW) for each in found.found for product in each.products)
     code = ended_with(program, found.error) or (0 if ran_low else ALERT)
     if folder is not None:
         _write(folder, program, found, code)
     if as_json:
-        models = [each.to_dict() for each in found.explanations]
+        models = [each.to_dict() for each in found.found]
         show_json({"program": program.name, "models": models, "left_alone": found.left_alone})
     else:
-        for each in found.explanations:
+        for each in found.found:
             show_explanation(list(renderables(each, full=full)), full)
     for what, why in found.left_alone.items():
         note(f"{what} cannot be explained: {why}")
-    if not found.explanations and found.error is None:
+    if not found.found and found.error is None:
         note(f"{program.name} called no model to train before its step {steps or 1} was done")
     raise typer.Exit(code)
 
 
-def _write(folder: Path, program: Program, found: Rehearsed, code: int) -> None:
+def _write(folder: Path, program: Program, found: Rehearsed[Explanation], code: int) -> None:
     """Write each explanation, then the summary; files of earlier results are gone."""
     for old in folder.glob("explanation*.json"):
         old.unlink()
     names = [
-        f"explanation-{number}.json" if len(found.explanations) > 1 else "explanation.json"
-        for number in range(1, len(found.explanations) + 1)
+        f"explanation-{number}.json" if len(found.found) > 1 else "explanation.json"
+        for number in range(1, len(found.found) + 1)
     ]
-    for name, each in zip(names, found.explanations, strict=True):
+    for name, each in zip(names, found.found, strict=True):
         save_json(each.to_dict(), folder / name)
     models = [
         {"file": name, "model": each.model, "policy": each.policy, "headline": each.answer.headline}
-        for name, each in zip(names, found.explanations, strict=True)
+        for name, each in zip(names, found.found, strict=True)
     ]
     summary = {"program": program.name, "models": models, "left_alone": found.left_alone, "exit_code": code}
     save_json(summary, folder / SUMMARY)

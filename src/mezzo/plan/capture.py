@@ -165,7 +165,7 @@ def is_floating(node: Any) -> bool:
 
 
 class _Stop(Exception):  # noqa: N818 - it is no error
-    """Ends a call when its graph is known: nothing has run."""
+    """Ends a call when its graph is known: nothing is compiled, and nothing runs."""
 
 
 def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: Policy) -> Graph:
@@ -192,14 +192,11 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         ) from error
     found: list[Graph | MezzoError] = []
 
-    def keep(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+    def keep(graph: fx.GraphModule, inputs: Any) -> Any:
         try:
             found.append(read(graph, policy))
         except MezzoError as error:
             found.append(error)
-        return stop
-
-    def stop(*_: Any) -> Any:
         raise _Stop
 
     keep.places_casts = True  # type: ignore[attr-defined]  # no region is to place any before
@@ -212,15 +209,14 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     with dynamo.config.patch(allow_rnn=True):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*args, **kwargs)
-        except _Stop:
-            pass
         except dynamo.exc.TorchDynamoException as error:
-            raise UnsupportedError(
-                f"{type(model).__name__} cannot be captured as one graph",
-                where=_user_line(str(error)),
-                why=str(error).splitlines()[0],
-                write="mezzo.plan.plan(part, inputs, policy=…) of each part of the model",
-            ) from error
+            if not found:
+                raise UnsupportedError(
+                    f"{type(model).__name__} cannot be captured as one graph",
+                    where=_user_line(str(error)),
+                    why=str(error).splitlines()[0],
+                    write="mezzo.plan.plan(part, inputs, policy=…) of each part of the model",
+                ) from error
     if not found:
         raise UnsupportedError(f"{type(model).__name__} runs no op of torch's on tensors")
     if isinstance(found[0], MezzoError):

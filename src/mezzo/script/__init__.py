@@ -4,7 +4,7 @@ Nothing here decides about numerics or carries a policy out: that is the session
 """
 
 from mezzo.script.comparison import Comparison, compare
-from mezzo.script.inspection import Inspection, Rehearsed, inspect, rehearse
+from mezzo.script.inspection import Called, Inspection, Rehearsed, explained, inspect, rehearse
 from mezzo.script.metric import TRAINING_LOSS, Metric
 from mezzo.script.program import Program
 from mezzo.script.report import ScriptReport
@@ -12,6 +12,6 @@ from mezzo.script.run import ScriptRun, run
 from mezzo.script.tuning import tune
 
 __all__ = [
-    "TRAINING_LOSS", "Comparison", "Inspection", "Metric", "Program", "Rehearsed", "ScriptReport", "ScriptRun",
-    "compare", "inspect", "rehearse", "run", "tune",
+    "TRAINING_LOSS", "Called", "Comparison", "Inspection", "Metric", "Program", "Rehearsed", "ScriptReport", "ScriptRun",
+    "compare", "explained", "inspect", "rehearse", "run", "tune",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from inspect import signature
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -39,37 +39,62 @@ from mezzo.trace.sandbox import copied
 
 # ``mezzo.script.rehearse``: one step of a script, and what policies would make of it.
 
+T = TypeVar("T")  # Python 3.11 has no `def f[T]`
+
+
+@dataclass(slots=True)
+class Called:
+    """A model as a script called it.
+
+    Attributes:
+        model: A copy of it.
+        inputs: A copy of what it was called with.
+        shapes: The shapes that it returned.
+        loss: From what it returns to a loss, where the script has made one by ``cross_entropy``.
+    """
+
+    model: nn.Module
+    inputs: Any
+    shapes: tuple[torch.Size, ...] = ()
+    loss: Callable[[Any], Tensor] | None = None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rehearsed:
+class Rehearsed(Generic[T]):
     """What one step of a script has shown.
 
     Attributes:
-        explanations: What the policies make of each model whose forward pass was part of it: all models under the
-            first policy, then under the next.
-        left_alone: Models that could not be explained, and why.
+        found: What was asked about each model whose forward pass was part of it: all models under the first policy,
+            then under the next.
+        left_alone: Models about which nothing can be said, and why.
         error: What the script raised before the step was done; ``None`` where nothing.
     """
 
-    explanations: tuple[Explanation, ...]
+    found: tuple[T, ...]
     left_alone: dict[str, str]
     error: BaseException | None
 
 
-def rehearse(program: Program, policies: Policy | Sequence[Policy], *, steps: int = 1) -> Rehearsed:
-    """Run a script in FP32 until an optimizer has stepped, and explain each model that it calls on the way there.
+def explained(call: Called, policy: Policy) -> Explanation:
+    """Explain a model as a script called it; what the script makes of its output by ``cross_entropy`` is part of it."""
+    return explain(call.model, call.inputs, policy=policy, loss=call.loss)
 
-    What the script makes of a model's output by ``cross_entropy`` is part of what is explained.
+
+def rehearse(
+    program: Program, policies: Policy | Sequence[Policy], ask: Callable[[Called, Policy], T], *, steps: int = 1
+) -> Rehearsed[T]:
+    """Run a script in FP32 until an optimizer has stepped, and look at each model that it calls on the way there.
 
     Args:
         program: The script, which runs once.
         policies: The policy, or several.
-        steps: The step to explain; those before it run as they are.
+        ask: What to find out about a model under a policy: :func:`explained` is one.
+        steps: The step to look at; those before it run as they are.
 
     Returns:
         What that has shown; what the script writes until then is written.
 
-    **Cost**: that of :func:`mezzo.explain` for each model and policy, a copy of each model, and the script until then.
+    **Cost**: that of ``ask`` for each model and policy, a copy of each model, and the script until then.
     """
     calls = _Calls(steps)
     error: BaseException | None = None
@@ -88,20 +113,10 @@ def rehearse(program: Program, policies: Policy | Sequence[Policy], *, steps: in
     for policy in [policies] if isinstance(policies, Policy) else policies:
         for call in calls.seen:
             try:
-                found.append(explain(call.model, call.inputs, policy=policy, loss=call.loss))
+                found.append(ask(call, policy))
             except (MezzoError, TypeError) as failed:
                 calls.left_alone[type(call.model).__name__] = str(failed)
-    return Rehearsed(explanations=tuple(found), left_alone=calls.left_alone, error=error)
-
-
-@dataclass(slots=True)
-class _Call:
-    """A model as it was called: copies of it and of its inputs, the shapes that it returned, and the loss."""
-
-    model: nn.Module
-    inputs: Any
-    shapes: tuple[torch.Size, ...] = ()
-    loss: Callable[[Any], Tensor] | None = None
+    return Rehearsed(found=tuple(found), left_alone=calls.left_alone, error=error)
 
 
 class _Calls:
@@ -113,7 +128,7 @@ class _Calls:
     """
 
     def __init__(self, steps: int) -> None:
-        self.seen: list[_Call] = []
+        self.seen: list[Called] = []
         self.left_alone: dict[str, str] = {}
         self._steps, self._taken = steps, Counter[int]()
         self._known: set[nn.Module] = set()
@@ -153,14 +168,14 @@ class _Calls:
         seams.replace(nn.Module, "__call__", call)
         seams.replace(nn.functional, "cross_entropy", cross_entropy)
 
-    def _kept(self, module: nn.Module, args: Any, kwargs: Any) -> _Call | None:
+    def _kept(self, module: nn.Module, args: Any, kwargs: Any) -> Called | None:
         is_due = torch.is_grad_enabled() and max(self._taken.values(), default=0) == self._steps - 1
         if not is_due or module in self._known or not any(param.requires_grad for param in module.parameters()):
             return None
         self._known.add(module)
         try:
             inputs = own(_inputs(module, args, kwargs))
-            self.seen.append(_Call(copied(module, "mezzo.explain(build_model(), inputs, policy)"), inputs))
+            self.seen.append(Called(copied(module, "mezzo.explain(build_model(), inputs, policy)"), inputs))
         except (MezzoError, TypeError) as error:  # arguments of which no mapping can be made
             self.left_alone[type(module).__name__] = str(error)
             return None

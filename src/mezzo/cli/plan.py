@@ -1,0 +1,128 @@
+"""``mezzo plan SCRIPT``: which ops to run low where either precision would do."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mezzo.cli.app import (
+    BEFORE_SCRIPT,
+    SUMMARY,
+    Full,
+    IsModule,
+    Json,
+    Out,
+    Overwrite,
+    PolicyText,
+    Steps,
+    Words,
+    app,
+    ended_lines,
+    ended_with,
+    free_folder,
+    note,
+    program_of,
+    show_explanation,
+    show_json,
+    usual_policy,
+)  # fmt: skip
+from mezzo.errors import PolicyError, require_extra
+from mezzo.files import save_json, whole
+from mezzo.plan import Plan
+from mezzo.plan import plan as plan_of
+from mezzo.plan.planned import headline
+from mezzo.plan.run import objective_number
+from mezzo.policy import Policy
+from mezzo.script.inspection import Called, Rehearsed, rehearse
+from mezzo.script.program import Program, require_one_process
+
+
+@app.command("plan", context_settings=BEFORE_SCRIPT)
+def plan(
+    words: Words,
+    is_module: IsModule = False,
+    policy: PolicyText = None,
+    objective: Annotated[
+        str, typer.Option(metavar="time|memory|NUMBER", help="What to save, or a number from 0 (time) to 1 (memory).")
+    ] = "time",
+    fused: Annotated[bool, typer.Option("--fused", help="Count as where torch.compile fuses kernels.")] = False,
+    steps: Steps = None,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+    full: Full = False,
+) -> None:
+    """Place the casts of a script's models: the cheapest way to hold a policy's rules, found as a minimum cut.
+
+    [bold]mezzo plan train.py --epochs 3[/bold]             --epochs is the script's
+
+    [bold]mezzo plan --objective memory train.py[/bold]
+
+    [bold]mezzo plan --full --out why train.py[/bold]       every op and cast, a picture
+
+    The script runs in FP32 until an optimizer has stepped. Each model that it calls there is captured by torch.compile's
+    front end; what must be low or FP32 by the policy's rules and lists is, and the rest is chosen.
+
+    The answer comes first: casts and bytes beside torch.autocast's; then what Paddle's and TensorFlow's rules would give,
+    what was chosen, and the policy to write. --out has plan.json, plan.dot and, where Graphviz is installed, plan.svg.
+    The exit code is the script's where it ends before its step.
+    """
+    program, chosen = program_of(words, is_module), usual_policy(policy)
+    wanted = _objective(objective)
+    require_extra("plan", "a plan needs scipy", "scipy.sparse.csgraph")
+    require_one_process("plan")
+    folder = None if out is None else free_folder(out, overwrite)
+
+    def ask(call: Called, policy: Policy) -> Plan:
+        return plan_of(call.model, call.inputs, policy=policy, objective=wanted, fused=fused)
+
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), ended_lines():
+        found = rehearse(program, chosen, ask, steps=steps or 1)
+    code = ended_with(program, found.error)
+    if folder is not None:
+        _write(folder, program, found, code)
+    if as_json:
+        models = [each.to_dict() for each in found.found]
+        show_json({"program": program.name, "models": models, "left_alone": found.left_alone})
+    else:
+        for each in found.found:
+            show_explanation(each.parts(full=full), full)
+    for what, why in found.left_alone.items():
+        note(f"{what} cannot be planned: {why}")
+    if not found.found and not found.left_alone and found.error is None:
+        note(f"{program.name} called no model to train before its step {steps or 1} was done")
+    raise typer.Exit(code)
+
+
+def _objective(text: str) -> float:
+    try:
+        return objective_number(text if text in ("time", "memory") else float(text))  # type: ignore[arg-type]
+    except ValueError as error:
+        if isinstance(error, PolicyError):
+            raise
+        raise PolicyError(
+            f"the objective is {text!r}", write="--objective time, memory, or a number between"
+        ) from error
+
+
+def _write(folder: Path, program: Program, found: Rehearsed[Plan], code: int) -> None:
+    """Write each plan, its graph and a picture of that, then the summary; files of earlier results are gone."""
+    for old in folder.glob("plan*"):
+        old.unlink()
+    models = []
+    for number, each in enumerate(found.found, 1):
+        name = f"plan-{number}" if len(found.found) > 1 else "plan"
+        save_json(each.to_dict(), folder / f"{name}.json")
+        with whole(folder / f"{name}.dot") as file:
+            file.write(each.dot().encode())
+        if (draw := shutil.which("dot")) is not None:
+            subprocess.run([draw, "-Tsvg", "-o", folder / f"{name}.svg", folder / f"{name}.dot"], check=False)
+        models.append({"file": f"{name}.json", "model": each.model, "headline": headline(each)})
+    summary = {"program": program.name, "models": models, "left_alone": found.left_alone, "exit_code": code}
+    save_json(summary, folder / SUMMARY)
