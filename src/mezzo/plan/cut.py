@@ -16,8 +16,11 @@ from mezzo.errors import PolicyError, raise_together, require_extra, shown
 
 #: scipy's maximum flow takes int32; a residual capacity is the sum of two.
 _LARGEST: Final = 2**30 - 1
-#: What all finite costs come to, at most, as integers.
-_BITS: Final = 60
+#: Bits of the sum of all finite costs: of integers at most, of others after scaling, which is what float64 has.
+_MOST_BITS: Final = 60
+_BITS: Final = 52
+#: How far the bound of a cut may be above it before roundings count.
+_NEAR: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ class Edge:
 
     def _problems(self) -> Iterator[PolicyError]:
         if not _is_index(self.producer):
-            yield PolicyError(f"producer is {shown(self.producer)}", where="Edge", why="it is the index of an op, from 0")
+            yield PolicyError(
+                f"producer is {shown(self.producer)}", where="Edge", why="it is the index of an op, from 0"
+            )
         if not isinstance(self.consumers, tuple):
             yield PolicyError(
                 f"consumers are {shown(self.consumers)}",
@@ -55,7 +60,9 @@ class Edge:
         for name, value in (("down", self.down), ("up", self.up)):
             if not _is_cost(value) or value < 0:
                 yield PolicyError(
-                    f"{name} is {shown(value)}", where="Edge", why="a cast costs a number from 0, or inf where forbidden"
+                    f"{name} is {shown(value)}",
+                    where="Edge",
+                    why="a cast costs a number from 0, or inf where forbidden",
                 )
 
 
@@ -102,7 +109,9 @@ class Problem:
                     f"tensors[{index}] names op {last}", where="Problem", why=f"there are {len(self.high)} ops, from 0"
                 )
         if not _is_finite_sum(self):
-            yield PolicyError("the costs come to more than float64 holds", where="Problem", write="costs in a larger unit")
+            yield PolicyError(
+                "the costs come to more than float64 holds", where="Problem", write="costs in a larger unit"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,15 +175,16 @@ def place(problem: Problem) -> Placement:
 
     scipy's flow is in int32. It is called on the leading 30 bits of the capacities, and then on what is left of
     them, some 13 bits further each time, until all bits are used: after each call no more can flow than one unit of
-    the last bit for each arc. Costs that are integers are exact so. Others are rounded to :math:`2^{-60}` of their
-    sum, and what costs more than the first placement does is left out of a second sum.
+    the last bit for each arc. Costs that are integers are exact so. Others are rounded to :math:`2^{-52}` of their
+    sum. Where the cut comes to less than a 64th of the sum, it is looked for once more, without the arcs that cost
+    more than the whole cut.
 
     Args:
         problem: The costs.
 
     Returns:
-        The placement. With integer costs whose sum is below 2^60 it is exactly the least of the cheapest; otherwise its
-        cost is the least but for roundings.
+        The placement. With integer costs below 2^53 whose sum is below 2^60 it is exactly the least of the cheapest;
+        otherwise its cost is the least but for roundings.
 
     Raises:
         PolicyError: No placement is allowed; the message names ops that contradict each other.
@@ -254,7 +264,7 @@ class _Network:
             inside = self._reached(capacities)
             is_cut = inside[self.tails] & ~inside[self.heads]
             found = math.fsum(self.sizes[is_cut])
-            if is_exact or 2 * found >= bound:
+            if is_exact or _NEAR * found >= bound:
                 return inside
             bound = found  # a cheaper cut goes through no arc that is larger
 
@@ -263,7 +273,7 @@ class _Network:
         is_counted = np.isfinite(self.sizes) & (self.sizes <= bound)
         counted = self.sizes[is_counted]
         total = math.fsum(counted)
-        is_exact = total < 2.0**_BITS and bool((counted == np.rint(counted)).all())
+        is_exact = total < 2.0**_MOST_BITS and bool((counted == np.rint(counted)).all())
         scale = 0 if is_exact else _BITS - math.frexp(total)[1]
         capacities = np.zeros(len(self.sizes), np.int64)
         capacities[is_counted] = np.rint(np.ldexp(counted, scale)).astype(np.int64)
