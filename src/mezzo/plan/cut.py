@@ -30,8 +30,7 @@ class Edge:
     Attributes:
         producer: The op that makes it, by index.
         consumers: The ops that read it; one that reads it twice may stand here twice. Without any, it costs nothing.
-        down: The cost of the cast to low precision, from 0; infinite where it is forbidden. It is paid once, however many
-            consumers share it.
+        down: The cost of the cast to low precision, from 0; infinite where it is forbidden. All consumers share it.
         up: The same of the cast to FP32.
     """
 
@@ -48,14 +47,13 @@ class Edge:
             yield PolicyError(
                 f"producer is {shown(self.producer)}", where="Edge", why="it is the index of an op, from 0"
             )
-        if not isinstance(self.consumers, tuple):
+        consumers: object = self.consumers
+        if not isinstance(consumers, tuple):
+            why = "they are a tuple of indices of ops"
             yield PolicyError(
-                f"consumers are {shown(self.consumers)}",
-                where="Edge",
-                why="they are a tuple of indices of ops",
-                write="Edge(0, (1, 2), down, up)",
+                f"consumers are {shown(consumers)}", where="Edge", why=why, write="Edge(0, (1,), 2.0, 2.0)"
             )
-        elif wrong := [each for each in self.consumers if not _is_index(each)]:
+        elif wrong := [each for each in consumers if not _is_index(each)]:
             yield PolicyError(f"a consumer is {shown(wrong[0])}", where="Edge", why="it is the index of an op, from 0")
         for name, value in (("down", self.down), ("up", self.up)):
             if not _is_cost(value) or value < 0:
@@ -101,7 +99,8 @@ class Problem:
                 if not _is_cost(value):
                     why = "a cost is a number, or inf where this precision is forbidden"
                     yield PolicyError(f"{name}[{index}] is {shown(value)}", where="Problem", why=why)
-        for index, tensor in enumerate(self.tensors):
+        tensors: Sequence[object] = self.tensors
+        for index, tensor in enumerate(tensors):
             if not isinstance(tensor, Edge):
                 yield PolicyError(f"tensors[{index}] is {shown(tensor)}", where="Problem", why="it is an Edge")
             elif (last := max(tensor.producer, *tensor.consumers, 0)) >= len(self.high):
@@ -144,9 +143,10 @@ def cost(problem: Problem, low: Sequence[bool]) -> float:
         PolicyError: ``low`` is no sequence of booleans, one for each op.
 
     Example:
-        >>> problem = Problem(high=(0, 5, 0), low=(math.inf, 1, math.inf), tensors=(Edge(0, (1,), 1, 1), Edge(1, (2,), 1, 1)))
-        >>> cost(problem, (False, True, False)), cost(problem, (False, False, False)), cost(problem, (True, True, False))
-        (3.0, 5.0, inf)
+        >>> inf = math.inf
+        >>> problem = Problem((0, 5, 0), (inf, 1, inf), (Edge(0, (1,), 1, 1), Edge(1, (2,), 1, 1)))
+        >>> [cost(problem, low) for low in ((False, True, False), (False, False, False), (True, True, False))]
+        [3.0, 5.0, inf]
     """
     if len(low) != len(problem.high) or not all(isinstance(each, bool) for each in low):
         why = f"it has True or False for each of {len(problem.high)} ops"
@@ -164,11 +164,11 @@ def place(problem: Problem) -> Placement:
 
     Ops are nodes, and a placement cuts them in two: those on the source's side run low.
 
-    - An op whose low cost is higher by :math:`d` has an arc of capacity :math:`d` to the sink; one whose FP32 cost is, an
-      arc of :math:`d` from the source.
-    - A tensor has two nodes of its own, so that a cast is paid once. Its consumers have infinite arcs to the one, which
-      has an arc of ``down`` to the producer. The producer has an arc of ``up`` to the other, which has infinite arcs
-      to the consumers.
+    - An op whose low cost is higher by :math:`d` has an arc of capacity :math:`d` to the sink; one whose FP32 cost is,
+      an arc of :math:`d` from the source.
+    - A tensor has two nodes of its own, so that a cast is paid once. Its consumers have infinite arcs to the one,
+      which has an arc of ``down`` to the producer. The producer has an arc of ``up`` to the other, which has infinite
+      arcs to the consumers. With a single consumer both arcs are direct.
 
     Minimal cuts are a lattice. What the source still reaches after a maximum flow is the least of them, whatever the
     flow.
@@ -199,9 +199,9 @@ def place(problem: Problem) -> Placement:
         Placement(low=(True, True, True, False, True), cost=3.0)
 
     References:
-        Picard and Queyranne, On the structure of all minimum cuts in a network and applications, Mathematical Programming
-        Study 13 (1980). Edmonds and Karp, Theoretical improvements in algorithmic efficiency for network flow problems,
-        JACM 19 (1972), section 2: capacities bit by bit.
+        Picard and Queyranne, On the structure of all minimum cuts in a network and applications, Mathematical
+        Programming Study 13 (1980). Edmonds and Karp, Theoretical improvements in algorithmic efficiency for network
+        flow problems, JACM 19 (1972): capacities by scaling.
     """
     require_extra("plan", "the cheapest placement needs scipy", "scipy.sparse.csgraph")
     network = _Network.of(problem)
@@ -244,9 +244,13 @@ class _Network:
             if math.isfinite(high) and math.isfinite(low) and high != low:
                 arcs.append((op, sink, low - high) if low > high else (source, op, high - low))
         for index, tensor in enumerate(problem.tensors):
-            lowered, raised = ops + 2 * index, ops + 2 * index + 1
-            arcs += [(lowered, tensor.producer, tensor.down), (tensor.producer, raised, tensor.up)]
-            for consumer in dict.fromkeys(tensor.consumers):
+            lowered, raised, producer = ops + 2 * index, ops + 2 * index + 1, tensor.producer
+            consumers = [each for each in dict.fromkeys(tensor.consumers) if each != producer]
+            if len(consumers) == 1:  # nothing to share: the nodes between are left alone
+                arcs += [(consumers[0], producer, tensor.down), (producer, consumers[0], tensor.up)]
+                continue
+            arcs += [(lowered, producer, tensor.down), (producer, raised, tensor.up)] if consumers else []
+            for consumer in consumers:
                 arcs += [(consumer, lowered, math.inf), (raised, consumer, math.inf)]
         tails, heads, sizes = zip(*arcs, strict=True) if arcs else ((), (), ())
         return cls(nodes, np.array(tails, np.int32), np.array(heads, np.int32), np.array(sizes, np.float64))
@@ -269,7 +273,7 @@ class _Network:
             bound = found  # a cheaper cut goes through no arc that is larger
 
     def _integers(self, bound: float) -> tuple[np.ndarray[Any, Any], bool]:
-        """Return capacities in int64, and whether they are the sizes themselves: arcs above a bound count as infinite."""
+        """Return int64 capacities, infinite above a bound, and whether the others are the sizes themselves."""
         is_counted = np.isfinite(self.sizes) & (self.sizes <= bound)
         counted = self.sizes[is_counted]
         total = math.fsum(counted)
@@ -307,7 +311,7 @@ def _refuse_conflicts(problem: Problem, network: _Network) -> None:
     """Raise where infinite arcs lead from the source to the sink: those cannot be cut."""
     from scipy.sparse.csgraph import breadth_first_order
 
-    forbidding = network.matrix(np.isinf(network.sizes).astype(np.int8))
+    forbidding = network.matrix(np.isinf(network.sizes).astype(np.int32))
     forbidding.eliminate_zeros()
     _, before = breadth_first_order(forbidding, network.source)
     if before[network.sink] < 0:

@@ -20,9 +20,9 @@ class Listed:
     """Ops with the list that each is on, and with who makes what they read.
 
     Attributes:
-        lists: In TensorFlow's words: ``"allow"`` runs low, ``"deny"`` in FP32; ``"infer"`` is safe in low precision, unless
-            what it reads comes from a denied op; ``"clear"`` is safe everywhere, as a reshape is. None is a source, such as
-            a weight, or an op that is on no list.
+        lists: In TensorFlow's words: ``"allow"`` runs low, ``"deny"`` in FP32; ``"infer"`` is safe in low precision,
+            unless what it reads comes from a denied op; ``"clear"`` is safe everywhere, as a reshape is. None is a
+            source, such as a weight, or an op that is on no list.
         inputs: The producers of the floating tensors that each op reads, by index; one may stand there twice. A source
             has none.
     """
@@ -82,9 +82,8 @@ def promoted(graph: Listed) -> tuple[bool, ...]:
         (False, True, True, False)
 
     References:
-        pytorch/pytorch aten/src/ATen/autocast_mode.h: the policies ``lower_precision_fp``, ``fp32`` and ``promote``;
-        c10/core/ScalarType.h: ``promoteTypes``. PaddlePaddle/Paddle python/paddle/static/amp/fp16_utils.py at a883f87f4598:
-        ``get_promote_dtype``.
+        pytorch/pytorch aten/src/ATen/autocast_mode.h at 013b3895b673: ``lower_precision_fp``, ``fp32``, ``promote``.
+        PaddlePaddle/Paddle python/paddle/static/amp/fp16_utils.py at a883f87f4598: ``get_promote_dtype``.
     """
     _check_order(graph)
     low = list[bool]()
@@ -97,12 +96,12 @@ def promoted(graph: Listed) -> tuple[bool, ...]:
 def gray(graph: Listed) -> tuple[bool, ...]:
     """Return which ops run low under Paddle's static AMP at level O1: gray ops follow their inputs.
 
-    An allowed (white) op runs low. A denied (black) op, and one on no list, runs in FP32 and is marked black. An op that is
-    inferred or clear (gray) is marked black if it reads from a black op, otherwise low if it reads from a low one;
-    otherwise it has no mark, runs as its inputs are, in FP32, and marks nobody. Sources have no mark.
+    An allowed (white) op runs low. A denied (black) op, and one on no list, runs in FP32 and is marked black. An op
+    that is inferred or clear (gray) is marked black if it reads from a black op, otherwise low if it reads from a low
+    one; otherwise it has no mark, runs as its inputs are, in FP32, and marks no other. Sources have no mark.
 
-    Paddle has one gray list for what TensorFlow infers and clears. Where an op reads both, black wins; the newer
-    ``cast_model_to_fp16`` lets the last input decide.
+    Paddle has one gray list for what TensorFlow infers and clears. Where an op reads both, black wins; in the newer
+    ``cast_model_to_fp16`` the input that is looked at last does, and a gray op without marked inputs runs low.
 
     Args:
         graph: Ops in topological order.
@@ -115,8 +114,8 @@ def gray(graph: Listed) -> tuple[bool, ...]:
         (False, True, True, False, False)
 
     References:
-        PaddlePaddle/Paddle python/paddle/static/amp/fp16_utils.py at 0aaf20c4ff78: ``rewrite_program``; at a883f87f4598:
-        ``get_amp_dst_dtype``.
+        PaddlePaddle/Paddle python/paddle/static/amp/fp16_utils.py at 0aaf20c4ff78: ``rewrite_program``; the newer one
+        at a883f87f4598: ``get_amp_dst_dtype``.
     """
     _check_order(graph)
     marks = list[Literal["low", "black"] | None]()
@@ -137,8 +136,8 @@ def painted(graph: Listed) -> tuple[bool, ...]:
     """Return which ops run low under TensorFlow's graph rewrite: paint spreads in both directions.
 
     1. Allowed ops are painted low.
-    2. Denied ops are painted FP32, and with them what lies on a way from a denied op to a denied or inferred one, its end
-       included, through inferred and clear ops.
+    2. Denied ops are painted FP32, and with them what lies on a way from a denied op to a denied or inferred one, its
+       end included, through inferred and clear ops.
     3. Inferred and clear ops without paint that lie on a way between two allowed ops are painted low.
     4. Clear ops without paint that touch a low op, or are joined to one through such clear ops, are painted low.
 
@@ -154,8 +153,8 @@ def painted(graph: Listed) -> tuple[bool, ...]:
         (False, True, True, False, False)
 
     References:
-        tensorflow/tensorflow tensorflow/core/grappler/optimizers/auto_mixed_precision.cc at 0059df7512d0: ``Optimize``,
-        ``PropagateDenyFwdThroughClearAndInfer``, ``AddClearAndInferToAllowIfBetweenAllow``, ``PropagateAllowThroughClear``.
+        tensorflow/tensorflow tensorflow/core/grappler/optimizers/auto_mixed_precision.cc at 0059df7512d0: ``Optimize``
+        and the passes that it calls.
     """
     lists, producers, consumers = graph.lists, graph.inputs, graph.consumers()
     allowed, denied, inferred, clear = ({op for op, each in enumerate(lists) if each == name} for name in
