@@ -29,10 +29,10 @@ def worked(name, text, *, low, high, casts):
     return Worked(name, Listed(lists, inputs), ops, tuple(low.split()), tuple(high.split()), casts)
 
 
-# tensorflow/tensorflow tensorflow/core/grappler/optimizers/auto_mixed_precision_test.cc at 0059df7512d0; NoInferOp is of
-# a later version, in mhyttsten/tf_xla at 77e11ddb3133. casts are the nodes by which the graph grows; what is fetched is
-# preserved. Left out: TensorLists, which are painted by groups; AlreadyFp16, AlreadyBf16 and ExistingCast, with casts in
-# the graph; RecurrentEdgeColorMismatch, with a loop.
+# tensorflow/tensorflow tensorflow/core/grappler/optimizers/auto_mixed_precision_test.cc at 0059df7512d0; NoInferOp is
+# of a later version, in mhyttsten/tf_xla at 77e11ddb3133. casts are the nodes by which the graph grows; what is fetched
+# is preserved. Left out: TensorLists, which are painted by groups; AlreadyFp16, AlreadyBf16 and ExistingCast, with
+# casts in the graph; RecurrentEdgeColorMismatch, with a loop.
 TENSORFLOW = (
     worked(
         "NoOp",

@@ -45,12 +45,11 @@ class Listed:
         for colour in self.lists:
             if colour is not None and colour not in _COLOURS:
                 yield unknown_word("list", colour, _COLOURS)
-        for op, producers in enumerate(self.inputs):
-            wrong = producers if isinstance(producers, tuple) else (producers,)
-            wrong = tuple(each for each in wrong if not self._is_op(each))
-            if wrong:
+        inputs: Sequence[object] = self.inputs
+        for op, producers in enumerate(inputs):
+            if not isinstance(producers, tuple) or not all(self._is_op(each) for each in producers):
                 why = f"they are a tuple of indices of the {len(self.lists)} ops"
-                yield PolicyError(f"inputs[{op}] name {shown(wrong[0])}", where="Listed", why=why)
+                yield PolicyError(f"inputs[{op}] are {shown(producers)}", where="Listed", why=why)
 
     def _is_op(self, value: object) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(self.lists)
