@@ -111,7 +111,7 @@ def test_small_problems():
         problem = Problem(high, low, tuple(Edge(*each) for each in tensors))
         placement = place(problem)
         assert placement.low == tuple(each == "1" for each in expected), name
-        assert placement.cost == exhaustive(problem)[0], name
+        assert placement.cost == float(exhaustive(problem)[0]), name
 
 
 # Against all placements --------------------------------------------------------------------------------

@@ -174,9 +174,9 @@ def place(problem: Problem) -> Placement:
     Minimal cuts are a lattice. What the source still reaches after a maximum flow is the least of them, whatever the
     flow.
 
-    scipy's flow is in int32. It is called on the leading 30 bits of the capacities, and then on what is left of
-    them, some 13 bits further each time, until all bits are used: after each call no more can flow than one unit of
-    the last bit for each arc. Costs that are integers are exact so. Others are rounded to :math:`2^{-52}` of their
+    scipy's flow is in int32. It is called on the leading 29 bits of the capacities, and then on the leading bits of
+    what they leave, until nothing crosses the cut that it finds. No more can flow than crosses that cut, which is less
+    than one unit of the last bit for each arc of it. Costs that are integers are exact so. Others are rounded to :math:`2^{-52}` of their
     sum. Where the cut comes to less than a 64th of the sum, it is looked for once more, without the arcs that cost
     more than the whole cut.
 
@@ -291,22 +291,22 @@ class _Network:
         from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
         residual = self.matrix(capacities)
-        # No more flows than the finite capacities come to, and one more than that is infinite.
-        shift = max(0, int(capacities.max(initial=0)).bit_length() - 30)
-        further = max(1, 30 - (2 * len(capacities)).bit_length())
+        most = int(capacities.max(initial=0))  # what can flow at most: the finite capacities come to less
         while True:
+            shift = max(0, most.bit_length() - 29)
             leading = residual.copy()
             leading.data = np.minimum(leading.data >> shift, _LARGEST).astype(np.int32)
             leading.eliminate_zeros()
             flow = maximum_flow(leading, self.source, self.sink, method="dinic").flow
             residual = residual - flow.astype(np.int64) * (1 << shift)
-            if not shift:
-                break
-            shift = max(0, shift - further)
-        residual.eliminate_zeros()
-        inside = np.zeros(self.nodes, bool)
-        inside[breadth_first_order(residual, self.source, return_predecessors=False)] = True
-        return inside
+            leading = leading - flow
+            leading.eliminate_zeros()
+            inside = np.zeros(self.nodes, bool)
+            inside[breadth_first_order(leading, self.source, return_predecessors=False)] = True
+            arcs = residual.tocoo()
+            most = int(arcs.data[inside[arcs.row] & ~inside[arcs.col]].sum())
+            if not most:
+                return inside
 
 
 def _refuse_conflicts(problem: Problem, network: _Network) -> None:
