@@ -88,6 +88,8 @@ PLACED = [
     ("a cast that costs less", (3, 0), (1, INF), ((0, (1,), 0, 1),), "10"),
     ("a cast that nobody wants", (3, 0), (1, INF), ((0, (), 9, 9),), "10"),
     ("down is paid once", (0, 2, 2), (INF, 0, 0), ((0, (1, 2), 3, 0),), "011"),
+    ("not all that read it need the cast", (0, 9, 0), (INF, 0, 9), ((0, (1, 2), 1, 1),), "010"),
+    ("the same upwards", (9, 0, 9), (0, INF, 0), ((0, (1, 2), 1, 1),), "101"),
     ("down is paid for each tensor", (0, 2, 2), (INF, 0, 0), ((0, (1,), 3, 0), (0, (2,), 3, 0)), "000"),
     ("a consumer that stands there twice", (0, 2), (INF, 0), ((0, (1, 1), 2, 0),), "00"),
     ("the same tensor under other costs adds up", (0, 3), (INF, 0), ((0, (1,), 2, 0), (0, (1,), 1, 0)), "00"),

@@ -176,9 +176,9 @@ def place(problem: Problem) -> Placement:
 
     scipy's flow is in int32. It is called on the leading 29 bits of the capacities, and then on the leading bits of
     what they leave, until nothing crosses the cut that it finds. No more can flow than crosses that cut, which is less
-    than one unit of the last bit for each arc of it. Costs that are integers are exact so. Others are rounded to :math:`2^{-52}` of their
-    sum. Where the cut comes to less than a 64th of the sum, it is looked for once more, without the arcs that cost
-    more than the whole cut.
+    than one unit of the last bit for each arc of it. Costs that are integers are exact so. Others are rounded to
+    :math:`2^{-52}` of their sum. Where the cut comes to less than a 64th of the sum, it is looked for once more,
+    without the arcs that cost more than the whole cut.
 
     Args:
         problem: The costs.
