@@ -150,11 +150,12 @@ def test_floats(problem):
 DRAWS = {
     "ties": lambda chance: chance.randint(-2, 3),
     "bytes": lambda chance: chance.choice((1, 10**6, 10**12)) * chance.randint(0, 9),
+    "all sizes": lambda chance: 2 ** chance.randint(0, 50) * chance.choice((-1, 1, 1)) + chance.randint(-1, 1),
     "floats": lambda chance: chance.uniform(-1, 1),
     "ratios of 1e9": lambda chance: chance.choice((1, 1e9)) * chance.uniform(-1, 1),
     "ratios of 1e30": lambda chance: math.exp(chance.uniform(-35, 35)),
 }
-EXACT = ("ties", "bytes")
+EXACT = ("ties", "bytes", "all sizes")
 
 
 def made(chance, size, number, forbidden, most_tensors=2):

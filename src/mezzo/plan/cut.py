@@ -191,7 +191,7 @@ def place(problem: Problem) -> Placement:
         PolicyError: No placement is allowed; the message names ops that contradict each other.
         UnsupportedError: scipy is not installed.
 
-    **Cost**: 10,000 ops take some 0.3 s, and up to a second where costs are no integers.
+    **Cost**: 10,000 ops take less than a second, most of it in scipy.
 
     Example:
         >>> inf = math.inf
