@@ -54,11 +54,11 @@ def test_an_example_in_a_help_is_one_line_of_a_terminal_of_80_columns():
     assert [line for line in examples if len(line) > 78] == []
 
 
-# What the five verbs on a script share -----------------------------------------------------------------
+# What the six verbs on a script share ------------------------------------------------------------------
 
 BF16 = "O1,dtype=bfloat16"
 PLAIN = SCRIPTS / "plain.py"
-VERBS = ("run", "compare", "explain", "inspect", "tune")
+VERBS = ("run", "compare", "explain", "inspect", "tune", "plan")
 
 
 def test_each_verb_has_the_same_options_and_its_help_leads_with_examples(mezzo):

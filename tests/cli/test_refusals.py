@@ -11,7 +11,7 @@ from .test_cli_tune import MASKED
 
 pytestmark = pytest.mark.usefixtures("emulating")
 
-VERBS = ("run", "compare", "explain", "inspect", "tune")
+VERBS = ("run", "compare", "explain", "inspect", "tune", "plan")
 PLAIN = SCRIPTS / "plain.py"
 O1 = "--policies", "O1,bf16"
 #: The words behind ``mezzo``, the exit code, and what stderr says.
@@ -89,13 +89,13 @@ def test_results_that_are_there_are_not_written_over_and_one_process_is_one(mezz
     kept.parent.mkdir()
     kept.write_text("{}")
     words = "--policy", "O1,bf16"
-    for verb in ("run", "explain", "inspect", "tune"):
+    for verb in ("run", "explain", "inspect", "tune", "plan"):
         code, out, err = mezzo(verb, *words, "--out", "there", PLAIN)
         assert (code, out) == (2, ""), verb
         assert "there has results already\n  write  --overwrite" in err, verb
         assert kept.read_text() == "{}"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    for verb in ("compare", "explain", "inspect", "tune"):
+    for verb in ("compare", "explain", "inspect", "tune", "plan"):
         code, out, err = mezzo(verb, *words, PLAIN)
         assert (code, out) == (2, ""), verb
         assert f"mezzo {verb} works in one process, and 2 were started" in err

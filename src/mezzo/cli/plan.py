@@ -14,6 +14,7 @@ import typer
 from mezzo.cli.app import (
     BEFORE_SCRIPT,
     SUMMARY,
+    Dry,
     Full,
     IsModule,
     Json,
@@ -32,6 +33,7 @@ from mezzo.cli.app import (
     show_json,
     usual_policy,
 )  # fmt: skip
+from mezzo.cli.explain import explain_script
 from mezzo.errors import PolicyError, require_extra
 from mezzo.files import save_json, whole
 from mezzo.plan import Plan
@@ -57,6 +59,7 @@ def plan(
     overwrite: Overwrite = False,
     as_json: Json = False,
     full: Full = False,
+    dry: Dry = False,
 ) -> None:
     """Place the casts of a script's models: the cheapest way to hold a policy's rules, found as a minimum cut.
 
@@ -69,12 +72,14 @@ def plan(
     The script runs in FP32 until an optimizer has stepped. Each model that it calls there is captured by torch.compile's
     front end; what must be low or FP32 by the policy's rules and lists is, and the rest is chosen.
 
-    The answer comes first: casts and bytes beside torch.autocast's; then what Paddle's and TensorFlow's rules would give,
-    what was chosen, and the policy to write. --out has plan.json, plan.dot and, where Graphviz is installed, plan.svg.
-    The exit code is the script's where it ends before its step.
+    The answer comes first: casts and bytes beside torch.autocast's; then what Paddle's and TensorFlow's rules would
+    give, what was chosen, and the policy to write. --out has plan.json, plan.dot and, where Graphviz is installed,
+    plan.svg. The exit code is the script's where it ends before its step.
     """
     program, chosen = program_of(words, is_module), usual_policy(policy)
     wanted = _objective(objective)
+    if dry:
+        explain_script(program, chosen, steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)
     require_extra("plan", "a plan needs scipy", "scipy.sparse.csgraph")
     require_one_process("plan")
     folder = None if out is None else free_folder(out, overwrite)

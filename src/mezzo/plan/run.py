@@ -70,7 +70,7 @@ def plan(
         [('linear', 'bfloat16', 'list'), ('gelu', 'bfloat16', 'cut'), ('linear', 'bfloat16', 'list')]
 
     References:
-        Picard and Queyranne 1980, of minimum cuts; docs/plan.md says how costs are written as one.
+        The cut, and the algorithm, are in :mod:`mezzo.plan.cut`.
     """
     if not isinstance(model, nn.Module):
         raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="plan(model, …)")

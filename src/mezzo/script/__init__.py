@@ -12,6 +12,6 @@ from mezzo.script.run import ScriptRun, run
 from mezzo.script.tuning import tune
 
 __all__ = [
-    "TRAINING_LOSS", "Called", "Comparison", "Inspection", "Metric", "Program", "Rehearsed", "ScriptReport", "ScriptRun",
-    "compare", "explained", "inspect", "rehearse", "run", "tune",
+    "TRAINING_LOSS", "Called", "Comparison", "Inspection", "Metric", "Program", "Rehearsed", "ScriptReport",
+    "ScriptRun", "compare", "explained", "inspect", "rehearse", "run", "tune",
 ]  # fmt: skip
