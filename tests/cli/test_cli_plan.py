@@ -57,7 +57,7 @@ def test_the_answer_comes_first_and_the_script_runs_one_step(mezzo, script):
     answer = next(line for line in lines if line.startswith("Net: "))
     assert "fewer bytes moved than torch.autocast; " in answer
     assert "step 1" not in out
-    assert any(line.split()[:2] == ["torch.autocast", "8"] for line in lines), out
+    assert any(line.split()[:2] == ["torch.autocast", "12"] for line in lines), out
     assert f"write  plan.policy(), the text {BF16},low=add" in lines
     assert not any(line.endswith(" ") or len(line) > 120 for line in lines)
     full = mezzo("plan", "--full", "--policy", BF16, script)[1]

@@ -69,8 +69,8 @@ def plan(
 
     [bold]mezzo plan --full --out why train.py[/bold]       every op and cast, a picture
 
-    The script runs in FP32 until an optimizer has stepped. Each model that it calls there is captured by torch.compile's
-    front end; what must be low or FP32 by the policy's rules and lists is, and the rest is chosen.
+    The script runs in FP32 until an optimizer has stepped. Each model that it calls there is captured as torch.compile
+    captures it; what must be low or FP32 by the policy's rules and lists is, and the rest is chosen.
 
     The answer comes first: casts and bytes beside torch.autocast's; then what Paddle's and TensorFlow's rules would
     give, what was chosen, and the policy to write. --out has plan.json, plan.dot and, where Graphviz is installed,

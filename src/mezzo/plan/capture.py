@@ -12,13 +12,13 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-import mezzo
 from mezzo.cast.device import arithmetic
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
@@ -28,8 +28,8 @@ from mezzo.policy.rules import both
 from mezzo.tensors import CASTABLE, dtype_name
 from mezzo.trace.calls import op_name
 
-#: What an op may be: ``source``: a parameter, a buffer, an input, a constant; ``low``, ``fp32``: in this precision, by a
-#: rule or a list; ``free``: in either; ``follow``: in either, but low only where all that it reads is; ``asked``: a
+#: What an op may be: ``source``: a parameter, a buffer, an input, a constant; ``low``, ``fp32``: in this precision, by
+#: a rule or a list; ``free``: in either; ``follow``: in either, but low only where all that it reads is; ``asked``: a
 #: cast that the program itself asks for; ``inside``: made of ops that torch's own autocast casts one by one; ``own``:
 #: left alone, in the dtypes that it has without a policy.
 Kind = Literal["source", "low", "fp32", "free", "follow", "asked", "inside", "own"]
@@ -40,7 +40,7 @@ _CONVERTS: Final = frozenset({"to", "float", "half", "bfloat16", "double", "type
 #: What a function that draws numbers of a tensor's shape is called.
 _DRAWS: Final = frozenset({"bernoulli", "normal", "multinomial", "poisson", "rand_like", "randn_like", "randint_like"})
 #: Where code lies that is not the program's.
-_INSTALLED: Final = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, mezzo))
+_INSTALLED: Final = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _CHECKPOINT: Final = torch.ops.higher_order.tag_activation_checkpoint
 ENTER: Final = torch.amp.autocast_mode._enter_autocast
 EXIT: Final = torch.amp.autocast_mode._exit_autocast
@@ -354,8 +354,9 @@ class _Reader:
         floats = [each for each in _leaves(value) if isinstance(each, Tensor) and each.is_floating_point()]
         module = name.rpartition(".")[0] if kind == "source" else self._module_path(node)
         made = Op(
-            index=len(self.graph.ops), name=name, kind=kind, module=module, line="" if kind == "source" else _line(node),
-            dtype=floats[0].dtype if floats else torch.float32, decision=decision, reason=reason,
+            index=len(self.graph.ops), name=name, kind=kind, module=module,
+            line="" if kind == "source" else _line(node), dtype=floats[0].dtype if floats else torch.float32,
+            decision=decision, reason=reason,
         )  # fmt: skip
         self.graph.ops.append(made)
         self.graph.makers[node] = made

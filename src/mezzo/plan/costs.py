@@ -333,7 +333,8 @@ class Totals:
     """What a placement comes to, in one step.
 
     Attributes:
-        casts: How many tensors are cast, in the forward pass, by kernels of their own.
+        casts: How many tensors are cast, in the forward pass, by kernels of their own; what torch's type promotion
+            widens is one of these, as it is on a CPU.
         cast_bytes: What these casts, and those of gradients, read and write.
         moved_bytes: What everything reads and writes, casts included; infinite where a rule does not hold.
         kept_bytes: What is kept for the backward pass, but for weights and inputs in the precision that they have.
