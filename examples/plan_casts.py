@@ -1,7 +1,9 @@
 """Where casts are cheapest in a block of GPT: planned, compiled, and trained under the plan's own policy.
 
-``python examples/plan_casts.py``: some seconds.
+``python examples/plan_casts.py [BACKEND]``: some seconds, and more for the first graph that inductor compiles.
 """
+
+import sys
 
 import torch
 from torch.nn import functional
@@ -47,6 +49,6 @@ for _ in range(3):
 print(f"loss {loss.item():.4f} under {plan.policy()}")
 
 # And compiled code gets its casts in the graph itself.
-backend = mezzo.compile_backend("O1,bf16")
+backend = mezzo.compile_backend("O1,bf16", inner=sys.argv[1] if sys.argv[1:] else "inductor")
 print("compiled, it gives", torch.compile(model, backend=backend)(x).dtype)
 print(backend.plans[0].totals["plan"])

@@ -58,8 +58,8 @@ EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.py")) if "torchrun" no
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_examples_run(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    small = ["16", "1"] if path.name == "allow_list.py" else []  # it takes a minute without
-    monkeypatch.setattr(sys, "argv", [str(path), *small])
+    quick = {"allow_list.py": ["16", "1"], "plan_casts.py": ["aot_eager"]}  # they take a minute without
+    monkeypatch.setattr(sys, "argv", [str(path), *quick.get(path.name, [])])
     runpy.run_path(str(path), run_name="__main__")
     assert "loss" in capsys.readouterr().out
 
