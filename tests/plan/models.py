@@ -370,18 +370,16 @@ def first(result):
 
 
 class Casts(TorchDispatchMode):
-    """Count kernels that convert FP32 to a low format, or back."""
+    """Count kernels that convert one floating dtype to another."""
 
     def __init__(self):
         super().__init__()
         self.count = 0
-        self.num_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and {args[0].dtype, out.dtype} == {torch.float32, torch.bfloat16}:
-            self.count += 1
-            self.num_bytes += args[0].nbytes + out.nbytes
+        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point() and out.is_floating_point():
+            self.count += args[0].dtype != out.dtype
         return out
 
 

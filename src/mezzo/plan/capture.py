@@ -421,7 +421,7 @@ class _Reader:
             return "the call itself names a dtype, or where to write"
         if name in _DRAWS:
             return "in another dtype other numbers would be drawn"
-        if name not in OPS:
+        if name not in OPS and (floats or not _is_torchs(node)):
             return "no list names this op"
         return None
 
@@ -497,6 +497,13 @@ def _name(node: Node) -> str:
         name = str(node.target.__name__).strip("_")  # type: ignore[union-attr]
         return op_name(getattr(Tensor, f"__{name}__", node.target))
     return op_name(node.target)
+
+
+def _is_torchs(node: Node) -> bool:
+    """Whether a call is of a function of torch's own, which takes any floating dtype if it gives no floating numbers."""
+    of = getattr(node.target, "__module__", None) or ""
+    is_custom = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
+    return node.op == "call_method" or (not is_custom and of.partition(".")[0] in ("torch", "_operator"))
 
 
 def _names_dtype(node: Node) -> bool:

@@ -529,9 +529,9 @@ def _crossings(graph: Graph) -> Iterator[Crossing]:
     """Find the tensors that ops read in their own precision, each with all of its readers."""
     readers: dict[Node, dict[int, None]] = {}
     for op in graph.ops:
-        if op.kind in ("source", "inside"):
+        if op.kind == "inside":
             continue
-        for node in op.reads:
+        for node in op.reads:  # of a source: what is written to it
             # What is left alone takes each tensor as it is without a policy.
             reader = op.index if op.kind != "own" else len(graph.ops) + (value_of(node).dtype != torch.float32)
             if graph.makers[node] is not op:
