@@ -394,7 +394,9 @@ class _Reader:
             case "ban":
                 where = f"{self._module_path(node)} {_line(node)}".strip()
                 raise PolicyError(f"{name} is banned", where=where, why=reason, write=both(f"fp32={name}"))
-            case "low" | "fp32" if floats:
+            case "fp32":
+                return treatment, name, decision, reason
+            case "low" if floats:
                 return treatment, name, decision, reason
         if not floats:
             return "follow", name, decision, "it gives no floating numbers, and reads what there is"

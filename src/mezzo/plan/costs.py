@@ -528,10 +528,13 @@ def _first(error: Exception) -> str:
 def _crossings(graph: Graph) -> Iterator[Crossing]:
     """Find the tensors that ops read in their own precision, each with all of its readers."""
     readers: dict[Node, dict[int, None]] = {}
+    placed = (torch.float32, graph.policy.dtype)
     for op in graph.ops:
         if op.kind == "inside":
             continue
         for node in op.reads:  # of a source: what is written to it
+            if value_of(node).dtype not in placed or op.dtype not in placed:
+                continue  # float64: the program casts it by itself
             # What is left alone takes each tensor as it is without a policy.
             reader = op.index if op.kind != "own" else len(graph.ops) + (value_of(node).dtype != torch.float32)
             if graph.makers[node] is not op:
