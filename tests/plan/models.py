@@ -176,6 +176,20 @@ class Asked(nn.Module):
         return z.to(x.dtype) + x
 
 
+class AskedAsAnother(nn.Module):
+    """The program asks for the dtypes of tensors that a placement makes low."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.a(x)
+        wide = torch.softmax(y, -1).type_as(y)
+        once = y.float().exp()
+        return self.b(wide + x.to(y)) + y.float() * torch.cumsum(y, -1) + once
+
+
 class Chains(nn.Module):
     def __init__(self):
         super().__init__()
@@ -341,6 +355,7 @@ CASES = {
     "nested checkpoints": Case(Nested),
     "buffers": Case(Buffered),
     "asked": Case(Asked),
+    "asked as another": Case(AskedAsAnother),
     "in place": Case(Chains),
     "several": Case(Several),
     "chosen": Case(Chosen),
@@ -370,7 +385,7 @@ def first(result):
 
 
 class Casts(TorchDispatchMode):
-    """Count kernels that convert one floating dtype to another."""
+    """Count kernels that convert FP32 to a low format, or back."""
 
     def __init__(self):
         super().__init__()
@@ -378,8 +393,8 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and args[0].is_floating_point() and out.is_floating_point():
-            self.count += args[0].dtype != out.dtype
+        if func is torch.ops.aten._to_copy.default:
+            self.count += {args[0].dtype, out.dtype} == {torch.float32, torch.bfloat16}
         return out
 
 

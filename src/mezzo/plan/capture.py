@@ -374,7 +374,7 @@ class _Reader:
         op.nodes.append(node)
         others = [each for each in node.all_input_nodes if each in self.graph.makers and each is not target]
         others = [each for each in others if is_floating(each)]
-        op.reads += others[:1] if name in _READS_FIRST else others
+        op.reads += others[:1] if name in _READS_FIRST or name in _CONVERTS else others
 
     def _decided(self, node: Node, name: str, given: list[Node]) -> tuple[Kind, str, Decision | None, str]:
         """Say what a new op may be, and why."""
