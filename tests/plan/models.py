@@ -2,8 +2,7 @@
 
 import copy
 import re
-from collections import Counter
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -514,5 +513,31 @@ def matched(plan, calls):
     return pairs
 
 
-def _alike(one, other):
-    return one == other.strip("_") or one.lstrip("i") == other.strip("_") or Counter(one) == Counter(other)
+#: What Dynamo's graph calls ops that plans call otherwise.
+_ALSO = {"truediv": "div", "type_as": "to"}
+
+
+def _alike(ran, planned):
+    one, other = ran, planned.rpartition("::")[2].strip("_")
+    return one == other or _ALSO.get(one, one) == _ALSO.get(other, other)
+
+
+def flat(model, out):
+    """Return what a model gave, and its gradients, as one vector each."""
+    outs = [each.detach().float().flatten() for each in _tensors(out) if each.is_floating_point()]
+    gradients = [each.grad.float().flatten() for each in model.parameters() if each.grad is not None]
+    return torch.cat(outs), torch.cat(gradients) if gradients else torch.zeros(1)
+
+
+def _tensors(value):
+    return [value] if isinstance(value, torch.Tensor) else [each for part in value for each in _tensors(part)]
+
+
+def trained(case, call=None, region=nullcontext):
+    """Run a model once, forward and, where it has gradients, backward; return it and what it gave."""
+    model, args, kwargs = built(case)
+    with torch.set_grad_enabled(case.grad), region():
+        out = (call(model) if call else model)(*args, **kwargs)
+    if case.grad:
+        sum(each.float().square().mean() for each in _tensors(out) if each.requires_grad).backward()
+    return model, out

@@ -7,7 +7,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx, nn
@@ -134,15 +134,33 @@ class _Roots:
         self._model: weakref.ref[nn.Module] | None = None
 
     def path(self, variable: str) -> str:
-        """Return the path of the module that a local variable holds, in the first module that was captured."""
+        """Return the path of the module that a local variable holds: in the model, or else the first one captured."""
         frame: Any = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
         module = frame.f_locals.get(variable, frame.f_globals.get(variable))
         if not isinstance(module, nn.Module):
             return ""
-        model = None if self._model is None else self._model()
+        model = _compiled_model() or (self._model() if self._model is not None else None)
         if model is not None:
+            self._model = weakref.ref(model)
             for path, each in model.named_modules():
                 if each is module:
                     return str(path)
         self._model = weakref.ref(module)  # the first, or one that is no part of it
         return ""
+
+
+def _compiled_model() -> nn.Module | None:
+    """Return the model that the program had compiled and is calling now; None where it is a function."""
+    frame, found = sys._getframe(), None
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            found = module._orig_mod
+        elif isinstance(module, nn.Module) and module._compiled_call_impl is not None:
+            found = module
+        frame = frame.f_back
+    return found
+
+
+#: Methods in which torch calls a module that is compiled.
+_CALLS: Final = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})

@@ -450,8 +450,8 @@ class _Reader:
 
     def _module_path(self, node: Node) -> str:
         stack = node.meta.get("nn_module_stack") or {}
-        last = next(reversed(stack.values()), None)
-        return self._path("" if last is None else str(last[0]))
+        last = next(reversed(stack.values()), None)  # none: the captured function calls it
+        return self.root_of("self") if last is None else self._path(str(last[0]))
 
     def _path(self, text: str) -> str:
         """Return a path in the model of what Dynamo calls ``L['self']._modules['head']._parameters['weight']``."""
