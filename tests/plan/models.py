@@ -449,7 +449,7 @@ def _read(*values):
 
 def _line(node):
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [f"{file}:{line}" for file, line in found if "/torch/" not in file]
+    own = [f"{file}:{line}" for file, line in found if "/torch/" not in file and "/mezzo/" not in file]
     return own[-1] if own else ""
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import fx, nn
 
-from mezzo.errors import PolicyError, shown
+from mezzo.errors import PolicyError, shown, unknown_word
 from mezzo.plan.capture import Graph, read, require_choice
 from mezzo.plan.carry_out import carry_out
 from mezzo.plan.costs import Account, rates
@@ -83,9 +83,19 @@ class Backend:
                 f"inner is {shown(inner)}", why="it is a backend of torch.compile", write='inner="inductor"'
             )
         require_choice(policy)
+        if isinstance(inner, str):
+            from torch._dynamo import list_backends, lookup_backend
+            from torch._dynamo.exc import InvalidBackend
+
+            try:
+                inner_: Any = lookup_backend(inner)
+            except InvalidBackend as error:
+                raise unknown_word("backend of torch.compile", inner, list_backends()) from error
+        else:
+            inner_ = inner
         self.policy = policy
         self.plans: list[Plan] = []
-        self._objective, self._inner = objective, inner
+        self._objective, self._inner = objective, inner_
         self._fused = inner == "inductor" or not isinstance(inner, str)
         self._roots = _Roots()
         self._kept: dict[Any, tuple[bool, ...]] = {}
@@ -110,13 +120,10 @@ class Backend:
         return self._compiled(graph, inputs)
 
     def _compiled(self, graph: Graph, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from torch._dynamo import lookup_backend
-
-        inner: Any = lookup_backend(self._inner) if isinstance(self._inner, str) else self._inner
         kind = graph.device_type
         is_around = torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=False):
-            compiled: Callable[..., Any] = inner(graph.whole, inputs)
+            compiled: Callable[..., Any] = self._inner(graph.whole, inputs)
         if not is_around:
             return compiled  # torch guards that autocast is off
 

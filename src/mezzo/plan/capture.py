@@ -504,7 +504,9 @@ def _name(node: Node) -> str:
 def _is_torchs(node: Node) -> bool:
     """Whether a call is of a function of torch's own, which takes any floating dtype if it gives no floating numbers."""
     of = getattr(node.target, "__module__", None) or ""
-    is_custom = isinstance(node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator)
+    is_custom = isinstance(
+        node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
+    )
     return node.op == "call_method" or (not is_custom and of.partition(".")[0] in ("torch", "_operator"))
 
 
