@@ -123,11 +123,11 @@ class Graph:
         return op.dtype
 
     def cast_at(self, node: Node) -> Node:
-        """Return the tensor to cast where a view of it is wanted in another precision: it, or a smaller one behind."""
+        """Return the tensor to cast where a view of it is wanted in another precision: the smallest, all views share it."""
         smallest = node
         while node in self.views and not written(node):
             node = self.views[node]
-            if num_elements(node) < num_elements(smallest):
+            if num_elements(node) <= num_elements(smallest):
                 smallest = node
         return smallest
 
@@ -153,6 +153,11 @@ def num_elements(node: Node) -> int:
     for size in value_of(node).shape:
         count *= hint(size)
     return count
+
+
+def trains(node: Node) -> bool:
+    """Whether a call is differentiated; weights need gradients also where none are taken."""
+    return any(isinstance(each, Tensor) and each.requires_grad for each in _leaves(value_of(node)))
 
 
 def is_floating(node: Any) -> bool:

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mezzo import files
 from mezzo.cast.device.probing import processor
-from mezzo.plan.capture import Graph, Op, hint, is_floating, num_elements, value_of
+from mezzo.plan.capture import Graph, Op, hint, is_floating, num_elements, trains, value_of
 from mezzo.plan.cut import Edge, Problem, cost
 from mezzo.policy.ops import OPS
 from mezzo.tensors import dtype_name, tensors
@@ -202,7 +202,7 @@ class Meter:
         Raises:
             Exception: What torch raises on fake tensors of this precision.
         """
-        key = (node.target, op.kind, op.is_wide_inside, low, _described(node, op))
+        key = (node.target, op.kind, op.is_wide_inside, low, trains(node), _described(node, op))
         if key not in self._known:
             try:
                 self._known[key] = self._measure(op, node, low)
@@ -228,7 +228,7 @@ class Meter:
             leaves, made = list[Tensor](), dict[Node, Any]()
             for each in node.all_input_nodes:
                 casts = op.kind != "inside" and (id(each) in reads or self.graph.makers.get(each) is op)
-                made[each] = _fake_of(value_of(each), dtype if casts else None, leaves)
+                made[each] = _fake_of(value_of(each), dtype if casts else None, leaves if trains(node) else None)
             with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
                 results = _run(node, made, dtype if op.is_wide_inside and low and not self.graph.emulated else None)
                 floats = [each for each in tensors(results) if each.is_floating_point()]
@@ -268,8 +268,14 @@ def _described(node: Node, op: Op) -> Any:
     return str(fx.map_arg((node.args, node.kwargs), told))
 
 
-def _fake_of(value: Any, dtype: torch.dtype | None, leaves: list[Tensor]) -> Any:
-    """Make a fake tensor like one of Dynamo's, with the first shapes for sizes; leaves that need gradients are kept."""
+def _fake_of(value: Any, dtype: torch.dtype | None, leaves: list[Tensor] | None) -> Any:
+    """Make a fake tensor like one of Dynamo's, with the first shapes for sizes; leaves that need gradients are kept.
+
+    Args:
+        value: Dynamo's.
+        dtype: Another dtype for floating tensors.
+        leaves: Where to keep them; None where no gradients are taken.
+    """
     if isinstance(value, tuple | list):
         return type(value)([_fake_of(each, dtype, leaves) for each in value])
     if isinstance(value, torch.SymInt):
@@ -279,7 +285,7 @@ def _fake_of(value: Any, dtype: torch.dtype | None, leaves: list[Tensor]) -> Any
     wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
     sizes, strides = tuple(map(hint, value.shape)), tuple(map(hint, value.stride()))
     leaf = torch.empty_strided(sizes, strides, dtype=wanted, device=value.device)
-    if not (value.requires_grad and value.is_floating_point()):
+    if leaves is None or not (value.requires_grad and value.is_floating_point()):
         return leaf
     leaves.append(leaf.requires_grad_())
     return leaf.clone()  # which may be written to
@@ -528,6 +534,7 @@ def _first(error: Exception) -> str:
 def _crossings(graph: Graph) -> Iterator[Crossing]:
     """Find the tensors that ops read in their own precision, each with all of its readers."""
     readers: dict[Node, dict[int, None]] = {}
+    trained = set[Node]()
     placed = (torch.float32, graph.policy.dtype)
     for op in graph.ops:
         if op.kind == "inside":
@@ -539,9 +546,10 @@ def _crossings(graph: Graph) -> Iterator[Crossing]:
             reader = op.index if op.kind != "own" else len(graph.ops) + (value_of(node).dtype != torch.float32)
             if graph.makers[node] is not op:
                 readers.setdefault(graph.cast_at(node), {})[reader] = None
+                if value_of(node).requires_grad and any(map(trains, op.nodes)):
+                    trained.add(graph.cast_at(node))
     for node, found in readers.items():
-        maker = graph.makers[node]
-        yield Crossing(node, maker.index, tuple(found), num_elements(node), bool(value_of(node).requires_grad))
+        yield Crossing(node, graph.makers[node].index, tuple(found), num_elements(node), node in trained)
 
 
 def _kept(graph: Graph, moved: Sequence[tuple[tuple[Moved, ...], tuple[Moved, ...]]]) -> Iterator[_Kept]:
