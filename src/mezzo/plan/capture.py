@@ -104,6 +104,7 @@ class Graph:
         views: What each view looks at.
         parents: The graph module that has each node.
         dropped: Nodes that enter or leave an autocast of the policy's own.
+        checkpoints: Calls whose bodies are run again in the backward pass.
     """
 
     whole: fx.GraphModule
@@ -115,6 +116,11 @@ class Graph:
     views: dict[Node, Node] = field(default_factory=dict)
     parents: dict[Node, fx.GraphModule] = field(default_factory=dict)
     dropped: list[Node] = field(default_factory=list)
+    checkpoints: list[Node] = field(default_factory=list)
+
+    def is_run_again(self, node: Node) -> bool:
+        """Whether a call is in the body of an activation checkpoint."""
+        return self.parents.get(node, self.whole) is not self.whole
 
     def dtype_of(self, op: Op, low: Sequence[bool]) -> torch.dtype:
         """Return what an op gives in a placement."""
@@ -324,6 +330,8 @@ class _Reader:
         self.autocasts.append(own)
 
     def _checkpoint(self, module: fx.GraphModule, node: Node) -> None:
+        if module is self.graph.whole:
+            self.graph.checkpoints.append(node)
         body: fx.GraphModule = getattr(module, str(cast(Node, node.args[0]).target))
         inside = [each for each in body.graph.nodes if each.op == "placeholder"]
         pairs = zip(inside, cast(tuple[Node, ...], node.args[1:]), strict=True)

@@ -375,6 +375,7 @@ class Account:
         self._moved = [_both(meter, op) for op in graph.ops]
         self._kept = tuple(_kept(graph, self._moved))
         self._crossings = tuple(_crossings(graph))
+        self._keeps = [not any(map(graph.is_run_again, op.nodes)) for op in graph.ops]
         self._is_apart = tuple(self._has_own_kernel(op) for op in graph.ops)
         self._stages = _stages(graph, self._is_apart)
         self.problem = self._problem(1 - objective, objective, lambda moved: moved.work)
@@ -432,10 +433,10 @@ class Account:
         counted = [not self.fused or apart for apart in self._is_apart]
         sides = [
             [
-                (time * sum(map(of, side)) if counts else 0.0) + memory * sum(each.kept_bytes for each in side)
+                (time * sum(map(of, side)) if counts else 0.0) + memory * keeps * sum(each.kept_bytes for each in side)
                 for side in calls
             ]
-            for calls, counts in zip(self._moved, counted, strict=True)
+            for calls, counts, keeps in zip(self._moved, counted, self._keeps, strict=True)
         ]
         edges = list(self._casts_or_traffic(time, sides) if time else ())
         always_high, always_low = len(sides), len(sides) + 1
@@ -554,18 +555,37 @@ def _crossings(graph: Graph) -> Iterator[Crossing]:
 
 def _kept(graph: Graph, moved: Sequence[tuple[tuple[Moved, ...], tuple[Moved, ...]]]) -> Iterator[_Kept]:
     """Find what is kept for the backward pass, each tensor with the ops that keep it."""
-    readers: dict[Node, dict[int, None]] = {}
+    readers: dict[tuple[Op, int], dict[int, None]] = {}
+    nodes: dict[tuple[Op, int], dict[Node, None]] = {}
+
+    def keep(node: Node, reader: int) -> None:
+        memory = graph.makers[node], _memory(value_of(node))  # views, and what was written to, are one memory
+        readers.setdefault(memory, {})[reader] = None
+        nodes.setdefault(memory, {})[graph.cast_at(node)] = None
+
     for op in graph.ops:
         for node, call in zip(op.nodes, moved[op.index][True], strict=False):
+            if graph.is_run_again(node):
+                continue
             inputs = node.all_input_nodes
             for place in call.keeps:
                 if inputs[place] in graph.makers and is_floating(inputs[place]):
-                    readers.setdefault(graph.cast_at(inputs[place]), {})[op.index] = None
+                    keep(inputs[place], op.index)
             if call.keeps_result and is_floating(node):
-                readers.setdefault(node, {})[op.index] = None
-    for node, found in readers.items():
-        maker, size = graph.makers[node], num_elements(node)
+                keep(node, op.index)
+    for node in graph.checkpoints:  # which keep what they are given, as it is
+        for each in node.all_input_nodes:
+            if each in graph.makers and is_floating(each) and trains(node):
+                keep(each, graph.makers[each].index)
+    for (maker, _), found in readers.items():
+        of_one = nodes[maker, _]
+        size = min(sum(map(num_elements, of_one)), max(map(_num_stored, of_one)))
         low, high = 2 * size, 4 * size
         if maker.kind == "source":  # which is there anyway, as it is
             low, high = (low, 0) if maker.dtype == torch.float32 else (0, high)
         yield _Kept(tuple(found), low, high)
+
+
+def _num_stored(node: Node) -> int:
+    value = value_of(node)
+    return hint(value.untyped_storage().nbytes()) // int(value.element_size())
