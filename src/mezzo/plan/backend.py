@@ -7,12 +7,12 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx, nn
 
-from mezzo.errors import PolicyError, shown
+from mezzo.errors import PolicyError, shown, unknown_word
 from mezzo.plan.capture import Graph, read, require_choice
 from mezzo.plan.carry_out import carry_out
 from mezzo.plan.costs import Account, rates
@@ -83,9 +83,19 @@ class Backend:
                 f"inner is {shown(inner)}", why="it is a backend of torch.compile", write='inner="inductor"'
             )
         require_choice(policy)
+        if isinstance(inner, str):
+            from torch._dynamo import list_backends, lookup_backend
+            from torch._dynamo.exc import InvalidBackend
+
+            try:
+                inner_: Any = lookup_backend(inner)
+            except InvalidBackend as error:
+                raise unknown_word("backend of torch.compile", inner, list_backends()) from error
+        else:
+            inner_ = inner
         self.policy = policy
         self.plans: list[Plan] = []
-        self._objective, self._inner = objective, inner
+        self._objective, self._inner = objective, inner_
         self._fused = inner == "inductor" or not isinstance(inner, str)
         self._roots = _Roots()
         self._kept: dict[Any, tuple[bool, ...]] = {}
@@ -110,13 +120,10 @@ class Backend:
         return self._compiled(graph, inputs)
 
     def _compiled(self, graph: Graph, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from torch._dynamo import lookup_backend
-
-        inner: Any = lookup_backend(self._inner) if isinstance(self._inner, str) else self._inner
         kind = graph.device_type
         is_around = torch.is_autocast_enabled(kind)
         with torch.autocast(kind, enabled=False):
-            compiled: Callable[..., Any] = inner(graph.whole, inputs)
+            compiled: Callable[..., Any] = self._inner(graph.whole, inputs)
         if not is_around:
             return compiled  # torch guards that autocast is off
 
@@ -134,15 +141,33 @@ class _Roots:
         self._model: weakref.ref[nn.Module] | None = None
 
     def path(self, variable: str) -> str:
-        """Return the path of the module that a local variable holds, in the first module that was captured."""
+        """Return the path of the module that a local variable holds: in the model, or else the first one captured."""
         frame: Any = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
         module = frame.f_locals.get(variable, frame.f_globals.get(variable))
         if not isinstance(module, nn.Module):
             return ""
-        model = None if self._model is None else self._model()
+        model = _compiled_model() or (self._model() if self._model is not None else None)
         if model is not None:
+            self._model = weakref.ref(model)
             for path, each in model.named_modules():
                 if each is module:
                     return str(path)
         self._model = weakref.ref(module)  # the first, or one that is no part of it
         return ""
+
+
+def _compiled_model() -> nn.Module | None:
+    """Return the model that the program had compiled and is calling now; None where it is a function."""
+    frame, found = sys._getframe(), None
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            found = module._orig_mod
+        elif isinstance(module, nn.Module) and module._compiled_call_impl is not None:
+            found = module
+        frame = frame.f_back
+    return found
+
+
+#: Methods in which torch calls a module that is compiled.
+_CALLS: Final = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})

@@ -104,6 +104,7 @@ class Graph:
         views: What each view looks at.
         parents: The graph module that has each node.
         dropped: Nodes that enter or leave an autocast of the policy's own.
+        checkpoints: Calls whose bodies are run again in the backward pass.
     """
 
     whole: fx.GraphModule
@@ -115,6 +116,11 @@ class Graph:
     views: dict[Node, Node] = field(default_factory=dict)
     parents: dict[Node, fx.GraphModule] = field(default_factory=dict)
     dropped: list[Node] = field(default_factory=list)
+    checkpoints: list[Node] = field(default_factory=list)
+
+    def is_run_again(self, node: Node) -> bool:
+        """Whether a call is in the body of an activation checkpoint."""
+        return self.parents.get(node, self.whole) is not self.whole
 
     def dtype_of(self, op: Op, low: Sequence[bool]) -> torch.dtype:
         """Return what an op gives in a placement."""
@@ -123,11 +129,11 @@ class Graph:
         return op.dtype
 
     def cast_at(self, node: Node) -> Node:
-        """Return the tensor to cast where a view of it is wanted in another precision: it, or a smaller one behind."""
+        """Return the tensor to cast where a view of it is wanted in another precision: the smallest, all views share it."""
         smallest = node
         while node in self.views and not written(node):
             node = self.views[node]
-            if num_elements(node) < num_elements(smallest):
+            if num_elements(node) <= num_elements(smallest):
                 smallest = node
         return smallest
 
@@ -153,6 +159,11 @@ def num_elements(node: Node) -> int:
     for size in value_of(node).shape:
         count *= hint(size)
     return count
+
+
+def trains(node: Node) -> bool:
+    """Whether a call is differentiated; weights need gradients also where none are taken."""
+    return any(isinstance(each, Tensor) and each.requires_grad for each in _leaves(value_of(node)))
 
 
 def is_floating(node: Any) -> bool:
@@ -315,6 +326,8 @@ class _Reader:
         self.autocasts.append(own)
 
     def _checkpoint(self, module: fx.GraphModule, node: Node) -> None:
+        if module is self.graph.whole:
+            self.graph.checkpoints.append(node)
         body: fx.GraphModule = getattr(module, str(cast(Node, node.args[0]).target))
         inside = [each for each in body.graph.nodes if each.op == "placeholder"]
         pairs = zip(inside, cast(tuple[Node, ...], node.args[1:]), strict=True)
@@ -371,7 +384,7 @@ class _Reader:
         op.nodes.append(node)
         others = [each for each in node.all_input_nodes if each in self.graph.makers and each is not target]
         others = [each for each in others if is_floating(each)]
-        op.reads += others[:1] if name in _READS_FIRST else others
+        op.reads += others[:1] if name in _READS_FIRST or name in _CONVERTS else others
 
     def _decided(self, node: Node, name: str, given: list[Node]) -> tuple[Kind, str, Decision | None, str]:
         """Say what a new op may be, and why."""
@@ -391,7 +404,9 @@ class _Reader:
             case "ban":
                 where = f"{self._module_path(node)} {_line(node)}".strip()
                 raise PolicyError(f"{name} is banned", where=where, why=reason, write=both(f"fp32={name}"))
-            case "low" | "fp32" if floats:
+            case "fp32":
+                return treatment, name, decision, reason
+            case "low" if floats:
                 return treatment, name, decision, reason
         if not floats:
             return "follow", name, decision, "it gives no floating numbers, and reads what there is"
@@ -418,7 +433,7 @@ class _Reader:
             return "the call itself names a dtype, or where to write"
         if name in _DRAWS:
             return "in another dtype other numbers would be drawn"
-        if name not in OPS:
+        if name not in OPS and (floats or not _is_torchs(node)):
             return "no list names this op"
         return None
 
@@ -445,8 +460,8 @@ class _Reader:
 
     def _module_path(self, node: Node) -> str:
         stack = node.meta.get("nn_module_stack") or {}
-        last = next(reversed(stack.values()), None)
-        return self._path("" if last is None else str(last[0]))
+        last = next(reversed(stack.values()), None)  # none: the captured function calls it
+        return self.root_of("self") if last is None else self._path(str(last[0]))
 
     def _path(self, text: str) -> str:
         """Return a path in the model of what Dynamo calls ``L['self']._modules['head']._parameters['weight']``."""
@@ -494,6 +509,15 @@ def _name(node: Node) -> str:
         name = str(node.target.__name__).strip("_")  # type: ignore[union-attr]
         return op_name(getattr(Tensor, f"__{name}__", node.target))
     return op_name(node.target)
+
+
+def _is_torchs(node: Node) -> bool:
+    """Whether a call is of a function of torch's own, which takes any floating dtype if it gives no floating numbers."""
+    of = getattr(node.target, "__module__", None) or ""
+    is_custom = isinstance(
+        node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
+    )
+    return node.op == "call_method" or (not is_custom and of.partition(".")[0] in ("torch", "_operator"))
 
 
 def _names_dtype(node: Node) -> bool:

@@ -48,6 +48,8 @@ class _Writer:
         is_first = node is op.nodes[0] and op.kind != "source"
         if is_first and op.kind == "inside":
             self._with_autocast(node)
+        if is_first and op.kind == "asked":
+            self._as_asked(op, node)
         if is_first and op.kind in ("inside", "asked"):
             return
         low = self.graph.policy.dtype
@@ -65,6 +67,20 @@ class _Writer:
                 node.replace_input_with(now, taken)
         for result in list(_results(node)) if rounds else ():
             self._round(result, low)
+
+    def _as_asked(self, op: Op, node: Node) -> None:
+        """Have a cast of the program's own give what it gives without a policy, and share it."""
+        others = [each for each in node.all_input_nodes[1:] if is_floating(each)]
+        if any(self.graph.dtype_of(self.graph.makers[each], self.low) != value_of(each).dtype for each in others):
+            # It asks for the dtype of a tensor that has another one now.
+            node.target, node.args, node.kwargs = "to", (node.args[0], value_of(node).device, op.dtype), {}
+        for each in op.reads:
+            has = self.graph.dtype_of(self.graph.makers[each], self.low)
+            if has == op.dtype or written(each) or written(node) or self.graph.cast_at(each) is not each:
+                continue
+            shared = self.casts.setdefault((node.graph, each, op.dtype), node)
+            if shared is not node:
+                node.replace_input_with(self.rounded.get(each, each), shared)
 
     def _cast(self, node: Node, has: torch.dtype, wanted: torch.dtype, before: Node) -> Node:
         """Return a tensor in another dtype; its cast is shared, unless the tensor is written to in between."""

@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mezzo import files
 from mezzo.cast.device.probing import processor
-from mezzo.plan.capture import Graph, Op, hint, is_floating, num_elements, value_of
+from mezzo.plan.capture import Graph, Op, hint, is_floating, num_elements, trains, value_of
 from mezzo.plan.cut import Edge, Problem, cost
 from mezzo.policy.ops import OPS
 from mezzo.tensors import dtype_name, tensors
@@ -202,7 +202,7 @@ class Meter:
         Raises:
             Exception: What torch raises on fake tensors of this precision.
         """
-        key = (node.target, op.kind, op.is_wide_inside, low, _described(node, op))
+        key = (node.target, op.kind, op.is_wide_inside, low, trains(node), _described(node, op))
         if key not in self._known:
             try:
                 self._known[key] = self._measure(op, node, low)
@@ -228,7 +228,7 @@ class Meter:
             leaves, made = list[Tensor](), dict[Node, Any]()
             for each in node.all_input_nodes:
                 casts = op.kind != "inside" and (id(each) in reads or self.graph.makers.get(each) is op)
-                made[each] = _fake_of(value_of(each), dtype if casts else None, leaves)
+                made[each] = _fake_of(value_of(each), dtype if casts else None, leaves if trains(node) else None)
             with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
                 results = _run(node, made, dtype if op.is_wide_inside and low and not self.graph.emulated else None)
                 floats = [each for each in tensors(results) if each.is_floating_point()]
@@ -268,8 +268,14 @@ def _described(node: Node, op: Op) -> Any:
     return str(fx.map_arg((node.args, node.kwargs), told))
 
 
-def _fake_of(value: Any, dtype: torch.dtype | None, leaves: list[Tensor]) -> Any:
-    """Make a fake tensor like one of Dynamo's, with the first shapes for sizes; leaves that need gradients are kept."""
+def _fake_of(value: Any, dtype: torch.dtype | None, leaves: list[Tensor] | None) -> Any:
+    """Make a fake tensor like one of Dynamo's, with the first shapes for sizes; leaves that need gradients are kept.
+
+    Args:
+        value: Dynamo's.
+        dtype: Another dtype for floating tensors.
+        leaves: Where to keep them; None where no gradients are taken.
+    """
     if isinstance(value, tuple | list):
         return type(value)([_fake_of(each, dtype, leaves) for each in value])
     if isinstance(value, torch.SymInt):
@@ -279,7 +285,7 @@ def _fake_of(value: Any, dtype: torch.dtype | None, leaves: list[Tensor]) -> Any
     wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
     sizes, strides = tuple(map(hint, value.shape)), tuple(map(hint, value.stride()))
     leaf = torch.empty_strided(sizes, strides, dtype=wanted, device=value.device)
-    if not (value.requires_grad and value.is_floating_point()):
+    if leaves is None or not (value.requires_grad and value.is_floating_point()):
         return leaf
     leaves.append(leaf.requires_grad_())
     return leaf.clone()  # which may be written to
@@ -370,6 +376,7 @@ class Account:
         self._moved = [_both(meter, op) for op in graph.ops]
         self._kept = tuple(_kept(graph, self._moved))
         self._crossings = tuple(_crossings(graph))
+        self._keeps = [not any(map(graph.is_run_again, op.nodes)) for op in graph.ops]
         self._is_apart = tuple(self._has_own_kernel(op) for op in graph.ops)
         self._stages = _stages(graph, self._is_apart)
         self.problem = self._problem(1 - objective, objective, lambda moved: moved.work)
@@ -427,10 +434,10 @@ class Account:
         counted = [not self.fused or apart for apart in self._is_apart]
         sides = [
             [
-                (time * sum(map(of, side)) if counts else 0.0) + memory * sum(each.kept_bytes for each in side)
+                (time * sum(map(of, side)) if counts else 0.0) + memory * keeps * sum(each.kept_bytes for each in side)
                 for side in calls
             ]
-            for calls, counts in zip(self._moved, counted, strict=True)
+            for calls, counts, keeps in zip(self._moved, counted, self._keeps, strict=True)
         ]
         edges = list(self._casts_or_traffic(time, sides) if time else ())
         always_high, always_low = len(sides), len(sides) + 1
@@ -529,33 +536,57 @@ def _first(error: Exception) -> str:
 def _crossings(graph: Graph) -> Iterator[Crossing]:
     """Find the tensors that ops read in their own precision, each with all of its readers."""
     readers: dict[Node, dict[int, None]] = {}
+    trained = set[Node]()
+    placed = (torch.float32, graph.policy.dtype)
     for op in graph.ops:
-        if op.kind in ("source", "inside"):
+        if op.kind == "inside":
             continue
-        for node in op.reads:
+        for node in op.reads:  # of a source: what is written to it
+            if value_of(node).dtype not in placed or op.dtype not in placed:
+                continue  # float64: the program casts it by itself
             # What is left alone takes each tensor as it is without a policy.
             reader = op.index if op.kind != "own" else len(graph.ops) + (value_of(node).dtype != torch.float32)
             if graph.makers[node] is not op:
                 readers.setdefault(graph.cast_at(node), {})[reader] = None
+                if value_of(node).requires_grad and any(map(trains, op.nodes)):
+                    trained.add(graph.cast_at(node))
     for node, found in readers.items():
-        maker = graph.makers[node]
-        yield Crossing(node, maker.index, tuple(found), num_elements(node), bool(value_of(node).requires_grad))
+        yield Crossing(node, graph.makers[node].index, tuple(found), num_elements(node), node in trained)
 
 
 def _kept(graph: Graph, moved: Sequence[tuple[tuple[Moved, ...], tuple[Moved, ...]]]) -> Iterator[_Kept]:
     """Find what is kept for the backward pass, each tensor with the ops that keep it."""
-    readers: dict[Node, dict[int, None]] = {}
+    readers: dict[tuple[Op, int], dict[int, None]] = {}
+    nodes: dict[tuple[Op, int], dict[Node, None]] = {}
+
+    def keep(node: Node, reader: int) -> None:
+        memory = graph.makers[node], _memory(value_of(node))  # views, and what was written to, are one memory
+        readers.setdefault(memory, {})[reader] = None
+        nodes.setdefault(memory, {})[graph.cast_at(node)] = None
+
     for op in graph.ops:
         for node, call in zip(op.nodes, moved[op.index][True], strict=False):
+            if graph.is_run_again(node):
+                continue
             inputs = node.all_input_nodes
             for place in call.keeps:
                 if inputs[place] in graph.makers and is_floating(inputs[place]):
-                    readers.setdefault(graph.cast_at(inputs[place]), {})[op.index] = None
+                    keep(inputs[place], op.index)
             if call.keeps_result and is_floating(node):
-                readers.setdefault(node, {})[op.index] = None
-    for node, found in readers.items():
-        maker, size = graph.makers[node], num_elements(node)
+                keep(node, op.index)
+    for node in graph.checkpoints:  # which keep what they are given, as it is
+        for each in node.all_input_nodes:
+            if each in graph.makers and is_floating(each) and trains(node):
+                keep(each, graph.makers[each].index)
+    for (maker, _), found in readers.items():
+        of_one = nodes[maker, _]
+        size = min(sum(map(num_elements, of_one)), max(map(_num_stored, of_one)))
         low, high = 2 * size, 4 * size
         if maker.kind == "source":  # which is there anyway, as it is
             low, high = (low, 0) if maker.dtype == torch.float32 else (0, high)
         yield _Kept(tuple(found), low, high)
+
+
+def _num_stored(node: Node) -> int:
+    value = value_of(node)
+    return hint(value.untyped_storage().nbytes()) // int(value.element_size())

@@ -19,6 +19,7 @@ from mezzo.explanation.rows import byte_text, counted, folded, format_text, shar
 from mezzo.files import json_text
 from mezzo.plan.costs import Rates, Totals
 from mezzo.policy import Policy
+from mezzo.tensors import dtype_name
 
 logger = logging.getLogger(__name__)
 
@@ -340,12 +341,12 @@ def picture(plan: Plan) -> str:
     A line between ops is where the precision changes: ``╲`` down, ``╱`` up.
     """
     names = [f"{each.op} {each.module}".rstrip() for each in plan.ops]
-    width = max((len(name) for name, each in zip(names, plan.ops, strict=True) if each.dtype == "float32"), default=0)
+    low = dtype_name(Policy.parse(plan.base).dtype)
+    width = max((len(name) for name, each in zip(names, plan.ops, strict=True) if each.dtype != low), default=0)
     width = max(width, len("FP32"))
-    low = next((each.dtype for each in plan.ops if each.dtype != "float32"), "low")
     lines, before = [f"{'FP32':>{width}}   {format_text([low])}"], None
     for name, each in zip(names, plan.ops, strict=True):
-        is_low = each.dtype != "float32"
+        is_low = each.dtype == low
         if before is not None and before != is_low:
             lines.append(f"{'':>{width}} {'╲' if is_low else '╱'}")
         lines.append(f"{'':>{width}} │ {name}" if is_low else f"{name:>{width}} │")
@@ -355,11 +356,11 @@ def picture(plan: Plan) -> str:
 
 def dot(plan: Plan) -> str:
     """Write the graph in Graphviz's language."""
-    colours = {True: "#8ecae6", False: "#ffb703"}
+    colours, low = {True: "#8ecae6", False: "#ffb703"}, dtype_name(Policy.parse(plan.base).dtype)
     lines = ["digraph plan {", "  rankdir=TB; node [shape=box, style=filled, fontname=Helvetica];"]
     for place, each in enumerate(plan.ops):
         label = json.dumps("\n".join(filter(None, (each.op, each.module, format_text([each.dtype])))))
-        lines.append(f"  o{place} [label={label}, fillcolor={json.dumps(colours[each.dtype != 'float32'])}];")
+        lines.append(f"  o{place} [label={label}, fillcolor={json.dumps(colours[each.dtype == low])}];")
         for maker in each.reads:
             casts = plan.ops[maker].dtype != each.dtype
             lines.append(f"  o{maker} -> o{place}{' [color=red, penwidth=2, label=cast]' if casts else ''};")
