@@ -38,7 +38,7 @@ from mezzo.errors import PolicyError, require_extra
 from mezzo.files import save_json, whole
 from mezzo.plan import Plan
 from mezzo.plan import plan as plan_of
-from mezzo.plan.planned import headline
+from mezzo.plan.planned import headline, picture
 from mezzo.plan.run import objective_number
 from mezzo.policy import Policy
 from mezzo.script.inspection import Called, Rehearsed, rehearse
@@ -73,8 +73,8 @@ def plan(
     captures it; what must be low or FP32 by the policy's rules and lists is, and the rest is chosen.
 
     The answer comes first: casts and bytes beside torch.autocast's; then what Paddle's and TensorFlow's rules would
-    give, what was chosen, and the policy to write. --out has plan.json, plan.dot and, where Graphviz is installed,
-    plan.svg. The exit code is the script's where it ends before its step.
+    give, what was chosen, and the policy to write. --out has plan.json, plan.dot and a picture:
+    plan.svg where Graphviz is installed, otherwise plan.txt. The exit code is the script's where it ends before its step.
     """
     program, chosen = program_of(words, is_module), usual_policy(policy)
     wanted = _objective(objective)
@@ -128,6 +128,9 @@ def _write(folder: Path, program: Program, found: Rehearsed[Plan], code: int) ->
             file.write(each.dot().encode())
         if (draw := shutil.which("dot")) is not None:
             subprocess.run([draw, "-Tsvg", "-o", folder / f"{name}.svg", folder / f"{name}.dot"], check=False)
+        else:
+            with whole(folder / f"{name}.txt") as file:
+                file.write(picture(each).encode())
         models.append({"file": f"{name}.json", "model": each.model, "headline": headline(each)})
     summary = {"program": program.name, "models": models, "left_alone": found.left_alone, "exit_code": code}
     save_json(summary, folder / SUMMARY)

@@ -59,6 +59,7 @@ class Op:
         dtype: What it has without a policy.
         nodes: What computes: the node that makes the tensor, then those that write to it.
         reads: Tensors that it takes in its own precision; each is cast where it has another one.
+        wide_reads: Tensors that it takes in FP32 whatever its precision: weights of a norm that computes in FP32 inside.
         decision: What the policy says; None for sources and for what is left alone.
         reason: Why it is of its kind, in words.
         is_wide_inside: Whether its arithmetic is FP32 where it is low: it rounds what it takes, and what it gives.
@@ -72,6 +73,7 @@ class Op:
     dtype: torch.dtype
     nodes: list[Node] = field(default_factory=list)
     reads: list[Node] = field(default_factory=list)
+    wide_reads: list[Node] = field(default_factory=list)
     decision: Decision | None = None
     reason: str = ""
     is_wide_inside: bool = False
@@ -103,6 +105,7 @@ class Graph:
         makers: The op that each floating tensor belongs to.
         views: What each view looks at.
         parents: The graph module that has each node.
+        written: Memories that in-place functions write to.
         dropped: Nodes that enter or leave an autocast of the policy's own.
         checkpoints: Calls whose bodies are run again in the backward pass.
     """
@@ -115,8 +118,14 @@ class Graph:
     makers: dict[Node, Op] = field(default_factory=dict)
     views: dict[Node, Node] = field(default_factory=dict)
     parents: dict[Node, fx.GraphModule] = field(default_factory=dict)
+    written: set[int] = field(default_factory=set)
     dropped: list[Node] = field(default_factory=list)
     checkpoints: list[Node] = field(default_factory=list)
+
+    def is_written(self, node: Node) -> bool:
+        """Whether a tensor is written to after it was made: a cast of it holds for one reader."""
+        value = value_of(node)
+        return memory_of(value) in self.written or (not value.is_inference() and value._version > 0)
 
     def is_run_again(self, node: Node) -> bool:
         """Whether a call is in the body of an activation checkpoint."""
@@ -131,7 +140,7 @@ class Graph:
     def cast_at(self, node: Node) -> Node:
         """Return the tensor to cast where a view of it is wanted in another precision: the smallest, all views share it."""
         smallest = node
-        while node in self.views and not written(node):
+        while node in self.views and not self.is_written(node):
             node = self.views[node]
             if num_elements(node) <= num_elements(smallest):
                 smallest = node
@@ -143,14 +152,16 @@ def value_of(node: Any) -> Any:
     return node.meta.get("example_value") if isinstance(node, Node) else None
 
 
-def written(node: Node) -> bool:
-    """Whether a tensor is written to after it was made: a cast of it holds for one reader."""
-    return bool(value_of(node)._version)
+def memory_of(tensor: Tensor) -> int:
+    """Return what is equal for tensors of one memory."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def hint(number: Any) -> int:
-    """Return a size of the first shapes: those that the program is captured with."""
-    return int(number.node.hint) if isinstance(number, torch.SymInt) else int(number)
+    """Return a size of the first shapes, those that the program is captured with; 1 where numbers decide about it."""
+    if isinstance(number, torch.SymInt):
+        return int(number.node.hint) if number.node.has_hint() else 1
+    return int(number)
 
 
 def num_elements(node: Node) -> int:
@@ -349,12 +360,17 @@ class _Reader:
                 makers[node] = whole
             return
         if node.target is operator.setitem and given:
+            self.graph.written.add(memory_of(value_of(given[0])))
             self._work_on(makers[given[0]], node, name, given[0])
             return
+        converts = name in _CONVERTS and _names_dtype(node)
         same = next((each for each in given if any(_shares(each, result) for result in results)), None)
-        if same is not None and (name not in _CONVERTS or written(same)):
+        if same is not None and (not converts or (self.graph.is_written(same) and makers[same].fixed is not True)):
             makers[node] = makers[same]
-            if name.endswith("_") or node.kwargs.get("inplace") or _is_in_place(node.target):
+            if converts and makers[same].fixed is None:  # what is written through it is written to both
+                makers[same].kind, makers[same].reason = "fp32", "the program writes to it through a cast that is none"
+            elif name.endswith("_") or node.kwargs.get("inplace") or _is_in_place(node.target):
+                self.graph.written.add(memory_of(value_of(same)))
                 self._work_on(makers[same], node, name, same)
             elif isinstance(value, Tensor):
                 self.graph.views[node] = same
@@ -374,9 +390,12 @@ class _Reader:
         self.graph.ops.append(made)
         self.graph.makers[node] = made
         if kind != "source":
-            self._work_on(made, node, name, None)
+            keeps_weights = decision is not None and decision.treatment == "fp32_math"
             low_inside = self.graph.emulated and name in {*EMULATED, *COMPOSED, *REACHED, *RECURRENT}
-            made.is_wide_inside = low_inside or (decision is not None and decision.treatment == "fp32_math")
+            made.is_wide_inside = low_inside or keeps_weights
+            self._work_on(made, node, name, None)
+            if keeps_weights:
+                made.reads, made.wide_reads = made.reads[:1], made.reads[1:]
         return made
 
     def _work_on(self, op: Op, node: Node, name: str, target: Node | None) -> None:
@@ -392,7 +411,9 @@ class _Reader:
         floats = [each for each in results if each.is_floating_point()]
         if node.op != "call_method" and not given:
             return "source", name, None, "it makes a tensor of numbers of its own"
-        if name in _CONVERTS and _names_dtype(node):
+        if name in _CONVERTS:
+            if not _names_dtype(node):
+                return "follow", name, None, "it moves what there is to another device"
             if floats and floats[0].dtype in (torch.float32, self.policy.dtype):
                 return "asked", name, None, f"the program asks for {dtype_name(floats[0].dtype)}"
             return "own", name, None, "the program asks for another dtype"
@@ -486,11 +507,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _shares(node: Node, result: Tensor) -> bool:
     """Whether a node and a result are of one memory."""
-    return any(
-        each.untyped_storage()._cdata == result.untyped_storage()._cdata
-        for each in _leaves(value_of(node))
-        if isinstance(each, Tensor)
-    )
+    return any(memory_of(each) == memory_of(result) for each in _leaves(value_of(node)) if isinstance(each, Tensor))
 
 
 def _is_in_place(target: Any) -> bool:

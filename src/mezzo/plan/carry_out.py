@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from mezzo.plan.capture import ENTER, EXIT, Graph, Op, is_floating, value_of, written
+from mezzo.plan.capture import ENTER, EXIT, Graph, Op, is_floating, value_of
 
 
 def carry_out(graph: Graph, low: Sequence[bool]) -> fx.GraphModule:
@@ -26,7 +26,7 @@ def carry_out(graph: Graph, low: Sequence[bool]) -> fx.GraphModule:
     for op in graph.ops:
         for node in op.nodes:
             writer.call(op, node)
-    for node in graph.dropped:
+    for node in reversed(graph.dropped):  # what leaves refers to what enters
         node.graph.erase_node(node)
     for module in dict.fromkeys(graph.parents.values()):
         module.graph.lint()
@@ -55,14 +55,17 @@ class _Writer:
         low = self.graph.policy.dtype
         given = self.graph.dtype_of(op, self.low)
         rounds = is_first and op.is_wide_inside and given == low and op.kind != "own"
-        for each in op.reads:
+        for each in (*op.reads, *op.wide_reads):
             now = self.rounded.get(each, each)
             if now not in node.all_input_nodes:
                 continue
             has = self.graph.dtype_of(self.graph.makers[each], self.low)
-            taken = self._cast(each, has, value_of(each).dtype if op.kind == "own" else given, node)
-            if rounds:
-                taken = self._to(taken, torch.float32, node)
+            wanted = value_of(each).dtype if op.kind == "own" else given
+            if each in op.wide_reads:
+                taken = self._cast(each, has, torch.float32, node)
+            else:
+                taken = self._cast(each, has, wanted, node)
+                taken = self._to(taken, torch.float32, node) if rounds else taken
             if taken is not now:
                 node.replace_input_with(now, taken)
         for result in list(_results(node)) if rounds else ():
@@ -76,7 +79,12 @@ class _Writer:
             node.target, node.args, node.kwargs = "to", (node.args[0], value_of(node).device, op.dtype), {}
         for each in op.reads:
             has = self.graph.dtype_of(self.graph.makers[each], self.low)
-            if has == op.dtype or written(each) or written(node) or self.graph.cast_at(each) is not each:
+            if (
+                has == op.dtype
+                or self.graph.is_written(each)
+                or self.graph.is_written(node)
+                or self.graph.cast_at(each) is not each
+            ):
                 continue
             shared = self.casts.setdefault((node.graph, each, op.dtype), node)
             if shared is not node:
@@ -87,7 +95,7 @@ class _Writer:
         now = self.rounded.get(node, node)
         if has == wanted:
             return now
-        if written(node):
+        if self.graph.is_written(node):
             return self._to(now, wanted, before)
         key = (before.graph, node, wanted)
         if key not in self.casts:

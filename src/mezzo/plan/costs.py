@@ -228,7 +228,8 @@ class Meter:
             leaves, made = list[Tensor](), dict[Node, Any]()
             for each in node.all_input_nodes:
                 casts = op.kind != "inside" and (id(each) in reads or self.graph.makers.get(each) is op)
-                made[each] = _fake_of(value_of(each), dtype if casts else None, leaves if trains(node) else None)
+                wanted = torch.float32 if each in op.wide_reads else dtype if casts else None
+                made[each] = _fake_of(value_of(each), wanted, leaves if trains(node) else None)
             with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
                 results = _run(node, made, dtype if op.is_wide_inside and low and not self.graph.emulated else None)
                 floats = [each for each in tensors(results) if each.is_floating_point()]
@@ -261,7 +262,7 @@ def _described(node: Node, op: Op) -> Any:
         value = value_of(each)
         if not isinstance(value, Tensor):
             return str(value)
-        is_own = each in op.reads or each in op.nodes
+        is_own = (each in op.reads, each in op.wide_reads, each in op.nodes)
         sizes, strides = tuple(map(hint, value.shape)), tuple(map(hint, value.stride()))
         return f"<{sizes} {strides} {value.dtype} {value.requires_grad} {value.device} {is_own}>"
 
@@ -541,11 +542,12 @@ def _crossings(graph: Graph) -> Iterator[Crossing]:
     for op in graph.ops:
         if op.kind == "inside":
             continue
-        for node in op.reads:  # of a source: what is written to it
+        for node in (*op.reads, *op.wide_reads):  # of a source: what is written to it
             if value_of(node).dtype not in placed or op.dtype not in placed:
                 continue  # float64: the program casts it by itself
             # What is left alone takes each tensor as it is without a policy.
             reader = op.index if op.kind != "own" else len(graph.ops) + (value_of(node).dtype != torch.float32)
+            reader = len(graph.ops) if node in op.wide_reads else reader
             if graph.makers[node] is not op:
                 readers.setdefault(graph.cast_at(node), {})[reader] = None
                 if value_of(node).requires_grad and any(map(trains, op.nodes)):

@@ -8,6 +8,7 @@ from typing import Final
 
 from mezzo.plan.capture import Graph, Op
 from mezzo.policy import Rule, Treatment
+from mezzo.policy.ops import functions
 
 #: An op and the module in which it runs: what a rule can name.
 Group = tuple[str, str]
@@ -30,7 +31,7 @@ def rules_for(graph: Graph, low: Sequence[bool]) -> tuple[tuple[Rule, ...], tupl
     planned: dict[Group, set[bool]] = {}
     for op in chosen:
         planned.setdefault((op.name, op.module), set()).add(low[op.index])
-    sayable = {group: next(iter(each)) for group, each in planned.items() if len(each) == 1}
+    sayable = {group: next(iter(each)) for group, each in planned.items() if len(each) == 1 and functions(group[0])}
     ruled = set[Group]()
     while True:
         flows = _flows(graph, low, {group: sayable[group] for group in ruled})
@@ -106,4 +107,6 @@ def _unsaid(group: Group, ops: Sequence[Op], low: Sequence[bool]) -> str:
     num_low = sum(low[op.index] for op in ops)
     lines = ", ".join(dict.fromkeys(op.line.rpartition("/")[2] for op in ops if op.line))
     where = module or "the model itself"
-    return f"{name} in {where} runs {num_low} times low and {len(ops) - num_low} times in FP32 ({lines})"
+    times = {True: f"{num_low} times low", False: f"{len(ops) - num_low} times in FP32"}
+    runs = " and ".join(text for is_low, text in times.items() if any(low[op.index] == is_low for op in ops))
+    return f"{name} in {where} runs {runs} ({lines})"
