@@ -34,6 +34,7 @@ from torch.nn import functional
 
 import mezzo
 from harness import DEVICE, WARM_UP, in_turns, write_dated
+from mezzo.numerics.footprint import SavedBytes
 from mezzo.plan import heuristics
 from mezzo.plan import run as planning
 from mezzo.plan.capture import Graph, capture, read
@@ -67,7 +68,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
-        q, k, v = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1))
+        q, k, v = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1)
+        )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, tokens, head_dim)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norm2(x))))
@@ -104,9 +107,9 @@ class Bottleneck(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, channels, height, width)
         y = x
-        for place, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
+        for number, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
             y = norm(conv(y))
-            y = y.relu() if place < 2 else y
+            y = y.relu() if number < 2 else y
         return (y + self.beside(x)).relu()
 
 
@@ -117,8 +120,8 @@ class ResNet50(nn.Sequential):
         layers: list[nn.Module] = [_conv(3, 64, 7, 2), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
         given = 64
         for width, count in ((64, 3), (128, 4), (256, 6), (512, 3)):
-            for place in range(count):
-                layers.append(Bottleneck(given, width, 2 if place == 0 and width > 64 else 1))
+            for number in range(count):
+                layers.append(Bottleneck(given, width, 2 if number == 0 and width > 64 else 1))
                 given = 4 * width
         super().__init__(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(given, classes))
 
@@ -147,14 +150,22 @@ class Chain(nn.Module):
 
 
 class Lstm(nn.Module):
-    """Two layers, with a linear one behind them."""
+    """One layer with its cell written out, since nn.LSTM is one op, and nothing in it can be chosen."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.lstm, self.head = nn.LSTM(width, width, 2, batch_first=True), nn.Linear(width, width)
+        self.given, self.hidden = nn.Linear(width, 4 * width), nn.Linear(width, 4 * width, bias=False)
+        self.head = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
-        return self.head(functional.gelu(self.lstm(x)[0]))
+        h = c = x.new_zeros(x.shape[0], x.shape[2])
+        outs = []
+        for given in self.given(x).unbind(1):  # (batch, 4 × width)
+            i, f, g, o = (given + self.hidden(h)).chunk(4, -1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            outs.append(h)
+        return self.head(torch.stack(outs, 1))
 
 
 class Loss(nn.Module):
@@ -194,7 +205,7 @@ def chain(size: Size) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def lstm(size: Size) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    batch, tokens, width = (16, 32, 128) if size == "small" else (64, 256, 1024)
+    batch, tokens, width = (16, 16, 128) if size == "small" else (64, 64, 1024)
     return Lstm(width), (torch.randn(batch, tokens, width), torch.randn(batch, tokens, width))
 
 
@@ -221,6 +232,8 @@ def _followed(follow: Callable[[heuristics.Listed], tuple[bool, ...]]) -> Place:
 
 
 AUTOCAST, CUT = "torch.autocast", "cut"
+#: The backend of torch.compile that makes them.
+KERNELS: Final = {"eager": "eager", "compiled": "inductor"}
 PLACEMENTS: Final[dict[str, Place]] = {
     AUTOCAST: _followed(heuristics.promoted),
     "Paddle's gray": _followed(heuristics.gray),
@@ -239,14 +252,14 @@ class Placed:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         graph = read(module, self.policy)
-        carry_out(graph, self.place(account_of(graph, fused=self.inner == "inductor")))
+        carry_out(graph, self.place(account_of(graph, self.inner)))
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(self.inner)(graph.whole, inputs)
         return compiled
 
 
-def account_of(graph: Graph, *, fused: bool) -> Account:
+def account_of(graph: Graph, inner: str) -> Account:
     speed = rates(graph.device_type, graph.policy.dtype, emulated=graph.emulated)
-    return Account(graph, speed, objective=0.0, fused=fused)
+    return Account(graph, speed, objective=0.0, fused=inner == "inductor")
 
 
 def counted(name: str, size: Size, policy: Policy) -> dict[str, Any]:
@@ -258,14 +271,17 @@ def counted(name: str, size: Size, policy: Policy) -> dict[str, Any]:
         "policy": str(policy), "capture_s": time.perf_counter() - start, "ops": len(graph.ops),
     }  # fmt: skip
     rates(graph.device_type, policy.dtype, emulated=graph.emulated)  # measured once on a machine
-    for kernels, fused in (("eager", False), ("compiled", True)):
+    for kernels, inner in KERNELS.items():
         start = time.perf_counter()
-        account = account_of(graph, fused=fused)
+        account = account_of(graph, inner)
         placed = {CUT: PLACEMENTS[CUT](account)}
         found[f"{kernels}_planning_s"] = time.perf_counter() - start
         placed |= {whose: follow(account) for whose, follow in PLACEMENTS.items() if whose != CUT}
+        first = {tuple(placed[whose]): whose for whose in reversed(PLACEMENTS)}
         found[kernels] = {
-            whose: {**asdict(account.totals(placed[whose])), "low": sum(placed[whose])} for whose in PLACEMENTS
+            whose: {**asdict(account.totals(low)), "low": sum(low), "same_as": first[tuple(low)]}
+            for whose in PLACEMENTS
+            for low in (placed[whose],)
         }
     return found
 
@@ -277,9 +293,9 @@ def planned_gpt2(policy: Policy) -> dict[str, Any]:
     start = time.perf_counter()
     graph = capture(model, (words, words), {}, policy)
     found: dict[str, Any] = {"capture_s": time.perf_counter() - start, "ops": len(graph.ops)}
-    for kernels, fused in (("eager", False), ("compiled", True)):
+    for kernels, inner in KERNELS.items():
         start = time.perf_counter()
-        account = account_of(graph, fused=fused)
+        account = account_of(graph, inner)
         account_s = time.perf_counter() - start
         PLACEMENTS[CUT](account)
         found |= {f"{kernels}_planning_s": time.perf_counter() - start, f"{kernels}_account_s": account_s}
@@ -323,20 +339,22 @@ def step_of(name: str, size: Size, backend: Any = None, region: Callable[[], Any
     return Step(model=model, run=run)
 
 
-def steps_of(name: str, size: Size, policy: Policy) -> dict[tuple[str, str], Step]:
-    """Make the steps that are compared, by kernels and placement."""
+def steps_of(name: str, size: Size, policy: Policy, counts: dict[str, Any]) -> dict[tuple[str, str], Step]:
+    """Make the steps that are compared, by kernels and placement; of equal placements the first."""
     model, batch = made(name, size)
     rules = mezzo.plan.plan(model, *batch, policy=policy).policy()
-    step, placed = partial(step_of, name, size), partial(Placed, policy)
+    step, placed, compiled = partial(step_of, name, size), partial(Placed, policy), KERNELS["compiled"]
     amp = partial(torch.autocast, DEVICE, dtype=policy.dtype)
     found = {
         ("eager", "FP32"): step(),
         ("eager", AUTOCAST): step(region=amp),
         ("eager", f"{CUT}, as rules"): step(region=partial(mezzo.autocast, rules, DEVICE)),
     }
-    found |= {("compiled", "FP32"): step("inductor"), ("compiled", AUTOCAST): step("inductor", region=amp)}
-    for kernels, inner in (("eager", "eager"), ("compiled", "inductor")):
+    found |= {("compiled", "FP32"): step(compiled), ("compiled", AUTOCAST): step(compiled, region=amp)}
+    for kernels, inner in KERNELS.items():
         for whose, follow in PLACEMENTS.items():
+            if counts[kernels][whose]["same_as"] != whose:
+                continue
             backend = mezzo.compile_backend(policy, inner=inner) if whose == CUT else placed(follow, inner)
             found[kernels, f"{whose}, placed" if whose == AUTOCAST else whose] = step(backend)
     return dict(sorted(found.items(), key=lambda item: item[0][0] == "compiled"))
@@ -347,28 +365,35 @@ def gradients(step: Step) -> list[Tensor]:
     return [each.grad.detach().double() for each in step.model.parameters() if each.grad is not None]
 
 
+def kept(step: Step) -> int:
+    """Return the bytes that autograd keeps for the backward pass, inputs included."""
+    with SavedBytes(step.model) as saved:
+        step.run()
+    return saved.total
+
+
 def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the largest relative error of a parameter's gradient: the norm of the difference over that of FP32's."""
     pairs = zip(found, exact, strict=True)
     return max(float((mine - true).norm() / true.norm()) for mine, true in pairs if true.norm() > 0)
 
 
-def timed(name: str, size: Size, policy: Policy, repetitions: int) -> list[dict[str, Any]]:
+def timed(name: str, size: Size, policy: Policy, counts: dict[str, Any], repetitions: int) -> list[dict[str, Any]]:
     """Run a model's steps in turns; ratios are against torch.autocast's with the same kernels."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(allow_rnn=True):
-        steps = steps_of(name, size, policy)
-        exact = gradients(steps["eager", "FP32"])
-        errors = {case: error(gradients(step), exact) for case, step in steps.items()}
-        loops = {case: (nothing, step.run) for case, step in steps.items()}
-        taken = in_turns(loops, torch.device(DEVICE), repetitions, WARM_UP)  # type: ignore[arg-type,type-var]
+    steps = steps_of(name, size, policy, counts)
+    exact = gradients(steps["eager", "FP32"])
+    errors = {case: error(gradients(step), exact) for case, step in steps.items()}
+    saved = {case: kept(step) for case, step in steps.items()}
+    loops = {case: (nothing, step.run) for case, step in steps.items()}
+    taken = in_turns(loops, torch.device(DEVICE), repetitions, WARM_UP)  # type: ignore[arg-type,type-var]
     rows = []
     for (kernels, whose), times in taken.items():
         ratio = against(times, taken[kernels, AUTOCAST])
         rows.append({
             "model": name, "kernels": kernels, "placement": whose, "ms": 1e3 * statistics.median(times),
             "least_ms": 1e3 * min(times), "ratio": ratio.median, "ratio_p10": ratio.p10, "ratio_p90": ratio.p90,
-            "gradient_error": errors[kernels, whose],
+            "gradient_error": errors[kernels, whose], "kept_bytes": saved[kernels, whose],
         })  # fmt: skip
     return rows
 
@@ -377,47 +402,66 @@ def timed(name: str, size: Size, policy: Policy, repetitions: int) -> list[dict[
 
 
 def show(name: str, counts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    title = f"{name} ({DEVICE}): {counts['ops']} ops, captured in {counts['capture_s']:.2g} s"
-    table = Table("kernels", "placement", "casts", "MB moved", "MB kept", "ms", "/ autocast", "10–90 %", "gradients off",
-                  title=title)  # fmt: skip
+    heads = (
+        "kernels",
+        "placement",
+        "casts",
+        "MB moved",
+        "MB kept",
+        "measured",
+        "ms",
+        "/ autocast",
+        "10–90 %",
+        "off FP32",
+    )
+    table = Table(*heads, title=f"{name} ({DEVICE}): {counts['ops']} ops; {counts['policy']}")
     for row in rows:
         sums = counts[row["kernels"]].get(row["placement"].partition(", ")[0])
-        figures = (
-            (f"{sums['casts']}", f"{sums['moved_bytes'] / 1e6:.4g}", f"{sums['kept_bytes'] / 1e6:.4g}") if sums else ("",) * 3
-        )
-        table.add_row(
-            row["kernels"], row["placement"], *figures, f"{row['ms']:.3g}", f"{row['ratio']:.3f}",
-            f"{row['ratio_p10']:.2f}–{row['ratio_p90']:.2f}", f"{row['gradient_error']:.2g}",
-        )  # fmt: skip
+        counted = ("", "", "")
+        if sums:
+            counted = f"{sums['casts']}", f"{sums['moved_bytes'] / 1e6:.4g}", f"{sums['kept_bytes'] / 1e6:.4g}"
+        measured = f"{row['kept_bytes'] / 1e6:.4g}", f"{row['ms']:.3g}", f"{row['ratio']:.3f}"
+        tenths = f"{row['ratio_p10']:.2f}–{row['ratio_p90']:.2f}"
+        table.add_row(row["kernels"], row["placement"], *counted, *measured, tenths, f"{row['gradient_error']:.2g}")
     Console(width=140).print(table)
-    print(f"planned in {counts['eager_planning_s']:.2g} s for eager kernels, {counts['compiled_planning_s']:.2g} s for fused")
+    for kernels in KERNELS:
+        same = [f"{whose} as {sums['same_as']}" for whose, sums in counts[kernels].items() if sums["same_as"] != whose]
+        if same:
+            print(f"the same placement, {kernels}: {', '.join(same)}")
+    say(name, counts)
+
+
+def say(name: str, counts: dict[str, Any]) -> None:
+    took = " and ".join(f"{counts[f'{kernels}_planning_s']:.2g} s for {kernels} kernels" for kernels in KERNELS)
+    print(f"{name}: {counts['ops']} ops captured in {counts['capture_s']:.2g} s, planned in {took}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--size", choices=("small", "full"), default="full" if DEVICE == "cuda" else "small")
-    parser.add_argument("--policy", type=Policy.parse, help="of all models; otherwise with the lists of the device's autocast")
+    parser.add_argument(
+        "--policy", type=Policy.parse, help="of all models; otherwise with the lists of the device's autocast"
+    )
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--counts-only", action="store_true", help="run nothing")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     gpt2 = planned_gpt2(options.policy or DEVICES)  # first, so that what is done once in a process is in it
-    print(f"GPT-2 small: {gpt2['ops']} ops captured in {gpt2['capture_s']:.2g} s, planned in "
-          f"{gpt2['eager_planning_s']:.2g} s for eager kernels, then {gpt2['compiled_planning_s']:.2g} s for fused")  # fmt: skip
+    say("GPT-2 small", gpt2)
     counts, rows = {}, list[dict[str, Any]]()
     for name in options.models:
         policy = options.policy or POLICIES.get(name, DEVICES)
         counts[name] = counted(name, options.size, policy)
-        found = [] if options.counts_only else timed(name, options.size, policy, options.repetitions)
+        found = [] if options.counts_only else timed(name, options.size, policy, counts[name], options.repetitions)
         show(name, counts[name], found)
         rows += found
-    result = {
-        **facts(torch.device(DEVICE)), "mezzo": mezzo.__version__, "size": options.size,
-        "repetitions": options.repetitions, "rates": asdict(rates(DEVICE, torch.bfloat16, emulated=False)),
-        "counts": counts, "gpt2_small": gpt2, "rows": rows,
-    }  # fmt: skip
-    print(f"written to {write_dated(options.out, 'plan', result)}")
+        result = {
+            **facts(torch.device(DEVICE)), "mezzo": mezzo.__version__, "size": options.size,
+            "repetitions": options.repetitions, "rates": asdict(rates(DEVICE, torch.bfloat16, emulated=False)),
+            "gpt2_small": gpt2, "counts": counts, "rows": rows,
+        }  # fmt: skip
+        print(f"written to {write_dated(options.out, 'plan', result)}")  # after each model: they take minutes
 
 
 if __name__ == "__main__":
