@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mezzo import files
 from mezzo.cast.device.probing import processor
-from mezzo.plan.capture import Graph, Op, hint, is_floating, num_elements, value_of
+from mezzo.plan.capture import Graph, Op, hint, is_floating, num_elements, value_of, written
 from mezzo.plan.cut import Edge, Problem, cost
 from mezzo.policy.ops import OPS
 from mezzo.tensors import dtype_name, tensors
@@ -549,12 +549,19 @@ def _kept(graph: Graph, moved: Sequence[tuple[tuple[Moved, ...], tuple[Moved, ..
             inputs = node.all_input_nodes
             for place in call.keeps:
                 if inputs[place] in graph.makers and is_floating(inputs[place]):
-                    readers.setdefault(graph.cast_at(inputs[place]), {})[op.index] = None
+                    readers.setdefault(_whole(graph, graph.cast_at(inputs[place])), {})[op.index] = None
             if call.keeps_result and is_floating(node):
-                readers.setdefault(node, {})[op.index] = None
+                readers.setdefault(_whole(graph, node), {})[op.index] = None
     for node, found in readers.items():
         maker, size = graph.makers[node], num_elements(node)
         low, high = 2 * size, 4 * size
         if maker.kind == "source":  # which is there anyway, as it is
             low, high = (low, 0) if maker.dtype == torch.float32 else (0, high)
         yield _Kept(tuple(found), low, high)
+
+
+def _whole(graph: Graph, node: Node) -> Node:
+    """Return the tensor whose memory a view shows in another form: what is kept of both is kept once."""
+    while node in graph.views and not written(node) and num_elements(graph.views[node]) == num_elements(node):
+        node = graph.views[node]
+    return node
