@@ -11,6 +11,7 @@ import torch
 import mezzo
 import plan as bench
 
+POLICY = mezzo.Policy.parse(bench.POLICY)
 RESULT = json.loads(max((Path(bench.__file__).parent / "results").glob("plan-cpu-*.json")).read_text())
 
 
@@ -25,7 +26,7 @@ def tiny_model(monkeypatch):
 
 
 def test_on_the_chain_the_cut_is_cheaper_than_each_of_the_others():
-    counts = bench.counted("conv–log chain", "small", bench.PORTABLE)
+    counts = bench.counted("conv–log chain", "small", POLICY)
     eager = counts["eager"]
     assert all(eager[bench.CUT]["cost"] < sums["cost"] for whose, sums in eager.items() if whose != bench.CUT)
     compiled = counts["compiled"]
@@ -34,9 +35,8 @@ def test_on_the_chain_the_cut_is_cheaper_than_each_of_the_others():
 
 def test_the_placement_of_autocast_runs_as_autocast_does(tiny_model):
     with mezzo.autocast("O0"):
-        policy = bench.DEVICES
-        mine = bench.step_of("tiny", "small", bench.Placed(policy, bench.PLACEMENTS[bench.AUTOCAST], "eager"))
-        rival = bench.step_of("tiny", "small", region=lambda: torch.autocast(bench.DEVICE, dtype=policy.dtype))
+        mine = bench.step_of("tiny", "small", bench.Placed(POLICY, bench.PLACEMENTS[bench.AUTOCAST], "eager"))
+        rival = bench.step_of("tiny", "small", region=lambda: torch.autocast(bench.DEVICE, dtype=POLICY.dtype))
         assert all(map(torch.equal, bench.gradients(mine), bench.gradients(rival)))
         assert bench.error(bench.gradients(mine), bench.gradients(bench.step_of("tiny", "small"))) > 0
 
