@@ -399,18 +399,7 @@ def timed(name: str, size: Size, policy: Policy, counts: dict[str, Any], repetit
 
 
 def show(name: str, counts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    heads = (
-        "kernels",
-        "placement",
-        "casts",
-        "MB moved",
-        "MB kept",
-        "measured",
-        "ms",
-        "/ autocast",
-        "10–90 %",
-        "off FP32",
-    )
+    heads = "kernels, placement, casts, MB moved, MB kept, measured, ms, / autocast, 10–90 %, off FP32".split(", ")
     table = Table(*heads, title=f"{name} ({DEVICE}): {counts['ops']} ops; {counts['policy']}")
     for row in rows:
         sums = counts[row["kernels"]].get(row["placement"].partition(", ")[0])
@@ -437,9 +426,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
     parser.add_argument("--size", choices=("small", "full"), default="full" if DEVICE == "cuda" else "small")
-    parser.add_argument(
-        "--policy", type=Policy.parse, help="of all models; otherwise with the lists of the device's autocast"
-    )
+    parser.add_argument("--policy", type=Policy.parse, default=POLICY)
     parser.add_argument("--repetitions", type=int, default=30)
     parser.add_argument("--counts-only", action="store_true", help="run nothing")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
