@@ -337,7 +337,7 @@ def step_of(name: str, size: Size, backend: Any = None, region: Callable[[], Any
 
 
 def steps_of(name: str, size: Size, policy: Policy, counts: dict[str, Any]) -> dict[tuple[str, str], Step]:
-    """Make the steps that are compared, by kernels and placement; of equal placements the first."""
+    """Make the steps that are compared, by kernels and placement; of equal placements the first, and the cut."""
     model, batch = made(name, size)
     rules = mezzo.plan.plan(model, *batch, policy=policy).policy()
     step, placed, compiled = partial(step_of, name, size), partial(Placed, policy), KERNELS["compiled"]
@@ -350,7 +350,7 @@ def steps_of(name: str, size: Size, policy: Policy, counts: dict[str, Any]) -> d
     found |= {("compiled", "FP32"): step(compiled), ("compiled", AUTOCAST): step(compiled, region=amp)}
     for kernels, inner in KERNELS.items():
         for whose, follow in PLACEMENTS.items():
-            if counts[kernels][whose]["same_as"] != whose:
+            if counts[kernels][whose]["same_as"] != whose != CUT:
                 continue
             backend = mezzo.compile_backend(policy, inner=inner) if whose == CUT else placed(follow, inner)
             found[kernels, f"{whose}, placed" if whose == AUTOCAST else whose] = step(backend)
