@@ -83,6 +83,7 @@ bench: $(DEMO)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/train.py
 	$(BIN)/python benchmarks/recorder.py
 	$(BIN)/python benchmarks/host.py
+	$(BIN)/python benchmarks/plan.py
 	$(BIN)/torchrun --nproc-per-node 2 benchmarks/distributed.py
 
 suite: $(READY)  ## the six families under every policy, three seeds each; an hour, and again until nothing is missing
