@@ -62,7 +62,9 @@ def away(one, other):
 OTHER = ("grouped queries", "several", "asked", "asked as another", "expanded", "gpt")
 
 
-@pytest.mark.parametrize(("name", "objective"), [*((name, "time") for name in CASES), *((name, "memory") for name in OTHER)])
+@pytest.mark.parametrize(
+    ("name", "objective"), [*((name, "time") for name in CASES), *((name, "memory") for name in OTHER)]
+)
 def test_each_op_runs_as_planned(name, objective):
     case = CASES[name]
     _, _, backend, seen = planned_run(case, objective)
