@@ -40,7 +40,7 @@ def test_the_policy_gives_the_placement(name, objective):
     model, args, _ = built(case)
     made = plan(model, args, policy=case.policy, objective=objective)
     explained = mezzo.explain(model, *args, policy=made.policy())
-    measured = by_place((row.module, row.op, row.returns) for row in explained.rows)
+    measured = by_place((row.module, row.op, set(row.returns) - {"int64"}) for row in explained.rows)
     planned = by_place((op.module, op.op, (op.dtype,)) for op in made.ops)
     compared = 0
     for (module, op), dtypes in planned.items():

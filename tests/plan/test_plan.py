@@ -75,7 +75,7 @@ def test_what_a_plan_says_of_each_op():
     assert all(op.reason for op in said.ops)
     assert all("test_plan.py:" in op.line for op in said.ops)
     assert [said.ops[place].op for place in said.ops[1].reads] == ["linear"]
-    assert said.ops[-1].dtype == "float64"
+    assert (said.ops[-1].dtype, said.ops[-1].decided) == ("float32", "left alone")  # beside a tensor float64 is a number
     assert "left alone" in said.text()
 
 
@@ -213,16 +213,6 @@ def test_inputs_by_name():
     said = plan(Named(), given, policy="O1,bf16")
     assert said.inputs == ("float32 (4, 8)", "float32 (8,)")
     assert [op.op for op in said.ops] == ["linear", "mul"]
-
-
-def test_a_policy_with_low_weights():
-    torch.manual_seed(0)
-    model = Several()
-    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), 0.1), policy="O2,bf16,autocast=true")
-    said = plan(model, torch.randn(4, 8), policy="O2,bf16,autocast=true")
-    amp.close()
-    assert not [each.tensor for each in said.casts if each.tensor.endswith("weight")]
-    assert said.totals["plan"].casts < plan(Several(), torch.randn(4, 8), policy="O1,bf16").totals["plan"].casts
 
 
 def test_a_module_of_another_kind_is_refused():
