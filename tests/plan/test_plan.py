@@ -13,7 +13,7 @@ from mezzo.errors import PolicyError, StateError
 from mezzo.plan import Plan, differences, plan
 
 from ..support.refusals import facts, refused
-from .models import CASES, GPT, Block, Buffered, Named, Several, built, planned_run
+from .models import CASES, GPT, Block, Buffered, Named, built, planned_run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # Dynamo, of autograd functions
@@ -75,7 +75,7 @@ def test_what_a_plan_says_of_each_op():
     assert all(op.reason for op in said.ops)
     assert all("test_plan.py:" in op.line for op in said.ops)
     assert [said.ops[place].op for place in said.ops[1].reads] == ["linear"]
-    assert (said.ops[-1].dtype, said.ops[-1].decided) == ("float32", "left alone")  # beside a tensor float64 is a number
+    assert (said.ops[-1].dtype, said.ops[-1].decided) == ("float32", "left alone")
     assert "left alone" in said.text()
 
 
@@ -219,3 +219,41 @@ def test_a_module_of_another_kind_is_refused():
     for model in (torch.relu, None, "model", Block):
         with refused(PolicyError, "a model must be an nn.Module"):
             plan(model, torch.ones(2), policy="O1,bf16")
+
+
+class Sigmoids(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.b(torch.sigmoid(self.a(x)).mul(2).add(1))
+
+
+def test_fused_kernels_cost_what_lies_between():
+    """What is made and read between products is neither written nor read, and no cast there is a kernel."""
+    x = torch.randn(64, 64)
+    with torch.no_grad():
+        single = plan(Sigmoids(), x, policy="O1,bf16").totals["plan"]
+        fused = plan(Sigmoids(), x, policy="O1,bf16", fused=True).totals["plan"]
+    many = 64 * 64
+    products = 2 * (2 * (2 * many + 64 + many))  # each reads two and a bias, and writes one
+    assert single.moved_bytes == products + single.cast_bytes + 3 * 2 * 2 * many
+    assert fused.moved_bytes == products + fused.cast_bytes + 2 * 2 * many  # the cluster reads one, and writes one
+
+
+def test_a_region_of_the_programs_own_is_left_alone(made):
+    own = [op for op in made["own region"].ops if op.decided == "left alone"]
+    assert [(op.op, op.dtype) for op in own] == [("linear", "float32"), ("mul", "float32")]
+    assert all("own autocast" in op.reason for op in own)
+
+
+def test_numbers_are_drawn_as_without_a_policy():
+    class Noisy(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y + torch.randn_like(y)
+
+    said = plan(Noisy(8, 8), torch.randn(4, 8), policy="O1,bf16")
+    (drawn,) = [op for op in said.ops if op.op == "randn_like"]
+    assert (drawn.dtype, drawn.decided) == ("float32", "left alone")

@@ -133,7 +133,7 @@ class Graph:
         return [node for node in op.reads if value_of(node).dim()] or op.reads
 
     def cast_at(self, node: Node) -> Node:
-        """Return the tensor to cast where a view of it is wanted in another precision: the smallest, all views share it."""
+        """Return the tensor to cast where a view is wanted in another precision: the smallest behind, for all views."""
         smallest = node
         while node in self.views and not written(node):
             node = self.views[node]
@@ -533,7 +533,7 @@ def _name(node: Node) -> str:
 
 
 def _is_torchs(node: Node) -> bool:
-    """Whether a call is of a function of torch's own, which takes any floating dtype if it gives no floating numbers."""
+    """Whether a call is of torch's own function, which takes any floating dtype if it gives no floating numbers."""
     of = getattr(node.target, "__module__", None) or ""
     is_custom = isinstance(
         node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
