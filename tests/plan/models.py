@@ -334,8 +334,17 @@ class Case:
     grad: bool = True
 
 
-images, rows = lambda: (torch.randn(2, 4, 6, 6),), lambda: (torch.randn(2, 5, 16),)
-tokens = lambda: (torch.randint(17, (2, 6)),)
+def images():
+    return (torch.randn(2, 4, 6, 6),)
+
+
+def rows():
+    return (torch.randn(2, 5, 16),)
+
+
+def tokens():
+    return (torch.randint(17, (2, 6)),)
+
 
 CASES = {
     "gpt": Case(GPT, tokens),

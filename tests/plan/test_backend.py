@@ -64,7 +64,7 @@ OTHER = ("grouped queries", "several", "asked", "asked as another", "expanded", 
 
 
 @pytest.mark.parametrize(
-    ("name", "objective"), [*((name, "time") for name in CASES), *((name, "memory") for name in OTHER)]
+    "name, objective", [*((name, "time") for name in CASES), *((name, "memory") for name in OTHER)]
 )
 def test_each_op_runs_as_planned(name, objective):
     case = CASES[name]

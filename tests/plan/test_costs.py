@@ -77,7 +77,7 @@ def test_gradients_of_what_is_read():
     assert (alone, casts, kept) == (2 * (given + weight + bias + out), 6 * (given + weight + bias), 0)
 
 
-@pytest.mark.parametrize(("is_low", "size"), [(True, 2), (False, 4)])
+@pytest.mark.parametrize("is_low, size", [(True, 2), (False, 4)])
 def test_single_ops(is_low, size):
     """Elements, times the size; of sources gradients are taken where they are weights."""
     many = 5 * 16
