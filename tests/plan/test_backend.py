@@ -467,18 +467,20 @@ def test_a_cast_holds_until_its_tensor_is_written_to():
         assert away(one.float(), other) < 2**-7
 
 
-def test_fp32_math_computes_in_fp32():
-    """A sum that the low format cannot hold on the way: what is rounded is its result."""
-
-    class Summed(nn.Module):
-        def forward(self, x):
-            return (x.sigmoid() * 3).sub(1)
-
-    torch.manual_seed(0)
-    x = torch.randn(64, 64).bfloat16()
-    with watching() as seen:
-        backend = mezzo.compile_backend("O1,bf16,fp32_math=sigmoid+mul+sub", inner="mezzo_tests_watched")
-        torch.compile(Summed(), backend=backend)(x)
-    computed = [ran for ran in seen.calls if ran.name in ("sigmoid", "mul", "sub")]
-    assert len(computed) == 3
-    assert {dtype for ran in computed for dtype in ran.read} == {torch.float32}
+def test_emulated_products_compute_in_fp32():
+    """What runs reads rounded operands in FP32; what it gives is rounded."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    backend = mezzo.compile_backend("O1,fp16,emulate=true", inner="mezzo_tests_watched")
+    x = torch.randn(64, 64)
+    with watching() as seen, torch.no_grad():
+        out = torch.compile(model, backend=backend)(x)
+        first, last = model[0], model[2]
+        half = torch.relu(
+            nn.functional.linear(x.half().float(), first.weight.half().float(), first.bias.half().float())
+        )
+        right = nn.functional.linear(half.half().float(), last.weight.half().float(), last.bias.half().float()).half()
+    (plan,) = backend.plans
+    assert [op.dtype for op in plan.ops] == ["float16"] * 3
+    assert "products are emulated here" in plan.text()
+    assert {ran.read for ran in seen.calls if ran.name == "linear"} == {(torch.float32,) * 3}
+    assert torch.equal(out, right)

@@ -169,6 +169,18 @@ def test_comparisons_read_what_there_is():
     assert 32 in [crossing.num_elements for crossing in account.casts(low)][3:]
 
 
+def test_integers_follow_what_there_is():
+    """The low copy that a product wants would be cheaper to read, but has ties that the numbers have not."""
+
+    def function(x, w):
+        y = torch.softmax(x, -1)
+        return functional.linear(y, w), y.argmax(-1)
+
+    account = counted(Call(function, (64, 64)), torch.randn(64, 64))
+    low = place(account.problem).low
+    assert [low[op.index] for op in account.graph.ops if op.name == "argmax"] == [False]
+
+
 def test_what_is_written_to_a_buffer_is_cast():
     class Counting(nn.Linear):
         def __init__(self):

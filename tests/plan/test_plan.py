@@ -13,7 +13,7 @@ from mezzo.errors import PolicyError, StateError
 from mezzo.plan import Plan, differences, plan
 
 from ..support.refusals import facts, refused
-from .models import CASES, GPT, Block, Buffered, Named, built, planned_run
+from .models import CASES, GPT, Block, Buffered, Casts, Named, built, planned_run
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # Dynamo, of autograd functions
@@ -125,6 +125,16 @@ def test_the_verdict_is_what_the_totals_say(made):
             assert "as many casts" in first
     assert "Paddle" in made["chain"].text()
     assert "TensorFlow" in made["chain"].text()
+
+
+@pytest.mark.parametrize("name", ["chain", "residual", "island"])
+def test_autocasts_casts_are_those_of_torch(name):
+    """Counted in an eager program under torch.autocast, where no op promotes by itself."""
+    case = CASES[name]
+    model, args, _ = built(case)
+    with torch.autocast("cpu", torch.bfloat16), Casts() as casts:
+        model(*args)
+    assert plan(model, args, policy="O1,bf16,lists=device").totals["torch.autocast"].casts == casts.count
 
 
 def test_pictures(made):

@@ -129,8 +129,13 @@ class Graph:
         return op.dtype
 
     def promoting(self, op: Op) -> list[Node]:
-        """Return the tensors by which an op that nobody casts has its dtype: a number beside a tensor is none."""
-        return [node for node in op.reads if value_of(node).dim()] or op.reads
+        """Return the tensors by which an op that nobody casts has its dtype.
+
+        A number beside a tensor is none of them, nor what is written to the op's tensor afterwards.
+        """
+        first = op.nodes[0].all_input_nodes if op.nodes else []
+        made_of = [node for node in op.reads if node in first]
+        return [node for node in made_of if value_of(node).dim()] or made_of
 
     def cast_at(self, node: Node) -> Node:
         """Return the tensor to cast where a view is wanted in another precision: the smallest behind, for all views."""
