@@ -484,3 +484,24 @@ def test_emulated_products_compute_in_fp32():
     assert "products are emulated here" in plan.text()
     assert {ran.read for ran in seen.calls if ran.name == "linear"} == {(torch.float32,) * 3}
     assert torch.equal(out, right)
+
+
+def test_running_statistics_are_updated_in_fp32():
+    case = CASES["residual"]
+    auto, _ = trained(case, region=lambda: torch.autocast("cpu", torch.bfloat16))
+    backend = mezzo.compile_backend("O1,bf16,low=batch_norm", inner="eager")
+    own, _ = trained(case, lambda model: torch.compile(model, backend=backend))
+    assert [op.dtype for op in backend.plans[0].ops if op.op == "batch_norm"] == ["bfloat16"] * 2
+    for name, right in auto.named_buffers():
+        there = own.get_buffer(name)
+        assert there.dtype == right.dtype
+        assert torch.allclose(there, right, rtol=2**-7, atol=2**-10), name
+    assert auto.norm1.running_mean.abs().max() > 0
+
+
+def test_a_region_around_does_not_undo_a_rule():
+    for region in (lambda: torch.autocast("cpu", torch.bfloat16), lambda: mezzo.autocast("O1,bf16")):
+        torch._dynamo.reset()
+        backend = mezzo.compile_backend("O1,bf16,fp32=linear", inner="eager")
+        with region():
+            assert torch.compile(nn.Linear(8, 8), backend=backend)(torch.randn(2, 8)).dtype == torch.float32
