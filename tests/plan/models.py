@@ -334,8 +334,17 @@ class Case:
     grad: bool = True
 
 
-images, rows = lambda: (torch.randn(2, 4, 6, 6),), lambda: (torch.randn(2, 5, 16),)  # noqa: E731
-tokens = lambda: (torch.randint(17, (2, 6)),)  # noqa: E731
+def images():
+    return (torch.randn(2, 4, 6, 6),)
+
+
+def rows():
+    return (torch.randn(2, 5, 16),)
+
+
+def tokens():
+    return (torch.randint(17, (2, 6)),)
+
 
 CASES = {
     "gpt": Case(GPT, tokens),
@@ -496,9 +505,9 @@ def planned_run(case, objective="time", policy=None):
     torch._dynamo.reset()
     model, args, kwargs = built(case)
     backend = mezzo.compile_backend(policy or case.policy, objective, inner="mezzo_tests_watched")
-    with watching() as seen, torch.set_grad_enabled(case.grad):
-        with torch._dynamo.config.patch(allow_rnn=True):
-            out = torch.compile(model, backend=backend)(*args, **kwargs)
+    rnn = torch._dynamo.config.patch(allow_rnn=True)
+    with watching() as seen, torch.set_grad_enabled(case.grad), rnn:
+        out = torch.compile(model, backend=backend)(*args, **kwargs)
     return model, out, backend, seen
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
@@ -158,7 +159,8 @@ class _Roots:
 
 def _compiled_model() -> nn.Module | None:
     """Return the model that the program had compiled and is calling now; None where it is a function."""
-    frame, found = sys._getframe(), None
+    frame: types.FrameType | None = sys._getframe()
+    found: nn.Module | None = None
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
         if isinstance(module, torch._dynamo.OptimizedModule):

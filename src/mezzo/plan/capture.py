@@ -137,8 +137,17 @@ class Graph:
             return self.policy.dtype if low[op.index] else torch.float32
         return op.dtype
 
+    def promoting(self, op: Op) -> list[Node]:
+        """Return the tensors by which an op that nobody casts has its dtype.
+
+        A number beside a tensor is none of them, nor what is written to the op's tensor afterwards.
+        """
+        first = op.nodes[0].all_input_nodes if op.nodes else []
+        made_of = [node for node in op.reads if node in first]
+        return [node for node in made_of if value_of(node).dim()] or made_of
+
     def cast_at(self, node: Node) -> Node:
-        """Return the tensor to cast where a view of it is wanted in another precision: the smallest, all views share it."""
+        """Return the tensor to cast where a view is wanted in another precision: the smallest behind, for all views."""
         smallest = node
         while node in self.views and not self.is_written(node):
             node = self.views[node]
@@ -212,11 +221,12 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         raise PolicyError(
             f"{name} does not take these inputs", why=str(error), write="plan(model, *inputs, policy=…)"
         ) from error
+    names = list(inspect.signature(model.forward).parameters)
     found: list[Graph | MezzoError] = []
 
     def keep(graph: fx.GraphModule, inputs: Any) -> Any:
         try:
-            found.append(read(graph, policy))
+            found.append(read(graph, policy, names=names))
         except MezzoError as error:
             found.append(error)
         raise _Stop
@@ -270,7 +280,12 @@ def require_choice(policy: Policy) -> None:
 # Reading a graph -------------------------------------------------------------------------------------------------
 
 
-def read(whole: fx.GraphModule, policy: Policy, root_of: Callable[[str], str] = lambda variable: "") -> Graph:
+def read(
+    whole: fx.GraphModule,
+    policy: Policy,
+    root_of: Callable[[str], str] = lambda variable: "",
+    names: Sequence[str] = (),
+) -> Graph:
     """Find the ops of a captured graph, and ask a policy about each.
 
     Args:
@@ -278,6 +293,7 @@ def read(whole: fx.GraphModule, policy: Policy, root_of: Callable[[str], str] = 
         policy: The policy.
         root_of: Returns the path that a module has in the model, by the local variable that holds it in what was
             captured.
+        names: Of the model's arguments, where what was captured takes any.
 
     Raises:
         PolicyError: The policy casts no op, or bans one that the graph has.
@@ -287,15 +303,15 @@ def read(whole: fx.GraphModule, policy: Policy, root_of: Callable[[str], str] = 
     device_type = next((kind for kind in kinds if kind != "cpu"), "cpu")
     emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
     graph = Graph(whole, policy, device_type, emulated)
-    _Reader(graph, root_of).read(whole, {})
+    _Reader(graph, root_of, names).read(whole, {})
     return graph
 
 
 class _Reader:
     """Walk a graph in the order in which it runs."""
 
-    def __init__(self, graph: Graph, root_of: Callable[[str], str]) -> None:
-        self.graph, self.root_of = graph, root_of
+    def __init__(self, graph: Graph, root_of: Callable[[str], str], names: Sequence[str]) -> None:
+        self.graph, self.root_of, self.names = graph, root_of, names
         self.policy = graph.policy
         self.results: dict[Node, Sequence[Any]] = {}  # of checkpoints: the nodes inside that they return
         self.autocasts: list[str] = []  # of the program's own that are entered: "" for one of the policy's
@@ -477,7 +493,14 @@ class _Reader:
             return str(node.target)
         text = str(source.name() if callable(source.name) else source.name)
         held = "_parameters[" in text or "_buffers[" in text
-        return self._path(text) if held else "".join(re.findall(r"\w+", text)[1:])
+        if held:
+            return self._path(text)
+        words = re.findall(r"\w+", text)[1:]
+        if self.names and words[0] == "args" and int(words[1]) < len(self.names):
+            words = [self.names[int(words[1])], *words[2:]]
+        elif self.names and words[0] == "kwargs":
+            words = words[1:]
+        return "".join(words)
 
     def _module_path(self, node: Node) -> str:
         stack = node.meta.get("nn_module_stack") or {}
@@ -529,7 +552,7 @@ def _name(node: Node) -> str:
 
 
 def _is_torchs(node: Node) -> bool:
-    """Whether a call is of a function of torch's own, which takes any floating dtype if it gives no floating numbers."""
+    """Whether a call is of torch's own function, which takes any floating dtype if it gives no floating numbers."""
     of = getattr(node.target, "__module__", None) or ""
     is_custom = isinstance(
         node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator

@@ -151,7 +151,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if is_allocation(func) or is_view(func):
+        if is_allocation(func) or is_view(func) or func.namespace == "prim":  # which asks fake tensors for their device
             return out
         moved = _moved_by(func, list(tensors((args, kwargs))), list(tensors(out)))
         counter = flop_registry.get(func._overloadpacket)

@@ -31,7 +31,9 @@ def rules_for(graph: Graph, low: Sequence[bool]) -> tuple[tuple[Rule, ...], tupl
     planned: dict[Group, set[bool]] = {}
     for op in chosen:
         planned.setdefault((op.name, op.module), set()).add(low[op.index])
-    sayable = {group: next(iter(each)) for group, each in planned.items() if len(each) == 1 and functions(group[0])}
+    # Of rules on one op the policy's own is the first that matches; and a region casts no views.
+    silent = {(op.name, op.module) for op in chosen if (op.decision and op.decision.rule) or not functions(op.name)}
+    sayable = {group: next(iter(each)) for group, each in planned.items() if len(each) == 1 and group not in silent}
     ruled = set[Group]()
     while True:
         flows = _flows(graph, low, {group: sayable[group] for group in ruled})
@@ -39,7 +41,7 @@ def rules_for(graph: Graph, low: Sequence[bool]) -> tuple[tuple[Rule, ...], tupl
         if not (more := (wrong & set(sayable)) - ruled):
             break
         ruled |= more
-    names = dict.fromkeys(name for name, _ in planned if any(name == each for each, _ in ruled))
+    names = dict.fromkeys(name for name, _ in sayable if any(name == each for each, _ in ruled))
     rules = [rule for name in names for rule in _rules_on(name, planned, sayable, ruled)]
     unsaid = [
         _unsaid(group, [op for op in chosen if (op.name, op.module) == group], low)
@@ -58,7 +60,7 @@ def _flows(graph: Graph, low: Sequence[bool], ruled: dict[Group, bool]) -> list[
         elif (said := ruled.get((op.name, op.module))) is not None:
             flows.append(said)
         else:
-            makers = [graph.makers[node].index for node in op.reads]
+            makers = [graph.makers[node].index for node in graph.promoting(op)]
             read = [flows[each] if each < len(flows) else low[each] for each in makers if each != op.index]
             flows.append(bool(read) and all(read))
     return flows

@@ -182,7 +182,7 @@ def _listed(graph: Graph) -> heuristics.Listed:
             moves = op.name in OPS and OPS[op.name].reason == "data movement"
             lists.append("clear" if moves or op.name in _CLEAR else "infer")
     makers = [
-        tuple(dict.fromkeys(maker for node in op.reads if (maker := graph.makers[node].index) < op.index))
+        tuple(dict.fromkeys(maker for node in graph.promoting(op) if (maker := graph.makers[node].index) < op.index))
         for op in graph.ops
     ]
     return heuristics.Listed(tuple(lists), tuple(makers))
