@@ -73,8 +73,8 @@ def plan(
     captures it; what must be low or FP32 by the policy's rules and lists is, and the rest is chosen.
 
     The answer comes first: casts and bytes beside torch.autocast's; then what Paddle's and TensorFlow's rules would
-    give, what was chosen, and the policy to write. --out has plan.json, plan.dot and a picture:
-    plan.svg where Graphviz is installed, otherwise plan.txt. The exit code is the script's where it ends before its step.
+    give, what was chosen, and the policy to write. --out has plan.json, plan.dot and a picture: plan.svg where Graphviz
+    is installed, otherwise plan.txt. The exit code is the script's where it ends before its step.
     """
     program, chosen = program_of(words, is_module), usual_policy(policy)
     wanted = _objective(objective)

@@ -59,7 +59,7 @@ class Op:
         dtype: What it has without a policy.
         nodes: What computes: the node that makes the tensor, then those that write to it.
         reads: Tensors that it takes in its own precision; each is cast where it has another one.
-        wide_reads: Tensors that it takes in FP32 whatever its precision: weights of a norm that computes in FP32 inside.
+        wide_reads: Tensors that it takes in FP32 whatever its precision: weights of a norm, which is FP32 inside.
         decision: What the policy says; None for sources and for what is left alone.
         reason: Why it is of its kind, in words.
         is_wide_inside: Whether its arithmetic is FP32 where it is low: it rounds what it takes, and what it gives.
@@ -406,7 +406,8 @@ class _Reader:
         self.graph.ops.append(made)
         self.graph.makers[node] = made
         if kind != "source":
-            keeps_weights = decision is not None and decision.treatment == "fp32_math"
+            is_norm = kind == "free" and name in OPS and OPS[name].is_norm
+            keeps_weights = is_norm or (decision is not None and decision.treatment == "fp32_math")
             low_inside = self.graph.emulated and name in {*EMULATED, *COMPOSED, *REACHED, *RECURRENT}
             made.is_wide_inside = low_inside or keeps_weights
             self._work_on(made, node, name, None)

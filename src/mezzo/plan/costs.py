@@ -54,6 +54,8 @@ class Rates:
         return max(num_bytes, num_flops * self.bytes_per_s / (self.flops_low if low else self.flops_fp32))
 
 
+#: What the other of time and memory counts for, where one alone is asked for: it decides between what is equal.
+_HARDLY: Final = 2.0**-20
 #: Elements of the copy, and rows of the product, that are timed.
 _COPIED: Final = 1 << 24
 _ROWS: Final = 1024
@@ -363,7 +365,8 @@ class Account:
     Args:
         graph: The graph; what its ops may be is corrected by what they do.
         rates: How fast its device is.
-        objective: What to make small: 0 is the time of a step, 1 what it keeps for the backward pass.
+        objective: What to make small: 0 is the time of a step, 1 what it keeps for the backward pass. Of placements that
+            are equal in the one, the one that is better in the other.
         fused: Whether a compiler fuses what lies between products: what is made and read there is not written, and a
             cast that such an op reads through or writes through costs nothing.
 
@@ -380,7 +383,8 @@ class Account:
         self._keeps = [not any(map(graph.is_run_again, op.nodes)) for op in graph.ops]
         self._is_apart = tuple(self._has_own_kernel(op) for op in graph.ops)
         self._stages = _stages(graph, self._is_apart)
-        self.problem = self._problem(1 - objective, objective, lambda moved: moved.work)
+        time, memory = max(1 - objective, _HARDLY), max(objective, _HARDLY)
+        self.problem = self._problem(time, memory, lambda moved: moved.work)
         self._bytes = self._problem(1.0, 0.0, lambda moved: moved.num_bytes)
         self._memory = self._problem(0.0, 1.0, lambda moved: 0)
 
