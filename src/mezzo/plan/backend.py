@@ -36,7 +36,8 @@ def compile_backend(
 
     Each graph that Dynamo captures gets its casts, and goes on to another backend. Nothing else happens when it runs:
     no function mode, no Python for each op. What autocast around a call would do has been decided, and so it does
-    nothing inside: it is all the same whether a session's region is around.
+    nothing inside: it is all the same whether a session's region is around. What torch.compile leaves to Python between
+    graphs is run by the region that is around; without one it meets low tensors as they are.
 
     A graph with sizes that vary is placed by the sizes of its first call. One that is compiled again for other sizes
     keeps the placement that it had, and the log says so.
