@@ -75,7 +75,7 @@ FAULTS = (
         ("backend: other sizes, another placement", "        if low is not None:\n", "        if False:\n",
          f"{BACKEND}::test_sizes_that_vary_keep_the_placement", "dtypes would change with a batch's size"),
         ("backend: the compiled model is not found",
-         "model = _compiled_model() or", "model =", f"{BACKEND}::test_what_is_left_to_python_is_the_regions",
+         "model = compiled_model() or", "model =", f"{BACKEND}::test_what_is_left_to_python_is_the_regions",
          "rules on modules would not hold where the model's own function is left to Python"),
     ),
     *in_file("plan/export.py",

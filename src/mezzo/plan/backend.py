@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -21,6 +20,7 @@ from mezzo.plan.cut import place
 from mezzo.plan.planned import Plan
 from mezzo.plan.run import objective_number, planned
 from mezzo.policy import Policy
+from mezzo.trace.calls import compiled_model
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ def compile_backend(
 
     Each graph that Dynamo captures gets its casts, and goes on to another backend. Nothing else happens when it runs:
     no function mode, no Python for each op. What autocast around a call would do has been decided, and so it does
-    nothing inside: it is all the same whether a session's region is around.
+    nothing inside: it is all the same whether a session's region is around. What torch.compile leaves to Python between
+    graphs is run by the region that is around; without one it meets low tensors as they are.
 
     A graph with sizes that vary is placed by the sizes of its first call. One that is compiled again for other sizes
     keeps the placement that it had, and the log says so.
@@ -147,7 +148,7 @@ class _Roots:
         module = frame.f_locals.get(variable, frame.f_globals.get(variable))
         if not isinstance(module, nn.Module):
             return ""
-        model = _compiled_model() or (self._model() if self._model is not None else None)
+        model = compiled_model() or (self._model() if self._model is not None else None)
         if model is not None:
             self._model = weakref.ref(model)
             for path, each in model.named_modules():
@@ -155,21 +156,3 @@ class _Roots:
                     return str(path)
         self._model = weakref.ref(module)  # the first, or one that is no part of it
         return ""
-
-
-def _compiled_model() -> nn.Module | None:
-    """Return the model that the program had compiled and is calling now; None where it is a function."""
-    frame: types.FrameType | None = sys._getframe()
-    found: nn.Module | None = None
-    while frame is not None:
-        module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
-        if isinstance(module, torch._dynamo.OptimizedModule):
-            found = module._orig_mod
-        elif isinstance(module, nn.Module) and module._compiled_call_impl is not None:
-            found = module
-        frame = frame.f_back
-    return found
-
-
-#: Methods in which torch calls a module that is compiled.
-_CALLS: Final = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})

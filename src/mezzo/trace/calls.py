@@ -453,3 +453,26 @@ class Where:
         """Return where an autograd node was made."""
         found = bisect_right(self._timeline, node._sequence_nr(), key=lambda mark: mark[0])
         return self._timeline[found - 1][1] if found else self.now
+
+
+#: Methods in which torch calls a module that is compiled.
+_CALLS: Final = frozenset({"__call__", "_call_impl", "_wrapped_call_impl"})
+
+
+def compiled_model() -> nn.Module | None:
+    """Return the model that the program had compiled and is calling now, while torch.compile is at work.
+
+    Returns:
+        The outermost such model; None where what was compiled is a function.
+    """
+    optimized = sys.modules["torch._dynamo"].OptimizedModule
+    frame: FrameType | None = sys._getframe()
+    found: nn.Module | None = None
+    while frame is not None:
+        module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
+        if isinstance(module, optimized):
+            found = module._orig_mod
+        elif isinstance(module, nn.Module) and module._compiled_call_impl is not None:
+            found = module
+        frame = frame.f_back
+    return found
