@@ -39,7 +39,7 @@ from mezzo.plan import heuristics
 from mezzo.plan import run as planning
 from mezzo.plan.capture import Graph, capture, read
 from mezzo.plan.carry_out import carry_out
-from mezzo.plan.costs import Account, rates
+from mezzo.plan.costs import Costs, rates
 from mezzo.plan.cut import place
 from mezzo.policy import Policy
 from stepping.facts import facts
@@ -221,11 +221,11 @@ def made(name: str, size: Size) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 # Placements --------------------------------------------------------------------------------------------------------
 
-Place = Callable[[Account], Sequence[bool]]
+Place = Callable[[Costs], Sequence[bool]]
 
 
 def _followed(follow: Callable[[heuristics.Listed], tuple[bool, ...]]) -> Place:
-    return lambda account: follow(planning._listed(account.graph))
+    return lambda costs: follow(planning.listed(costs.graph))
 
 
 AUTOCAST, CUT = "torch.autocast", "cut"
@@ -235,7 +235,7 @@ PLACEMENTS: Final[dict[str, Place]] = {
     AUTOCAST: _followed(heuristics.promoted),
     "Paddle's gray": _followed(heuristics.gray),
     "TensorFlow's painting": _followed(heuristics.painted),
-    CUT: lambda account: place(account.problem).low[: len(account.graph.ops)],
+    CUT: lambda costs: place(costs.problem).low[: len(costs.graph.ops)],
 }
 
 
@@ -254,9 +254,9 @@ class Placed:
         return compiled
 
 
-def account_of(graph: Graph, inner: str) -> Account:
+def account_of(graph: Graph, inner: str) -> Costs:
     speed = rates(graph.device_type, graph.policy.dtype, emulated=graph.emulated)
-    return Account(graph, speed, objective=0.0, fused=inner == "inductor")
+    return Costs(graph, speed, objective=0.0, fused=inner == "inductor")
 
 
 def counted(name: str, size: Size, policy: Policy) -> dict[str, Any]:
@@ -270,13 +270,13 @@ def counted(name: str, size: Size, policy: Policy) -> dict[str, Any]:
     rates(graph.device_type, policy.dtype, emulated=graph.emulated)  # measured once on a machine
     for kernels, inner in KERNELS.items():
         start = time.perf_counter()
-        account = account_of(graph, inner)
-        placed = {CUT: PLACEMENTS[CUT](account)}
+        costs = account_of(graph, inner)
+        placed = {CUT: PLACEMENTS[CUT](costs)}
         found[f"{kernels}_planning_s"] = time.perf_counter() - start
-        placed |= {whose: follow(account) for whose, follow in PLACEMENTS.items() if whose != CUT}
+        placed |= {whose: follow(costs) for whose, follow in PLACEMENTS.items() if whose != CUT}
         first = {tuple(placed[whose]): whose for whose in reversed(PLACEMENTS)}
         found[kernels] = {
-            whose: {**asdict(account.totals(low)), "low": sum(low), "same_as": first[tuple(low)]}
+            whose: {**asdict(costs.totals(low)), "low": sum(low), "same_as": first[tuple(low)]}
             for whose in PLACEMENTS
             for low in (placed[whose],)
         }
@@ -292,9 +292,9 @@ def planned_gpt2(policy: Policy) -> dict[str, Any]:
     found: dict[str, Any] = {"capture_s": time.perf_counter() - start, "ops": len(graph.ops)}
     for kernels, inner in KERNELS.items():
         start = time.perf_counter()
-        account = account_of(graph, inner)
+        costs = account_of(graph, inner)
         account_s = time.perf_counter() - start
-        PLACEMENTS[CUT](account)
+        PLACEMENTS[CUT](costs)
         found |= {f"{kernels}_planning_s": time.perf_counter() - start, f"{kernels}_account_s": account_s}
     return found
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from mezzo.plan import Rates
 from mezzo.plan.capture import capture
-from mezzo.plan.costs import Account
+from mezzo.plan.costs import Costs
 from mezzo.plan.cut import place
 from mezzo.plan.run import planned
 from mezzo.policy import Policy
@@ -42,7 +42,7 @@ class Call(nn.Module):
 
 def counted(model, *inputs, policy="O1,bf16", objective=0.0, fused=False, rates=EVEN):
     graph = capture(model, inputs, {}, Policy.parse(policy))
-    return Account(graph, rates, objective=objective, fused=fused)
+    return Costs(graph, rates, objective=objective, fused=fused)
 
 
 def moved(model, *inputs, is_low, policy="O1,bf16", rates=EVEN):
@@ -206,7 +206,7 @@ def test_the_cut_is_the_cheapest_of_all_placements():
         model, args, kwargs = built(case)
         graph = capture(model, args, kwargs, Policy.parse(case.policy))
         for objective, fused in itertools.product((0.0, 0.5, 1.0), (False, True)):
-            account = Account(graph, EVEN, objective=objective, fused=fused)
+            account = Costs(graph, EVEN, objective=objective, fused=fused)
             found = place(account.problem).low[: len(graph.ops)]
             free = [op.index for op in graph.ops if op.fixed is None]
             assert len(free) <= 10, name
@@ -227,7 +227,7 @@ def test_no_rival_is_cheaper():
         model, args, kwargs = built(case)
         graph = capture(model, args, kwargs, Policy.parse(case.policy))
         for objective, fused in itertools.product((0.0, 0.5, 1.0), (False, True)):
-            account = Account(graph, EVEN, objective=objective, fused=fused)
+            account = Costs(graph, EVEN, objective=objective, fused=fused)
             low = place(account.problem).low[: len(graph.ops)]
             rivals = dict(planned(account, low, objective=objective, name=name).totals)
             own = rivals.pop("plan").cost

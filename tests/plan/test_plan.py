@@ -106,7 +106,7 @@ def test_an_objective_between():
         assert made.objective == share
         costs[objective] = own
         if share == 1:
-            assert own.cost == own.kept_bytes
+            assert math.isclose(own.cost, own.kept_bytes, rel_tol=1e-3)  # time decides between what is equal
     assert costs["time"] == costs[0]
     assert costs["memory"] == costs[1]
 

@@ -15,7 +15,7 @@ from torch import fx, nn
 from mezzo.errors import PolicyError, shown, unknown_word
 from mezzo.plan.capture import Graph, read, require_choice
 from mezzo.plan.carry_out import carry_out
-from mezzo.plan.costs import Account, rates
+from mezzo.plan.costs import Costs, rates
 from mezzo.plan.cut import place
 from mezzo.plan.planned import Plan
 from mezzo.plan.run import objective_number, planned
@@ -105,7 +105,7 @@ class Backend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Place casts in a graph, and have it compiled."""
         graph = read(module, self.policy, self._roots.path)
-        account = Account(
+        costs = Costs(
             graph,
             rates(graph.device_type, self.policy.dtype, emulated=graph.emulated),
             objective=self._objective,
@@ -116,8 +116,8 @@ class Backend:
         if low is not None:
             logger.info("a graph of %d ops is compiled again for other sizes: its placement is kept", len(graph.ops))
         else:
-            low = self._kept[key] = place(account.problem).low[: len(graph.ops)]
-        self.plans.append(planned(account, low, objective=self._objective, name="a graph"))
+            low = self._kept[key] = place(costs.problem).low[: len(graph.ops)]
+        self.plans.append(planned(costs, low, objective=self._objective, name="a graph"))
         carry_out(graph, low)
         return self._compiled(graph, inputs)
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal, cast
 
 import torch
@@ -21,6 +22,7 @@ from torch.fx import Node
 
 from mezzo.cast.device import arithmetic
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT
+from mezzo.cast.model.refusals import wanted_storage
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Decision, Policy
 from mezzo.policy.ops import OPS
@@ -47,7 +49,7 @@ EXIT: Final = torch.amp.autocast_mode._exit_autocast
 
 
 @dataclass(slots=True, eq=False)
-class Op:
+class GraphOp:
     """One op of a graph.
 
     Attributes:
@@ -114,8 +116,8 @@ class Graph:
     policy: Policy
     device_type: str
     emulated: bool
-    ops: list[Op] = field(default_factory=list)
-    makers: dict[Node, Op] = field(default_factory=dict)
+    ops: list[GraphOp] = field(default_factory=list)
+    makers: dict[Node, GraphOp] = field(default_factory=dict)
     views: dict[Node, Node] = field(default_factory=dict)
     parents: dict[Node, fx.GraphModule] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
@@ -131,13 +133,13 @@ class Graph:
         """Whether a call is in the body of an activation checkpoint."""
         return self.parents.get(node, self.whole) is not self.whole
 
-    def dtype_of(self, op: Op, low: Sequence[bool]) -> torch.dtype:
+    def dtype_of(self, op: GraphOp, low: Sequence[bool]) -> torch.dtype:
         """Return what an op gives in a placement."""
         if op.kind in ("low", "fp32", "free", "follow"):
             return self.policy.dtype if low[op.index] else torch.float32
         return op.dtype
 
-    def promoting(self, op: Op) -> list[Node]:
+    def promoting(self, op: GraphOp) -> list[Node]:
         """Return the tensors by which an op that nobody casts has its dtype.
 
         A number beside a tensor is none of them, nor what is written to the op's tensor afterwards.
@@ -210,6 +212,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
     Raises:
         PolicyError: As :func:`read`, or the model takes no such arguments.
+        StateError: The model is prepared.
         UnsupportedError: Dynamo cannot capture it as one graph.
     """
     import torch._dynamo as dynamo  # a second of imports
@@ -222,11 +225,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
             f"{name} does not take these inputs", why=str(error), write="plan(model, *inputs, policy=…)"
         ) from error
     names = list(inspect.signature(model.forward).parameters)
+    storage = wanted_storage(model, policy, waits=True)
+    stored = {path: storage[param] for path, param in model.named_parameters() if param in storage}
     found: list[Graph | MezzoError] = []
 
     def keep(graph: fx.GraphModule, inputs: Any) -> Any:
         try:
-            found.append(read(graph, policy, names=names))
+            found.append(read(graph, policy, names=names, stored=stored))
         except MezzoError as error:
             found.append(error)
         raise _Stop
@@ -285,6 +290,7 @@ def read(
     policy: Policy,
     root_of: Callable[[str], str] = lambda variable: "",
     names: Sequence[str] = (),
+    stored: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> Graph:
     """Find the ops of a captured graph, and ask a policy about each.
 
@@ -294,6 +300,7 @@ def read(
         root_of: Returns the path that a module has in the model, by the local variable that holds it in what was
             captured.
         names: Of the model's arguments, where what was captured takes any.
+        stored: What parameters will be stored in, by their paths, where that is not what they are now.
 
     Raises:
         PolicyError: The policy casts no op, or bans one that the graph has.
@@ -303,20 +310,27 @@ def read(
     device_type = next((kind for kind in kinds if kind != "cpu"), "cpu")
     emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
     graph = Graph(whole, policy, device_type, emulated)
-    _Reader(graph, root_of, names).read(whole, {})
+    _Reader(graph, root_of, names, stored).read(whole, {})
     return graph
 
 
 class _Reader:
     """Walk a graph in the order in which it runs."""
 
-    def __init__(self, graph: Graph, root_of: Callable[[str], str], names: Sequence[str]) -> None:
-        self.graph, self.root_of, self.names = graph, root_of, names
+    def __init__(
+        self,
+        graph: Graph,
+        root_of: Callable[[str], str],
+        names: Sequence[str],
+        stored: Mapping[str, torch.dtype],
+    ) -> None:
+        self.graph, self.root_of, self.names, self.stored = graph, root_of, names, stored
         self.policy = graph.policy
         self.results: dict[Node, Sequence[Any]] = {}  # of checkpoints: the nodes inside that they return
+        self.wide = set[GraphOp]()  # FP32 that the program asks for, and what comes of it
         self.autocasts: list[str] = []  # of the program's own that are entered: "" for one of the policy's
 
-    def read(self, module: fx.GraphModule, given: Mapping[Node, Op]) -> None:
+    def read(self, module: fx.GraphModule, given: Mapping[Node, GraphOp]) -> None:
         """Read a graph.
 
         Args:
@@ -394,17 +408,22 @@ class _Reader:
         if given or any(result.is_floating_point() for result in results):
             self._begin(node, *self._decided(node, name, given))
 
-    def _begin(self, node: Node, kind: Kind, name: str, decision: Decision | None = None, reason: str = "") -> Op:
+    def _begin(self, node: Node, kind: Kind, name: str, decision: Decision | None = None, reason: str = "") -> GraphOp:
         value = value_of(node)
         floats = [each for each in _leaves(value) if isinstance(each, Tensor) and each.is_floating_point()]
         module = name.rpartition(".")[0] if kind == "source" else self._module_path(node)
-        made = Op(
+        made = GraphOp(
             index=len(self.graph.ops), name=name, kind=kind, module=module,
             line="" if kind == "source" else _line(node), dtype=floats[0].dtype if floats else torch.float32,
             decision=decision, reason=reason,
         )  # fmt: skip
+        if kind == "source":
+            made.dtype = self.stored.get(name, made.dtype)
         self.graph.ops.append(made)
         self.graph.makers[node] = made
+        reads_wide = any(self.graph.makers.get(each) in self.wide for each in node.all_input_nodes)
+        if (kind == "asked" and made.dtype == torch.float32) or (kind == "follow" and reads_wide):
+            self.wide.add(made)
         if kind != "source":
             is_norm = kind == "free" and name in OPS and OPS[name].is_norm
             keeps_weights = is_norm or (decision is not None and decision.treatment == "fp32_math")
@@ -415,7 +434,7 @@ class _Reader:
                 made.reads, made.wide_reads = made.reads[:1], made.reads[1:]
         return made
 
-    def _work_on(self, op: Op, node: Node, name: str, target: Node | None) -> None:
+    def _work_on(self, op: GraphOp, node: Node, name: str, target: Node | None) -> None:
         """Let a node compute as a part of an op; what it writes to keeps its dtype."""
         op.nodes.append(node)
         others = [each for each in node.all_input_nodes if each in self.graph.makers and each is not target]
@@ -454,6 +473,8 @@ class _Reader:
             if self.graph.emulated:
                 return "own", name, decision, "products inside it would have to be emulated"
             return "inside", name, decision, "torch's own autocast casts what it is made of"
+        if any(self.graph.makers[each] in self.wide for each in given):
+            return "follow", name, decision, "the program asks for FP32 before it"
         return "free", name, decision, reason
 
     def _why_own(self, node: Node, name: str, given: list[Node], floats: list[Tensor]) -> str | None:

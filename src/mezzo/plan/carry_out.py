@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
-from mezzo.plan.capture import ENTER, EXIT, Graph, Op, is_floating, value_of
+from mezzo.plan.capture import ENTER, EXIT, Graph, GraphOp, is_floating, value_of
 
 
 def carry_out(graph: Graph, low: Sequence[bool]) -> fx.GraphModule:
@@ -43,7 +43,7 @@ class _Writer:
         self.casts: dict[tuple[fx.Graph, Node, torch.dtype], Node] = {}
         self.rounded: dict[Node, Node] = {}
 
-    def call(self, op: Op, node: Node) -> None:
+    def call(self, op: GraphOp, node: Node) -> None:
         """Have a call take what it reads in its dtype, and give what its op gives."""
         is_first = node is op.nodes[0] and op.kind != "source"
         if is_first and op.kind == "inside":
@@ -71,7 +71,7 @@ class _Writer:
         for result in list(_results(node)) if rounds else ():
             self._round(result, low)
 
-    def _as_asked(self, op: Op, node: Node) -> None:
+    def _as_asked(self, op: GraphOp, node: Node) -> None:
         """Have a cast of the program's own give what it gives without a policy, and share it."""
         others = [each for each in node.all_input_nodes[1:] if is_floating(each)]
         if any(self.graph.dtype_of(self.graph.makers[each], self.low) != value_of(each).dtype for each in others):

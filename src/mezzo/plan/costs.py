@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mezzo import files
 from mezzo.cast.device.probing import processor
-from mezzo.plan.capture import Graph, Op, hint, is_floating, num_elements, trains, value_of
+from mezzo.plan.capture import Graph, GraphOp, hint, is_floating, num_elements, trains, value_of
 from mezzo.plan.cut import Edge, Problem, cost
 from mezzo.policy.ops import OPS
 from mezzo.tensors import dtype_name, tensors
@@ -193,7 +193,7 @@ class Meter:
         self._fake = FakeTensorMode()
         self._known: dict[Any, Moved | Exception] = {}
 
-    def moved(self, op: Op, node: Node, *, low: bool) -> Moved:
+    def moved(self, op: GraphOp, node: Node, *, low: bool) -> Moved:
         """Measure a call.
 
         Args:
@@ -215,7 +215,7 @@ class Meter:
             raise found
         return found
 
-    def _measure(self, op: Op, node: Node, low: bool) -> Moved:
+    def _measure(self, op: GraphOp, node: Node, low: bool) -> Moved:
         dtype = self.graph.policy.dtype if low else torch.float32
         reads = {id(each) for each in op.reads}
         counter, packed = _Kernels(self.rates, low=low or op.kind == "inside"), list[Tensor]()
@@ -257,7 +257,7 @@ def _memory(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _described(node: Node, op: Op) -> Any:
+def _described(node: Node, op: GraphOp) -> Any:
     """Return what tells calls of one function apart: what they are given."""
 
     def told(each: Node) -> Any:
@@ -357,7 +357,7 @@ class Totals:
     cost: float
 
 
-class Account:
+class Costs:
     """The costs of a graph's ops and casts.
 
     Ops that cannot be tried in low precision are left alone from here on.
@@ -365,8 +365,8 @@ class Account:
     Args:
         graph: The graph; what its ops may be is corrected by what they do.
         rates: How fast its device is.
-        objective: What to make small: 0 is the time of a step, 1 what it keeps for the backward pass. Of placements that
-            are equal in the one, the one that is better in the other.
+        objective: What to make small: 0 is the time of a step, 1 what it keeps for the backward pass. Of placements
+            that are equal in the one, the one that is better in the other.
         fused: Whether a compiler fuses what lies between products: what is made and read there is not written, and a
             cast that such an op reads through or writes through costs nothing.
 
@@ -422,7 +422,7 @@ class Account:
         is_apart = (*self._is_apart, True, True)
         return tuple(reader for reader in crossing.readers if is_apart[reader])
 
-    def _has_own_kernel(self, op: Op) -> bool:
+    def _has_own_kernel(self, op: GraphOp) -> bool:
         """Whether a compiler leaves an op a kernel of its own: products, and what it does not know."""
         products = any(each.is_product for each in self._moved[op.index][True])
         is_gemm = op.name in OPS and OPS[op.name].reason == "gemm"
@@ -499,7 +499,7 @@ def _stages(graph: Graph, is_apart: Sequence[bool]) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _KeptTensor:
     """A tensor that is kept for the backward pass, in each precision in which an op that keeps it runs."""
 
     readers: tuple[int, ...]
@@ -507,7 +507,7 @@ class _Kept:
     high: int
 
 
-def _both(meter: Meter, op: Op) -> tuple[tuple[Moved, ...], tuple[Moved, ...]]:
+def _both(meter: Meter, op: GraphOp) -> tuple[tuple[Moved, ...], tuple[Moved, ...]]:
     """Measure an op in FP32 and in the low format; what cannot be tried is left alone, or has one precision."""
     if op.kind in ("source", "own", "asked"):
         return (), ()
@@ -560,13 +560,16 @@ def _crossings(graph: Graph) -> Iterator[Crossing]:
         yield Crossing(node, graph.makers[node].index, tuple(found), num_elements(node), node in trained)
 
 
-def _kept(graph: Graph, moved: Sequence[tuple[tuple[Moved, ...], tuple[Moved, ...]]]) -> Iterator[_Kept]:
+def _kept(graph: Graph, moved: Sequence[tuple[tuple[Moved, ...], tuple[Moved, ...]]]) -> Iterator[_KeptTensor]:
     """Find what is kept for the backward pass, each tensor with the ops that keep it."""
-    readers: dict[tuple[Op, int], dict[int, None]] = {}
-    nodes: dict[tuple[Op, int], dict[Node, None]] = {}
+    readers: dict[tuple[GraphOp, int], dict[int, None]] = {}
+    nodes: dict[tuple[GraphOp, int], dict[Node, None]] = {}
 
     def keep(node: Node, reader: int) -> None:
-        memory = graph.makers[node], _memory(value_of(node))  # views, and what was written to, are one memory
+        maker, own = graph.makers[node], _memory(value_of(node))  # views, and what was written to, are one memory
+        while maker.kind == "asked" and maker.reads and _memory(value_of(maker.reads[0])) == own:
+            maker = graph.makers[maker.reads[0]]  # a cast to what it is already
+        memory = maker, own
         readers.setdefault(memory, {})[reader] = None
         nodes.setdefault(memory, {})[graph.cast_at(node)] = None
 
@@ -590,7 +593,7 @@ def _kept(graph: Graph, moved: Sequence[tuple[tuple[Moved, ...], tuple[Moved, ..
         low, high = 2 * size, 4 * size
         if maker.kind == "source":  # which is there anyway, as it is
             low, high = (low, 0) if maker.dtype == torch.float32 else (0, high)
-        yield _Kept(tuple(found), low, high)
+        yield _KeptTensor(tuple(found), low, high)
 
 
 def _num_stored(node: Node) -> int:

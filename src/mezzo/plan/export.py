@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
-from mezzo.plan.capture import Graph, Op
+from mezzo.plan.capture import Graph, GraphOp
 from mezzo.policy import Rule, Treatment
 from mezzo.policy.ops import functions
 
@@ -104,7 +104,7 @@ def _rule(name: str, module: str | None, is_low: bool) -> Rule:
 _REASON: Final = "the cheapest placement has it so"
 
 
-def _unsaid(group: Group, ops: Sequence[Op], low: Sequence[bool]) -> str:
+def _unsaid(group: Group, ops: Sequence[GraphOp], low: Sequence[bool]) -> str:
     name, module = group
     num_low = sum(low[op.index] for op in ops)
     lines = ", ".join(dict.fromkeys(op.line.rpartition("/")[2] for op in ops if op.line))

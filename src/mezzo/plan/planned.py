@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal, Self
@@ -36,6 +37,7 @@ class PlannedOp:
         module: Path of the module in which it runs.
         line: ``file:line`` of the program.
         dtype: What it gives.
+        by_autocast: What it gives under torch.autocast.
         decided: Who decided.
         reason: Why, in words.
         reads: The ops whose tensors it reads, by their places in the plan.
@@ -45,6 +47,7 @@ class PlannedOp:
     module: str
     line: str
     dtype: str
+    by_autocast: str
     decided: Decider
     reason: str
     reads: tuple[int, ...]
@@ -314,6 +317,12 @@ def _few(plan: Plan) -> Iterator[RenderableType]:
             ("op", "module", "precision"),
             [(fold.rows[0].op, fold.text or "the model itself", format_text([fold.rows[0].dtype])) for fold in chosen],
         )
+    rounding = Counter(each.op for each in plan.ops if each.dtype != each.by_autocast == "float32")
+    if rounding:
+        what = ", ".join(f"{op} ×{count}" if count > 1 else op for op, count in rounding.items())
+        keep = "+".join(rounding)
+        text = f"{what}: 16 bits here, and FP32 under torch.autocast; fp32={keep} in the policy keeps it"
+        yield Text(printable(text), overflow="fold")
     left = [each for each in plan.ops if each.decided == "left alone"]
     if left:
         yield Text("left alone", style="bold")

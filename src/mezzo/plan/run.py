@@ -15,8 +15,8 @@ from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, shown
 from mezzo.explanation.run import arguments
 from mezzo.plan import heuristics
-from mezzo.plan.capture import Graph, Op, capture, require_choice, value_of
-from mezzo.plan.costs import Account, Crossing, rates
+from mezzo.plan.capture import Graph, GraphOp, capture, require_choice, value_of
+from mezzo.plan.costs import Costs, Crossing, rates
 from mezzo.plan.cut import place
 from mezzo.plan.export import rules_for
 from mezzo.plan.planned import Decider, Plan, PlannedCast, PlannedOp
@@ -59,6 +59,7 @@ def plan(
 
     Raises:
         PolicyError: The policy casts no op, or bans one; the model takes no such inputs.
+        StateError: The model is prepared: plan before that.
         UnsupportedError: Dynamo cannot capture the model as one graph; or scipy is not installed.
 
     **Cost**: that of capturing (seconds for a large model), then some 10 ms for each kind of op.
@@ -82,9 +83,9 @@ def plan(
     with autocast("O0"):  # what is around the call is not planned for
         graph = capture(model, args, kwargs, asked)
         speed = rates(graph.device_type, asked.dtype, emulated=graph.emulated)
-        account = Account(graph, speed, objective=number, fused=fused)
-    low = place(account.problem).low[: len(graph.ops)]
-    made = planned(account, low, objective=number, name=type(model).__name__)
+        costs = Costs(graph, speed, objective=number, fused=fused)
+    low = place(costs.problem).low[: len(graph.ops)]
+    made = planned(costs, low, objective=number, name=type(model).__name__)
     return replace(made, weights=_weights(model), inputs=_described((args, kwargs)))
 
 
@@ -129,28 +130,28 @@ def objective_number(objective: Objective) -> float:
 # From a placement to a plan --------------------------------------------------------------------------------------
 
 
-def planned(account: Account, low: Sequence[bool], *, objective: float, name: str) -> Plan:
+def planned(costs: Costs, low: Sequence[bool], *, objective: float, name: str) -> Plan:
     """Say what a placement is and comes to.
 
     Args:
-        account: The costs of a graph.
+        costs: The costs of a graph.
         low: Whether each op is low.
         objective: What was made small.
         name: What the graph is of.
     """
-    graph = account.graph
-    listed, shown_ops = _listed(graph), [op for op in graph.ops if op.kind != "source"]
+    graph = costs.graph
+    as_listed, shown_ops = listed(graph), [op for op in graph.ops if op.kind != "source"]
     rules, unsaid = rules_for(graph, low)
     places = {op.index: place for place, op in enumerate(shown_ops)}
-    totals = {"plan": account.totals(low)}
-    totals |= {whose: account.totals(follow(listed)) for whose, follow in _RIVALS.items()}
+    placements = {"plan": tuple(low)} | {whose: follow(as_listed) for whose, follow in _RIVALS.items()}
     return Plan(
-        model=name, weights="", inputs=(), base=str(graph.policy), objective=objective, fused=account.fused,
+        model=name, weights="", inputs=(), base=str(graph.policy), objective=objective, fused=costs.fused,
         is_dynamic=any(isinstance(size, torch.SymInt) for node in graph.makers for size in _sizes(value_of(node))),
-        device_type=graph.device_type, emulated=graph.emulated, torch=torch.__version__, rates=account.rates,
-        ops=tuple(_row(graph, op, low, places) for op in shown_ops),
-        casts=tuple(_cast(graph, each, low) for each in account.casts(low)),
-        totals=totals, rules=format_rules(rules), unsaid=unsaid,
+        device_type=graph.device_type, emulated=graph.emulated, torch=torch.__version__, rates=costs.rates,
+        ops=tuple(_row(graph, op, low, placements["torch.autocast"], places) for op in shown_ops),
+        casts=tuple(_cast(graph, each, low) for each in costs.casts(low)),
+        totals={whose: costs.totals(each) for whose, each in placements.items()},
+        rules=format_rules(rules), unsaid=unsaid,
     )  # fmt: skip
 
 
@@ -170,7 +171,7 @@ _CLEAR: Final = frozenset(
 )
 
 
-def _listed(graph: Graph) -> heuristics.Listed:
+def listed(graph: Graph) -> heuristics.Listed:
     """Write a graph as those systems see it."""
     lists = list[heuristics.Colour | None]()
     for op in graph.ops:
@@ -189,7 +190,9 @@ def _listed(graph: Graph) -> heuristics.Listed:
     return heuristics.Listed(tuple(lists), tuple(makers))
 
 
-def _row(graph: Graph, op: Op, low: Sequence[bool], places: Mapping[int, int]) -> PlannedOp:
+def _row(
+    graph: Graph, op: GraphOp, low: Sequence[bool], by_autocast: Sequence[bool], places: Mapping[int, int]
+) -> PlannedOp:
     decided: Decider = "list"
     if op.decision is not None and op.decision.rule is not None:
         decided = "rule"
@@ -199,7 +202,8 @@ def _row(graph: Graph, op: Op, low: Sequence[bool], places: Mapping[int, int]) -
         decided = "program" if op.kind == "asked" else "left alone"
     reads = dict.fromkeys(graph.makers[node].index for node in op.reads)
     return PlannedOp(
-        op=op.name, module=op.module, line=op.line, dtype=dtype_name(graph.dtype_of(op, low)), decided=decided,
+        op=op.name, module=op.module, line=op.line, decided=decided,
+        dtype=dtype_name(graph.dtype_of(op, low)), by_autocast=dtype_name(graph.dtype_of(op, by_autocast)),
         reason=op.reason, reads=tuple(places[maker] for maker in reads if maker in places and maker != op.index),
     )  # fmt: skip
 
