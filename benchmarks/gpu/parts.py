@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from . import ceilings, edges, steps, training, variants
+from . import ceilings, edges, placing, steps, training, variants
 from .plan import Plan
 
 
@@ -33,6 +33,10 @@ def _train(net: str, limit_s: int, *, compiled: bool = False) -> Part:
     return Part(measure=functools.partial(training.measure, net=net, compiled=compiled), limit_s=limit_s)
 
 
+def _placements(model: str, limit_s: int) -> Part:
+    return Part(measure=functools.partial(placing.measure, model=model), limit_s=limit_s)
+
+
 #: By name, half an hour altogether; what the goals ask for comes before what they do not.
 PARTS: Final[Mapping[str, Part]] = MappingProxyType(
     {
@@ -46,6 +50,8 @@ PARTS: Final[Mapping[str, Part]] = MappingProxyType(
         "train-tiny": _train("64-tiny", 90),
         "train-gpt2-compiled": _train("gpt2-small", 240, compiled=True),
         "train-resnet": _train("resnet-50", 120),
+        "plan-gpt": _placements("GPT block", 240),
+        "plan-resnet": _placements("ResNet-50", 300),
         "edges-slow": Part(measure=edges.measure_slow, limit_s=240),
     }
 )

@@ -65,6 +65,14 @@ def _peak(results: Results) -> float:
     return peaks[0] / peaks[1]
 
 
+def _planned(results: Results) -> float:
+    """The compiled cut, of the time of torch.autocast compiled."""
+    rows = results["plan-gpt"]["rows"]
+    return next(
+        (each["ratio"] for each in rows if (each["kernels"], each["placement"]) == ("compiled", "cut")), math.nan
+    )
+
+
 def _syncs(results: Results) -> float:
     rows = [each for part, found in results.items() if part.startswith("train-") for each in found["rows"]]
     return max(each["syncs"] for each in rows if each["way"].startswith("mezzo"))
@@ -107,6 +115,8 @@ GOALS: Final = (
          value=_speed("train-gpt2", "mezzo O1")),
     Goal(what="64 tiny layers, O2 captured, samples/s / torch.amp's", parts=("train-tiny",), bound=2.0, at="least",
          value=_speed("train-tiny", "mezzo O2 captured")),
+    Goal(what="a block of GPT as planned, compiled, time / torch.autocast's", parts=("plan-gpt",), bound=1.02,
+         at="most", value=_planned),
     Goal(what="host syncs in a training step", parts=("train-gpt2", "train-tiny"), bound=0, at="most", value=_syncs),
     Goal(what="tests that need a GPU and fail", parts=("edges",), bound=0, at="most",
          value=_failing),

@@ -30,7 +30,7 @@ def test_parts_run_dry_and_the_page_has_every_goal(gpu, command, tmp_path, monke
     shapes, verdicts, parts = gpu("steps").shapes, gpu("verdicts"), ("ceilings", "step-bfloat16", "variants")
     for place in ("gpu.steps", "gpu.variants", "stepping.bench"):
         monkeypatch.setattr(f"{place}.shapes", lambda name: shapes(name)[:5])
-    assert command.main(["--dry-run", "--out", str(tmp_path), "--parts", *parts, "train-tiny"]) == 0
+    assert command.main(["--dry-run", "--out", str(tmp_path), "--parts", *parts, "train-tiny", "plan-gpt"]) == 0
     written = {name: json.loads(next(tmp_path.glob(f"gpu-{name}-cpu-*.json")).read_text()) for name in parts}
     found = {name: each["found"] for name, each in written.items()}
     assert all(each["dry"] and each["part"] == name and each["seconds"] > 0 for name, each in written.items())
