@@ -67,10 +67,10 @@ def _peak(results: Results) -> float:
 
 def _planned(results: Results) -> float:
     """The compiled cut, of the time of torch.autocast compiled."""
-    rows = results["plan-gpt"]["rows"]
-    return next(
-        (each["ratio"] for each in rows if (each["kernels"], each["placement"]) == ("compiled", "cut")), math.nan
-    )
+    for each in results["plan-gpt"]["rows"]:
+        if (each["kernels"], each["placement"]) == ("compiled", "cut"):
+            return float(each["ratio"])
+    raise LookupError("plan-gpt has no row of the compiled cut")
 
 
 def _syncs(results: Results) -> float:

@@ -114,6 +114,12 @@ def test_each_goal_is_read_from_its_row(gpu):
             "train-gpt2": {"rows": [rival, way("mezzo O1", 1.0, 90), way("mezzo O2", 1.25, 75 + 100 * worse)]},
             "train-gpt2-compiled": {"rows": [way("mezzo O2", 0.1, 1), way("mezzo O2", 1.08, 1, compiled=True)]},
             "train-tiny": {"rows": [way("mezzo O2 captured", 2.0, 1)]},
+            "plan-gpt": {
+                "rows": [
+                    {"kernels": kind, "placement": "cut", "ratio": ratio + worse}
+                    for kind, ratio in (("eager", 3.0), ("compiled", 1.02))
+                ]
+            },
             "edges": {"passed": 1, "failed": [{"test": "t", "message": "m"}] * (worse > 0), "skipped": {}},
         }
 
