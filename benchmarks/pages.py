@@ -201,6 +201,31 @@ def allow_list() -> str:
     return "\n".join([*lines, "", f"{where(result)}; {what}; medians of {result['repetitions']} rounds."])
 
 
+def placements() -> str:
+    """The table of the newest ``benchmarks/plan.py``: torch.autocast's placement and the cheapest."""
+    result = newest("plan-cpu-*.json")
+    lines = [
+        "| model | casts | MB moved | gradients off FP32, % | time, eager | compiled |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for model, counts in result["counts"].items():
+        both = [counts["eager"][whose] for whose in ("torch.autocast", "cut")]
+        rows = {(row["kernels"], row["placement"]): row for row in result["rows"] if row["model"] == model}
+        off = [100 * rows["eager", whose]["gradient_error"] for whose in ("torch.autocast", "cut")]
+        lines.append(
+            f"| {model} | {both[0]['casts']} → {both[1]['casts']} | {both[0]['moved_bytes'] / 1e6:.4g} → "
+            f"{both[1]['moved_bytes'] / 1e6:.4g} | {off[0]:.2g} → {off[1]:.2g} | {spread(rows['eager', 'cut'])} | "
+            f"{spread(rows['compiled', 'cut'])} |"
+        )
+    gpt2 = result["gpt2_small"]
+    what = f"GPT-2 small is captured in {gpt2['capture_s']:.1f} s and planned in {gpt2['eager_planning_s']:.1f} s"
+    trained = newest("planned-docs_lm-*.json")  # mezzo compare --seeds 3 --policy "O1,bf16;O1,bf16,RULES"
+    row = trained["rows"][-1]
+    low, high = (f"{each:+.4f}" for each in row["interval"])
+    so = f"docs_lm under the rules of its plan ends {row['difference']:+.4f} bits a byte from FP32 ({low} to {high})"
+    return "\n".join([*lines, "", f"{where(result)}; BF16, size {result['size']}; {what}. {so}, three seeds."])
+
+
 #: By page: what stands between its markers.
 PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
     {
@@ -211,6 +236,7 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "ranks": ranks,
             "host": hosts,
             "allow-list": allow_list,
+            "plan": placements,
         },
         "docs/families.md": {
             "verdicts": suite.verdicts,
