@@ -19,7 +19,7 @@ import mezzo
 from .drivers import DRIVERS, FiveLines
 from .edits import Edits
 from .faults import BoomError, Faults, boom
-from .subject import Net
+from .subject import NAMES, Net
 
 #: Dynamo leaves a model to Python after eight variants: which layers train, whether inputs do, and in which region.
 VARIANTS = 256
@@ -41,9 +41,9 @@ class Chained(Net):
         if not torch.compiler.is_compiling():
             self.calls += 1
         self.seen += 1
-        outputs = {f"{name}.weight": layer(x) for name, layer in self.named_children()}
-        wide = -(-torch.cat(list(outputs.values()), 1)).pow(1)
-        return dict(zip(outputs, wide.split([output.shape[1] for output in outputs.values()], 1), strict=True))
+        first, second, late = self.first(x), self.second(x), self.late(x)
+        wide = -(-torch.cat([first, second, late], 1)).pow(1)
+        return dict(zip(NAMES, wide.split([first.shape[1], second.shape[1], late.shape[1]], 1), strict=True))
 
 
 class Casts(TorchDispatchMode):
@@ -64,6 +64,8 @@ class Compiled:
     """What is called in the place of a model.
 
     Attributes:
+        is_whole: Whether it is one graph.
+        backend: Which has the plan of each graph.
         ran: The plan of each graph that the last call has run, and how many casts there were.
         breaks: Whether graphs end in an exception.
     """
@@ -71,18 +73,21 @@ class Compiled:
     #: The one that is called now.
     now = None
 
-    def __init__(self, model, policy):
-        self.model, self.ran, self.breaks = model, [], False
+    def __init__(self, model, policy, *, is_whole):
+        self.model, self.is_whole, self.ran, self.breaks = model, is_whole, [], False
         self.backend = mezzo.compile_backend(policy, inner="mezzo_tests_counted")
-        self.compiled = torch.compile(model, backend=self.backend, fullgraph=True)
+        self.compiled = torch.compile(model, backend=self.backend, fullgraph=is_whole)
 
     def __call__(self, x):
+        if any(p.grad is not None and p.grad.dtype != p.dtype for p in self.model.parameters()):
+            return self.model(x)  # which Dynamo would leave to Python, and for good: it captures no such weight
         calls, self.ran, Compiled.now = self.model.calls, [], self
         outputs = self.compiled(x)
         assert self.model.calls == calls, "a forward pass in Python"
         self.model.calls += 1
-        ((plan, casts),) = self.ran
-        assert plan.emulated or casts == plan.totals["plan"].casts, f"{casts} casts, and not as planned: {plan.text()}"
+        assert len(self.ran) == 1 if self.is_whole else len(self.ran) > 1
+        for plan, casts in self.ran:
+            assert plan.emulated or casts == plan.totals["plan"].casts, f"{casts} casts, not as planned: {plan.text()}"
         return outputs
 
 
@@ -111,8 +116,8 @@ class Planned(FiveLines):
 
     def __init__(self, model, optimizers, config):
         torch._dynamo.reset()
-        self.plain, self.policy = model, self.planned(config)
-        self.compiled = Compiled(model, self.policy)
+        self.plain, self.policy, self.is_whole = model, self.planned(config), not config.pinned
+        self.compiled = Compiled(model, self.policy, is_whole=self.is_whole)
         super().__init__(model, optimizers, config)
         self.turn(compiles=True)
 
@@ -123,7 +128,8 @@ class Planned(FiveLines):
 
     @staticmethod
     def planned(config):
-        return config.policy + (",autocast=true" if config.level == "O2" else "")
+        """O2 with casts of ops; of a buffer that compiled code writes, the first update would be rounded (documented)."""
+        return config.policy + (",autocast=true,fp32_param=seen" if config.level == "O2" else "")
 
     def begin(self, model, config, **options):
         return mezzo.MixedPrecision(model, self.optimizers, self.policy, **options)
@@ -131,7 +137,7 @@ class Planned(FiveLines):
     def turn(self, *, compiles, anew=False):
         """Call the model itself from here on, or the compiled one, or one that is compiled now."""
         if anew:
-            self.compiled = Compiled(self.plain, self.policy)
+            self.compiled = Compiled(self.plain, self.policy, is_whole=self.is_whole)
         self.model = self.compiled if compiles else self.plain
 
 
