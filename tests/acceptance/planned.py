@@ -128,8 +128,12 @@ class Planned(FiveLines):
 
     @staticmethod
     def planned(config):
-        """O2 with casts of ops; of a buffer that compiled code writes, the first update would be rounded (documented)."""
-        return config.policy + (",autocast=true,fp32_param=seen" if config.level == "O2" else "")
+        """The policy; where FP32 numbers flow, no op that follows may round them.
+
+        Of a buffer that compiled code writes the first update would be rounded (documented).
+        """
+        text = config.policy + (",autocast=true,fp32_param=seen" if config.level == "O2" else "")
+        return text + (",fp32=cat+neg" if config.pinned else "")
 
     def begin(self, model, config, **options):
         return mezzo.MixedPrecision(model, self.optimizers, self.policy, **options)
