@@ -55,9 +55,9 @@ class Sessions(Edits, Faults):
 
 
 #: Of styles that have rules of their own.
-MACHINES = {"planned": planned.Compiles}
+MACHINES = {"planned": planned.Compiles, "planned attach": planned.Compiles}
 #: What holds while sequences of a style run.
-AROUND = {"captured step": captured.predicated, "planned": planned.many_variants}
+AROUND = {"captured step": captured.predicated, **dict.fromkeys(MACHINES, planned.many_variants)}
 
 STEPS = 30
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
@@ -76,6 +76,7 @@ SEQUENCES = {
     "captured step": 8,
     "one rank": 6,
     "planned": 3,
+    "planned attach": 2,
 }
 ON_RANKS = 6
 #: How many ``slow`` ones.
