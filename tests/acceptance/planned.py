@@ -80,7 +80,7 @@ class Compiled:
 
     @property
     def is_within_reach(self):
-        """Whether Dynamo captures all weights: for one whose gradient has another dtype it gives up a model for good."""
+        """Whether Dynamo captures all weights: for a gradient of another dtype it gives a model up for good."""
         return all(param.grad is None or param.grad.dtype == param.dtype for param in self.model.parameters())
 
     def __call__(self, x):
