@@ -38,12 +38,14 @@ class Driver(Protocol):
         amp: The session, or what answers for it.
         contract: What the style promises otherwise than the five lines do.
         lacks: Of :data:`ABILITIES`.
+        net: What makes the model; ``None`` for the one that all others share.
     """
 
     model: Any
     amp: Any
     contract: ClassVar[Contract]
     lacks: ClassVar[frozenset[str]]
+    net: ClassVar[Any]
 
     # The user's calls
     def region(self): ...  # entered around the model
@@ -73,6 +75,7 @@ class FiveLines:
     contract = Contract()
     lacks = frozenset()
     train = None
+    net = None
 
     def __init__(self, model, optimizers, config):
         if (other := attached_now()) is not None:

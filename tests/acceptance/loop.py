@@ -194,6 +194,7 @@ class Loop(RuleBasedStateMachine):
             self.oracle = before  # a scale that waits moves with the next pass
             return
         if not value.requires_grad:
+            self.oracle = before
             return
         groups = self.driver.groups(self.oracle, groups, gradients.keys())
         self.driver.backward(value, optimizers)

@@ -128,7 +128,7 @@ class Subject:
 
     def __init__(self, config, weights, *, late=None):
         self.config = config
-        self.model = Net(config.shapes)
+        self.model = (DRIVERS[config.style].net or Net)(config.shapes)
         with torch.no_grad():
             for name, param in self.model.named_parameters():
                 param.copy_(torch.from_numpy(weights[name]))

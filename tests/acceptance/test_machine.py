@@ -20,7 +20,7 @@ from mezzo.compat import apex
 from mezzo.session.attach import attached_now
 
 from ..distributed.ranks import on_ranks
-from . import captured, ranks, scalers  # noqa: F401 - more drivers
+from . import captured, planned, ranks, scalers  # noqa: F401 - more drivers
 from .edits import Edits
 from .faults import Faults
 from .loop import configs
@@ -54,6 +54,11 @@ class Sessions(Edits, Faults):
     """All rules together."""
 
 
+#: Of styles that have rules of their own.
+MACHINES = {"planned": planned.Compiles, "planned attach": planned.Compiles}
+#: What holds while sequences of a style run.
+AROUND = {"captured step": captured.predicated, **dict.fromkeys(MACHINES, planned.many_variants)}
+
 STEPS = 30
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 #: To explain costs minutes; to shrink what a planted fault breaks would as well, and tells nobody anything.
@@ -70,6 +75,8 @@ SEQUENCES = {
     "Lightning": 6,
     "captured step": 8,
     "one rank": 6,
+    "planned": 3,
+    "planned attach": 2,
 }
 ON_RANKS = 6
 #: How many ``slow`` ones.
@@ -83,15 +90,14 @@ def run(style, **options):
         pytest.importorskip(style.lower())
         from . import frameworks  # noqa: F401
 
-    class Driven(Sessions):
+    class Driven(MACHINES.get(style, Sessions)):
         @initialize(config=configs([style]), seed=st.integers(0, 3))
         def begin(self, config, seed):
             super().begin(config, seed)
 
     Driven.__name__ = style
     options = {"stateful_step_count": STEPS, "deadline": None, "suppress_health_check": QUIET, **options}
-    executors = captured.predicated() if style == "captured step" else contextlib.nullcontext()
-    with executors:
+    with AROUND.get(style, contextlib.nullcontext)():
         run_state_machine_as_test(Driven, settings=settings(**options))
 
 

@@ -72,6 +72,8 @@ FAULTS = (
         ("backend: a region casts again", 'with torch.autocast(kind, enabled=False):\n                return compiled(*args)',
          "with torch.autocast(kind, dtype=torch.bfloat16, enabled=True):\n                return compiled(*args)",
          f"{BACKEND}::test_a_region_around_does_not_undo_a_rule", "autocast would undo the plan"),
+        ("backend: a region stays around", "        if not is_around:\n", "        if True:\n",
+         "tests/acceptance/test_machine.py::test_sequences[planned]", "torch.autocast would decide again about each op of a plan"),
         ("backend: other sizes, another placement", "        if low is not None:\n", "        if False:\n",
          f"{BACKEND}::test_sizes_that_vary_keep_the_placement", "dtypes would change with a batch's size"),
         ("backend: the compiled model is not found",
