@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.cast.mode import PolicyMode
 from mezzo.errors import PolicyError, UnsupportedError
 
 from .models import (
@@ -304,6 +305,22 @@ def test_what_is_left_to_python_is_the_regions():
     assert {dtype for module, dtype in linear.items() if module != "halves.1.b"} == {"bfloat16"}
     assert all(set(ran.read) in ({torch.bfloat16}, {torch.float32}) for ran in seen.calls if ran.name == "linear")
     assert [ran.read[0] for ran in seen.calls if ran.name == "linear"].count(torch.float32) == 1
+
+
+def test_no_python_of_a_region_runs_inside(monkeypatch):
+    policy = "O1,bf16,emulate=true,low=softmax"  # a region with a mode of its own, on every device
+    compiled = torch.compile(Block(), backend=mezzo.compile_backend(policy, inner="eager"))
+    x = torch.randn(8, 5, 16)
+    with mezzo.autocast(policy, "cpu"):
+        compiled(x)
+        asked = []
+        monkeypatch.setattr(
+            PolicyMode, "_handle", lambda mode, func, args, kwargs: asked.append(func) or func(*args, **kwargs)
+        )
+        compiled(x)
+        assert asked == []
+        torch.exp(x)  # the mode is still around
+    assert asked == [torch.exp]
 
 
 def test_train_eval_and_no_grad_are_planned_each():

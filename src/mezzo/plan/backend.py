@@ -130,7 +130,8 @@ class Backend:
             return compiled  # torch guards that autocast is off
 
         def run(*args: Any) -> Any:
-            with torch.autocast(kind, enabled=False):
+            # Nor is the region's mode, which Dynamo has followed, asked about each op again.
+            with torch.autocast(kind, enabled=False), torch._C.DisableTorchFunction():
                 return compiled(*args)
 
         return run
