@@ -104,9 +104,9 @@ class _Writer:
             else:  # a view that repeats elements: of the cast of what it looks at
                 viewed = self.graph.views[node]
                 behind = self._cast(viewed, has, wanted, before)
+                instead = {viewed: behind, self.rounded.get(viewed, viewed): behind}  # it may view what is rounded
                 with before.graph.inserting_before(before):
-                    copy = before.graph.node_copy(node, {viewed: behind}.get)
-                self.casts[key] = copy
+                    self.casts[key] = before.graph.node_copy(node, lambda each: instead.get(each, each))
         return self.casts[key]
 
     def _to(self, node: Node, dtype: torch.dtype, before: Node) -> Node:
