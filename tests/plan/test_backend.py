@@ -389,6 +389,11 @@ class Depends(nn.Module):
         return x * 2 if x.sum() > 0 else x - 1
 
 
+class Packs(nn.Module):
+    def forward(self, x):
+        return nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True).data
+
+
 def compiled_once(policy):
     torch.compile(Block(), backend=mezzo.compile_backend(policy, inner="eager"))(torch.randn(2, 5, 16))
 
@@ -423,6 +428,9 @@ REFUSALS = {
         "gelu is banned", "models.py:"),
     "planned without casts": (
         lambda: mezzo.plan.plan(Block(), torch.ones(2, 2, 16), policy="O0"), PolicyError, "O0 casts no op"),
+    "a function that Dynamo skips": (
+        lambda: mezzo.plan.plan(Packs(), torch.ones(2, 3, 4), policy="O1,bf16"), UnsupportedError,
+        "test_backend.py:", "pack_padded_sequence"),
     "a shape that does not fit": (
         lambda: mezzo.plan.plan(Block(), torch.ones(2, 2, 15), policy="O1,bf16"), UnsupportedError, "Block"),
     "an input that is no tensor": (
@@ -484,6 +492,29 @@ def test_emulated_products_compute_in_fp32():
     assert "products are emulated here" in plan.text()
     assert {ran.read for ran in seen.calls if ran.name == "linear"} == {(torch.float32,) * 3}
     assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize("name", ["with a loss", "grouped queries", "math"])
+def test_what_emulation_rounds_is_seen_through_views(name):
+    case = CASES[name]
+    exact, auto = flat(*trained(case)), flat(*trained(case, region=lambda: torch.autocast("cpu", torch.bfloat16)))
+    backend = mezzo.compile_backend(f"{case.policy},emulate=true", inner="eager")
+    own = flat(*trained(case, lambda model: torch.compile(model, backend=backend)))
+    assert backend.plans[0].emulated
+    for ours, theirs, right in zip(own, auto, exact, strict=True):
+        assert away(ours, right) <= 2 * away(theirs, right) + 4 * 2**-8
+
+
+def test_a_view_of_a_size_that_varies_is_of_the_cast():
+    case = CASES["expanded"]
+    model, (x,), _ = built(case)
+    torch._dynamo.mark_dynamic(x, 0)
+    backend = mezzo.compile_backend(case.policy, inner="mezzo_tests_watched")
+    with watching() as seen:
+        out = torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert backend.plans[0].is_dynamic
+    assert dtypes_differ(backend.plans[0], seen.calls) == []
+    assert away(out.detach().float(), model(x).detach()) < 4 * 2**-8
 
 
 def test_running_statistics_are_updated_in_fp32():
