@@ -248,6 +248,26 @@ def test_composites_without_products_need_no_emulation():
     assert [op.reason for op in native.ops if op.op == "normalize"] == ["torch's own autocast casts what it is made of"]
 
 
+def test_what_is_made_like_a_tensor_has_its_dtype():
+    class Filled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.a(x)
+            shifted = torch.zeros_like(y)
+            shifted[1:] = y[:-1]
+            return self.b(shifted) + x.new_ones(8)
+
+    said = plan(Filled(), torch.randn(4, 8), policy="O1,bf16")
+    assert [(op.op, op.dtype) for op in said.ops if op.op not in ("linear", "add")] == [
+        ("zeros_like", "bfloat16"), ("new_ones", "float32")
+    ]  # fmt: skip
+    assert said.totals["plan"].casts == said.totals["torch.autocast"].casts == 6  # weights, biases, x, and for the sum
+    assert said.unsaid == ()
+
+
 def test_whole_numbers_are_no_ops():
     class Buckets(nn.Module):
         def __init__(self):

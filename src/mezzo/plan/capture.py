@@ -44,6 +44,8 @@ _CONVERTS: Final = frozenset({"to", "float", "half", "bfloat16", "double", "type
 _DRAWS: Final = frozenset({"bernoulli", "normal", "multinomial", "poisson", "rand_like", "randn_like", "randint_like"})
 #: Ops that are products, or made of some.
 _EMULATED: Final = frozenset({*EMULATED, *COMPOSED, *REACHED, *RECURRENT})
+#: What makes a tensor of numbers of its own, in the dtype of one that it is given.
+_LIKE: Final = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
 #: Where code lies that is not the program's.
 _INSTALLED: Final = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _CHECKPOINT: Final = torch.ops.higher_order.tag_activation_checkpoint
@@ -472,6 +474,8 @@ class _Reader:
             return "own", name, None, "the program asks for another dtype"
         if (why := self._why_own(node, name, given, floats)) is not None:
             return "own", name, None, why
+        if name in _LIKE:
+            return "follow", name, None, "it has the dtype of the tensor that it is given"
         decision = self._decision(node, name)
         treatment, reason = decision.treatment, decision.reason
         match treatment:
@@ -509,7 +513,7 @@ class _Reader:
             return "the call itself names a dtype, or where to write"
         if name in _DRAWS:
             return "in another dtype other numbers would be drawn"
-        if name not in OPS and (floats or not _is_torchs(node)):
+        if name not in OPS and name not in _LIKE and (floats or not _is_torchs(node)):
             return "no list names this op"
         return None
 
