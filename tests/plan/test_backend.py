@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -536,3 +536,49 @@ def test_a_region_around_does_not_undo_a_rule():
         backend = mezzo.compile_backend("O1,bf16,fp32=linear", inner="eager")
         with region():
             assert torch.compile(nn.Linear(8, 8), backend=backend)(torch.randn(2, 8)).dtype == torch.float32
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y.float().exp().to(y.dtype))
+
+
+def test_a_dtype_that_the_program_reads_is_the_regions():
+    """As the docstring says: Dynamo makes it a constant of the graph."""
+    for around, dtype in ((nullcontext(), "float32"), (mezzo.autocast("O1,bf16"), "bfloat16")):
+        torch._dynamo.reset()
+        backend = mezzo.compile_backend("O1,bf16", inner="eager")
+        with around:
+            out = torch.compile(Normed(), backend=backend)(torch.randn(4, 8))
+        (asked,) = [op for op in backend.plans[0].ops if op.op == "to"]
+        assert (asked.dtype, asked.decided, out.dtype) == (dtype, "program", torch.bfloat16)
+
+
+class Called(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.inner = nn.Linear(8, 8), CASES["lstm"].make()
+
+    def forward(self, x):
+        return self.inner(self.a(x))
+
+
+def test_an_lstm_is_left_to_the_region():
+    """Of its module torch.compile captures nothing, unless it is told to."""
+    x = torch.randn(2, 4, 8)
+    backend = mezzo.compile_backend("O1,bf16", inner="eager")
+    assert torch.compile(CASES["lstm"].make(), backend=backend)(x).dtype == torch.float32
+    assert backend.plans == []
+    with pytest.raises(ValueError, match="does not match weight dtype"):
+        torch.compile(Called(), backend=backend)(x)
+    with mezzo.autocast("O1,bf16"):
+        assert torch.compile(Called(), backend=backend)(x).dtype == torch.bfloat16
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        assert torch.compile(Called(), backend=backend)(x).dtype == torch.bfloat16
+    assert [op.op for op in backend.plans[-1].ops] == ["linear", "lstm", "tanh", "linear"]
