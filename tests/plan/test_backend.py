@@ -582,3 +582,36 @@ def test_an_lstm_is_left_to_the_region():
     with torch._dynamo.config.patch(allow_rnn=True):
         assert torch.compile(Called(), backend=backend)(x).dtype == torch.bfloat16
     assert [op.op for op in backend.plans[-1].ops] == ["linear", "lstm", "tanh", "linear"]
+
+
+class WithoutGradients(nn.Linear):
+    """A weight is read without gradients first, as by a spectral norm, then with them."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            length = (self.weight @ x[0]).norm() + self.weight.T.contiguous().float().sum() * 0
+        return nn.functional.linear(x, self.weight / length if self.training else self.weight, self.bias)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("policy", ["O1,bf16", "O1,bf16,emulate=true", "O1,bf16,low=div"])
+def test_a_cast_made_without_gradients_is_shared_with_its_gradient(policy, trains):
+    case = Case(lambda: WithoutGradients(8, 8), trains=trains)
+    right = flat(*trained(case))[1]
+    backend = mezzo.compile_backend(policy, inner="mezzo_tests_watched")
+    with watching() as seen:
+        own = flat(*trained(case, lambda model: torch.compile(model, backend=backend, fullgraph=True)))[1]
+    assert away(own, right) < 8 * 2**-8
+    if "emulate" not in policy:  # which casts too
+        assert seen.casts == [backend.plans[0].totals["plan"].casts]
+
+
+def test_a_spectral_norm_has_gradients():
+    def make():
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    case = Case(make)
+    backend = mezzo.compile_backend("O1,bf16", inner="eager")
+    right, own = trained(case)[0], trained(case, lambda model: torch.compile(model, backend=backend))[0]
+    for one, other in zip(own.parameters(), right.parameters(), strict=True):
+        assert away(one.grad, other.grad) < 8 * 2**-8
