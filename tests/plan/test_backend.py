@@ -501,6 +501,8 @@ def test_what_emulation_rounds_is_seen_through_views(name):
     backend = mezzo.compile_backend(f"{case.policy},emulate=true", inner="eager")
     own = flat(*trained(case, lambda model: torch.compile(model, backend=backend)))
     assert backend.plans[0].emulated
+    for ran in planned_run(case, policy=f"{case.policy},emulate=true")[3].calls:
+        assert ran.name not in FP32 or set(ran.read) == {torch.float32}, ran
     for ours, theirs, right in zip(own, auto, exact, strict=True):
         assert away(ours, right) <= 2 * away(theirs, right) + 4 * 2**-8
 
