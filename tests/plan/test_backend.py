@@ -3,7 +3,7 @@
 import functools
 import logging
 import math
-from contextlib import closing
+from contextlib import closing, nullcontext
 
 import pytest
 import torch
@@ -406,6 +406,11 @@ class Depends(nn.Module):
         return x * 2 if x.sum() > 0 else x - 1
 
 
+class Packs(nn.Module):
+    def forward(self, x):
+        return nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True).data
+
+
 def compiled_once(policy):
     torch.compile(Block(), backend=mezzo.compile_backend(policy, inner="eager"))(torch.randn(2, 5, 16))
 
@@ -440,6 +445,9 @@ REFUSALS = {
         "gelu is banned", "models.py:"),
     "planned without casts": (
         lambda: mezzo.plan.plan(Block(), torch.ones(2, 2, 16), policy="O0"), PolicyError, "O0 casts no op"),
+    "a function that Dynamo skips": (
+        lambda: mezzo.plan.plan(Packs(), torch.ones(2, 3, 4), policy="O1,bf16"), UnsupportedError,
+        "test_backend.py:", "pack_padded_sequence"),
     "a shape that does not fit": (
         lambda: mezzo.plan.plan(Block(), torch.ones(2, 2, 15), policy="O1,bf16"), UnsupportedError, "Block"),
     "an input that is no tensor": (
@@ -503,6 +511,31 @@ def test_emulated_products_compute_in_fp32():
     assert torch.equal(out, right)
 
 
+@pytest.mark.parametrize("name", ["with a loss", "grouped queries", "math"])
+def test_what_emulation_rounds_is_seen_through_views(name):
+    case = CASES[name]
+    exact, auto = flat(*trained(case)), flat(*trained(case, region=lambda: torch.autocast("cpu", torch.bfloat16)))
+    backend = mezzo.compile_backend(f"{case.policy},emulate=true", inner="eager")
+    own = flat(*trained(case, lambda model: torch.compile(model, backend=backend)))
+    assert backend.plans[0].emulated
+    for ran in planned_run(case, policy=f"{case.policy},emulate=true")[3].calls:
+        assert ran.name not in FP32 or set(ran.read) == {torch.float32}, ran
+    for ours, theirs, right in zip(own, auto, exact, strict=True):
+        assert away(ours, right) <= 2 * away(theirs, right) + 4 * 2**-8
+
+
+def test_a_view_of_a_size_that_varies_is_of_the_cast():
+    case = CASES["expanded"]
+    model, (x,), _ = built(case)
+    torch._dynamo.mark_dynamic(x, 0)
+    backend = mezzo.compile_backend(case.policy, inner="mezzo_tests_watched")
+    with watching() as seen:
+        out = torch.compile(model, backend=backend, fullgraph=True)(x)
+    assert backend.plans[0].is_dynamic
+    assert dtypes_differ(backend.plans[0], seen.calls) == []
+    assert away(out.detach().float(), model(x).detach()) < 4 * 2**-8
+
+
 def test_running_statistics_are_updated_in_fp32():
     case = CASES["residual"]
     auto, _ = trained(case, region=lambda: torch.autocast("cpu", torch.bfloat16))
@@ -522,3 +555,82 @@ def test_a_region_around_does_not_undo_a_rule():
         backend = mezzo.compile_backend("O1,bf16,fp32=linear", inner="eager")
         with region():
             assert torch.compile(nn.Linear(8, 8), backend=backend)(torch.randn(2, 8)).dtype == torch.float32
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.a(x)
+        return self.b(y.float().exp().to(y.dtype))
+
+
+def test_a_dtype_that_the_program_reads_is_the_regions():
+    """As the docstring says: Dynamo makes it a constant of the graph."""
+    for around, dtype in ((nullcontext(), "float32"), (mezzo.autocast("O1,bf16"), "bfloat16")):
+        torch._dynamo.reset()
+        backend = mezzo.compile_backend("O1,bf16", inner="eager")
+        with around:
+            out = torch.compile(Normed(), backend=backend)(torch.randn(4, 8))
+        (asked,) = [op for op in backend.plans[0].ops if op.op == "to"]
+        assert (asked.dtype, asked.decided, out.dtype) == (dtype, "program", torch.bfloat16)
+
+
+class Called(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.inner = nn.Linear(8, 8), CASES["lstm"].make()
+
+    def forward(self, x):
+        return self.inner(self.a(x))
+
+
+def test_an_lstm_is_left_to_the_region():
+    """Of its module torch.compile captures nothing, unless it is told to."""
+    x = torch.randn(2, 4, 8)
+    backend = mezzo.compile_backend("O1,bf16", inner="eager")
+    assert torch.compile(CASES["lstm"].make(), backend=backend)(x).dtype == torch.float32
+    assert backend.plans == []
+    with pytest.raises(ValueError, match="does not match weight dtype"):
+        torch.compile(Called(), backend=backend)(x)
+    with mezzo.autocast("O1,bf16"):
+        assert torch.compile(Called(), backend=backend)(x).dtype == torch.bfloat16
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(allow_rnn=True):
+        assert torch.compile(Called(), backend=backend)(x).dtype == torch.bfloat16
+    assert [op.op for op in backend.plans[-1].ops] == ["linear", "lstm", "tanh", "linear"]
+
+
+class WithoutGradients(nn.Linear):
+    """A weight is read without gradients first, as by a spectral norm, then with them."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            length = (self.weight @ x[0]).norm() + self.weight.T.contiguous().float().sum() * 0
+        return nn.functional.linear(x, self.weight / length if self.training else self.weight, self.bias)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("policy", ["O1,bf16", "O1,bf16,emulate=true", "O1,bf16,low=div"])
+def test_a_cast_made_without_gradients_is_shared_with_its_gradient(policy, trains):
+    case = Case(lambda: WithoutGradients(8, 8), trains=trains)
+    right = flat(*trained(case))[1]
+    backend = mezzo.compile_backend(policy, inner="mezzo_tests_watched")
+    with watching() as seen:
+        own = flat(*trained(case, lambda model: torch.compile(model, backend=backend, fullgraph=True)))[1]
+    assert away(own, right) < 8 * 2**-8
+    if "emulate" not in policy:  # which casts too
+        assert seen.casts == [backend.plans[0].totals["plan"].casts]
+
+
+def test_a_spectral_norm_has_gradients():
+    def make():
+        return nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    case = Case(make)
+    backend = mezzo.compile_backend("O1,bf16", inner="eager")
+    right, own = trained(case)[0], trained(case, lambda model: torch.compile(model, backend=backend))[0]
+    for one, other in zip(own.parameters(), right.parameters(), strict=True):
+        assert away(one.grad, other.grad) < 8 * 2**-8

@@ -81,7 +81,7 @@ def test_what_no_rule_can_say():
     made = plan(Apart(), torch.randn(64, 64), policy="O1,bf16")
     assert [op.dtype for op in made.ops if op.op == "mul"] == ["bfloat16", "float32"]
     (unsaid,) = made.unsaid
-    assert "mul in the model itself runs 1 times low and 1 times in FP32" in unsaid
+    assert "mul in the model itself runs once low and once in FP32" in unsaid
     assert "test_export.py:" in unsaid
     assert "no rule can say that" in made.text()
     assert mezzo.Policy.parse("O1,bf16") == made.policy()

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 
 import pytest
 import torch
@@ -25,6 +26,9 @@ def of(name, **options):
     case = CASES[name]
     model, args, kwargs = built(case)
     return plan(model, args if args else kwargs, policy=case.policy, **options)
+
+
+LOGGER = logging.getLogger("tests.plan")
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +220,94 @@ def test_differences():
     assert [each.partition(":")[0] for each in differences(said, GPT(), torch.ones(2, 5, dtype=torch.int64))] == [
         "model", "parameters", "inputs",
     ]  # fmt: skip
+
+
+def test_sizes_are_those_of_the_inputs():
+    """Whatever a plan before was for: Dynamo takes a size for one that varies where it was another one."""
+    for tokens in (5, 6):
+        assert not plan(Block(), torch.randn(2, tokens, 16), policy="O1,bf16").is_dynamic
+
+
+def test_what_a_model_logs_is_no_op():
+    class Talks(nn.Linear):
+        def forward(self, x):
+            LOGGER.warning("deprecated")
+            return super().forward(x)
+
+    (op,) = plan(Talks(8, 8), torch.randn(4, 8), policy="O1,bf16").ops
+    assert op.op == "linear"
+
+
+def test_composites_without_products_need_no_emulation():
+    class Near(nn.Linear):
+        def forward(self, x):
+            return nn.functional.normalize(super().forward(x), dim=-1)
+
+    native, emulated = (plan(Near(8, 8), torch.ones(4, 8), policy=f"O1,bf16,emulate={each}") for each in (False, True))
+    assert emulated.ops == native.ops
+    assert [op.reason for op in native.ops if op.op == "normalize"] == ["torch's own autocast casts what it is made of"]
+
+
+def test_what_is_made_like_a_tensor_has_its_dtype():
+    class Filled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.a(x)
+            shifted = torch.zeros_like(y)
+            shifted[1:] = y[:-1]
+            return self.b(shifted) + x.new_ones(8)
+
+    said = plan(Filled(), torch.randn(4, 8), policy="O1,bf16")
+    assert [(op.op, op.dtype) for op in said.ops if op.op not in ("linear", "add")] == [
+        ("zeros_like", "bfloat16"), ("new_ones", "float32")
+    ]  # fmt: skip
+    assert said.totals["plan"].casts == said.totals["torch.autocast"].casts == 6  # weights, biases, x, and for the sum
+    assert said.unsaid == ()
+
+
+def test_whole_numbers_are_no_ops():
+    class Buckets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table, self.a = nn.Embedding(4, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            place = (x.float().sum(-1) * 0).long()
+            return self.a(self.table(torch.where(place > 2, place - 1, place)))
+
+    said = plan(Buckets(), torch.randn(4, 8), policy="O1,bf16")
+    assert [op.op for op in said.ops] == ["float", "sum", "mul", "long", "embedding", "linear"]
+    assert said.ops[4].decided == "cut"  # though its indices come of FP32 that is asked for
+
+
+def test_what_is_printed_is_short_for_many_modules():
+    class Gate(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            y = self.a(x).mul(x).mul(x)  # low
+            return torch.softmax(torch.softmax(y, -1).mul(x).mul(x), -1), self.b(y)
+
+    class Gates(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gates = nn.ModuleList(Gate() for _ in range(6))
+
+        def forward(self, x):
+            return [gate(x) for gate in self.gates]
+
+    made = plan(Gates(), torch.randn(64, 64), policy="O1,bf16")
+    text = made.text()
+    assert len(made.unsaid) == 6
+    assert text.count("no rule can say that mul in gates.") == 4
+    assert "nor what 2 more texts of plan.unsaid say" in text
+    assert made.text(full=True).count("no rule can say that mul in gates.") == 6
+    assert re.search(r"mul ×2 +gates\.\{0\.\.5\} ×6 +BF16", text)  # two in each, in one row
 
 
 def test_inputs_by_name():

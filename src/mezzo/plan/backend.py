@@ -36,8 +36,14 @@ def compile_backend(
 
     Each graph that Dynamo captures gets its casts, and goes on to another backend. Nothing else happens when it runs:
     no function mode, no Python for each op. What autocast around a call would do has been decided, and so it does
-    nothing inside: it is all the same whether a session's region is around. What torch.compile leaves to Python between
-    graphs is run by the region that is around; without one it meets low tensors as they are.
+    nothing inside: it is all the same whether a session's region is around, but for a dtype that the program reads from
+    a tensor (``h.to(x.dtype)``), which Dynamo makes a constant of the graph: that which autocast would give it, and
+    FP32 without a region.
+
+    What torch.compile leaves to Python is run by the region that is around: call the compiled model inside of one.
+    Without one, a module there meets low tensors with FP32 weights, which torch refuses; and a model that is left to
+    Python as a whole, as one that calls an LSTM is, runs in FP32, with no plan in ``plans``.
+    ``torch._dynamo.config.allow_rnn = True`` has LSTMs and GRUs in graphs.
 
     A graph with sizes that vary is placed by the sizes of its first call. One that is compiled again for other sizes
     keeps the placement that it had, and the log says so.

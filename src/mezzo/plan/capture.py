@@ -7,6 +7,7 @@ function returns, belong to the op that made the tensor, and so have its precisi
 from __future__ import annotations
 
 import inspect
+import logging
 import operator
 import os
 import re
@@ -41,6 +42,10 @@ _READS_FIRST: Final = frozenset({"batch_norm", "instance_norm"})
 _CONVERTS: Final = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 #: What a function that draws numbers of a tensor's shape is called.
 _DRAWS: Final = frozenset({"bernoulli", "normal", "multinomial", "poisson", "rand_like", "randn_like", "randint_like"})
+#: Ops that are products, or made of some.
+_EMULATED: Final = frozenset({*EMULATED, *COMPOSED, *REACHED, *RECURRENT})
+#: What makes a tensor of numbers of its own, in the dtype of one that it is given.
+_LIKE: Final = frozenset("zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty".split())
 #: Where code lies that is not the program's.
 _INSTALLED: Final = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _CHECKPOINT: Final = torch.ops.higher_order.tag_activation_checkpoint
@@ -243,7 +248,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
 
     # Dynamo keeps what it has compiled by a function's code, and gives up after some variants of one.
     call.__code__ = call.__code__.replace()
-    with dynamo.config.patch(allow_rnn=True):
+    # Sizes are those of these inputs, whatever other models were called with before; what is logged is no op.
+    with dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, ignore_logger_methods=_logging()):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*args, **kwargs)
         except dynamo.exc.TorchDynamoException as error:
@@ -251,7 +257,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
                 raise UnsupportedError(
                     f"{type(model).__name__} cannot be captured as one graph",
                     where=_user_line(str(error)),
-                    why=str(error).splitlines()[0],
+                    why=_why(str(error)),
                     write="mezzo.plan.plan(part, inputs, policy=…) of each part of the model",
                 ) from error
     if not found:
@@ -259,6 +265,18 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     if isinstance(found[0], MezzoError):
         raise found[0]
     return found[0]
+
+
+def _logging() -> set[Any]:
+    """Return the functions of loggers that write, those that a library adds (``warning_once``) too."""
+    words = {"debug", "info", "warn", "warning", "error", "exception", "critical", "log"}
+    return {each for name, each in vars(logging.Logger).items() if name.partition("_")[0] in words}
+
+
+def _why(text: str) -> str:
+    """Return what an error of Dynamo's says first, with its explanation where it has one."""
+    explained = re.search(r"^  Explanation: (.+)$", text, re.MULTILINE)
+    return "; ".join([text.splitlines()[0], *(explained.groups() if explained else ())])
 
 
 def _user_line(text: str) -> str:
@@ -405,8 +423,9 @@ class _Reader:
             elif isinstance(value, Tensor):
                 self.graph.views[node] = same
             return
-        if given or any(result.is_floating_point() for result in results):
-            self._begin(node, *self._decided(node, name, given))
+        read = [each for each in given if is_floating(each) or not isinstance(value_of(each), Tensor)]
+        if read or any(result.is_floating_point() for result in results):
+            self._begin(node, *self._decided(node, name, read))
 
     def _begin(self, node: Node, kind: Kind, name: str, decision: Decision | None = None, reason: str = "") -> GraphOp:
         value = value_of(node)
@@ -427,7 +446,7 @@ class _Reader:
         if kind != "source":
             is_norm = kind == "free" and name in OPS and OPS[name].is_norm
             keeps_weights = is_norm or (decision is not None and decision.treatment == "fp32_math")
-            low_inside = self.graph.emulated and name in {*EMULATED, *COMPOSED, *REACHED, *RECURRENT}
+            low_inside = self.graph.emulated and name in _EMULATED
             made.is_wide_inside = low_inside or keeps_weights
             self._work_on(made, node, name, None)
             if keeps_weights:
@@ -455,6 +474,8 @@ class _Reader:
             return "own", name, None, "the program asks for another dtype"
         if (why := self._why_own(node, name, given, floats)) is not None:
             return "own", name, None, why
+        if name in _LIKE:
+            return "follow", name, None, "it has the dtype of the tensor that it is given"
         decision = self._decision(node, name)
         treatment, reason = decision.treatment, decision.reason
         match treatment:
@@ -470,7 +491,7 @@ class _Reader:
         if decision.rule is not None and treatment in ("native", "promote"):
             return "follow", name, decision, reason
         if treatment == "native" and OPS[name].parts:
-            if self.graph.emulated:
+            if self.graph.emulated and not _EMULATED.isdisjoint(OPS[name].parts):
                 return "own", name, decision, "products inside it would have to be emulated"
             return "inside", name, decision, "torch's own autocast casts what it is made of"
         if any(self.graph.makers[each] in self.wide for each in given):
@@ -492,7 +513,7 @@ class _Reader:
             return "the call itself names a dtype, or where to write"
         if name in _DRAWS:
             return "in another dtype other numbers would be drawn"
-        if name not in OPS and (floats or not _is_torchs(node)):
+        if name not in OPS and name not in _LIKE and (floats or not _is_torchs(node)):
             return "no list names this op"
         return None
 

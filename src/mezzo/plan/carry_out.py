@@ -42,6 +42,15 @@ class _Writer:
         # Of each graph its own: what a checkpoint's body casts, it casts again when it is run again.
         self.casts: dict[tuple[fx.Graph, Node, torch.dtype], Node] = {}
         self.rounded: dict[Node, Node] = {}
+        # Of what runs without gradients, as the power iteration of a spectral norm: the call that turned them off.
+        self.without_grad: dict[Node, Node] = {}
+        for module in dict.fromkeys(graph.parents.values()):
+            off: Node | None = None
+            for node in module.graph.nodes:
+                if node.target is torch._C._set_grad_enabled:
+                    off = None if node.args[0] else off or node
+                elif off is not None:
+                    self.without_grad[node] = off
 
     def call(self, op: GraphOp, node: Node) -> None:
         """Have a call take what it reads in its dtype, and give what its op gives."""
@@ -84,6 +93,7 @@ class _Writer:
                 or self.graph.is_written(each)
                 or self.graph.is_written(node)
                 or self.graph.cast_at(each) is not each
+                or node in self.without_grad
             ):
                 continue
             shared = self.casts.setdefault((node.graph, each, op.dtype), node)
@@ -97,6 +107,8 @@ class _Writer:
             return now
         if self.graph.is_written(node):
             return self._to(now, wanted, before)
+        if value_of(node).requires_grad and node not in self.without_grad:
+            before = self.without_grad.get(before, before)  # others share the cast, and its gradient
         key = (before.graph, node, wanted)
         if key not in self.casts:
             if self.graph.cast_at(node) is node:
@@ -104,9 +116,9 @@ class _Writer:
             else:  # a view that repeats elements: of the cast of what it looks at
                 viewed = self.graph.views[node]
                 behind = self._cast(viewed, has, wanted, before)
+                instead = {viewed: behind, self.rounded.get(viewed, viewed): behind}  # it may view what is rounded
                 with before.graph.inserting_before(before):
-                    copy = before.graph.node_copy(node, {viewed: behind}.get)
-                self.casts[key] = copy
+                    self.casts[key] = before.graph.node_copy(node, lambda each: instead.get(each, each))
         return self.casts[key]
 
     def _to(self, node: Node, dtype: torch.dtype, before: Node) -> Node:

@@ -109,6 +109,10 @@ def _unsaid(group: Group, ops: Sequence[GraphOp], low: Sequence[bool]) -> str:
     num_low = sum(low[op.index] for op in ops)
     lines = ", ".join(dict.fromkeys(op.line.rpartition("/")[2] for op in ops if op.line))
     where = module or "the model itself"
-    times = {True: f"{num_low} times low", False: f"{len(ops) - num_low} times in FP32"}
+    times = {True: f"{_times(num_low)} low", False: f"{_times(len(ops) - num_low)} in FP32"}
     runs = " and ".join(text for is_low, text in times.items() if any(low[op.index] == is_low for op in ops))
     return f"{name} in {where} runs {runs} ({lines})"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal, Self
 
@@ -36,8 +36,8 @@ class PlannedOp:
         op: Its base name.
         module: Path of the module in which it runs.
         line: ``file:line`` of the program.
-        dtype: What it gives.
-        by_autocast: What it gives under torch.autocast.
+        dtype: What it gives; of an op that gives no floating numbers, what it reads.
+        by_autocast: The same under torch.autocast.
         decided: Who decided.
         reason: Why, in words.
         reads: The ops whose tensors it reads, by their places in the plan.
@@ -206,8 +206,9 @@ def _numbers(totals: Mapping[str, Any]) -> dict[str, Any]:
 
 # The answer, and the few rows that matter --------------------------------------------------------------------------
 
-#: Rows of a table, before the rest is counted.
+#: Rows of what is left alone, and texts of what no rule can say, before the rest is counted.
 _MOST_ROWS: Final = 8
+_MOST_UNSAID: Final = 4
 
 
 def headline(plan: Plan) -> str:
@@ -266,8 +267,10 @@ def renderables(plan: Plan, *, full: bool) -> Iterator[RenderableType]:
         yield from _few(plan)
     if plan.rules:
         yield Text(printable(f"write  plan.policy(), the text {plan.base},{plan.rules}"), overflow="fold")
-    for each in plan.unsaid:
+    for each in plan.unsaid[: None if full else _MOST_UNSAID]:
         yield Text(printable(f"no rule can say that {each}; mezzo.compile_backend does it"), overflow="fold")
+    if not full and len(plan.unsaid) > _MOST_UNSAID:
+        yield Text(f"nor what {len(plan.unsaid) - _MOST_UNSAID} more texts of plan.unsaid say", overflow="fold")
 
 
 def _terms(plan: Plan) -> str:
@@ -306,27 +309,27 @@ def _ratio(cost: float, best: float) -> str:
 
 
 def _few(plan: Plan) -> Iterator[RenderableType]:
-    chosen = folded(
-        [each for each in plan.ops if each.decided == "cut"],
-        lambda each: each.module,
-        lambda each: (each.op, each.dtype),
-    )
-    if chosen:
+    if chosen := _alike(plan, "cut", lambda each: format_text([each.dtype])):
         yield Text("chosen", style="bold")
-        yield table(
-            ("op", "module", "precision"),
-            [(fold.rows[0].op, fold.text or "the model itself", format_text([fold.rows[0].dtype])) for fold in chosen],
-        )
+        yield table(("op", "module", "precision"), chosen)
     rounding = Counter(each.op for each in plan.ops if each.dtype != each.by_autocast == "float32")
     if rounding:
         what = ", ".join(f"{op} ×{count}" if count > 1 else op for op, count in rounding.items())
         keep = "+".join(rounding)
         text = f"{what}: 16 bits here, and FP32 under torch.autocast; fp32={keep} in the policy keeps it"
         yield Text(printable(text), overflow="fold")
-    left = [each for each in plan.ops if each.decided == "left alone"]
-    if left:
-        yield Text("left alone", style="bold")
-        yield table(("op", "module", "because"), [(each.op, each.module, each.reason) for each in left[:_MOST_ROWS]])
+    if left := _alike(plan, "left alone", lambda each: each.reason):
+        rest = f", and {len(left) - _MOST_ROWS} more rows" if len(left) > _MOST_ROWS else ""
+        yield Text(f"left alone{rest}", style="bold")
+        yield table(("op", "module", "because"), left[:_MOST_ROWS])
+
+
+def _alike(plan: Plan, decided: Decider, last: Callable[[PlannedOp], str]) -> list[tuple[str, str, str]]:
+    """Return a row for all ops that are alike: of modules that differ in indices, and of one module."""
+    ops = [each for each in plan.ops if each.decided == decided]
+    folds = folded(ops, lambda each: each.module, lambda each: (each.op, last(each)))
+    rows = Counter((fold.rows[0].op, fold.text or "the model itself", last(fold.rows[0])) for fold in folds)
+    return [(f"{op} ×{count}" if count > 1 else op, where, why) for (op, where, why), count in rows.items()]
 
 
 _CAST_HEADS: Final = ("tensor", "module", "from", "to", "bytes", "for", "line")

@@ -42,7 +42,8 @@ def plan(
     cast once. Costs are counted by running each op on fake tensors of the real shapes, forward and, where gradients are
     on, backward: what its kernels read and write, and of products the time that their arithmetic takes on this device.
 
-    Nothing of the model runs, and nothing of it is changed.
+    Nothing of the model runs, and nothing of it is changed. A dtype that the program reads from a tensor
+    (``h.to(x.dtype)``) counts as what it is without a policy, FP32; in a region it may be low.
 
     Args:
         model: The model, in the state in which it is to run: ``train()`` or ``eval()``.
@@ -58,7 +59,8 @@ def plan(
         The plan, with what torch.autocast, Paddle and TensorFlow would do beside it.
 
     Raises:
-        PolicyError: The policy casts no op, or bans one; the model takes no such inputs.
+        PolicyError: The policy casts no op, or bans one that the model has; the model takes no such inputs; the
+            objective is none.
         StateError: The model is prepared: plan before that.
         UnsupportedError: Dynamo cannot capture the model as one graph; or scipy is not installed.
 
