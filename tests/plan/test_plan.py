@@ -115,6 +115,17 @@ def test_an_objective_between():
     assert costs["memory"] == costs[1]
 
 
+def test_nothing_is_rounded_to_be_added_up():
+    class Centred(nn.Linear):
+        def forward(self, x):
+            return super().forward(x - 1) + x.mean(-1, keepdim=True) * torch.dot(x[0], x[1])
+
+    for objective in ("time", "memory"):
+        made = plan(Centred(64, 64), torch.randn(64, 64), policy="O1,bf16", objective=objective)
+        dtypes = {each.op: each.dtype for each in made.ops}
+        assert (dtypes["linear"], dtypes["mean"], dtypes["dot"]) == ("bfloat16", "float32", "float32")
+
+
 def test_the_verdict_is_what_the_totals_say(made):
     for said in made.values():
         first, *_ = said.text(width=None).splitlines()

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from mezzo.cli.app import (
+    ALERT,
     BEFORE_SCRIPT,
     SUMMARY,
     Dry,
@@ -74,7 +75,8 @@ def plan(
 
     The answer comes first: casts and bytes beside torch.autocast's; then what Paddle's and TensorFlow's rules would
     give, what was chosen, and the policy to write. --out has plan.json, plan.dot and a picture: plan.svg where Graphviz
-    is installed, otherwise plan.txt. The exit code is the script's where it ends before its step.
+    is installed, otherwise plan.txt. The exit code is the script's where it ends before its step, and 4 where
+    nothing could be planned.
     """
     program, chosen = program_of(words, is_module), usual_policy(policy)
     wanted = _objective(objective)
@@ -89,7 +91,7 @@ def plan(
 
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext(), ended_lines():
         found = rehearse(program, chosen, ask, steps=steps or 1)
-    code = ended_with(program, found.error)
+    code = ended_with(program, found.error) or (0 if found.found else ALERT)
     if folder is not None:
         _write(folder, program, found, code)
     if as_json:

@@ -39,6 +39,8 @@ Kind = Literal["source", "low", "fp32", "free", "follow", "asked", "inside", "ow
 
 #: Functions whose other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
 _READS_FIRST: Final = frozenset({"batch_norm", "instance_norm"})
+#: What mixes dtypes and adds nothing up.
+_JOINS: Final = frozenset({"cat", "stack"})
 _CONVERTS: Final = frozenset({"to", "float", "half", "bfloat16", "double", "type", "type_as"})
 #: What a function that draws numbers of a tensor's shape is called.
 _DRAWS: Final = frozenset({"bernoulli", "normal", "multinomial", "poisson", "rand_like", "randn_like", "randint_like"})
@@ -494,6 +496,12 @@ class _Reader:
             if self.graph.emulated and not _EMULATED.isdisjoint(OPS[name].parts):
                 return "own", name, decision, "products inside it would have to be emulated"
             return "inside", name, decision, "torch's own autocast casts what it is made of"
+        if (
+            name not in _READS_FIRST
+            and (treatment == "promote" or OPS[name].reason == "reduction")
+            and name not in _JOINS
+        ):
+            return "follow", name, decision, "to add up what was rounded for it would lose precision"
         if any(self.graph.makers[each] in self.wide for each in given):
             return "follow", name, decision, "the program asks for FP32 before it"
         return "free", name, decision, reason

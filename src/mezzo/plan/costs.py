@@ -26,7 +26,7 @@ from torch.utils.flop_counter import flop_registry
 
 from mezzo import files
 from mezzo.cast.device.probing import processor
-from mezzo.plan.capture import Graph, GraphOp, hint, is_floating, num_elements, trains, value_of
+from mezzo.plan.capture import Graph, GraphOp, hint, is_floating, memory_of, num_elements, trains, value_of
 from mezzo.plan.cut import Edge, Problem, cost
 from mezzo.policy.ops import OPS
 from mezzo.tensors import dtype_name, tensors
@@ -236,9 +236,9 @@ class Meter:
                 results = _run(node, made, dtype if op.is_wide_inside and low and not self.graph.emulated else None)
                 floats = [each for each in tensors(results) if each.is_floating_point()]
                 self._backward(floats, leaves)
-        given = {_memory(each): place for place, each in enumerate(made.values()) if isinstance(each, Tensor)}
-        own = {_memory(each) for each in floats}
-        kept = {_memory(each): each for each in packed}
+        given = {memory_of(each): place for place, each in enumerate(made.values()) if isinstance(each, Tensor)}
+        own = {memory_of(each) for each in floats}
+        kept = {memory_of(each): each for each in packed}
         return Moved(
             num_bytes=counter.num_bytes, work=counter.work, is_product=counter.is_product,
             keeps=tuple(sorted(given[each] for each in kept if each in given)),
@@ -251,10 +251,6 @@ class Meter:
         starts = [each for each in results if each.requires_grad]
         if starts and leaves:
             torch.autograd.grad(starts, leaves, [torch.empty_like(each) for each in starts], allow_unused=True)
-
-
-def _memory(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _described(node: Node, op: GraphOp) -> Any:
@@ -566,8 +562,8 @@ def _kept(graph: Graph, moved: Sequence[tuple[tuple[Moved, ...], tuple[Moved, ..
     nodes: dict[tuple[GraphOp, int], dict[Node, None]] = {}
 
     def keep(node: Node, reader: int) -> None:
-        maker, own = graph.makers[node], _memory(value_of(node))  # views, and what was written to, are one memory
-        while maker.kind == "asked" and maker.reads and _memory(value_of(maker.reads[0])) == own:
+        maker, own = graph.makers[node], memory_of(value_of(node))  # views, and what was written to, are one memory
+        while maker.kind == "asked" and maker.reads and memory_of(value_of(maker.reads[0])) == own:
             maker = graph.makers[maker.reads[0]]  # a cast to what it is already
         memory = maker, own
         readers.setdefault(memory, {})[reader] = None
