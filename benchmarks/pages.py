@@ -213,8 +213,8 @@ def placements() -> str:
         rows = {(row["kernels"], row["placement"]): row for row in result["rows"] if row["model"] == model}
         off = [100 * rows["eager", whose]["gradient_error"] for whose in ("torch.autocast", "cut")]
         lines.append(
-            f"| {model} | {both[0]['casts']} → {both[1]['casts']} | {both[0]['moved_bytes'] / 1e6:.4g} → "
-            f"{both[1]['moved_bytes'] / 1e6:.4g} | {off[0]:.2g} → {off[1]:.2g} | {spread(rows['eager', 'cut'])} | "
+            f"| {model} | {both[0]['casts']}→{both[1]['casts']} | {both[0]['moved_bytes'] / 1e6:.4g}→"
+            f"{both[1]['moved_bytes'] / 1e6:.4g} | {off[0]:.3g}→{off[1]:.3g} | {spread(rows['eager', 'cut'])} | "
             f"{spread(rows['compiled', 'cut'])} |"
         )
     gpt2 = result["gpt2_small"]

@@ -40,7 +40,7 @@ def test_what_cannot_be_explained(two_layers):
     model, x = two_layers
     scripted = nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4), check_trace=False))
     kinds = "a tensor is the model's one argument, a tuple its positional ones, a mapping its keyword arguments"
-    one = "write  mezzo.explain(model, (inputs,), policy)   # one argument, whatever it is"
+    one = "write  mezzo.explain(model, (inputs,), policy=policy)   # one argument, whatever it is"
     packed = nn.utils.rnn.pack_sequence([x])
     copies = "the model cannot be copied, and yours must stay as it is\n  where  Cached\n"
     created = "copy.deepcopy: RuntimeError: Only Tensors created explicitly by the user"

@@ -368,11 +368,16 @@ def losses(policy, compiles, steps=6):
     return found, backend, seen
 
 
+SESSIONS = (
+    ("O1,bf16", "before"), ("O1,bf16,fp32_module=out", "after"), ("O1,fp16,emulate=true", "before"),
+    ("O2,bf16,autocast=true", "after"), ("O1,bf16,fp32_math=gelu", "before"),
+)  # fmt: skip
+OTHER_WAY = tuple((policy, {"before": "after", "after": "before"}[compiles]) for policy, compiles in SESSIONS)
+
+
 @pytest.mark.parametrize(
-    "policy",
-    ["O1,bf16", "O1,bf16,fp32_module=out", "O1,fp16,emulate=true", "O2,bf16,autocast=true", "O1,bf16,fp32_math=gelu"],
+    "policy, compiles", [*SESSIONS, *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_WAY)]
 )
-@pytest.mark.parametrize("compiles", ["before", "after"])
 def test_a_session_trains_as_without_a_plan(policy, compiles):
     plain, _, _ = losses(policy, "never")
     own, backend, seen = losses(policy, compiles)
