@@ -87,6 +87,32 @@ def test_what_no_rule_can_say():
     assert mezzo.Policy.parse("O1,bf16") == made.policy()
 
 
+def test_a_number_beside_a_tensor_does_not_widen_it_and_views_get_no_rule():
+    class Shared(nn.Linear):
+        def __init__(self):
+            super().__init__(64, 64)
+            self.register_buffer("scale", torch.tensor(2.0))
+
+        def forward(self, x):
+            y = super().forward(x)  # low, and wanted in FP32 by exp: what else reads that cast needs none
+            return y.exp() + (y * self.scale).exp()
+
+    made = plan(Shared(), torch.randn(64, 64), policy="O1,bf16")
+    dtypes = {each.op: each.dtype for each in made.ops}
+    assert (dtypes["linear"], dtypes["mul"]) == ("bfloat16", "float32")
+    assert "fp32=mul" in str(made.policy())
+    copied = plan(Copied(64, 64), torch.randn(64, 64), policy="O1,bf16")
+    assert {each.op: each.dtype for each in copied.ops}["reshape"] == "float32"
+    assert "reshape" not in str(copied.policy())
+    assert any(each.startswith("reshape in") for each in copied.unsaid)
+
+
+class Copied(nn.Linear):
+    def forward(self, x):
+        y = super().forward(x)
+        return y.exp() + y.T.reshape(8, 512).exp().view(64, 64)
+
+
 def test_rules_stand_behind_the_policys_own():
     made = plan(CASES["chain"].make(), *CASES["chain"].inputs(), policy="O1,bf16,fp32=square+abs")
     exported = made.policy()
