@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from mezzo.errors import PolicyError, shown, unknown_word
+from mezzo.errors import PolicyError, nearest, require_extra, shown
 from mezzo.plan.capture import Graph, read, require_choice
 from mezzo.plan.carry_out import carry_out
 from mezzo.plan.costs import Costs, rates
@@ -91,6 +91,7 @@ class Backend:
                 f"inner is {shown(inner)}", why="it is a backend of torch.compile", write='inner="inductor"'
             )
         require_choice(policy)
+        require_extra("plan", "a plan needs scipy", "scipy.sparse.csgraph")
         if isinstance(inner, str):
             from torch._dynamo import list_backends, lookup_backend
             from torch._dynamo.exc import InvalidBackend
@@ -98,7 +99,10 @@ class Backend:
             try:
                 inner_: Any = lookup_backend(inner)
             except InvalidBackend as error:
-                raise unknown_word("backend of torch.compile", inner, list_backends()) from error
+                why = nearest(inner, list_backends())
+                raise PolicyError(
+                    f"torch.compile has no backend {inner!r}", why=why, write='inner="inductor"'
+                ) from error
         else:
             inner_ = inner
         self.policy = policy

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final
 
 from mezzo.plan.capture import Graph, GraphOp
 from mezzo.policy import Rule, Treatment
@@ -98,10 +97,7 @@ def _lies_in(module: str, outer: str) -> bool:
 
 def _rule(name: str, module: str | None, is_low: bool) -> Rule:
     treatment: Treatment = "low" if is_low else "fp32"
-    return Rule(treatment, op=name, module=module, reason=_REASON)
-
-
-_REASON: Final = "the cheapest placement has it so"
+    return Rule(treatment, op=name, module=module)
 
 
 def _unsaid(group: Group, ops: Sequence[GraphOp], low: Sequence[bool]) -> str:

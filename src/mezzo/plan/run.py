@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.cast.region import autocast
-from mezzo.errors import PolicyError, shown
+from mezzo.errors import PolicyError, require_extra, shown
 from mezzo.explanation.run import arguments
 from mezzo.plan import heuristics
 from mezzo.plan.capture import Graph, GraphOp, capture, require_choice, value_of
@@ -80,6 +80,7 @@ def plan(
         raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="plan(model, …)")
     asked = Policy.of(policy)
     require_choice(asked)
+    require_extra("plan", "a plan needs scipy", "scipy.sparse.csgraph")
     number = objective_number(objective)
     args, kwargs = arguments(inputs, "mezzo.plan.plan")
     with autocast("O0"):  # what is around the call is not planned for
