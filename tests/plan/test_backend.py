@@ -454,7 +454,8 @@ REFUSALS = {
         lambda: mezzo.plan.plan(Packs(), torch.ones(2, 3, 4), policy="O1,bf16"), UnsupportedError,
         "test_backend.py:", "pack_padded_sequence"),
     "a shape that does not fit": (
-        lambda: mezzo.plan.plan(Block(), torch.ones(2, 2, 15), policy="O1,bf16"), UnsupportedError, "Block"),
+        lambda: mezzo.plan.plan(Block(), torch.ones(2, 2, 15), policy="O1,bf16"), PolicyError,
+        "Block does not run with these inputs", "models.py:", "normalized_shape", "inputs as it is trained with"),
     "an input that is no tensor": (
         lambda: mezzo.plan.plan(Block(), "text", policy="O1,bf16"), PolicyError, "the inputs are a str"),
 }  # fmt: skip

@@ -255,11 +255,15 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*args, **kwargs)
         except dynamo.exc.TorchDynamoException as error:
+            where, why = _user_line(str(error)), _why(str(error))
+            if not found and isinstance(error, dynamo.exc.TorchRuntimeError):  # the program's own, as without Dynamo
+                what = f"{type(model).__name__} does not run with these inputs"
+                raise PolicyError(what, where=where, why=why, write="inputs as it is trained with") from error
             if not found:
                 raise UnsupportedError(
                     f"{type(model).__name__} cannot be captured as one graph",
-                    where=_user_line(str(error)),
-                    why=_why(str(error)),
+                    where=where,
+                    why=why,
                     write="mezzo.plan.plan(part, inputs, policy=…) of each part of the model",
                 ) from error
     if not found:
