@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mezzo import optim
 from mezzo.errors import PolicyError
+from mezzo.formats.noise import noise
 from mezzo.step.moments import GROUP, START, coded, decode, encode, fit, num_groups, valued, write
-from mezzo.step.storage import noise
 
 from ..support.refusals import refused
 from .executors.implementations import LAYOUTS, in_order, random

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from mezzo.step.storage import PLAIN, READ, SPLIT, decode, encode, encode_into, keys, nearest, noise, stochastic
+from mezzo.formats.noise import noise
+from mezzo.step.storage import PLAIN, READ, SPLIT, decode, encode, encode_into, keys, nearest, stochastic
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LOW = [BF16, FP16]

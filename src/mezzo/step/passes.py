@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
+from mezzo.formats.noise import noise
 from mezzo.scale.state import inverse
 from mezzo.step import moments
-from mezzo.step.storage import Storage, noise
+from mezzo.step.storage import Storage
 from mezzo.step.update import States, UpdateRule
 from mezzo.tensors import moved
 

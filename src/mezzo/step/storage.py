@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import NumericsError, PolicyError, shown
+from mezzo.formats.noise import noise, seeded
 from mezzo.tensors import dtype_of, flat, moved
 
 # Rounding FP32 to a low format's grid, element by element: to the nearest, or to a random neighbour.
 #
 # Everything here is pure and spelled out on bit patterns and additions, because inductor removes
-# ``w.to(low).to(float32)`` as pointless. Random bits are a hash of where and when, not a generator's: every executor
-# gets the same ones, a captured step gets new ones each time, and a resumed run gets those it would have had.
+# ``w.to(low).to(float32)`` as pointless. Random bits are those of ``mezzo.formats.noise``.
 
 SIGN: Final = -(1 << 31)
 _EXPONENT: Final = 0x7F80_0000
 _NAN: Final = 0x7FC0_0000
-#: 2^32 / golden ratio, as int32: multiples of it are far apart.
-_GOLDEN: Final = 0x9E37_79B9 - (1 << 32)
 
 
 def one_nan(w: Tensor) -> Tensor:
@@ -80,29 +78,8 @@ def stochastic(w: Tensor, bits: Tensor) -> Tensor:
     return ((pattern + (bits & 0xFFFF)) & -0x10000).view(torch.float32)
 
 
-def noise(index: Tensor, key: Tensor, slot: int = 0) -> Tensor:
-    """Hash element numbers to 32 random bits each.
-
-    Args:
-        index: int32 element numbers.
-        key: 0-d int32, of :func:`keys`.
-        slot: Tells apart the tensors of one parameter that are rounded in one step.
-
-    Returns:
-        int32 of ``index``'s shape: the "lowbias32" mixer, whose output bits are each flipped by about half of the
-        input flips.
-
-    References:
-        Wellons, *Prospecting for Hash Functions*, https://nullprogram.com/blog/2018/07/31/.
-    """
-    mixed = index + (key + _wrapped(slot * _GOLDEN))
-    mixed = (mixed ^ ((mixed >> 16) & 0xFFFF)) * 0x7FEB_352D
-    mixed = (mixed ^ ((mixed >> 15) & 0x1_FFFF)) * _wrapped(0x846C_A68B)
-    return mixed ^ ((mixed >> 16) & 0xFFFF)
-
-
 def keys(step: Tensor, count: int, seed: int = 0) -> Tensor:
-    """Make the keys of :func:`noise` for one step.
+    """Make the keys of :func:`mezzo.formats.noise.noise` for one step.
 
     Args:
         step: 0-d int64 on the device: the step under way.
@@ -124,24 +101,14 @@ def key_of(order: Tensor, step: Tensor, start: Tensor) -> Tensor:
     Args:
         order: int32: which parameters of their bucket.
         step: 0-d int32: the step under way.
-        start: 0-d int32, of :func:`seeded`.
+        start: 0-d int32, of :func:`mezzo.formats.noise.seeded`.
     """
     return noise(order, noise(step, start), slot=-1)
-
-
-def seeded(seed: int) -> int:
-    """Return the number from which a seed's keys start."""
-    return _wrapped(seed * _GOLDEN)
 
 
 def _fp16_power(bits: Tensor) -> Tensor:
     """The power of two at or below |w|, from where FP16 is subnormal to where it is infinite."""
     return (bits & _EXPONENT).view(torch.float32).clamp(2.0**-14, 2.0**16)
-
-
-def _wrapped(number: int) -> int:
-    """The int32 with the low 32 bits of a number."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 # Split storage: an FP32 weight as a low-precision value and 16 remainder bits.

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
+from mezzo.formats.noise import seeded
 from mezzo.step.executors import triton_source
 from mezzo.step.executors.emit import Pure, Spelled, spelled, update_name
 from mezzo.step.executors.portable import (
@@ -28,7 +29,6 @@ from mezzo.step.executors.portable import (
 )
 from mezzo.step.executors.triton_source import TRITON, Launch, jitted, on
 from mezzo.step.passes import Bucket, BucketUpdate, Verdict
-from mezzo.step.storage import seeded
 from mezzo.step.update import UpdateRule
 
 # Functions of a step's few shared numbers as one launch each: from source that :mod:`.emit` spells.

@@ -1,7 +1,7 @@
 """Number formats as a table, and what each does to a value: decode, encode, spacing, round, coverage.
 
 The scalar methods are plain Python and bit-exact, the reference for everything in the package that rounds; the tensor
-methods agree with them bit for bit (tests/test_formats.py).
+methods agree with them bit for bit (tests/formats/test_table.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError, nearest, shown
-
-__all__ = ["BF16", "E4M3", "E5M2", "FORMATS", "FP16", "FP32", "TF32", "Coverage", "Format", "by_name"]
 
 #: Tensors that :meth:`Format.round` takes; each embeds exactly in float64.
 ROUNDABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -56,20 +54,24 @@ class Format:
     """A binary floating-point format: one sign bit, then exponent, then mantissa.
 
     A pattern with exponent field ``E`` and mantissa field ``M`` stands for
-    ``± 2^(E − bias) · 1.M``, or ``± 2^(1 − bias) · 0.M`` where ``E = 0``.
+    ``± 2^(E − bias) · 1.M``, or ``± 2^(1 − bias) · 0.M`` where ``E = 0``. A format without a sign bit and without
+    mantissa (E8M0) holds powers of two alone: ``E = 0`` stands for ``2^−bias``, and there is no zero.
 
     Args:
         name: The word torch uses for it; ``by_name`` also knows the short ones.
-        dtype: torch's dtype that stores it; None for TF32, which torch keeps in float32.
+        dtype: torch's dtype that stores it, one value an element; None for TF32, which torch keeps in float32, and for
+            E2M1, of which ``torch.float4_e2m1fn_x2`` holds two.
         exponent_bits: Width of the exponent field.
         mantissa_bits: Width of the mantissa field, without the hidden bit.
         bias: What is subtracted from the exponent field.
         max: Largest finite value.
         smallest_normal: Smallest positive value with a hidden bit.
-        smallest_subnormal: Smallest positive value; also the spacing below ``smallest_normal``.
+        smallest_subnormal: Smallest positive value; also the spacing below ``smallest_normal``, where there are values.
         eps: Distance from 1 to the next larger value.
-        has_inf: Whether the top exponent means infinity and NaN, as in IEEE 754. Without it (E4M3) the
+        has_inf: Whether the top exponent means infinity and NaN, as in IEEE 754. Without it (E4M3, E8M0) the
             top exponent holds numbers too, and only all ones is NaN.
+        has_nan: Whether there is a NaN. Where there is none (E2M1) all ones is the largest number.
+        signed: Whether there is a sign bit. E8M0 has none, and no negative numbers.
 
     Example:
         >>> FP16.decode(0x3555)
@@ -90,6 +92,8 @@ class Format:
     smallest_subnormal: float
     eps: float
     has_inf: bool
+    has_nan: bool = True
+    signed: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -97,22 +101,28 @@ class Format:
     @property
     def num_bits(self) -> int:
         """Width of a pattern, sign included."""
-        return 1 + self.exponent_bits + self.mantissa_bits
+        return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def _sign(self) -> int:
-        return 1 << (self.num_bits - 1)
+        """The sign bit; in a format without one, the bit beyond the pattern."""
+        return 1 << (self.exponent_bits + self.mantissa_bits)
 
     @property
     def _infinity(self) -> int:
-        """The first magnitude that is no number: infinity where there is one, else NaN."""
+        """The first magnitude that is no number: infinity where there is one, else NaN, else beyond all patterns."""
         top = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
-        return top if self.has_inf else self._sign - 1
+        return top if self.has_inf else self._sign - self.has_nan
+
+    @property
+    def _beyond(self) -> int:
+        """What a magnitude beyond the largest number becomes: the first that is no number, or the largest number."""
+        return min(self._infinity, self._sign - 1)
 
     @property
     def _nan(self) -> int:
-        """The quiet NaN: in IEEE formats the leading mantissa bit is set."""
-        return self._infinity | (1 << self.mantissa_bits - 1)
+        """The quiet NaN: in IEEE formats the leading mantissa bit is set. Without NaN, the largest number."""
+        return self._beyond | (1 << self.mantissa_bits >> 1)
 
     def decode(self, bits: int) -> float:
         """Return the number that a bit pattern stands for.
@@ -141,7 +151,7 @@ class Format:
         exponent, mantissa = divmod(magnitude, 1 << self.mantissa_bits)
         if magnitude >= self._infinity:
             value = math.inf if self.has_inf and magnitude == self._infinity else math.nan
-        elif exponent == 0:
+        elif exponent == 0 and self.mantissa_bits:
             value = mantissa * self.smallest_subnormal
         else:
             hidden = 1 << self.mantissa_bits
@@ -152,10 +162,14 @@ class Format:
         """Return the bit pattern nearest to a real number, ties to even.
 
         Rounds once, straight from float64. What is half a spacing or more beyond ``max`` becomes infinity,
-        in E4M3 NaN (there the tie, 464, goes to 448, whose mantissa is even).
+        in E4M3 and E8M0 NaN (E4M3's tie, 464, goes to 448, whose mantissa is even). E2M1 saturates: what is beyond 6
+        becomes 6. In E8M0 what is below ``2^−127``, zero too, becomes ``2^−127``, a negative number NaN, and a tie the
+        larger power. It is a format of scales, whose exponents the OCP specification computes without a rounding
+        (:mod:`mezzo.formats.blocks`), and of other numbers in it says nothing.
 
         Returns:
-            The pattern. NaN becomes the format's quiet NaN with the sign kept.
+            The pattern. NaN becomes the format's quiet NaN with the sign kept, if it has signs. In E2M1 it becomes 6,
+            as NVIDIA's conversion has it.
 
         Raises:
             PolicyError: ``value`` is no real number.
@@ -163,21 +177,28 @@ class Format:
         Example:
             >>> [hex(FP16.encode(x)) for x in (65504.0, 65519.99, 65520.0, -0.0)]
             ['0x7bff', '0x7bff', '0x7c00', '0x8000']
+            >>> [E2M1.encode(x) for x in (6.0, 1e9, -1e9)], [E8M0.encode(x) for x in (1.0, 0.0, -1.0)]
+            ([7, 7, 15], [127, 0, 255])
+
+        References:
+            OCP Microscaling Formats (MX) Specification 1.0, sections 5.3 and 5.4. NVIDIA PTX ISA, ``cvt``.
         """
         try:
-            sign = self._sign if math.copysign(1.0, value) < 0.0 else 0
+            sign = self._sign if self.signed and math.copysign(1.0, value) < 0.0 else 0
         except (TypeError, ValueError, OverflowError):  # or a tensor of several, an integer beyond float64
             raise PolicyError(f"{shown(value)} has no bit pattern", write="a real number, such as 1.5") from None
         if math.isnan(value):
-            return sign | self._nan
+            return (sign if self.has_nan else 0) | self._nan
+        if not self.signed and value < 0.0:
+            return self._nan
         if math.isinf(value):
-            return sign | self._infinity
+            return sign | self._beyond
         binade = self._binade(value)
         # A whole number of spacings, exact until Python's round takes the nearest even one.
         steps = round(math.ldexp(abs(value), self.mantissa_bits - binade))
         # Patterns are consecutive across binades, so a carry out of the mantissa needs no special case.
         pattern = steps + ((binade - 1 + self.bias) << self.mantissa_bits)
-        return sign | min(pattern, self._infinity)
+        return sign | min(max(pattern, 0), self._beyond)
 
     def spacing(self, value: float) -> float:
         """Return the distance between neighbours of the format in the binade of a value.
@@ -190,13 +211,14 @@ class Format:
             value: A Python float; it need not be on the grid.
 
         Returns:
-            The spacing, a power of two; NaN where there is no grid (beyond ``max``, infinities, NaN).
+            The spacing, a power of two; NaN where there is no grid (beyond ``max``, infinities, NaN, and below zero
+            where there is no sign).
 
         Example:
             >>> FP16.spacing(2048.0), FP16.spacing(2047.0), FP16.spacing(1e9)
             (2.0, 1.0, nan)
         """
-        if not abs(value) <= self.max:
+        if not abs(value) <= self.max or (value < 0.0 and not self.signed):
             return math.nan
         return math.ldexp(1.0, self._binade(value) - self.mantissa_bits)
 
@@ -206,7 +228,8 @@ class Format:
         Nearest rounding equals ``decode(encode(x))`` for float64 input too, where torch's own cast to float16 rounds
         twice. Stochastic rounding takes one of the two neighbours of ``x`` with probabilities that make the mean ``x``
         (to within 2^-53 of a spacing); values on the grid stay, and what is beyond ``max`` follows the nearest rule.
-        Overflow is never hidden: E4M3 gives NaN, whether or not this torch's own cast saturates.
+        Overflow is not hidden where the format can show it: E4M3 gives NaN, whether or not this torch's own cast
+        saturates; E2M1, which has neither NaN nor infinity, gives its largest number.
 
         Args:
             tensor: float16, bfloat16, float32 or float64, any shape and device.
@@ -236,7 +259,8 @@ class Format:
             return source.clone()
         # torch casts float64 to every format below float32 through float32: two roundings.
         once = source.dtype != torch.float64 or self.dtype == torch.float32
-        if self.dtype is not None and once and not stochastic:
+        # torch's cast to E8M0 drops the sign.
+        if self.dtype is not None and once and not stochastic and self.signed:
             rounded = source.to(self.dtype).to(source.dtype)
             if self.has_inf:
                 return rounded
@@ -254,7 +278,7 @@ class Format:
 
         Returns:
             Counts that partition the elements. The class is that of the rounded value: what rounds up to
-            ``smallest_normal`` is normal.
+            ``smallest_normal`` is normal. What E2M1 saturates has overflowed, and so have E8M0's negative numbers.
 
         Raises:
             PolicyError: A scale or tensor as above is not given.
@@ -278,12 +302,13 @@ class Format:
         flat = tensor.detach().reshape(-1)
         for start in range(0, flat.numel(), CHUNK):
             chunk = flat[start : start + CHUNK]
-            rounded = self._round64(chunk.double() * scale).abs_()
+            rounded = self._unbounded64(chunk.double() * scale).abs_()
             nan, zero, gone = chunk.isnan(), chunk == 0, rounded == 0
             # Written so that an E4M3 overflow, which is NaN, counts as one.
             finite = rounded <= self.max
             small = rounded < self.smallest_normal
-            parts = (zero, gone & ~zero, small & ~gone, finite & ~small, ~finite & ~nan, nan)
+            # E8M0 has no zero: there a zero is none that rounds to one.
+            parts = (zero, gone & ~zero, small & ~gone, finite & ~small & ~zero, ~finite & ~nan, nan)
             counts += torch.stack([part.sum() for part in parts])
         names = ("zero", "underflow", "subnormal", "normal", "overflow", "nan")
         return Coverage(**dict(zip(names, counts.tolist(), strict=True)), total=tensor.numel())
@@ -291,7 +316,8 @@ class Format:
     def _binade(self, value: float) -> int:
         """Return floor(log2|value|), held to the lowest binade, which zero and the subnormals share."""
         _, exponent = math.frexp(value)
-        return max(exponent - 1, 1 - self.bias) if value else 1 - self.bias
+        _, lowest = math.frexp(self.smallest_normal)
+        return (max(exponent, lowest) if value else lowest) - 1
 
     def _holds(self, dtype: torch.dtype) -> bool:
         """Whether every value of a dtype is on this grid already."""
@@ -316,6 +342,15 @@ class Format:
 
     def _round64(self, values: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
         """Round float64 values once; every step but the rounding itself is exact."""
+        rounded = self._unbounded64(values, stochastic, generator)
+        if self.has_nan:
+            return rounded
+        return rounded.clamp_(-self.max, self.max).nan_to_num_(nan=self.max)
+
+    def _unbounded64(
+        self, values: Tensor, stochastic: bool = False, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """Round so, with infinity or NaN for what is beyond the range in a format that has no NaN, too."""
         power = (values.view(torch.int64) & 0x7FF0_0000_0000_0000).view(torch.float64)  # the exponent alone
         # 2^floor(log2|x|), held to the format's binades: zeros and subnormals share the lowest one, and
         # what is beyond the highest stays beyond it whatever the spacing.
@@ -328,17 +363,26 @@ class Format:
             drawn = lower + (chance < steps - lower)
             rounded = torch.where(values.abs() <= self.max, drawn, rounded)
         rounded = rounded.mul_(step)
-        beyond = math.inf if self.has_inf else math.nan
-        return rounded.masked_fill_(rounded > self.max, beyond).copysign_(values)
+        beyond = math.inf if self.has_inf or not self.has_nan else math.nan
+        rounded = rounded.masked_fill_(rounded > self.max, beyond)
+        if self.signed:
+            return rounded.copysign_(values)
+        return rounded.clamp_(min=self.smallest_normal).masked_fill_(values < 0.0, math.nan)
 
 
 def _describe(
-    name: str, dtype: torch.dtype | None, exponent_bits: int, mantissa_bits: int, *, has_inf: bool = True
+    name: str,
+    dtype: torch.dtype | None,
+    exponent_bits: int,
+    mantissa_bits: int,
+    *,
+    has_inf: bool = True,
+    has_nan: bool = True,
 ) -> Format:
-    """Fill in what follows from the two widths."""
+    """Fill in what follows from the two widths, in a format with a sign."""
     bias = 2 ** (exponent_bits - 1) - 1
     # The highest binade of numbers, and how far its last number is below the next power of two.
-    highest, missing = (bias, 1) if has_inf else (bias + 1, 2)
+    highest, missing = (bias, 1) if has_inf else (bias + 1, 1 + has_nan)
     return Format(
         name=name,
         dtype=dtype,
@@ -350,6 +394,7 @@ def _describe(
         smallest_subnormal=math.ldexp(1.0, 1 - bias - mantissa_bits),
         eps=2.0**-mantissa_bits,
         has_inf=has_inf,
+        has_nan=has_nan,
     )
 
 
@@ -359,14 +404,32 @@ FP16 = _describe("float16", torch.float16, 5, 10)  # IEEE 754 binary16
 BF16 = _describe("bfloat16", torch.bfloat16, 8, 7)  # the high half of binary32
 E4M3 = _describe("float8_e4m3fn", torch.float8_e4m3fn, 4, 3, has_inf=False)  # Micikevicius et al. 2022
 E5M2 = _describe("float8_e5m2", torch.float8_e5m2, 5, 2)  # Micikevicius et al. 2022: IEEE-like
+E2M1 = _describe("float4_e2m1fn", None, 2, 1, has_inf=False, has_nan=False)  # OCP Microscaling 1.0, section 5.3.3
+E8M0 = Format(  # OCP Microscaling 1.0, section 5.4.1: the exponent field of binary32 by itself
+    name="float8_e8m0fnu",
+    dtype=torch.float8_e8m0fnu,
+    exponent_bits=8,
+    mantissa_bits=0,
+    bias=127,
+    max=2.0**127,
+    smallest_normal=2.0**-127,
+    smallest_subnormal=2.0**-127,
+    eps=1.0,
+    has_inf=False,
+    signed=False,
+)
 
-#: Every format by its name, widest first.
-FORMATS: Mapping[str, Format] = MappingProxyType({entry.name: entry for entry in (FP32, TF32, FP16, BF16, E4M3, E5M2)})
+#: Every format by its name, widest first; last E8M0, the format of scales.
+FORMATS: Mapping[str, Format] = MappingProxyType({
+    entry.name: entry for entry in (FP32, TF32, FP16, BF16, E4M3, E5M2, E2M1, E8M0)
+})  # fmt: skip
 
 #: What else people write.
 _ALIASES: Mapping[str, Format] = MappingProxyType({
     "fp32": FP32, "float": FP32, "single": FP32, "tensorfloat32": TF32, "fp16": FP16, "half": FP16, "bf16": BF16,
     "e4m3": E4M3, "e4m3fn": E4M3, "fp8_e4m3": E4M3, "float8_e4m3": E4M3, "e5m2": E5M2, "fp8_e5m2": E5M2,
+    "e2m1": E2M1, "e2m1fn": E2M1, "fp4": E2M1, "fp4_e2m1": E2M1, "float4_e2m1": E2M1, "float4_e2m1fn_x2": E2M1,
+    "e8m0": E8M0, "e8m0fnu": E8M0, "float8_e8m0": E8M0,
 })  # fmt: skip
 
 

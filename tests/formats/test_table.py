@@ -18,7 +18,7 @@ from mezzo.cli.show import landmarks
 from mezzo.errors import PolicyError
 from mezzo.formats import BF16, E4M3, E5M2, FORMATS, FP16, FP32, TF32, Coverage, Format, by_name
 
-from .support.refusals import refused
+from ..support.refusals import refused
 
 SMALL = [FP16, BF16, E4M3, E5M2]  # every pattern can be tried
 EVERY = list(FORMATS.values())
