@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo import LossScale, Policy, PolicyError, Rule
-from mezzo.policy.ops import OPS, TREATMENTS
+from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, TREATMENTS
 
 # What a level means, written down a second time: weights, autocast, batch norm fp32, masters, scale (fp16, bf16).
 LEVEL_TABLE = {
@@ -84,12 +84,35 @@ def test_builders_put_their_rule_first_and_return_new_policies():
     assert made.explain("softmax").treatment == "fp32"
     assert str(made) == "O1,dtype=float16,fp32=torch.softmax,low=exp"  # the older rule could never win again
     for treatment in TREATMENTS:
-        made = getattr(policy, treatment)("gelu", "tanh")
-        assert made.explain("gelu").treatment == made.explain("torch.tanh").treatment == treatment
-        assert str(made) == f"O1,dtype=float16,{treatment}=gelu+tanh"
+        ops = ("mm", "linear") if treatment in QUANTISED else ("gelu", "tanh")
+        made = getattr(policy, treatment)(*ops)
+        assert made.explain(ops[0]).treatment == made.explain(f"torch.{ops[1]}").treatment == treatment
+        assert str(made) == f"O1,dtype=float16,{treatment}={'+'.join(ops)}"
     kept = policy.keep_fp32(modules="head", params=["a", "b"])
     assert kept == policy.keep_fp32(modules=["head"], params=["a", "b"])
     assert str(kept) == "O1,dtype=float16,fp32_module=head,fp32_param=a+b"
+
+
+def test_products_of_weights_take_less_than_sixteen_bits_and_nothing_else_does():
+    for treatment in QUANTISED:
+        policy = getattr(Policy.O2("bfloat16"), treatment)("mm", modules=["blocks.*", "head"], params="tail.weight")
+        assert str(policy) == (
+            f"O2,dtype=bfloat16,{treatment}=mm,{treatment}_module=blocks.*+head,{treatment}_param=tail.weight"
+        )
+        for op in OPS:
+            inside, outside = policy.explain(op, "blocks.0.up"), policy.explain(op, "embed")
+            assert (inside.treatment == treatment) == (op in QUANTISABLE)
+            assert (outside.treatment == treatment) == (op == "mm")
+        # It says nothing of what is stored, nor of the module as a whole.
+        assert policy.module_rule("blocks.0") is None
+        assert policy.storage("tail.weight", "tail") == (torch.bfloat16, None)
+        assert policy.product_rule("tail.weight") == Rule(treatment, param="tail.weight")
+        assert policy.keep_fp32(params="tail.*").product_rule("tail.weight") is None
+        assert Rule(treatment, module="a") == Rule(treatment, op="*", module="a")
+        assert {*Rule(treatment, op="*").ops} == {*QUANTISABLE}
+    policy = Policy.O1(nvfp4_tricks="2d+rht")
+    assert policy == Policy.O1(nvfp4_tricks="rht+2d") != Policy.O1()
+    assert str(policy) == "O1,dtype=float16,nvfp4_tricks=rht+2d"
 
 
 def test_explain_gives_rule_reason_and_source():
@@ -144,6 +167,9 @@ def test_canonical_text_round_trips():
         "O2,dtype=float16,loss_scale=constant(1024),fp32_param=*.scale",
         "O2,dtype=bfloat16,output_dtype=none,autocast=true,low=a::b,fp32=exp+log,low=tanh",
         "O1,dtype=float16,norms=fp32_math,emulate=false,fp32=softmax@blocks.*.attn",
+        "O2,dtype=bfloat16,fp8_module=blocks.*",
+        "O1,dtype=bfloat16,fp8_recipe=delayed,fp8_history=16,fp8_amax=latest,fp8=linear@a,fp8_module=b,fp8_param=*.w",
+        "O1,dtype=float16,low_products=wgrad,nvfp4_tricks=rht+2d,mxfp8=mm,nvfp4_module=*",
     ):
         assert str(Policy.parse(text)) == text
     assert Policy.parse(" O1 , dtype = bfloat16 ") == Policy.O1("bfloat16")
@@ -156,15 +182,27 @@ def test_canonical_text_round_trips():
 globs = st.text(string.ascii_lowercase + ".*_", min_size=1, max_size=8).filter(str.strip)
 op_rules = st.builds(
     lambda treatment, op, module: Rule(treatment, op=op, module=module),
-    st.sampled_from(TREATMENTS), st.sampled_from(sorted(OPS)) | st.just("conv*"), st.none() | globs,
+    st.sampled_from([each for each in TREATMENTS if each not in QUANTISED]),
+    st.sampled_from(sorted(OPS)) | st.just("conv*"), st.none() | globs,
 )  # fmt: skip
-module_rules = st.builds(lambda treatment, glob: Rule(treatment, module=glob), st.sampled_from(["low", "fp32"]), globs)
-param_rules = st.builds(lambda treatment, glob: Rule(treatment, param=glob), st.sampled_from(["low", "fp32"]), globs)
+product_rules = st.builds(
+    lambda treatment, op, module: Rule(treatment, op=op, module=module),
+    st.sampled_from(QUANTISED), st.sampled_from(QUANTISABLE) | st.just("*"), st.none() | globs,
+)  # fmt: skip
+op_rules |= product_rules
+placed = st.sampled_from(["low", "fp32", *QUANTISED])
+module_rules = st.builds(lambda treatment, glob: Rule(treatment, module=glob), placed, globs)
+param_rules = st.builds(lambda treatment, glob: Rule(treatment, param=glob), placed, globs)
 FIELDS = {
     "output_dtype": st.sampled_from([None, "float32", "bfloat16"]),
     "lists": st.sampled_from(["portable", "device"]),
     "norms": st.sampled_from(["fp32", "fp32_math"]),
     "emulate": st.sampled_from(["auto", True, False]),
+    "fp8_recipe": st.sampled_from(["tensorwise", "rowwise", "delayed"]),
+    "fp8_history": st.integers(1, 2000),
+    "fp8_amax": st.sampled_from(["max", "latest"]),
+    "low_products": st.sampled_from(["none", "wgrad", "forward"]),
+    "nvfp4_tricks": st.permutations(["rht", "stochastic", "2d"]).map("+".join) | st.sampled_from(["none", "2d+rht"]),
 }
 
 

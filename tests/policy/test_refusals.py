@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mezzo import LossScale, Policy, PolicyError, Rule
-from mezzo.policy.ops import TREATMENTS
+from mezzo.policy.ops import QUANTISED, TREATMENTS
 from mezzo.policy.rules import both
 
 from ..support.refusals import refused
@@ -82,7 +82,26 @@ ROWS = [
     (parse("O1,low=softmax+exp,fp32=aten::softmax.int"), "is named twice, with different treatments"),
     (lambda: Policy.O1(rules=3), "rules must be a tuple of Rule"),
     *((lambda t=t: getattr(Policy.O1(), t)(), f"{t}() names no op\n  write  {both(f'{t}=softmax')}")
-      for t in TREATMENTS),
+      for t in TREATMENTS if t not in QUANTISED),
+    # Less than sixteen bits
+    *((lambda t=t: getattr(Policy.O1(), t)(), f"{t}() names nothing\n  write  {both(f'{t}_module=blocks.*')}")
+      for t in QUANTISED),
+    *((parse(f"O1,bf16,fp8={op}"), f"{op} is not computed in fp8", "attention, recurrent cells and convolutions stay low",
+       both("fp8=linear")) for op in ("softmax", "conv2d", "bmm", "lstm", "conv*", "scaled_dot_product_attention")),
+    (parse("O1,bf16,mxfp8=gelu@head"), "gelu is not computed in mxfp8", both("mxfp8=linear@head")),
+    (parse("O1,bf16,fp8=lienar"), "unknown op 'lienar'", both("fp8=linear")),
+    *((parse(f"O0,{rule}"), f"O0 has no {rule.partition('_')[0]} products", both(f"O1,dtype=bfloat16,{rule}"))
+      for rule in ("fp8_module=*", "mxfp8_param=*.weight", "nvfp4_module=a")),
+    (parse("O1,bf16,fp8=linear,low=linear"), "is named twice, with different treatments"),
+    *((parse(f"O1,fp8_history={n}"), "no number of steps from 1 to 100,000", both("fp8_history=1024"))
+      for n in ("0", "-1", "1.5", "x", "100001", "1e3")),
+    *((lambda n=n: Policy.O1(fp8_history=n), "no number of steps from 1 to 100,000") for n in (True, 16.0, None, "a")),
+    (parse("O1,nvfp4_tricks=rht+rht"), "unknown nvfp4_tricks 'rht+rht'"),
+    (parse("O1,nvfp4_tricks=hadamard"), "unknown nvfp4_tricks 'hadamard'", "rht+stochastic+2d"),
+    (parse("O1,fp8_recipe=blockwise"), "unknown fp8_recipe 'blockwise'", "tensorwise, rowwise, delayed"),
+    (parse("O1,low_products=dgrad"), "unknown low_products 'dgrad'", "did you mean 'wgrad'"),
+    (parse("O1,bf16,e4m3=softmax"), "unknown policy key 'e4m3'", both("fp8=linear")),
+    (parse("O1,bf16,fp8_modules=a"), "unknown policy key 'fp8_modules'", both("fp8_module=a")),
     # Masters are a matter of the level
     (parse("O2,bf16,master_weights=false"), both("O3,dtype=bfloat16,keep_batchnorm_fp32=true")),
     (lambda: Policy.O2("fp16", master_weights=False), both("O3,dtype=float16,keep_batchnorm_fp32=true")),

@@ -70,7 +70,7 @@ def facts(*parts):
     return bits(copy.deepcopy(found))
 
 
-_CURE = re.compile(r"Policy\.O\d\([^()]*\)(?:, (?:or )?the text [\w=.,]*\w)?")
+_CURE = re.compile(r"Policy\.O\d\([^()]*\)(?:\.\w+\([^()]*\))*(?:, (?:or )?the text [\w=.,*]*[\w*])?")
 
 
 def cures(text):

@@ -16,10 +16,12 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
+from mezzo.cast.amaxes import Amaxes
 from mezzo.cast.device import arithmetic
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT
+from mezzo.cast.products import Recipe, recipe_of
 from mezzo.policy import Policy, Treatment
-from mezzo.policy.ops import OPS, functions
+from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, functions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,7 @@ class Handler:
     op: str
     treatment: Treatment
     emulated: bool = False
+    recipe: Recipe | None = None  # of a product of a weight, below sixteen bits
     wide_weights: bool = False  # every argument but the first goes to FP32
     low_result: bool = False  # what comes out goes to the compute dtype
     keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
@@ -39,6 +42,7 @@ class Handler:
 class Differences:
     """The resolved differences between a policy and torch on one device."""
 
+    policy: Policy
     device_type: str
     dtype: torch.dtype
     autocast: bool
@@ -47,6 +51,7 @@ class Differences:
     handlers: Mapping[Callable[..., Any], Handler]
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
     pinned: Mapping[int, Treatment]
+    memories: tuple[Amaxes, ...]  # what products below sixteen bits remember of earlier steps
     key: str  # equal for equal differences, and for nothing else
 
     def handler(self, function: Callable[..., Any]) -> Handler | None:
@@ -59,6 +64,13 @@ class Differences:
             return next((self.handlers[each] for each in _of_operator(function) if each in self.handlers), None)
         return self.handlers.get(function)
 
+    def as_pinned(self, handler: Handler, treatment: Treatment) -> Handler:
+        """Return how a function is carried out that reads a parameter under a rule on its products."""
+        if handler.op not in QUANTISABLE:
+            return handler
+        recipe = recipe_of(self.policy, treatment, emulated=handler.emulated)
+        return dataclasses.replace(handler, treatment=treatment, recipe=recipe)
+
     def native(self) -> contextlib.AbstractContextManager[Any]:
         """Return torch's own autocast in the state these differences are from."""
         if not self.autocast:
@@ -68,11 +80,24 @@ class Differences:
         return _with_plain_backward(own) if differs and not torch.compiler.is_compiling() else own
 
 
+class Known(NamedTuple):
+    """What a region knows of the parameters of models.
+
+    Attributes:
+        pinned: Treatment of every op that reads a parameter, by the parameter's ``id``.
+        memories: What products below sixteen bits remember, of each model.
+    """
+
+    pinned: Mapping[int, Treatment] = types.MappingProxyType({})
+    memories: tuple[Amaxes, ...] = ()
+
+
 def find_differences(
     policy: Policy,
     device_type: str,
     module: str | None = None,
     pinned: tuple[tuple[int, Treatment], ...] = (),
+    memories: tuple[Amaxes, ...] = (),
 ) -> Differences:
     """Find the functions that a policy treats differently from torch on this device.
 
@@ -81,6 +106,7 @@ def find_differences(
         device_type: The device.
         module: Path of the module whose region it is, for rules that name one.
         pinned: Treatment of every op that reads a parameter, by the parameter's ``id``.
+        memories: What products below sixteen bits remember, of each model.
 
     Raises:
         UnsupportedError: The device has no such arithmetic and ``emulate=False``.
@@ -90,9 +116,10 @@ def find_differences(
     emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
     differences = _find(policy, device_type, module, emulated, tuple(rule.reason for rule in policy.rules))
     # Parameters come and go (torch.func.functional_call brings others for one call): such ones are not kept.
-    if not pinned:
+    if not pinned and not memories:
         return differences
-    return dataclasses.replace(differences, pinned=dict(pinned), key=f"{differences.key} with {pinned}")
+    key = f"{differences.key} with {pinned} and {[id(each) for each in memories]}"
+    return dataclasses.replace(differences, pinned=dict(pinned), memories=memories, key=key)
 
 
 @contextlib.contextmanager
@@ -120,21 +147,25 @@ def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, 
     is_island = whole is not None and whole.treatment == "fp32"
     native_autocast = policy.autocast and not is_island
     ops = [*OPS, *(op for rule in policy.rules for op in rule.ops), *((*EMULATED, *COMPOSED) if emulated else ())]
-    differing, alike = dict[str, Handler](), dict[str, Handler]()
+    differing, alike, every = dict[str, Handler](), dict[str, Handler](), dict[str, Handler]()
     for op in dict.fromkeys(ops):
         handler, differs = _treated(
             op, policy, device_type, module, emulated=emulated, autocasts=native_autocast, is_island=is_island
         )
+        every[op] = handler
         if differs:
             differing[op] = handler
         elif handler.treatment == "low":
             alike[op] = handler
+    if any(rule.param is not None and rule.treatment in QUANTISED for rule in policy.rules):
+        differing.update({op: every[op] for op in QUANTISABLE})
     if differing:  # the mode runs anyway: products go through it too, so that their weights are cast once
         differing.update(alike)
     handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
     differences = Differences(
-        device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
-        gives_back=not policy.autocast and not is_island, handlers=handlers, opened=_concerned(handlers), pinned={},
+        policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
+        gives_back=not policy.autocast and not is_island, handlers=handlers, opened=_concerned(handlers),
+        pinned={}, memories=(),
         key=f"{policy.region_text()} in {module!r} on {device_type}{', emulated' if emulated else ''}",
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces
@@ -168,6 +199,10 @@ def _treated(
     by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
+    if wanted in QUANTISED:
+        emulates = emulated and op in EMULATED
+        recipe = recipe_of(policy, wanted, emulated=emulates)
+        return Handler(op=op, treatment=wanted, emulated=emulates, recipe=recipe), True
     reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
     # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
     differs = is_ruled or wanted != torch_does or by_emulation or built_in

@@ -23,7 +23,9 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.notes import WATCHERS, during
+from mezzo.cast.products import asked, cast_as, product
 from mezzo.errors import UnsupportedError
+from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
 from mezzo.tensors import CASTABLE, dtype_name, is_transformed, mark, tensors
 
@@ -280,7 +282,8 @@ class PolicyMode(TorchFunctionMode):
         self.autocasts = [each.device_type for each in per_device if each.autocast]
         self.only = per_device[0] if len(per_device) == 1 else None
         self.keys = tuple(each.key for each in per_device)
-        self.key = remember(per_device[0]) if len(per_device) == 1 and not per_device[0].pinned else ""
+        has_own = any(each.pinned or each.memories for each in per_device)  # which no text can stand for
+        self.key = remember(per_device[0]) if len(per_device) == 1 and not has_own else ""
         self.shadows = 0  # how many regions inside this one are active
 
     @compiled_inside_alone
@@ -316,7 +319,10 @@ class PolicyMode(TorchFunctionMode):
             if handler is None and isinstance(func, _OPERATORS):
                 handler = here.handler(func)
             if here.pinned and (param := pinned_parameter(here, args, kwargs)) is not None:
-                return _read_pinned(param, here, self.casts, func, args, kwargs)
+                treatment = here.pinned[id(param)]
+                if treatment not in QUANTISED:
+                    return _read_pinned(param, here, self.casts, func, args, kwargs)
+                handler = handler and here.as_pinned(handler, treatment)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
@@ -402,7 +408,7 @@ def _carry_out(
         return func(*args, **kwargs)
     target: torch.dtype | None = None
     match handler.treatment:
-        case "low":
+        case "low" | "fp8" | "mxfp8" | "nvfp4":
             target = here.dtype
         case "fp32" | "fp32_math":
             if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
@@ -412,7 +418,7 @@ def _carry_out(
             target = widest(_floats(args, kwargs))
         case "ban":
             raise _banned(handler)
-    given = (*args, *kwargs.values())
+    given, named = args, kwargs
     back = _floats(args, kwargs)[:1] if handler.treatment == "fp32_math" else []
     if handler.wide_weights:
         args, kwargs = (
@@ -427,23 +433,34 @@ def _carry_out(
             args, kwargs = _cast(args, target, casts), kwargs and _cast(kwargs, target, casts)
     if torch.compiler.is_compiling():
         with torch.autocast(here.device_type, enabled=False):
-            out = _run(handler, here, func, args, kwargs)
+            out = _run(handler, here, func, args, kwargs, (given, named))
     else:  # the same, without the cost of entering a context for each op
         enabled = torch.is_autocast_enabled(here.device_type)
         torch.set_autocast_enabled(here.device_type, False)
         try:
-            out = _run(handler, here, func, args, kwargs)
+            out = _run(handler, here, func, args, kwargs, (given, named))
         finally:
             torch.set_autocast_enabled(here.device_type, enabled)
     if handler.keeps_states:
-        states = (handler.op, given, out, here.dtype)
+        states = (handler.op, (*given, *named.values()), out, here.dtype)
         return during("emulation", func, with_dtypes_of_states, *states) if WATCHERS else with_dtypes_of_states(*states)
     if handler.low_result:
         return _cast(out, here.dtype)
     return _cast(out, back[0].dtype) if back else out
 
 
-def _run(handler: Handler, here: Differences | Traced, func: Any, args: Any, kwargs: Any) -> Any:
+def _run(
+    handler: Handler, here: Differences | Traced, func: Any, args: Any, kwargs: Any, given: tuple[Any, Any]
+) -> Any:
+    if handler.recipe is not None and _all_low((args, kwargs), here.dtype):
+        wanted = asked(handler.op, *given, handler.recipe.multiple)
+        if not isinstance(wanted, str):
+            found = cast_as(wanted, handler.op, args, kwargs)
+            memories = here.memories if isinstance(here, Differences) else ()
+            if WATCHERS:
+                about = handler.recipe.as_note
+                return during("quantised", about, product, found, handler.recipe, memories, wanted.weight)
+            return product(found, handler.recipe, memories, wanted.weight)
     if handler.emulated and _all_low((args, kwargs), here.dtype):
         if WATCHERS:
             return during("emulation", func, emulate, handler.op, func, args, kwargs)
@@ -451,7 +468,7 @@ def _run(handler: Handler, here: Differences | Traced, func: Any, args: Any, kwa
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if handler.treatment != "low" or not any(words in str(error) for words in _NO_KERNEL):
+        if handler.treatment not in ("low", *QUANTISED) or not any(words in str(error) for words in _NO_KERNEL):
             raise
         raise UnsupportedError(
             f"{handler.op} has no kernel in {dtype_name(here.dtype)}",

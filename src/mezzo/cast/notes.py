@@ -11,7 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple
 
-Kind = Literal["op", "cast", "emulation", "buffer"]
+Kind = Literal["op", "cast", "emulation", "quantised", "buffer"]
+
+
+class Quantising(NamedTuple):
+    """A product whose operands are quantised.
+
+    Attributes:
+        formats: Names of the operands' formats.
+        emulated: Whether it is computed in FP32.
+    """
+
+    formats: tuple[str, ...]
+    emulated: bool
 
 
 class Note(NamedTuple):
@@ -19,9 +31,10 @@ class Note(NamedTuple):
 
     Attributes:
         kind: ``op``: a region decides about a function of torch. ``cast``: a tensor is given the policy's dtype.
-            ``emulation``: a product is computed in FP32 from rounded operands. ``buffer``: a low buffer is widened for
-            its first write.
-        about: The function that runs. Where emulation runs in a backward pass, the autograd node.
+            ``emulation``: a product is computed in FP32 from rounded operands. ``quantised``: a product is computed
+            from operands below sixteen bits. ``buffer``: a low buffer is widened for its first write.
+        about: The function that runs. Where emulation runs in a backward pass, the autograd node; of a quantised
+            product its :class:`Quantising`.
     """
 
     kind: Kind

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ContextDecorator
 from typing import Any, Final, cast
 
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from mezzo.cast.device import default_kinds
-from mezzo.cast.differences import Differences, Handler, find_differences, open_function
+from mezzo.cast.differences import Differences, Handler, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, compiled_inside_alone, shadowed
 from mezzo.errors import UnsupportedError
-from mezzo.policy import Policy, Treatment
+from mezzo.policy import Policy
 from mezzo.policy.ops import functions
 from mezzo.policy.rules import both
 
@@ -117,18 +117,17 @@ class Region:
     caches: bool | None = None
 
     @classmethod
-    def inside(
-        cls, policy: Policy, module: str, pinned: Mapping[int, Treatment], device_types: tuple[str, ...]
-    ) -> Region:
+    def inside(cls, policy: Policy, module: str, known: Known, device_types: tuple[str, ...]) -> Region:
         """Make the region of one module of a prepared model.
 
         Args:
             policy: The model's policy.
             module: Path of the module, for rules that name one.
-            pinned: Treatment of every op that reads a parameter, by the parameter's ``id``.
+            known: What is known of the model's parameters.
             device_types: The devices to cover.
         """
-        found = tuple([find_differences(policy, kind, module, tuple(pinned.items())) for kind in device_types])
+        pinned = tuple(known.pinned.items())
+        found = tuple([find_differences(policy, kind, module, pinned, known.memories) for kind in device_types])
         return cls(policy=policy, per_device=found)
 
     def with_wide_norm(self) -> Region:

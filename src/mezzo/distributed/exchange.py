@@ -170,13 +170,16 @@ class Ranks:
             self._indices = ids, pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), members
         return self._indices[1:]
 
-    def agree(self, found_inf: Tensor, failed: Tensor, *, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    def agree(
+        self, found_inf: Tensor, failed: Tensor, *, step: int, largest: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what holds on all ranks: one elementwise MAX over what each has found.
 
         Args:
             found_inf: 0-d bool: whether this rank's gradients, or shards of them, were not finite.
             failed: 0-d bool: whether a loss itself was not finite here.
             step: The step's number, for errors.
+            largest: float32, written in place: further numbers of which all ranks are to have the largest.
 
         Returns:
             Three 0-d tensors that are equal on all ranks: ``found_inf`` and ``failed`` of any rank, bool; and
@@ -190,19 +193,24 @@ class Ranks:
         """
         self._has_summed = False
         numbers = torch.stack([found_inf, failed, torch.zeros_like(found_inf)]).float()
+        numbers = torch.cat([numbers, *(each.flatten().to(numbers.device) for each in largest)])
         self._reduce(numbers, dist.ReduceOp.MAX, self.group, f"step {step}")
-        found_inf, failed, absent = numbers.unbind()
+        (found_inf, failed, absent), others = numbers[:3].unbind(), numbers[3:]
+        for each in largest:
+            each.copy_(others[: each.numel()].view_as(each))
+            others = others[each.numel() :]
         if numbers.device.type == "cpu" and (error := self.ended_by(float(absent), step)) is not None:
             raise error
         return found_inf + absent > 0, failed + absent > 0, absent
 
-    def absent(self, error: BaseException, device: torch.device, *, step: int) -> None:
+    def absent(self, error: BaseException, device: torch.device, *, step: int, largest: Sequence[Tensor] = ()) -> None:
         """Tell the other ranks that this one cannot take the step, in the exchanges that they wait in.
 
         Args:
             error: What is about to be raised here. What the exchange itself has raised is known to all ranks.
             device: Where the loss scale lives.
             step: The step's number, for errors.
+            largest: As of :meth:`agree`, of which only the sizes count.
         """
         if error is self._heard:
             return
@@ -211,7 +219,8 @@ class Ranks:
                 self.norms([], torch.zeros(0, device=device))
             self._has_summed = False
             number = float(self.size - self.rank)  # the first absent rank's is the largest
-            self._reduce(torch.tensor([0.0, 0.0, number], device=device), dist.ReduceOp.MAX, self.group, f"step {step}")
+            numbers = [0.0, 0.0, number, *[0.0] * sum(each.numel() for each in largest)]
+            self._reduce(torch.tensor(numbers, device=device), dist.ReduceOp.MAX, self.group, f"step {step}")
 
     def ended_by(self, absent: float, step: int) -> DistributedError | None:
         """Return the error of a step that another rank did not take; ``None`` where all took it.
@@ -279,13 +288,15 @@ class OneRank(Ranks):
         """Return the norms as they are."""
         return norms
 
-    def agree(self, found_inf: Tensor, failed: Tensor, *, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    def agree(
+        self, found_inf: Tensor, failed: Tensor, *, step: int, largest: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return both as they are, and that nobody is absent."""
         if self._none is None or self._none.device != found_inf.device:
             self._none = torch.zeros((), device=found_inf.device)
         return found_inf, failed, self._none
 
-    def absent(self, error: BaseException, device: torch.device, *, step: int) -> None:
+    def absent(self, error: BaseException, device: torch.device, *, step: int, largest: Sequence[Tensor] = ()) -> None:
         """Tell nobody."""
 
     def ended_by(self, absent: float, step: int) -> DistributedError | None:

@@ -407,6 +407,9 @@ def renderables(explanation: Explained, *, full: bool = False) -> Iterator[Rende
 def terms(explanation: Explained) -> str:
     """Say on what an explanation was measured."""
     arithmetic = "products emulated in FP32" if explanation.emulated else "native arithmetic"
+    below = {name for row in explanation.rows if row.emulated for name in row.computes_in} - {"float16", "bfloat16"}
+    if below and not explanation.emulated:
+        arithmetic = f"products in {format_text(sorted(below))} emulated in FP32"
     devices = "+".join(explanation.devices) or "no device"
     return f"measured in one step on {devices}, {arithmetic}, torch {explanation.torch}"
 

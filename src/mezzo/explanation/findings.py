@@ -11,7 +11,7 @@ from torch import nn
 
 from mezzo.explanation.rows import Finding, Row, byte_text, folded, format_text, share_text
 from mezzo.policy import Policy, Rule
-from mezzo.policy.ops import OPS
+from mezzo.policy.ops import OPS, QUANTISED
 from mezzo.policy.rules import both
 from mezzo.tensors import LOW
 from mezzo.trace.calls import LOSS, MODEL, place_text
@@ -99,7 +99,7 @@ def _without_effect(model: nn.Module, policy: Policy, rows: tuple[Row, ...], see
     """Tell rules that earlier ones leave nothing to from rules that this run gave nothing to."""
     modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    stored = {path: policy.storage(path, path.rpartition(".")[0])[1] for path, _ in named}
+    stored = {path: policy.product_rule(path) or policy.storage(path, path.rpartition(".")[0])[1] for path, _ in named}
     decided = {row.rule for row in rows}
     for number, rule in enumerate(policy.rules):
         if str(rule) in decided and rule not in policy.rules[:number]:
@@ -141,7 +141,8 @@ def _reason(rule: Rule, rows: tuple[Row, ...], seen: Trace) -> str:
 
 
 def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Trace) -> Iterator[Finding]:
-    rules = [rule for rule in policy.rules if rule.op is not None]
+    # What is for products of weights says nothing of those inside attention, say.
+    rules = [rule for rule in policy.rules if rule.op is not None and rule.treatment not in QUANTISED]
     for row in rows:
         inside = COMPOSITES.get(row.op, frozenset()) | seen.inner_ops.get((row.module, row.op), set()) - {row.op}
         for rule in rules:

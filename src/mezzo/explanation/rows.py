@@ -21,6 +21,7 @@ _FORMATS: Final[Mapping[str, str]] = {
     "bfloat16": "BF16",
     "float8_e4m3fn": "E4M3",
     "float8_e5m2": "E5M2",
+    "float4_e2m1fn": "E2M1",
 }
 
 

@@ -99,9 +99,9 @@ def explain(
 def _traced(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, loss: Loss | None, devices: list[torch.device]
 ) -> Explanation:
-    trace = Trace(Decider(policy, _ruled(model, policy)), policy.dtype, Where(until=here()))
     rounded = _rounded_buffers(model, policy)
     handle = Prepared(model, policy, tells=False)  # a finding does
+    trace = Trace(Decider(handle.policy, _ruled(model, handle.policy)), policy.dtype, Where(until=here()))
     handle.halves.drop()
     region = handle.autocast()
     trace.learn(model, (args, kwargs))
@@ -188,7 +188,7 @@ def _ruled(model: nn.Module, policy: Policy) -> dict[int, tuple[Rule, str]]:
     found: dict[int, tuple[Rule, str]] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for path, tensor in named:
-        rule = policy.storage(path, path.rpartition(".")[0])[1]
+        rule = policy.product_rule(path) or policy.storage(path, path.rpartition(".")[0])[1]
         if rule is not None and id(tensor) not in found:
             found[id(tensor)] = (rule, path)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +12,7 @@ import torch
 
 from mezzo import files
 from mezzo.errors import MOST_PROBLEMS, PolicyError, closest, nearest, printable, shown
+from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import RULE_KEYS, Rule, both, format_rules, is_rule, meant, parse_rules, split
 from mezzo.scale import LossScale
 from mezzo.tensors import DTYPES, LOW, dtype_name, dtype_of
@@ -19,6 +21,9 @@ Level = Literal["O0", "O1", "O2", "O3"]
 #: The optimisation levels, in the field's numbering (apex).
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
 
+#: What the published recipe of NVFP4 adds to its formats: random Hadamard transforms of what weight gradients are made
+#: of, gradients rounded at random, and weights in blocks of two dimensions.
+_TRICKS: Final = ("rht", "stochastic", "2d")
 _BOOLEANS: Final[dict[str, Any]] = {"true": True, "false": False}
 #: What each field can be, by the words for it.
 WORDS: Final[dict[str, dict[str, Any]]] = {
@@ -29,7 +34,16 @@ WORDS: Final[dict[str, dict[str, Any]]] = {
     "lists": {"portable": "portable", "device": "device"},
     "norms": {"fp32": "fp32", "fp32_math": "fp32_math"},
     "emulate": {"auto": "auto", **_BOOLEANS},
+    "fp8_recipe": {"tensorwise": "tensorwise", "rowwise": "rowwise", "delayed": "delayed"},
+    "fp8_amax": {"max": "max", "latest": "latest"},
+    "low_products": {"none": "none", "wgrad": "wgrad", "forward": "forward"},
+    "nvfp4_tricks": {
+        "+".join(words): "+".join(trick for trick in _TRICKS if trick in words) or "none"
+        for count in range(4) for words in itertools.permutations(_TRICKS, count)
+    },
 }  # fmt: skip
+WORDS["nvfp4_tricks"] = {word or "none": tricks for word, tricks in WORDS["nvfp4_tricks"].items()}
+_LONGEST_HISTORY: Final = 100_000
 #: Of a policy's text, in characters, without reasons: a real one has hundreds.
 LONGEST_TEXT: Final = 100_000
 
@@ -51,6 +65,11 @@ def level_fields(level: Level, dtype: torch.dtype) -> dict[str, Any]:
         "lists": "portable",
         "norms": "fp32",
         "emulate": "auto",
+        "fp8_recipe": "tensorwise",
+        "fp8_history": 1024,
+        "fp8_amax": "max",
+        "low_products": "none",
+        "nvfp4_tricks": "+".join(_TRICKS),
     }
 
 
@@ -90,6 +109,11 @@ def wrong_value(name: str, value: Any) -> PolicyError | None:
             return _too_many(value)
         write = 'rules=[Rule("fp32", op="softmax")], the text fp32=softmax'
         return PolicyError("rules must be a tuple of Rule", write=write)
+    if name == "fp8_history":
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _LONGEST_HISTORY:
+            return None
+        what = f"fp8_history is {shown(value)}, and no number of steps from 1 to {_LONGEST_HISTORY:,}"
+        return PolicyError(what, write=both("fp8_history=1024"))
     known = WORDS[name].values()
     is_word = isinstance(value, str | torch.dtype | bool | None)  # 1 == True, and answers no yes-or-no question
     if is_word and value in known:
@@ -145,6 +169,13 @@ def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
     for is_there, what, why, write in problems:
         if is_there:
             yield PolicyError(what, why=why, write=";\nor ".join(map(both, write.split())))
+    if level == "O0" and (rule := next((rule for rule in values["rules"] if rule.treatment in QUANTISED), None)):
+        yield PolicyError(
+            f"O0 has no {rule.treatment} products",
+            where=str(rule),
+            why="O0 is the FP32 reference",
+            write=both(f"O1,dtype=bfloat16,{rule}"),
+        )
     yield from _contradictions(values["rules"])
     changes_gradients = scale.mode == "dynamic" or (scale.mode == "constant" and scale.init != 1.0)
     if param_dtype == torch.float16 and level == "O3" and changes_gradients:
@@ -203,6 +234,9 @@ def _value(name: str, value: Any) -> Any:
         return LossScale.parse(value)
     if name == "rules":
         return tuple(value) if isinstance(value, list) else value
+    if name == "fp8_history":
+        is_number = isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10
+        return int(value) if is_number else value
     return WORDS[name].get(_bare(value), value) if isinstance(value, str) else value
 
 
@@ -388,8 +422,8 @@ def _no_pair(entry: str, key: str) -> PolicyError:
     if entry in LEVELS:
         return PolicyError(f"the level {entry} does not stand first", write=both(f"{entry},dtype=bfloat16"))
     if key in keys:
-        example = "head" if key.endswith("_module") else "head.weight" if key.endswith("_param") else "softmax"
-        value = "1024" if key == "loss_scale" else next(iter(WORDS[key])) if key in WORDS else example
+        example = "linear" if key in QUANTISED else "head" if key.endswith("_module") else "head.weight" if key.endswith("_param") else "softmax"
+        value = "1024" if key in ("loss_scale", "fp8_history") else next(iter(WORDS[key])) if key in WORDS else example
         return PolicyError(f"{shown(entry)} is not key=value", write=both(f"{key}={value}"))
     dtype = closest(key, (word for word, each in DTYPES.items() if each in LOW)) or "bfloat16"
     what = f"{shown(entry)} is neither a dtype nor key=value" if entry else "there is nothing between two commas"

@@ -13,7 +13,7 @@ from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import fields
 from mezzo.policy import fields as texts
 from mezzo.policy.fields import LEVELS, Level
-from mezzo.policy.ops import OPS, Op, Treatment, out_of_place, resolve, written_form
+from mezzo.policy.ops import OPS, QUANTISED, Op, Treatment, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, both, format_rules
 from mezzo.scale import LossScale
 from mezzo.tensors import LOW
@@ -49,6 +49,13 @@ class Policy:
             torch's own behaviour on each.
         norms: Whether softmax and normalisations return FP32 (``fp32``) or the input's dtype (``fp32_math``).
         emulate: Whether GEMMs compute in FP32 from rounded operands; ``auto`` follows the device.
+        fp8_recipe: How operands under ``fp8`` are scaled: ``tensorwise``, each by its largest value now; ``rowwise``,
+            each row by a power of two; ``delayed``, each by the largest value of the steps before.
+        fp8_history: Of how many steps ``delayed`` keeps the largest values.
+        fp8_amax: Whether ``delayed`` takes the ``max`` of them or the ``latest``.
+        low_products: Which products of a weight under ``fp8``, ``mxfp8`` or ``nvfp4`` stay in ``dtype`` all the same:
+            none, ``wgrad`` (the weight's gradient) or ``forward``.
+        nvfp4_tricks: What ``nvfp4`` does beside rounding, of ``rht+stochastic+2d``, or ``none``.
         rules: Exceptions, in order; the first match wins.
 
     Raises:
@@ -77,6 +84,11 @@ class Policy:
     lists: Lists = "portable"
     norms: Norms = "fp32"
     emulate: Literal["auto"] | bool = "auto"
+    fp8_recipe: Literal["tensorwise", "rowwise", "delayed"] = "tensorwise"
+    fp8_history: int = 1024
+    fp8_amax: Literal["max", "latest"] = "max"
+    low_products: Literal["none", "wgrad", "forward"] = "none"
+    nvfp4_tricks: str = "rht+stochastic+2d"
     rules: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
@@ -146,6 +158,40 @@ class Policy:
     def ban(self, *ops: str) -> Self:
         """Refuse these ops with an error."""
         return self._on_ops("ban", ops)
+
+    def fp8(self, *ops: str, modules: Any = (), params: Any = ()) -> Self:
+        """Compute products of weights from operands in FP8: E4M3, and E5M2 for gradients.
+
+        Args:
+            *ops: Of ``linear``, ``addmm``, ``mm`` and ``matmul``, wherever they run.
+            modules: Globs on module paths, or one of them: their products. The first and the last layer of a model stay
+                in ``dtype`` unless a glob other than ``*`` names them.
+            params: Globs on parameter paths, or one of them: products that read them.
+
+        Example:
+            >>> print(Policy.O2("bfloat16").fp8(modules=["blocks.*"]))
+            O2,dtype=bfloat16,fp8_module=blocks.*
+        """
+        return self._on_products("fp8", ops, modules, params)
+
+    def mxfp8(self, *ops: str, modules: Any = (), params: Any = ()) -> Self:
+        """Compute products of weights from operands in MXFP8, E4M3 in blocks of 32; as :meth:`fp8`."""
+        return self._on_products("mxfp8", ops, modules, params)
+
+    def nvfp4(self, *ops: str, modules: Any = (), params: Any = ()) -> Self:
+        """Compute products of weights from operands in NVFP4, four bits in blocks of 16; as :meth:`fp8`."""
+        return self._on_products("nvfp4", ops, modules, params)
+
+    def _on_products(self, treatment: Treatment, ops: tuple[str, ...], modules: Any, params: Any) -> Self:
+        modules, params = ([globs] if isinstance(globs, str) else globs for globs in (modules, params))
+        rules = [Rule(treatment, op=op) for op in ops]
+        rules += [
+            *(Rule(treatment, module=glob) for glob in modules),
+            *(Rule(treatment, param=glob) for glob in params),
+        ]
+        if not rules:
+            raise PolicyError(f"{treatment}() names nothing", write=both(f"{treatment}_module=blocks.*"))
+        return self._first(rules)
 
     def keep_fp32(self, *, modules: Any = (), params: Any = ()) -> Self:
         """Keep modules and parameters in FP32: what they store, and every op that uses it.
@@ -235,7 +281,7 @@ class Policy:
             is_norm: Whether that module is a norm with running statistics.
         """
         for rule in self.rules:
-            pinned = rule.matches_param(param) or (
+            pinned = (rule.matches_param(param) and rule.treatment not in QUANTISED) or (
                 rule.op is None and rule.treatment in ("low", "fp32") and rule.matches_module(module)
             )
             # A module rule speaks about storage only where the level stores low precision at all.
@@ -244,6 +290,11 @@ class Policy:
         if is_norm and self.keep_batchnorm_fp32:
             return torch.float32, None
         return self.param_dtype, None
+
+    def product_rule(self, param: str) -> Rule | None:
+        """Return the rule on a parameter by its path that says in what its products are computed, if there is one."""
+        first = next((rule for rule in self.rules if rule.matches_param(param)), None)
+        return first if first is not None and first.treatment in QUANTISED else None
 
     # Text -------------------------------------------------------------------------------------------
 

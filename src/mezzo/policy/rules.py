@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any, Final, cast
 
 from mezzo.errors import PolicyError, closest, nearest, shown
-from mezzo.policy.ops import TREATMENTS, Treatment, matching, resolve
+from mezzo.policy.ops import QUANTISABLE, QUANTISED, TREATMENTS, Treatment, matching, resolve
 
 # The two spellings of a policy, Python's and the text's: what cures are written in, and what other words mean.
 
@@ -23,6 +23,9 @@ _LITERALS: Final = {"true": "True", "false": "False", "none": "None"}
 _TREATED: Final = {
     **dict.fromkeys("low half fp16 float16 f16 bf16 bfloat16 white allow".split(), "low"),
     **dict.fromkeys("fp32 float32 f32 float full single keep black deny".split(), "fp32"),
+    **dict.fromkeys("fp8 float8 f8 e4m3 e5m2".split(), "fp8"),
+    **dict.fromkeys("mxfp8 mx".split(), "mxfp8"),
+    **dict.fromkeys("nvfp4 fp4 float4".split(), "nvfp4"),
 }
 _KINDS: Final = {
     **dict.fromkeys("module modules layer layers block blocks".split(), "module"),
@@ -96,6 +99,9 @@ def _builder(key: str, names: Sequence[str]) -> str:
     globs = ", ".join(map(_quoted, names))
     if key in ("fp32_module", "fp32_param"):
         return f".keep_fp32({key.removeprefix('fp32_')}s=[{globs}])"
+    treatment, _, kind = key.rpartition("_")
+    if treatment in QUANTISED:
+        return f".{treatment}({kind}s=[{globs}])"
     return f".{key}({globs})" if key in TREATMENTS and not any("@" in name for name in names) else ""
 
 
@@ -162,6 +168,8 @@ def meant(key: str, names: str) -> list[str]:
 
 
 def _entry(treatment: str, kind: str, globs: Sequence[str]) -> str:
+    if kind == "op" and treatment in QUANTISED:
+        globs = [glob for glob in globs if glob.partition("@")[0] in QUANTISABLE] or ["linear"]
     return f"{treatment}{'' if kind == 'op' else f'_{kind}'}={'+'.join(globs)}"
 
 
@@ -175,10 +183,12 @@ def _is_op(name: str) -> bool:
 
 _TEXT_CHARACTERS = ",+=@;()#"
 _STORAGE_TREATMENTS: Final[tuple[Treatment, ...]] = ("low", "fp32")
+#: Those that a module or a parameter may be given: its storage and all its ops, or its products alone.
+_PLACED: Final = (*_STORAGE_TREATMENTS, *QUANTISED)
 #: What stands for rules in a policy's text: a treatment, and what it is given to where that is no op.
 RULE_KEYS: Final = (
     *TREATMENTS,
-    *(f"{treatment}_{kind}" for kind in ("module", "param") for treatment in _STORAGE_TREATMENTS),
+    *(f"{treatment}_{kind}" for kind in ("module", "param") for treatment in _PLACED),
 )
 
 
@@ -190,10 +200,11 @@ class Rule:
     the modules it matches.
 
     Attributes:
-        treatment: ``low``, ``fp32``, ``fp32_math``, ``promote``, ``native`` or ``ban``.
+        treatment: ``low``, ``fp32``, ``fp32_math``, ``promote``, ``native`` or ``ban``; for products of weights also
+            ``fp8``, ``mxfp8`` or ``nvfp4``, whatever else the glob matches.
         op: Glob on the op's base name (any spelling that :func:`mezzo.policy.ops.resolve` knows).
         module: Glob on the module's path in the model. With ``op`` both must match; alone it takes ``low`` and
-            ``fp32``.
+            ``fp32``, and what is for products: then ``op`` is ``*``.
         param: Glob on the parameter's (or buffer's) path; stands alone.
         reason: For people; it takes no part in comparison.
 
@@ -245,16 +256,27 @@ class Rule:
                 why="a parameter's path already contains its module's, and its rule covers every op that reads it",
                 write=f'{rule}, param="{self.module or "block"}.{self.param}")',
             )
-        if self.op is None and self.treatment not in _STORAGE_TREATMENTS:
+        if self.op is None and self.treatment not in _PLACED:
             kind, glob = ("module", self.module) if self.param is None else ("parameter", self.param)
             raise PolicyError(
                 f"a {kind} cannot be treated as {self.treatment!r}",
                 where=f"{kind} {glob!r}",
-                why=f"a {kind} takes low and fp32, and its weights are stored so; {self.treatment} is of ops",
+                why=f"a {kind} takes low and fp32, and its weights are stored so, or fp8, mxfp8 and nvfp4 for its "
+                f"products; {self.treatment} is of ops",
                 write=both(f"{self.treatment}=*@{glob}" if self.param is None else f"fp32_param={glob}"),
             )
+        if self.op is None and self.module is not None and self.treatment in QUANTISED:
+            object.__setattr__(self, "op", "*")  # it is of products, and says nothing of the module as a whole
         if self.op is not None and not _is_glob(self.op):
             resolve(self.op, treatment=self.treatment)
+        if self.op is not None and self.treatment in QUANTISED and not self.ops:
+            raise PolicyError(
+                f"{self.op} is not computed in {self.treatment}",
+                where=str(self),
+                why=f"{self.treatment} is for products of weights, {', '.join(QUANTISABLE)}; attention, recurrent "
+                "cells and convolutions stay low, as in the published recipes",
+                write=both(f"{self.treatment}=linear{f'@{self.module}' if self.module else ''}"),
+            )
 
     def matches(self, *, op: str, module: str | None) -> bool:
         """Say whether this rule decides about an op.
@@ -264,6 +286,8 @@ class Rule:
             module: Path of the module it runs in; ``None`` outside any prepared module.
         """
         if self.param is not None:
+            return False
+        if self.treatment in QUANTISED and op not in QUANTISABLE:
             return False
         return (self.op is None or _matches_op(self.op, op)) and (
             self.module is None or (module is not None and self.matches_module(module))
@@ -282,7 +306,8 @@ class Rule:
         """The classified ops it names: one, or those that its glob matches, or none."""
         if self.op is None:
             return ()
-        return tuple(matching(self.op)) if _is_glob(self.op) else (resolve(self.op),)
+        named = tuple(matching(self.op)) if _is_glob(self.op) else (resolve(self.op),)
+        return tuple(op for op in named if op in QUANTISABLE) if self.treatment in QUANTISED else named
 
     @property
     def selector(self) -> tuple[str | None, str | None, str | None]:
@@ -295,14 +320,20 @@ class Rule:
         """The key of this rule in a policy's text: ``low``, ``fp32_module``, ``fp32_param``."""
         if self.param is not None:
             return f"{self.treatment}_param"
-        return self.treatment if self.op is not None else f"{self.treatment}_module"
+        return f"{self.treatment}_module" if self._names_module else self.treatment
 
     @property
     def name(self) -> str:
         """What stands for this rule behind its key: the glob, or ``op@module``."""
-        if self.op is not None and self.module is not None:
+        if self.op is not None and self.module is not None and not self._names_module:
             return f"{self.op}@{self.module}"
-        return self.op or self.module or self.param or ""
+        return (self.module if self._names_module else self.op) or self.param or ""
+
+    @property
+    def _names_module(self) -> bool:
+        """Whether it is written by its module alone."""
+        whole = self.op is None or (self.treatment in QUANTISED and self.op == "*")
+        return whole and self.module is not None
 
     def __str__(self) -> str:
         return f"{self.key}={self.name}"
@@ -330,8 +361,8 @@ class Decision:
 def _example(treatment: Treatment | str, kind: str) -> str:
     """Write a cure that gives a treatment to things of a kind, in both spellings."""
     if kind == "op":
-        return both(f"{treatment}=softmax+gelu")
-    treated = treatment if treatment in _STORAGE_TREATMENTS else "fp32"
+        return both(f"{treatment}={'linear' if treatment in QUANTISED else 'softmax+gelu'}")
+    treated = treatment if treatment in _PLACED else "fp32"
     return both(f"{treated}_{kind}={'head+blocks.*' if kind == 'module' else '*.scale+*.bias'}")
 
 

@@ -382,7 +382,8 @@ class Engine(Writes):
             yield
         except Exception as error:
             if self.account.begun == number and not self.broken:
-                self.ranks.absent(error, self.device, step=number + 1)
+                largest = [memory.window for memory in self.weights.memories()]
+                self.ranks.absent(error, self.device, step=number + 1, largest=largest)
             raise
 
     def judge(self, windows: list[Window], optimizers: Collection[Optimizer]) -> tuple[Judged, Tensor | None]:
@@ -423,7 +424,9 @@ class Engine(Writes):
         grad_norm, found_inf, multiplier, failed, *fused = found
         absent = None
         if self.ranks.size > 1:
-            found_inf, failed, absent = self.ranks.agree(found_inf, failed, step=self.account.begun + 1)
+            largest = [memory.window for memory in self.weights.memories()]
+            number = self.account.begun + 1
+            found_inf, failed, absent = self.ranks.agree(found_inf, failed, step=number, largest=largest)
             fused = []
         verdict = Verdict(
             norms=sizes,
@@ -452,6 +455,8 @@ class Engine(Writes):
         made_with = windows[0].made_with
         for window in windows:
             window.close(verdict.found_inf if self.plain or self.waits else None)
+        for memory in self.weights.memories():
+            memory.move(verdict.found_inf)
         self.tell(verdict.found_inf, hold=judged.failed)
         waiting = any(window.passes and window.made_with is now for window in self.windows)
         if not self.waits and not waiting:
@@ -505,6 +510,8 @@ class Engine(Writes):
                 clear_to_zeros(params)
             for window in self.windows:
                 window.clear()
+            for memory in self.weights.memories():
+                memory.forget()
             self._inner = None
             places.forget_gradients(self.weights.units)
 

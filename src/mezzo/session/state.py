@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mezzo.cast.amaxes import ROLES, Amaxes
 from mezzo.errors import MezzoError, StateError, UnsupportedError, shown, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.optim.state import with_spread_scales
 from mezzo.policy import Policy
+from mezzo.policy.rules import both
 from mezzo.scale import LossScale
 from mezzo.scale.config import one_number
 from mezzo.scale.state import VALUES, is_count
@@ -74,6 +76,7 @@ def save(engine: Engine, policy: Policy, *, weights: bool = True) -> dict[str, A
     engine.commit()
     stored = engine.weights.stored() if weights else {}
     named = list(engine.weights.named_params())
+    memories = engine.weights.memories()
     rests = {name: sharded_as(stored[p].rest_of(p).clone(), p) for name, p in named if p in stored}
     return {
         "version": VERSION,
@@ -82,7 +85,16 @@ def save(engine: Engine, policy: Policy, *, weights: bool = True) -> dict[str, A
         "loss_scale": engine.scaler.state_dict(),
         "stats": engine.account.state_dict(),
         "remainders": rests,
+        **({"products": _remembered(engine, memories)} if memories else {}),
     }
+
+
+def _remembered(engine: Engine, memories: list[Amaxes]) -> dict[str, Any]:
+    """Return what products below sixteen bits remember."""
+    names = engine.weights.names()
+    pairs = [pair for memory in memories for pair in memory.histories()]
+    histories = {names[id(weight)]: history.clone() for weight, history in pairs}
+    return {"histories": histories, "draws": [int(memory.draws) for memory in memories]}
 
 
 # Loading --------------------------------------------------------------------------------------------------
@@ -120,6 +132,10 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
             stored[param].set_rest(param, rest)
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
         _load_scale(engine, _within(state["loss_scale"], policy.loss_scale))
+    if (remembered := state.get("products")) is not None:
+        histories = {id(named[name]): history for name, history in remembered["histories"].items() if name in named}
+        for memory, draws in zip(engine.weights.memories(), remembered["draws"], strict=False):
+            memory.load(histories, draws)
     engine.account.load_state_dict(state["stats"], float(engine.scaler.state.scale))
 
 
@@ -191,6 +207,7 @@ def check(engine: Engine, state: Any, others: list[str] | None = None) -> None:
         raise StateError(
             "the state of the session is damaged", where="\n".join(damaged[:5]), write="an older checkpoint"
         )
+    _check_histories(engine, state)
     differing = [*_differences(engine, state), *(others or ())]
     if differing:
         raise StateError(
@@ -201,7 +218,33 @@ def check(engine: Engine, state: Any, others: list[str] | None = None) -> None:
         )
 
 
+def _check_histories(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Refuse amax histories of another length."""
+    saved = next(iter(state.get("products", {}).get("histories", {}).values()), None)
+    here = next((memory.history for memory in engine.weights.memories() if memory.names), None)
+    if saved is not None and here is not None and saved.shape[-1] != here.shape[-1]:
+        raise StateError(
+            "the amax histories of the state have another length",
+            where=f"fp8_history={saved.shape[-1]} → {here.shape[-1]}",
+            why="the largest value of other steps would set the scales",
+            write=both(f"fp8_history={saved.shape[-1]}"),
+        )
+
+
+def _is_remembered(value: Any) -> bool:
+    """Whether something is what :func:`_remembered` returns."""
+    return (
+        isinstance(value, Mapping)
+        and _by_name(Tensor)(value.get("histories"))
+        and all(each.dim() == 2 and each.shape[0] == len(ROLES) for each in value["histories"].values())
+        and isinstance(value.get("draws"), list)
+        and all(map(is_count, value["draws"]))
+    )
+
+
 def _damages(state: Mapping[str, Any]) -> Iterator[str]:
+    if "products" in state and not _is_remembered(state["products"]):
+        yield f"products is {shown(state['products'])}, not histories and draws"
     for path, (fits, words) in _FIELDS.items():
         folder, _, name = path.rpartition(".")
         there = state.get(folder) if folder else state

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mezzo.cast.amaxes import Amaxes
 from mezzo.cast.model import places
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.model.refusals import preparations_in
@@ -150,6 +151,10 @@ class Weights:
     def region(self) -> autocast:
         """Return the region to run the models and their losses in."""
         return self.prepared[0].autocast(*self.prepared[1:])
+
+    def memories(self) -> list[Amaxes]:
+        """Return what products below sixteen bits remember, of each model that has such."""
+        return [memory for prepared in self.prepared if (memory := prepared.params.memory) is not None]
 
     # The weights -----------------------------------------------------------------------------------------
 

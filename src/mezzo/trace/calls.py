@@ -10,7 +10,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Final, Literal
 
@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from mezzo.cast.differences import OPENED
 from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.cast.notes import notes
+from mezzo.cast.products import asked, recipe_of
 from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule, Treatment
-from mezzo.policy.ops import OPS, resolve
+from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, resolve
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
 
@@ -101,8 +102,18 @@ def here() -> int:
 def doing() -> Doing:
     """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
     taken = notes()
-    inner = (note.kind for note in reversed(taken) if note.kind != "op")
-    return next(inner, "region" if taken else "other")
+    inner = next((note for note in reversed(taken) if note.kind != "op"), None)
+    if inner is None or inner.kind == "op":
+        return "region" if taken else "other"
+    if inner.kind == "quantised":
+        return "emulation" if inner.about.emulated else "cast"
+    kind: Doing = inner.kind
+    return kind
+
+
+def quantised_formats() -> tuple[str, ...]:
+    """Name the formats of the operands of the product below sixteen bits that runs; nothing where none does."""
+    return next((note.about.formats for note in reversed(notes()) if note.kind == "quantised"), ())
 
 
 def is_from(name: str, package: str) -> bool:
@@ -131,21 +142,30 @@ class Decider:
         given = list(tensors((args, kwargs)))
         device_type = given[0].device.type if given else "cpu"
         op = op_name(function)
-        param, differences = self._param_decision(args, kwargs), acting_differences(args, kwargs)
+        param, differences = self._param_decision(op, args, kwargs), acting_differences(args, kwargs)
+        decision = param or self._decision(op, module, device_type)
+        if decision.treatment in QUANTISED and op in QUANTISABLE:
+            recipe = recipe_of(self.policy, decision.treatment, emulated=False)
+            read = asked(op, args, kwargs, recipe.multiple)
+            why = read if isinstance(read, str) else "low_products=forward" if recipe.low == "forward" else ""
+            if why:
+                decision = replace(decision, treatment="low", reason=f"{decision.reason}; it stays low: {why}")
         return OpCall(
             op=op,
-            decision=param or self._decision(op, module, device_type),
+            decision=decision,
             goes_back=param is not None and differences is not None and differences.gives_back,
             low=dtype_name(self.policy.dtype),
             given=_names(given),
             cause=_cause(kwargs, is_off=self.policy.autocast and not _autocasts(device_type)),
         )
 
-    def _param_decision(self, args: Any, kwargs: Any) -> Decision | None:
+    def _param_decision(self, op: str, args: Any, kwargs: Any) -> Decision | None:
         found = _pinned(args, kwargs)
         if found is None:
             return None
         param, treatment = found
+        if treatment in QUANTISED and op not in QUANTISABLE:
+            return None  # the rule is of products
         rule, path = self.ruled.get(id(param), (None, "a parameter"))
         reason = (rule.reason if rule else "") or f"it reads {path}, which the rule {rule} pins"
         return Decision(treatment=treatment, rule=rule, reason=reason, source="policy")
@@ -190,6 +210,7 @@ class OpCall:
     has_run: bool = False
     emulated: bool = False
     kernels: set[str] = field(default_factory=set)
+    formats: tuple[str, ...] = ()  # of quantised operands
     _computed: bool = False
     _inputs: dict[str, None] = field(default_factory=dict)
     _converted: dict[str, None] = field(default_factory=dict)
@@ -210,7 +231,7 @@ class OpCall:
         if self.is_conversion or self._made_here.get(before) is not None:
             return False
         match self.decision.treatment:
-            case "low":
+            case "low" | "fp8" | "mxfp8" | "nvfp4":
                 return dtype_name(after.dtype) == self.low
             case "fp32" | "fp32_math":
                 return after.dtype == torch.float32
@@ -219,6 +240,7 @@ class OpCall:
 
     def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, *, emulated: bool) -> None:
         """Take note of a kernel: what enters it from outside the call is what the call computes in."""
+        self.formats = self.formats or quantised_formats()
         if is_cast(kernel, args, out):
             self.has_run = True
             from_outside = self._made_here.get(args[0]) is None
@@ -243,7 +265,7 @@ class OpCall:
 
     def row(self, module: str, out: Any) -> tuple[Any, ...] | None:
         """Return the fields of a :class:`~mezzo.explanation.Row`, all but the count; ``None`` for integers."""
-        computes_in = tuple(self._inputs if self._computed or self.emulated else self._converted)
+        computes_in = self.formats or tuple(self._inputs if self._computed or self.emulated else self._converted)
         results = list(tensors(out))
         if not computes_in and not any(has_fraction(tensor.dtype) for tensor in results):
             return None
@@ -263,7 +285,9 @@ class OpCall:
         outs = [name for name in returns if name in _CASTABLE]
         match self.decision.treatment:
             case "low":
-                wanted, agrees = self.low, not set(ins) - {self.low}
+                wanted, agrees = self.low, not set(ins) - {self.low} and not self.formats
+            case "fp8" | "mxfp8" | "nvfp4" as treatment:
+                wanted, agrees = treatment, bool(self.formats)
             case "fp32":
                 returned = {"float32", self.low} if self.goes_back else {"float32"}
                 wanted, agrees = "float32", not set(ins) - {"float32"} and not (given and set(outs) - returned)
@@ -314,7 +338,8 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """
     differences = acting_differences(args, kwargs)
     if differences is not None:
-        if _pinned(args, kwargs) is not None or differences.handler(function) is not None:
+        pinned = _pinned(args, kwargs)
+        if (pinned is not None and pinned[1] not in QUANTISED) or differences.handler(function) is not None:
             return None
         if (opened := differences.opened.get(function)) is not None:
             return opened

@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 
 from mezzo.tensors import LOW, dtype_name, has_fraction, tensors
 from mezzo.trace import kernels
-from mezzo.trace.calls import Decider, Doing, Place, Where, doing, kernel_name
+from mezzo.trace.calls import Decider, Doing, Place, Where, doing, kernel_name, quantised_formats
 from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import LostIntegers, lost_integers
 
@@ -155,7 +155,7 @@ class Trace:
                     self._follow(kernel, args, kwargs, out, place)
                 self._labels.put(tensors(out), self._new_label(), replace=False)
                 self.moved_bytes += kernels.moved_bytes(kernel, args, kwargs, out, self.dtype if emulated else None)
-                if not self.where.is_backward:
+                if not self.where.is_backward and made_by != "cast":
                     self._product(kernel, args, kwargs, out, place, emulated=emulated)
             if place.call is not None:
                 place.call.kernel(kernel, args, kwargs, out, emulated=emulated)
@@ -254,7 +254,8 @@ class Trace:
                 self.products[place.module, op, shape, dtype_name(dtype), multiple, line] += 1
         if (counted := kernels.flops(kernel, args, kwargs, out)) is not None:
             amount, dtype = counted
-            name = dtype_name(self.dtype if emulated else dtype)
+            formats = quantised_formats()
+            name = formats[0] if formats else dtype_name(self.dtype if emulated else dtype)
             op, why = (kernel_name(kernel), "") if call is None else (call.op, call.why)
             key = (place.module, op, name, why, line)
             self.flops[key] += amount

@@ -189,7 +189,7 @@ class Within:
 
     def region(self) -> Region:
         """Return the region of this module."""
-        region = Region.inside(self.policy, self.path, self.params.pinned(), self.kinds())
+        region = Region.inside(self.policy, self.path, RuledParams.known_of([self.params]), self.kinds())
         return region.with_wide_norm() if self.widens_norm else region
 
     @property

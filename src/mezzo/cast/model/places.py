@@ -13,8 +13,12 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from mezzo.cast.amaxes import Amaxes
+from mezzo.cast.differences import Known
+from mezzo.cast.products import recipe_of
 from mezzo.errors import MezzoError, UnsupportedError, some_of
 from mezzo.policy import Policy, Rule, Treatment
+from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.tensors import CASTABLE, dtype_name, is_distributed
 
 # What torch's ``fully_shard`` did to a model: which parameters are shards, and what they are gathered in.
@@ -251,6 +255,8 @@ class RuledParams:
     places: tuple[tuple[nn.Module, str, Treatment], ...]
     #: What stands there while parameters that are sharded are gathered, by their part.
     gathered: dict[Tensor, Tensor] = field(default_factory=dict)
+    #: What the model's products below sixteen bits remember.
+    memory: Amaxes | None = None
 
     @classmethod
     def of(cls, model: nn.Module, policy: Policy) -> RuledParams:
@@ -262,7 +268,10 @@ class RuledParams:
         ruled = {tensor: rule for tensor, *_, rule in deciding if rule is not None}
         # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
         shared = {t for t, *_, rule in deciding if t in ruled and (rule is None or rule.param is not None)}
-        found = cls(tuple((owner, name, _treatment(t, ruled[t])) for t, owner, name, _ in deciding if t in shared))
+        ruled_places = [(owner, name, _treatment(t, ruled[t])) for t, owner, name, _ in deciding if t in shared]
+        named = [(owner, path, policy.product_rule(path)) for _, path, owner in stored_tensors(model)]
+        ruled_places += [(owner, path.rpartition(".")[2], rule.treatment) for owner, path, rule in named if rule]
+        found = cls(tuple(ruled_places), memory=_memory(model, policy))
         found.find_gathered(model)
         return found
 
@@ -271,7 +280,8 @@ class RuledParams:
 
     def find_gathered(self, model: nn.Module) -> None:
         """Find out what stands there while parameters are gathered; every rank takes part."""
-        if any(is_distributed(tensor) for tensor, _ in self):
+        read = model.parameters() if self.memory is not None else (tensor for tensor, _ in self)
+        if any(map(is_distributed, read)):
             self.gathered.update(gathered(model))
 
     def __iter__(self) -> Iterator[tuple[Tensor, Treatment]]:
@@ -282,9 +292,34 @@ class RuledParams:
                 if tensor in self.gathered:
                     yield self.gathered[tensor], treatment
 
-    def pinned(self) -> dict[int, Treatment]:
-        """Return the treatment of ops that read a ruled parameter, by the parameter's ``id``."""
-        return {id(tensor): treatment for tensor, treatment in self}
+    @classmethod
+    def known_of(cls, each: Iterable[RuledParams]) -> Known:
+        """Return what regions are to know of the parameters of some models."""
+        every = [*each]
+        memories = [params.memory for params in every if params.memory is not None]
+        for params in every:
+            if params.memory is not None:
+                params.memory.follow(params.gathered)
+        pinned = {id(tensor): treatment for params in every for tensor, treatment in params}
+        return Known(pinned, tuple(memories))
+
+
+def _memory(model: nn.Module, policy: Policy) -> Amaxes | None:
+    """Return what the products of a model remember, if a rule gives one a recipe that does."""
+    weights, remembers = dict[str, tuple[nn.Module, str]](), False
+    for path, module in model.named_modules():
+        by_module = {policy.explain(op, path or None).treatment for op in QUANTISABLE}
+        for name, param in module._parameters.items():
+            if param is None or param.dim() < 2:
+                continue
+            whole = f"{path}.{name}" if path else name
+            rule = policy.product_rule(whole)
+            quantised = {*([rule.treatment] if rule else by_module)} & {*QUANTISED}
+            recipes = [recipe_of(policy, treatment, emulated=False) for treatment in quantised]
+            remembers |= any(recipe.remembers for recipe in recipes)
+            if any(recipe.delayed for recipe in recipes):
+                weights[whole] = module, name
+    return Amaxes(weights, policy) if remembers else None
 
 
 # What stands against a policy in the way in which ``fully_shard`` has sharded a model.

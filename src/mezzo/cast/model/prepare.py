@@ -36,7 +36,8 @@ from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
 from mezzo.errors import StateError, printable, raise_together
 from mezzo.policy import Policy, Rule
-from mezzo.tensors import LOW
+from mezzo.policy.ops import QUANTISABLE, QUANTISED
+from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.halves import Halves, give, give_back
 from mezzo.weights.models import show_fp32
 from mezzo.weights.views import adopt
@@ -119,7 +120,7 @@ class Prepared:
     def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
         require_module(model)
         self.asked, self.in_session, self._is_removed = policy, False, False
-        policy = with_pinned_classes(model, policy)
+        policy = with_low_ends(model, with_pinned_classes(model, policy))
         self.model, self.policy = model, policy
         places.reshard(places.units(model))
         self._parts: dict[Tensor, places.Shard] = {part.param: part for part in places.shards(model)}
@@ -243,12 +244,12 @@ class Prepared:
         """
         every = (self, *others)
         kinds = tuple(dict.fromkeys(kind for each in every for kind in each.kinds()))
-        pinned = {param: treatment for each in every for param, treatment in each.params.pinned().items()}
+        known = RuledParams.known_of([each.params for each in every])
         if torch.compiler.is_compiling():
-            if len(kinds) == 1 and not pinned:
+            if len(kinds) == 1 and not known.pinned and not known.memories:
                 return autocast(self.policy, kinds[0])  # which knows how to be traced
-            return autocast.of(Region.inside(self.policy, "", pinned, kinds))
-        return _ModelRegion.around(Region.inside(self.policy, "", pinned, kinds), every)
+            return autocast.of(Region.inside(self.policy, "", known, kinds))
+        return _ModelRegion.around(Region.inside(self.policy, "", known, kinds), every)
 
     def adopt(self, optimizer: Optimizer) -> None:
         """Let an optimizer update the FP32 values of the model's weights, without a session, until :meth:`remove`.
@@ -407,3 +408,31 @@ def with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:
     rules = (Rule("fp32", module=path, reason="its class is pinned by @mezzo.fp32") for path in pinned)
     said = {rule.selector for rule in policy.rules}
     return policy.evolve(rules=(*policy.rules, *(rule for rule in rules if rule.selector not in said)))
+
+
+def with_low_ends(model: nn.Module, policy: Policy) -> Policy:
+    """Keep products of a model's first and last layer in the policy's dtype, unless a glob other than ``*`` names them.
+
+    Layers are modules with a matrix of their own, an embedding among them, in the order in which the model has them.
+
+    References:
+        Micikevicius et al. 2022 (FP8), section 4; arXiv 2509.25149 (NVFP4), section 4: both keep them.
+    """
+    if not any(rule.treatment in QUANTISED for rule in policy.rules):
+        return policy
+    layers = [path for path, module in model.named_modules() if path and any(p.dim() > 1 for p in owned(module))]
+    rules = []
+    for end, path in {"last": layers[-1:], "first": layers[:1]}.items():
+        for layer in path:
+            names = [name for name, _ in model.get_submodule(layer).named_parameters(layer, recurse=False)]
+            is_named = any(
+                rule.treatment in QUANTISED
+                and ((rule.module not in (None, "*") and rule.matches_module(layer))
+                     or (rule.param not in (None, "*") and any(map(rule.matches_param, names))))
+                for rule in policy.rules
+            )  # fmt: skip
+            if not is_named:
+                why = f"the {end} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
+                rules += [Rule("low", op=op, module=layer, reason=why) for op in QUANTISABLE]
+    said = {rule.selector for rule in policy.rules}
+    return policy.evolve(rules=(*(rule for rule in rules if rule.selector not in said), *policy.rules))

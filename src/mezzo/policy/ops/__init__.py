@@ -13,9 +13,9 @@ from mezzo.policy.ops.names import (
     resolve,
     written_form,
 )
-from mezzo.policy.ops.table import NORMS, OPS, TREATMENTS, VIEWS, Op, Reason, Treatment
+from mezzo.policy.ops.table import NORMS, OPS, QUANTISABLE, QUANTISED, TREATMENTS, VIEWS, Op, Reason, Treatment
 
 __all__ = [
-    "NORMS", "OPS", "TREATMENTS", "VIEWS", "Op", "Reason", "Treatment", "callables", "functions",
-    "is_in_place", "matching", "out_of_place", "resolve", "written_form",
+    "NORMS", "OPS", "QUANTISABLE", "QUANTISED", "TREATMENTS", "VIEWS", "Op", "Reason", "Treatment", "callables",
+    "functions", "is_in_place", "matching", "out_of_place", "resolve", "written_form",
 ]  # fmt: skip

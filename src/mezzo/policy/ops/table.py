@@ -22,7 +22,7 @@ import torch
 # Names are ``name=op`` pairs, each op being a base name of the op table. Facts only: what mezzo makes of them stands in
 # the table.
 
-Treatment = Literal["low", "fp32", "fp32_math", "promote", "native", "ban"]
+Treatment = Literal["low", "fp32", "fp32_math", "promote", "native", "ban", "fp8", "mxfp8", "nvfp4"]
 
 
 def _names(lists: Mapping[str, str]) -> Mapping[str, frozenset[str]]:
@@ -173,6 +173,12 @@ Reason = Literal[
 
 #: The treatments that a rule may ask for.
 TREATMENTS: Final[tuple[Treatment, ...]] = get_args(Treatment)
+
+#: Those of products whose operands have less than sixteen bits, and whose results are low.
+QUANTISED: Final[tuple[Treatment, ...]] = ("fp8", "mxfp8", "nvfp4")
+#: The products that take them: those of a weight. Attention, recurrent cells and convolutions stay low, as in the
+#: published recipes (Micikevicius et al. 2022; NVIDIA, *Pretraining Large Language Models with NVFP4*, 2025).
+QUANTISABLE: Final = ("linear", "addmm", "mm", "matmul")
 
 #: Softmax and the normalisations: read and write low precision, compute in FP32 (Micikevicius 2018, §3.3). Batch and
 #: instance norm are not among them: their kernels keep FP32 statistics, which they update in place.

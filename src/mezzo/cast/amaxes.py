@@ -1,0 +1,144 @@
+"""What products below sixteen bits remember from step to step: largest values of their operands, and random draws.
+
+Delayed scaling quantises an operand by the largest value that it had in the steps before, which is known before the
+operand is. A product takes note of what its operands had when it is differentiated, and the session moves all histories
+on at the end of a step that was not skipped: so evaluation, recomputation and skipped steps cannot move them.
+
+Source: Micikevicius et al., *FP8 Formats for Deep Learning*, 2022, section 4; NVIDIA Transformer Engine's recipe
+``DelayedScaling``, whose defaults these are: 1024 steps, their largest, no margin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from mezzo.policy import Policy
+
+#: The operands of a product of a weight, in the order in which their largest values are kept.
+Role = Literal["activation", "weight", "gradient"]
+ROLES: Final[tuple[Role, ...]] = get_args(Role)
+
+
+def moved_on(history: Tensor, window: Tensor, skipped: Tensor) -> Tensor:
+    """Return histories after a step, the newest value first.
+
+    Args:
+        history: (weights, 3, steps) float32, zeros where nothing is known yet.
+        window: (weights, 3): the largest values since the step before, zeros where nothing was differentiated.
+        skipped: 0-d bool: whether the step was skipped, whose values are dropped.
+    """
+    known = torch.where(window.isfinite() & (window > 0), window, history[..., 0])
+    return torch.where(skipped, history, torch.cat([known.unsqueeze(-1), history[..., :-1]], -1))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """What one weight's products read and note, as views of what is kept."""
+
+    kept: Tensor  # (3,)
+    window: Tensor  # (3,)
+
+    def amax(self, role: Role, now: Tensor) -> Tensor:
+        """Return what to quantise an operand by: its largest value now, where nothing is known yet.
+
+        Args:
+            role: One of :data:`ROLES`.
+            now: 0-d float32: the operand's largest value.
+        """
+        kept = self.kept[ROLES.index(role)]
+        return torch.where(kept > 0, kept, now)
+
+    def note(self, role: Role, now: Tensor) -> None:
+        """Take note of the largest value of an operand that has been differentiated."""
+        at = ROLES.index(role)
+        self.window[at] = torch.maximum(self.window[at], now)
+
+
+class Amaxes:
+    """The histories of a model's weights, and how many random draws were made.
+
+    Args:
+        places: Where the weights stand, by their paths: a module and a name. What stands there when a region begins is
+            meant.
+        policy: How long histories are, and what is taken of them.
+
+    **Cost**: 12 bytes for each weight and step of the history; a few kernels a step, no host sync.
+    """
+
+    def __init__(self, places: Mapping[str, tuple[nn.Module, str]], policy: Policy) -> None:
+        self.names, self._places = tuple(places), tuple(places.values())
+        self._takes_latest = policy.fp8_amax == "latest"
+        self.history = torch.zeros(len(places), len(ROLES), policy.fp8_history)
+        self.kept = torch.zeros(len(places), len(ROLES))
+        self.window = torch.zeros_like(self.kept)
+        self.draws = torch.zeros((), dtype=torch.int64)
+        self._numbers: dict[int, int] = {}
+        self.follow({})
+
+    def follow(self, gathered: Mapping[Tensor, Tensor]) -> None:
+        """Go where the weights are now.
+
+        Args:
+            gathered: What stands in the places of sharded parameters while they are gathered, by their part.
+        """
+        now = [module._parameters[name] for module, name in self._places]
+        weights = [(number, weight) for number, weight in enumerate(now) if weight is not None]
+        self._numbers = {id(each): number for number, each in weights}
+        self._numbers |= {id(gathered[each]): number for number, each in weights if each in gathered}
+        device = weights[0][1].device if weights else self.draws.device
+        if device != self.draws.device:
+            for name in ("history", "kept", "window", "draws"):
+                setattr(self, name, getattr(self, name).to(device))
+
+    def knows(self, weight: Tensor) -> bool:
+        """Whether a weight, or what it is a view of, is one of the model's."""
+        return self._number(weight) is not None
+
+    def _number(self, weight: Tensor) -> int | None:
+        found = self._numbers.get(id(weight))
+        return found if found is not None or weight._base is None else self._numbers.get(id(weight._base))
+
+    def slot(self, weight: Tensor) -> Slot | None:
+        """Return what the products of a weight read and note."""
+        number = self._number(weight)
+        return None if number is None else Slot(self.kept[number], self.window[number])
+
+    def draw(self) -> Tensor:
+        """Return a number that no other draw has, 0-d int64: the key of noise."""
+        self.draws += 1
+        return self.draws.clone()
+
+    @torch.no_grad()
+    def move(self, skipped: Tensor) -> None:
+        """Move the histories on after a step."""
+        if self.names:
+            self.history.copy_(moved_on(self.history, self.window, skipped.to(self.history.device)))
+            self.window.zero_()
+            self._take()
+
+    def forget(self) -> None:
+        """Drop what was noted since the last step: its gradients were cleared."""
+        self.window.zero_()
+
+    def _take(self) -> None:
+        self.kept.copy_(self.history[..., 0] if self._takes_latest else self.history.amax(-1))
+
+    def histories(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each weight with its history, (3, steps)."""
+        for number, (module, name) in enumerate(self._places):
+            if (weight := module._parameters[name]) is not None:
+                yield weight, self.history[number]
+
+    def load(self, histories: Mapping[int, Tensor], draws: int) -> None:
+        """Go on from saved histories, by the ``id`` of their weights; others begin anew."""
+        for weight, mine in self.histories():
+            saved = histories.get(id(weight))
+            mine.copy_(saved) if saved is not None else mine.zero_()
+        self.draws.fill_(draws)
+        self.window.zero_()
+        self._take()

@@ -1,0 +1,461 @@
+"""Products of weights below sixteen bits: which operands are written down in which format, forward and backward.
+
+A linear layer has three products, each with a dimension that it sums over: the output (over features in), the gradient
+of its input (over features out) and that of its weight (over rows). Operands are quantised before each, summed in FP32
+and rounded once to the policy's dtype. What is kept for the backward pass are quantised operands.
+
+A format whose scales do not depend on the dimension (one for the tensor, or for square blocks) is written down once for
+both products that an operand is in; else once along each dimension, from the operand itself.
+
+Sources: Micikevicius et al. 2022 (E4M3 forward, E5M2 for gradients); torchao's ``Float8LinearConfig`` (row-wise);
+OCP Microscaling Formats 1.0; NVIDIA, *Pretraining Large Language Models with NVFP4*, arXiv 2509.25149.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from mezzo.cast.amaxes import ROLES, Amaxes, Role, Slot
+from mezzo.cast.emulate import _emulated as as_emulation
+from mezzo.cast.notes import WATCHERS, Quantising, during
+from mezzo.errors import UnsupportedError
+from mezzo.formats import (
+    MXFP8_E4M3,
+    NVFP4,
+    NVFP4_2D,
+    ROWWISE_E4M3,
+    TENSORWISE_E4M3,
+    TENSORWISE_E5M2,
+    BlockFormat,
+    Quantized,
+    quantized,
+)
+from mezzo.policy import Policy, Treatment
+from mezzo.tensors import is_transformed
+
+# Recipes -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How the products of a weight are computed.
+
+    Attributes:
+        treatment: The policy's word for it.
+        activation: The format of what a layer is given.
+        weight: That of its weight.
+        gradient: That of its output's gradient.
+        multiple: What each dimension must be a multiple of.
+        delayed: Whether scales come from the steps before.
+        stochastic: Whether gradients are rounded at random.
+        transformed: Whether what weight gradients are made of is first spread over 16 rows by a random rotation.
+        low: Which product stays in the policy's dtype: ``none``, ``wgrad`` or ``forward``.
+        emulated: Whether products in that dtype are computed in FP32 from rounded operands.
+    """
+
+    treatment: Treatment
+    activation: BlockFormat
+    weight: BlockFormat
+    gradient: BlockFormat
+    multiple: int = 16
+    delayed: bool = False
+    stochastic: bool = False
+    transformed: bool = False
+    low: str = "none"
+    emulated: bool = False
+
+    @property
+    def as_note(self) -> Quantising:
+        """What it is to those who watch a pass."""
+        if self.low == "forward":
+            return Quantising((), self.emulated)
+        names = dict.fromkeys(form.element.name for form in (self.activation, self.weight))
+        return Quantising(tuple(names), True)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether something is to be known from step to step."""
+        return self.delayed or self.stochastic
+
+
+@functools.lru_cache(maxsize=256)
+def recipe_of(policy: Policy, treatment: Treatment, *, emulated: bool) -> Recipe:
+    """Return how a policy has the products under a treatment computed."""
+    recipe = Recipe(
+        treatment=treatment, activation=MXFP8_E4M3, weight=MXFP8_E4M3, gradient=MXFP8_E4M3, multiple=32,
+        low=policy.low_products, emulated=emulated,
+    )  # fmt: skip
+    if treatment == "mxfp8":
+        return recipe
+    recipe = replace(recipe, multiple=16)
+    if treatment == "nvfp4":
+        tricks = policy.nvfp4_tricks.split("+")
+        return replace(
+            recipe, activation=NVFP4, weight=NVFP4_2D if "2d" in tricks else NVFP4, gradient=NVFP4,
+            stochastic="stochastic" in tricks, transformed="rht" in tricks,
+        )  # fmt: skip
+    if policy.fp8_recipe == "rowwise":
+        return replace(recipe, activation=ROWWISE_E4M3, weight=ROWWISE_E4M3, gradient=ROWWISE_E4M3)
+    return replace(
+        recipe, activation=TENSORWISE_E4M3, weight=TENSORWISE_E4M3, gradient=TENSORWISE_E5M2,
+        delayed=policy.fp8_recipe == "delayed",
+    )  # fmt: skip
+
+
+# Which calls they are --------------------------------------------------------------------------------------
+
+
+class Operands(NamedTuple):
+    """A product of a weight, as ``linear`` has it."""
+
+    x: Tensor  # (..., in)
+    weight: Tensor  # (out, in)
+    bias: Tensor | None
+    is_turned: bool = False  # the result is the transpose of what was asked for
+
+
+#: The arguments of each op by name, and which of them are multiplied.
+_NAMES: Final = {
+    "linear": ("input", "weight", "bias"),
+    "addmm": ("input", "mat1", "mat2"),
+    "mm": ("input", "mat2"),
+    "matmul": ("input", "other"),
+}
+_FACTORS: Final = {op: names[-2:] if op != "linear" else names[:2] for op, names in _NAMES.items()}
+
+
+def asked(op: str, args: Sequence[Any], kwargs: dict[str, Any], multiple: int) -> Operands | str:
+    """Read a call as a product of a weight.
+
+    Args:
+        op: Its base name, one of ``QUANTISABLE``.
+        args: As the program calls it: a weight is its parameter there.
+        kwargs: As the program calls it.
+        multiple: What each dimension must be a multiple of.
+
+    Returns:
+        The operands, or why the product stays in the policy's dtype.
+    """
+    named = _named(op, args, kwargs)
+    if named.get("beta", 1) != 1 or named.get("alpha", 1) != 1 or named.get("out_dtype") is not None:
+        return "it scales its operands, or names another dtype"
+    first, second = (named[name] for name in _FACTORS[op])
+    is_turned = op != "linear" and _is_parameter(first) and not _is_parameter(second)
+    if op == "matmul" and not (is_turned or _is_parameter(second)):
+        return "no operand is a parameter"
+    if second.dim() != 2 or first.dim() < 1 or (is_turned and (first.dim() != 2 or op == "addmm")):
+        return "it is no product of a matrix with a weight"
+    found = _arranged(op, named, is_turned=is_turned)
+    sizes = {
+        "rows": math.prod(found.x.shape[:-1]), "features in": found.weight.shape[1],
+        "features out": found.weight.shape[0],
+    }  # fmt: skip
+    odd = [f"{size} {name}" for name, size in sizes.items() if size == 0 or size % multiple]
+    return f"{' and '.join(odd)}, no multiple of {multiple}" if odd else found
+
+
+def cast_as(asked: Operands, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operands:
+    """Read the same call with cast arguments."""
+    return _arranged(op, _named(op, args, kwargs), is_turned=asked.is_turned)
+
+
+def _named(op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if "self" in kwargs:  # what operators of torch.ops.aten call their first argument
+        args, kwargs = (kwargs["self"], *args), {key: value for key, value in kwargs.items() if key != "self"}
+    return {**dict(zip(_NAMES[op], args, strict=False)), **kwargs}
+
+
+def _arranged(op: str, named: dict[str, Any], *, is_turned: bool) -> Operands:
+    first, second = (named[name] for name in _FACTORS[op])
+    if op == "linear":
+        return Operands(first, second, named.get("bias"))
+    if is_turned:
+        return Operands(second.mT, first, None, is_turned=True)
+    return Operands(first, second.mT, named["input"] if op == "addmm" else None)
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
+# Operands --------------------------------------------------------------------------------------------------
+
+#: An operand as it is multiplied: quantised, or in the policy's dtype.
+Operand: TypeAlias = Quantized | Tensor
+
+#: The signs of the random rotation, drawn once and the same in every layer and step, as in Transformer Engine
+#: (``transformer_engine/pytorch/tensor/nvfp4_tensor.py``, ``get_wgrad_sign_vector``).
+_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+@functools.cache
+def _rotation(device: torch.device) -> Tensor:
+    """Return the 16×16 Hadamard matrix, orthonormal, with signs drawn at random: float32."""
+    matrix = torch.ones(1, 1)
+    for _ in range(4):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / 4 * torch.tensor(_SIGNS, dtype=torch.float32)).to(device)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotate each 16 rows of a matrix among themselves, which changes no sum over rows of two that are rotated.
+
+    Args:
+        x: (rows, features).
+
+    Returns:
+        float32 of that shape.
+    """
+    factors = _rotation(x.device), x.float().view(-1, 16, x.shape[1])
+    # To those who watch it is a part of the cast, and no product of the model's.
+    out: Tensor = during("cast", torch.float32, torch.matmul, *factors) if WATCHERS else torch.matmul(*factors)
+    return out.view(x.shape)
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes the operands of a weight's products down.
+
+    Attributes:
+        recipe: How.
+        memory: What is known of earlier steps; ``None`` where a weight belongs to no prepared model.
+        slot: The weight's part of it, where scales are delayed.
+        noted: The largest values that operands had, by their roles.
+    """
+
+    recipe: Recipe
+    memory: Amaxes | None
+    slot: Slot | None
+    noted: dict[str, Tensor] = field(default_factory=dict)
+
+    def along(self, role: Role, x: Tensor, *dims: int | None) -> list[Any]:
+        """Return a matrix as it is multiplied, for each product that sums over one of its dimensions.
+
+        Args:
+            role: Which operand it is.
+            x: The matrix, in the policy's dtype.
+            *dims: What each product sums over; ``None`` for one that is not computed from it.
+        """
+        form: BlockFormat = getattr(self.recipe, role)
+        made: list[Quantized | None] = []
+        for dim in dims:
+            like = next((each for each in made if each is not None), None)
+            if dim is not None and (like is None or isinstance(form.block, int)):
+                like = self._along(role, x, form, dim)
+            made.append(None if dim is None else like)
+        return made
+
+    def _along(self, role: Role, x: Tensor, form: BlockFormat, dim: int) -> Quantized:
+        key = amax = None
+        if self.recipe.stochastic and role == "gradient":
+            key = _key(x.device) if self.memory is None else self.memory.draw()
+        if self.slot is not None:
+            now = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
+            self.noted[role], amax = now, self.slot.amax(role, now)
+        is_rotated = self.recipe.transformed and role != "weight" and dim == 0
+        return quantized(rotated(x) if is_rotated else x, form, dim, key=key, amax=amax)
+
+
+def _key(device: torch.device) -> Tensor:
+    return torch.randint(2**31, (), device=device)
+
+
+# Products --------------------------------------------------------------------------------------------------
+
+
+def multiplied(
+    a: Operand, b: Operand, dims: tuple[int, int], bias: Tensor | None, dtype: torch.dtype, recipe: Recipe
+) -> Tensor:
+    """Multiply two matrices, each along one of its dimensions; sum in FP32 and round once.
+
+    Args:
+        a: (n, k) or (k, n).
+        b: (m, k) or (k, m).
+        dims: Which dimension of each is k.
+        bias: What is added before the rounding; it broadcasts with (n, m).
+        dtype: What the sum is rounded to.
+        recipe: Whether the device has the product.
+
+    Returns:
+        (n, m).
+    """
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and not recipe.emulated:
+        return functional.linear(_rows(a, dims[0]), _rows(b, dims[1]), bias)
+    (left, by_left), (right, by_right) = _wide(a, dims[0]), _wide(b, dims[1])
+    out = left @ right.mT
+    if by_left is not None and by_right is not None:
+        out *= by_left * by_right.mT
+    if bias is not None:
+        out += bias.float()
+    return out.to(dtype)
+
+
+def _rows(x: Tensor, dim: int) -> Tensor:
+    return x.mT if dim == 0 else x
+
+
+def _wide(operand: Operand, dim: int) -> tuple[Tensor, Tensor | None]:
+    """Return an operand in FP32, (n, k), and what its rows are to be multiplied by after the sum, (n, 1) or (1, 1).
+
+    Values under one scale for a whole row are summed as they are, exact in FP32, and scaled afterwards, as on a device.
+    """
+    if isinstance(operand, Tensor):
+        return _rows(operand, dim).float(), None
+    if operand.format.block not in (None, -1):
+        return _rows(operand.wide(), dim), None
+    scale = operand.scales
+    return _rows(operand.values, dim).float(), scale.view(1, 1) if scale.dim() == 0 else _rows(scale, dim)
+
+
+class Kept(NamedTuple):
+    """What a backward pass needs: the input along its rows, and the weight along its features out."""
+
+    x: Operand | None
+    weight: Operand | None
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, writer: _Writer, needs: tuple[bool, bool]
+) -> tuple[Tensor, Kept]:
+    """Compute a linear layer.
+
+    Args:
+        x: (rows, in).
+        weight: (out, in).
+        bias: What broadcasts with (rows, out).
+        writer: It.
+        needs: Whether the gradients of the input and of the weight will be asked for.
+    """
+    recipe, (needs_x, needs_weight) = writer.recipe, needs
+    over_in = None if recipe.low == "forward" else 1
+    is_low = recipe.low == "wgrad"
+    x_out, x_kept = writer.along("activation", x, over_in, 0 if needs_weight and not is_low else None)
+    w_out, w_kept = writer.along("weight", weight, over_in, 0 if needs_x else None)
+    left, right = (x, weight) if over_in is None else (x_out, w_out)
+    out = multiplied(left, right, (1, 1), bias, x.dtype, recipe)
+    return out, Kept(x if needs_weight and is_low else x_kept, w_kept)
+
+
+def backward(
+    gradient: Tensor, kept: Kept, writer: _Writer, needs: tuple[bool, bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute the gradients of a linear layer's input and weight.
+
+    Args:
+        gradient: (rows, out).
+        kept: From :func:`forward`.
+        writer: It.
+        needs: Which of the two are asked for.
+    """
+    recipe, dtype, (needs_x, needs_weight) = writer.recipe, gradient.dtype, needs
+    is_low = recipe.low == "wgrad"
+    for_x, for_weight = writer.along(
+        "gradient", gradient, 1 if needs_x else None, 0 if needs_weight and not is_low else None
+    )
+    grad_x = grad_weight = None
+    if needs_x and kept.weight is not None:
+        grad_x = multiplied(for_x, kept.weight, (1, 0), None, dtype, recipe)
+    if needs_weight and kept.x is not None:
+        grad_weight = multiplied(gradient if is_low else for_weight, kept.x, (0, 0), None, dtype, recipe)
+    return grad_x, grad_weight
+
+
+def _packed(kept: Kept) -> tuple[list[Tensor | None], list[Any]]:
+    """Take operands apart into tensors, which autograd is to keep, and what makes operands of them again."""
+    flat: list[Tensor | None] = []
+    makers: list[Any] = []
+    for each in kept:
+        if isinstance(each, Quantized):
+            flat += [each.values, each.scales, each.tensor_scale]
+            rest = {name: getattr(each, name) for name in ("format", "dim", "shape", "dtype")}
+            makers.append(functools.partial(Quantized, **rest))
+        else:
+            flat += [each, None, None]
+            makers.append(None)
+    return flat, makers
+
+
+def _unpacked(flat: Sequence[Tensor | None], makers: Sequence[Any]) -> Kept:
+    parts = [flat[at : at + 3] for at in (0, 3)]
+    return Kept(
+        *(
+            part[0] if maker is None else maker(values=part[0], scales=part[1], tensor_scale=part[2])
+            for part, maker in zip(parts, makers, strict=True)
+        )
+    )
+
+
+class _Product(torch.autograd.Function):
+    """A linear layer on quantised operands."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        recipe: Recipe,
+        memory: Amaxes | None,
+        slot: Slot | None,
+    ) -> Tensor:
+        writer = _Writer(recipe, memory, slot)
+        out, kept = forward(x, weight, bias, writer, ctx.needs_input_grad[:2])
+        flat, ctx.makers = _packed(kept)
+        ctx.save_for_backward(*flat, *(writer.noted.get(role) for role in ROLES[:2]))
+        ctx.recipe, ctx.memory, ctx.slot, ctx.bias_shape = recipe, memory, slot, None if bias is None else bias.shape
+        return out
+
+    @staticmethod
+    @once_differentiable
+    @as_emulation
+    def backward(ctx: Any, saved: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        writer = _Writer(ctx.recipe, ctx.memory, ctx.slot)
+        grads = backward(gradient, _unpacked(saved, ctx.makers), writer, ctx.needs_input_grad[:2])
+        if ctx.slot is not None:
+            writer.noted.update(zip(ROLES[:2], saved[6:], strict=True))
+            for role, now in writer.noted.items():
+                if now is not None:
+                    ctx.slot.note(role, now)
+        grad_bias = gradient.float().sum_to_size(ctx.bias_shape).to(gradient.dtype) if ctx.needs_input_grad[2] else None
+        return (*grads, grad_bias, None, None, None)
+
+
+def product(found: Operands, recipe: Recipe, memories: Sequence[Amaxes], weight: Tensor) -> Tensor:
+    """Compute a product of a weight, forward and, when asked, backward.
+
+    Args:
+        found: The operands, in the policy's dtype.
+        recipe: How.
+        memories: What is known of earlier steps, of each model.
+        weight: The weight as the program has it.
+
+    Returns:
+        What the call is to return.
+
+    **Cost**: for the backward pass one byte is kept for each element of the input, and of the weight (half of that, and
+    a scale for each block, in NVFP4). No host sync.
+    """
+    if is_transformed():
+        raise UnsupportedError(
+            f"products in {recipe.treatment} are not transformed by torch.func",
+            why="torch.func sees into no autograd function of Python's",
+            write='policy.low("linear"), the text low=linear, for what torch.func differentiates',
+        )
+    x, low_weight, bias, is_turned = found
+    memory, slot = None, None
+    if recipe.remembers:
+        memory = next((each for each in memories if each.knows(weight)), None)
+        slot = memory.slot(weight) if memory is not None and recipe.delayed else None
+    rows = x.reshape(-1, x.shape[-1])
+    out: Tensor = _Product.apply(rows, low_weight, bias, recipe, memory, slot)  # type: ignore[no-untyped-call]
+    return out.mT if is_turned else out.view(*x.shape[:-1], low_weight.shape[0])
