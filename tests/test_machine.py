@@ -111,5 +111,5 @@ def test_the_home_folder_is_not_named(torchs, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", f"{home}/no-such-compiler")
     found = environment()
     assert found["variables"]["XDG_CACHE_HOME"] == os.path.join("~", "cache")
-    assert found["compiler"] == "no C++ compiler for optimizer kernels"
+    assert found["compiler"] == "no C++ compiler for kernels"
     assert "jane.doe" not in json.dumps(found)

@@ -13,8 +13,8 @@ from torch.utils import collect_env
 
 import mezzo
 from mezzo.cast.device import processor
+from mezzo.compiled import compiler
 from mezzo.errors import UnsupportedError
-from mezzo.step.executors.cpp import compiler
 
 #: Variables that change what is computed, by which kernel, on which device or rank. No other one is shown: what is
 #: pasted into an issue must hold no secret.
@@ -80,7 +80,7 @@ def environment() -> dict[str, Any]:
 
     Returns:
         ``machine`` as :func:`describe` says it, torch's own report under ``torch_collect_env``, and what it leaves out:
-        the C++ compiler of optimizer kernels, packages, TF32, and those of :data:`VARIABLES` that are set, with ``~``
+        the C++ compiler of kernels, packages, TF32, and those of :data:`VARIABLES` that are set, with ``~``
         for the home folder.
 
     **Cost**: a second or two, for programs that torch asks for their versions.

@@ -104,7 +104,7 @@ def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, c
     other.step()
 
     def gone(source):
-        raise UnsupportedError("no C++ compiler for optimizer kernels")
+        raise UnsupportedError("no C++ compiler for kernels")
 
     monkeypatch.setattr(cpp, "built", gone)
     optimizer.step()

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError, nearest, shown
-from mezzo.formats import portable
+from mezzo.formats import cpp, portable
 from mezzo.formats.blocks import BlockFormat, block_format
-from mezzo.formats.table import E2M1, E4M3, E8M0, Format
+from mezzo.formats.table import E2M1, FP32, Format
+from mezzo.tensors import is_transformed
 
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
@@ -175,35 +176,33 @@ def quantized(
             a ``tensor_scale`` it is 0-d, the tensor's, and blocks have their own.
     """
     x = x.detach()
-    dim %= x.dim()
-    moved = x.movedim(dim, -1)
-    shape = moved.shape
-    blocks = moved.contiguous().view(_cut(shape, fmt, dim))
-    bands, _, groups, _ = blocks.shape
-    if amax is not None and amax.dim():
-        amax = amax.movedim(dim, -1).reshape(bands, 1, groups, 1)
-    codes, scales, tensor_scale = portable.encoded(blocks, fmt, key, amax)
-    return _quantized(x, fmt, dim, codes, scales, tensor_scale)
-
-
-def _quantized(
-    x: Tensor, fmt: BlockFormat, dim: int, codes: Tensor, scales: Tensor, tensor_scale: Tensor | None
-) -> Quantized:
-    """Give codes and scales their shapes and dtypes."""
-    *before, last = x.movedim(dim, -1).shape
+    last_dim = x.dim() - 1
+    dim %= last_dim + 1
+    moved = x if dim == last_dim else x.movedim(dim, -1)
+    *before, last = moved.shape
+    down, across = _block(fmt, last_dim + 1, dim, last)
+    if amax is not None and amax.dim() and dim != last_dim:
+        amax = amax.movedim(dim, -1)
+    found = cpp.encoded(moved, fmt, (down, across), key, amax) if _is_plain(x) else None
+    if found is None:
+        blocks = moved.contiguous().view(_cut(moved.shape, fmt, dim))
+        bands, _, groups, _ = blocks.shape
+        tops = amax.reshape(bands, 1, groups, 1) if amax is not None and amax.dim() else amax
+        found = portable.encoded(blocks, fmt, key, tops)
+    codes, scales, tensor_scale = found
     values = codes.view(*before, last // 2 if fmt.element == E2M1 else last)
     values = values.view(fmt.element.dtype or torch.float4_e2m1fn_x2)
-    if fmt.scale == E8M0:
-        scales = scales.view(torch.float8_e8m0fnu)
-    elif fmt.scale == E4M3:
-        scales = scales.view(torch.float8_e4m3fn)
+    if fmt.scale != FP32:
+        scales = scales.view(fmt.scale.dtype or torch.uint8)
     if fmt.block is not None:
-        down, across = _block(fmt, len(before) + 1, dim, last)
         if down > 1:
             before[-1] //= down
-        scales = scales.view(*before, last // across if across else 1).movedim(-1, dim)
+        scales = scales.view(*before, last // across if across else 1)
+    if dim != last_dim:
+        values = values.movedim(-1, dim)
+        scales = scales.movedim(-1, dim) if fmt.block is not None else scales
     return Quantized(
-        values=values.movedim(-1, dim),
+        values=values,
         scales=scales,
         tensor_scale=tensor_scale,
         format=fmt,
@@ -213,13 +212,24 @@ def _quantized(
     )
 
 
+def _is_plain(x: Tensor) -> bool:
+    """Whether a kernel may read a tensor at its address: on the CPU, not empty, and nothing traces or transforms it."""
+    return (
+        x.device.type == "cpu"
+        and type(x) is Tensor
+        and x.numel() > 0
+        and not torch.compiler.is_compiling()
+        and not is_transformed()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
 def _block(fmt: BlockFormat, ndim: int, dim: int, last: int) -> tuple[int, int]:
     """Return how many lines and how many of ``dim``'s elements share a scale, with ``dim`` moved last."""
     block = fmt.block
     if isinstance(block, tuple):
         return block if dim == ndim - 1 else (block[1], block[0])
-    assert block is not None
-    return 1, last if block == -1 else block
+    return 1, last if block is None or block == -1 else block
 
 
 def _cut(shape: torch.Size | list[int], fmt: BlockFormat, dim: int) -> tuple[int, int, int, int]:

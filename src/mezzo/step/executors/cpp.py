@@ -2,238 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import hashlib
-import itertools
-import logging
-import os
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from mezzo import files
+from mezzo.compiled import CppKernel, built, threads
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.cpp_source import norm_source, update_source
 from mezzo.step.executors.portable import Rows, TabledUpdate, addresses, as_table, by_dtype, chunked, vectors
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict
 from mezzo.step.storage import keys
 
-# C++ to a function: compiled for this processor once, kept on disk, loaded.
-
-logger = logging.getLogger(__name__)
-
-#: IEEE arithmetic, operation by operation, as torch's own kernels: no contraction, integers wrap. What is left out is
-#: setting errno and traps, which nobody reads, and which vector instructions do not have.
-_FLAGS: Final = (
-    "-O3 -march=native -std=c++17 -fopenmp -fwrapv -ffp-contract=off -fno-math-errno -fno-trapping-math -shared -fPIC"
-).split()
-#: Compilers prefer half the width of a vector register for fear of lower clocks, which stores of 512 bits outweigh.
-_X86: Final = ("-mprefer-vector-width=512",)
-_COMPILERS: Final = ("g++", "clang++", "c++")
-_DIGEST_BYTES: Final = hashlib.sha256().digest_size
-#: Of the programs that this process has loaded.
-_COUNT: Final = itertools.count()
-
-
-class CppKernel:
-    """A compiled function; tensors go as their addresses, numbers as int64."""
-
-    def __init__(self, function: Callable[..., object]) -> None:
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> None:
-        """Run it. The lock of the interpreter is released meanwhile."""
-        self._function(*[ctypes.c_int64(each if isinstance(each, int) else each.data_ptr()) for each in arguments])
-
-
-@cache
-def built(source: str) -> CppKernel:
-    """Compile ``extern "C" void kernel(…)`` and return it.
-
-    Args:
-        source: A whole program text, without headers of torch's.
-
-    Raises:
-        UnsupportedError: There is no compiler, or it fails.
-
-    **Cost**: 0.2 s, or a millisecond where it lies on disk.
-    """
-    command = _command()
-    key = "\0".join([source, shlex.join(command), _asked(tuple(command))])
-    name = f"kernels/{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
-    kept = _kept(name)
-    if kept is not None and (kernel := _loaded(kept)) is not None:
-        return kernel
-    program = _compiled(command, source)
-    if (kernel := _loaded(program)) is None:
-        raise UnsupportedError(
-            "a compiled optimizer kernel cannot be loaded",
-            where=shlex.join(command[:1]),
-            why="it may be for another processor, or this system lets no program run from memory or from TMPDIR",
-            write="CXX=the path of another C++ compiler, or TMPDIR=a folder from which programs may run",
-        )
-    try:
-        files.keep(name, program + _digest(name, program))
-    except (OSError, RuntimeError) as error:
-        logger.info("an optimizer kernel is not kept for later processes: %s", error)
-    return kernel
-
-
-# What is kept on disk ---------------------------------------------------------------------------------------
-
-
-def _kept(name: str) -> bytes | None:
-    """Return a program that an earlier process kept, if every bit of it is as it was written."""
-    try:
-        data = files.kept(name)
-    except FileNotFoundError:
-        return None
-    except (OSError, RuntimeError) as error:
-        logger.info("optimizer kernels are compiled anew: %s", error)
-        return None
-    program, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if digest != _digest(name, program):
-        logger.info("a damaged optimizer kernel is compiled anew: %s", name)
-        return None
-    return program
-
-
-def _digest(name: str, program: bytes) -> bytes:
-    return hashlib.sha256(name.encode() + program).digest()
-
-
-# Loading ----------------------------------------------------------------------------------------------------
-
-
-def _loaded(program: bytes) -> CppKernel | None:
-    """Load exactly these bytes: a file that others see could change between its check and its use, and after it."""
-    try:
-        with _as_file(program) as path:
-            function: Any = ctypes.CDLL(path).kernel
-    except (OSError, AttributeError):
-        return None
-    function.restype = None
-    return CppKernel(function)
-
-
-@contextlib.contextmanager
-def _as_file(program: bytes) -> Iterator[str]:
-    """Give a program the path of a file that nobody else can open for writing: in memory, or in a folder of our own."""
-    try:
-        descriptor = os.memfd_create("mezzo-kernel")
-    except (AttributeError, OSError):  # an old C library, or a system that forbids it
-        with tempfile.TemporaryDirectory(prefix="mezzo-") as temporary:
-            path = Path(temporary) / "kernel.so"
-            path.write_bytes(program)
-            yield str(path)
-        return
-    with open(descriptor, "wb") as file:
-        file.write(program)
-        file.flush()
-        # The loader takes equal names for equal programs, and the number of a closed descriptor is given out again. So
-        # that no two names are equal, the binary digits of a count stand in the path as "/." and "/".
-        count = "".join("/." if digit == "1" else "/" for digit in f"{next(_COUNT):b}")
-        yield f"/proc/self/fd{count}/{descriptor}"
-
-
-# Compiling --------------------------------------------------------------------------------------------------
-
-
-def compiler() -> str:
-    """Return what the C++ compiler that kernels would be compiled with says of its version, in one line.
-
-    Raises:
-        UnsupportedError: There is none, or it does not run.
-    """
-    command = _compiler()
-    said = _run([*command, "--version"]).stdout.splitlines()
-    return said[0] if said else shlex.join(command)
-
-
-def _command() -> list[str]:
-    return [*_compiler(), *_FLAGS, *(_X86 if os.uname().machine == "x86_64" else ())]
-
-
-def _compiler() -> list[str]:
-    setting = os.environ.get("CXX", "")
-    try:
-        own = shlex.split(setting)
-    except ValueError as error:
-        raise UnsupportedError(
-            "CXX is no command", where=f"CXX={setting}", why=str(error), write="CXX=the path of a C++ compiler"
-        ) from error
-    found = own or [next((path for name in _COMPILERS if (path := shutil.which(name))), "")]
-    if sys.platform != "linux" or not shutil.which(found[0]):
-        raise UnsupportedError(
-            "no C++ compiler for optimizer kernels",
-            where=f"CXX={shlex.join(own)}" if own else f"{sys.platform}, {', '.join(_COMPILERS)}",
-            write="apt install g++ (or another C++ compiler, and CXX=its path), on Linux",
-        )
-    return found
-
-
-@cache
-def _asked(command: tuple[str, ...]) -> str:
-    """Return the compiler's version and what ``native`` means here, as it says itself."""
-    asked = _run([*command, "-###", "-x", "c++", "-E", "-"])
-    if asked.returncode or not asked.stderr:  # then what it runs on stands for what it makes of that
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
-    return asked.stderr
-
-
-def _run(command: list[str], source: str = "", folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a compiler, which keeps its temporary files in a folder."""
-    environment = os.environ if folder is None else {**os.environ, "TMPDIR": str(folder)}
-    try:
-        return subprocess.run(command, input=source, capture_output=True, text=True, check=False, env=environment)
-    except OSError as error:
-        raise UnsupportedError(
-            "the C++ compiler does not run",
-            where=shlex.join(command[:1]),
-            why=str(error),
-            write="CXX=the path of a C++ compiler, such as g++",
-        ) from error
-
-
-def _compiled(command: list[str], source: str) -> bytes:
-    """Return the program that the compiler makes, in a folder where nobody can exchange it meanwhile."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="mezzo-") as temporary:
-            folder = Path(temporary)
-            path = folder / "kernel.so"
-            done = _run([*command, "-x", "c++", "-", "-o", str(path)], source, folder)
-            if done.returncode == 0:
-                return path.read_bytes()
-    except OSError as error:
-        raise UnsupportedError(
-            "optimizer kernels have nowhere to be compiled",
-            why=str(error),
-            write="TMPDIR=a folder that you can write to",
-        ) from error
-    lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-    raise UnsupportedError(
-        "an optimizer kernel does not compile",
-        where=shlex.join(command),
-        why=lines[0] if lines else f"exit status {done.returncode}",
-        write="CXX=the path of another C++ compiler with OpenMP, such as g++",
-    )
-
-
 #: Elements that one thread takes at a time.
 CHUNK: Final = 1 << 14
-#: Elements for each thread: fewer are done sooner than another thread wakes.
-WORTH_A_THREAD: Final = 1 << 14
 #: Sets of gradients whose tables pass 1 remembers.
 REMEMBERED: Final = 16
 
@@ -339,8 +123,3 @@ def _kernel(source: str) -> CppKernel:
         return built(source)
     except (UnsupportedError, OSError) as error:  # such as a full disk
         raise NoKernel(str(error)) from error
-
-
-def threads(elements: int) -> int:
-    """Return how many threads a kernel is worth for so many elements."""
-    return max(1, min(torch.get_num_threads(), elements // WORTH_A_THREAD))

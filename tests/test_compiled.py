@@ -5,10 +5,9 @@ import subprocess
 import pytest
 import torch
 
-from mezzo import UnsupportedError
-from mezzo.step.executors import cpp
+from mezzo import UnsupportedError, compiled
 
-from ...support.refusals import refused
+from .support.refusals import refused
 
 SOURCE = """
 #include <cstdint>
@@ -22,26 +21,26 @@ extern "C" void kernel(float* values, int64_t count, const float* factor) {
 def folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
-    cpp.built.cache_clear()
+    compiled.built.cache_clear()
     yield tmp_path / "mezzo" / "kernels"
-    cpp.built.cache_clear()
+    compiled.built.cache_clear()
 
 
 @pytest.fixture
 def compilations(monkeypatch):
-    found, compile_ = [], cpp._compiled
-    monkeypatch.setattr(cpp, "_compiled", lambda *args: found.append(args) or compile_(*args))
+    found, compile_ = [], compiled._compiled
+    monkeypatch.setattr(compiled, "_compiled", lambda *args: found.append(args) or compile_(*args))
     return found
 
 
 def run(source=SOURCE):
     values = torch.tensor([1.0, -2.0])
-    cpp.built(source)(values, 2, torch.tensor(0.5))
+    compiled.built(source)(values, 2, torch.tensor(0.5))
     return values.tolist()
 
 
 def as_another_process(source=SOURCE):
-    cpp.built.cache_clear()
+    compiled.built.cache_clear()
     return run(source)
 
 
@@ -53,7 +52,7 @@ def test_what_was_compiled_is_found_again_and_whatever_is_another_is_compiled_fo
     run(SOURCE.replace("*=", "/="))
     monkeypatch.setenv("CXX", "g++ -DOTHER")
     as_another_process()
-    monkeypatch.setattr(cpp, "_asked", lambda command: "-march=another")
+    monkeypatch.setattr(compiled, "_asked", lambda command: "-march=another")
     as_another_process()
     assert len(compilations) == len(list(folder.iterdir())) == 4
 
@@ -78,7 +77,7 @@ def test_a_damaged_file_is_compiled_anew(folder, compilations):
 def test_no_two_programs_are_taken_for_one(folder, monkeypatch, in_memory):
     """The loader compares names, and the descriptors of files in memory have the same number again and again."""
     if not in_memory:
-        monkeypatch.delattr(cpp.os, "memfd_create")
+        monkeypatch.delattr(compiled.os, "memfd_create")
     sources = [SOURCE.replace("*factor", f"*factor + {number}") for number in range(2)]
     for _ in range(2):
         assert [as_another_process(source) for source in sources] == [[0.5, -1.0], [1.5, -3.0]]
@@ -91,7 +90,7 @@ def test_without_a_cache_kernels_last_as_long_as_the_process(monkeypatch, tmp_pa
         assert run() == run() == [0.5, -1.0]
     assert len(compilations) == 1
     assert (tmp_path / "file").read_text() == ""
-    assert "an optimizer kernel is not kept for later processes: [Errno 20]" in caplog.text
+    assert "a compiled kernel is not kept for later processes: [Errno 20]" in caplog.text
 
 
 def test_our_folder_and_where_the_compiler_works_are_for_us_alone(folder, monkeypatch):
@@ -99,16 +98,16 @@ def test_our_folder_and_where_the_compiler_works_are_for_us_alone(folder, monkey
 
     def looked_at(command, **options):
         if "-o" in command:
-            place = cpp.Path(command[-1]).parent
+            place = compiled.Path(command[-1]).parent
             seen.append((place.stat().st_mode & 0o777, options["env"]["TMPDIR"] == str(place), place))
         return real(command, **options)
 
     monkeypatch.setattr(subprocess, "run", looked_at)
-    before = cpp.os.umask(0)
+    before = compiled.os.umask(0)
     try:
         run()
     finally:
-        cpp.os.umask(before)
+        compiled.os.umask(before)
     (path,), ((mode, is_temporary, place),) = folder.iterdir(), seen
     assert (folder.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
     assert (mode, is_temporary) == (0o700, True)
@@ -127,7 +126,7 @@ def test_the_lock_of_the_interpreter_is_released():
     }
     """
     flag = torch.zeros((), dtype=torch.int64)
-    kernel = cpp.built(waiting)
+    kernel = compiled.built(waiting)
     thread = threading.Thread(target=lambda: kernel(flag), daemon=True)
     thread.start()
     flag.fill_(1)  # which a kernel that kept the lock would wait for, for ever
@@ -143,19 +142,19 @@ def refuse(*_, **__):
 REFUSED = {
     "does not compile": (None, None, None, "int kernel( {",
         [r"does not compile", "-fopenmp", "why    <stdin>:1:", "error", "write  CXX=the path of another C++ compiler"]),
-    "no loader takes it": (cpp, "_loaded", lambda program: None, SOURCE, ["cannot be loaded", "g++", "TMPDIR="]),
-    "nowhere to be": (cpp.tempfile, "mkdtemp", refuse, SOURCE,
+    "no loader takes it": (compiled, "_loaded", lambda program: None, SOURCE, ["cannot be loaded", "g++", "TMPDIR="]),
+    "nowhere to be": (compiled.tempfile, "mkdtemp", refuse, SOURCE,
         ["nowhere to be compiled", "why    no space", "write  TMPDIR="]),
-    "no compiler": (cpp, "_COMPILERS", ("no-such-compiler",), SOURCE,
-        ["no C++ compiler for optimizer kernels", "linux, no-such-compiler", "apt install g++"]),
+    "no compiler": (compiled, "_COMPILERS", ("no-such-compiler",), SOURCE,
+        ["no C++ compiler for kernels", "linux, no-such-compiler", "apt install g++"]),
     "CXX is nowhere": (None, "/nowhere/g++ -g", None, SOURCE,
-        ["no C++ compiler for optimizer kernels", "CXX=/nowhere/g++ -g", "apt install g++"]),
+        ["no C++ compiler for kernels", "CXX=/nowhere/g++ -g", "apt install g++"]),
     "CXX is no command": (None, "g++ '", None, SOURCE, ["CXX is no command", "CXX=g++ '", "No closing quotation"]),
     "CXX does not run": (None, "{tmp}/text", None, SOURCE, ["does not run", "Exec format error"]),
 }  # fmt: skip
 
 
-@pytest.mark.skipif(cpp.sys.platform != "linux", reason="the words are Linux's")
+@pytest.mark.skipif(compiled.sys.platform != "linux", reason="the words are Linux's")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_compiled_is_told_and_leaves_nothing(folder, monkeypatch, tmp_path, case):
     place, name, value, source, words = REFUSED[case]
@@ -166,5 +165,5 @@ def test_what_cannot_be_compiled_is_told_and_leaves_nothing(folder, monkeypatch,
     elif name is not None:
         monkeypatch.setenv("CXX", name.replace("{tmp}", str(tmp_path)))
     with refused(UnsupportedError, *words):
-        cpp.built(source)
+        compiled.built(source)
     assert not folder.exists() or not list(folder.iterdir())

@@ -1,0 +1,415 @@
+"""The arithmetic of :mod:`mezzo.formats.portable` in one C++ kernel: amax, scale, rounding and packing in one pass.
+
+A kernel is compiled for a format, a dtype and a rounding; it reads a tensor as it lies, and writes codes with ``dim`` last.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mezzo.compiled import CppKernel, built, threads
+from mezzo.errors import UnsupportedError
+from mezzo.formats.blocks import BlockFormat
+from mezzo.formats.portable import SMALLEST_AMAX
+from mezzo.formats.table import E2M1, E4M3, E8M0, FP32
+
+logger = logging.getLogger(__name__)
+
+#: Elements of a tile, 32 KiB in FP32, which a cache of the first level holds.
+TILE: Final = 1 << 13
+#: Lines of a block that a tile has room for.
+MOST_LINES: Final = 1 << 8
+_INPUTS: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_SCALES: Final = {FP32.name: 0, E8M0.name: 1, E4M3.name: 2}
+
+
+def encoded(
+    moved: Tensor, fmt: BlockFormat, block: tuple[int, int], key: Tensor | None, amax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Quantise a tensor on the CPU.
+
+    Args:
+        moved: What is quantised, as it lies in memory, its ``dim`` moved last.
+        fmt: The format.
+        block: How many lines and how many of the last dimension's elements share a scale.
+        key: As for :func:`mezzo.formats.portable.encoded`.
+        amax: 0-d, or one for each scale, as they lie.
+
+    Returns:
+        Codes (uint8, the shape of ``moved``), scales (uint8 or FP32; 0-d, or one after another) and the scale of the
+        tensor; None where there is no kernel, or none for such a tensor.
+    """
+    lines, width = block
+    places = _places(moved) if lines <= MOST_LINES else None
+    if places is None or (kernel := _kernel(fmt, moved.dtype, key is not None, min(width, 65))) is None:
+        return None
+    count, last = moved.numel(), moved.shape[-1]
+    *before, _ = moved.shape
+    whole = fmt.block is None
+    codes = torch.empty((*before, last // 2 if fmt.element == E2M1 else last), dtype=torch.uint8)
+    shape = () if whole else (count // (lines * width),)
+    scales = torch.empty(shape, dtype=torch.float32 if fmt.scale == FP32 else torch.uint8)
+    tensor_scale = torch.empty((), dtype=torch.float32) if fmt.tensor_scale else None
+    each = 0
+    if amax is not None:
+        amax, each = amax.contiguous(), int(amax.dim() > 0)
+    kernel(
+        moved,
+        *places,
+        lines,
+        width,
+        scales,
+        0 if tensor_scale is None else tensor_scale,
+        codes,
+        0 if amax is None else amax,
+        each,
+        0 if key is None else key,
+        threads(count),
+    )
+    return codes, scales, tensor_scale
+
+
+def _places(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
+    """Return where elements lie, as (outer, stride, inner, stride, last, stride); None where that is not enough."""
+    if moved.is_contiguous():
+        count, last = moved.numel(), moved.shape[-1]
+        return 1, 0, count // last, last, last, 1
+    *sizes, last = moved.shape
+    *strides, step = moved.stride()
+    runs: list[list[int]] = []  # [size, stride] of dimensions that are one
+    for size, stride in zip(sizes, strides, strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == size * stride:
+            runs[-1] = [runs[-1][0] * size, stride]
+        else:
+            runs.append([size, stride])
+    if len(runs) > 2:
+        return None
+    (outer, far), (inner, near) = [[1, 0]] * (2 - len(runs)) + runs
+    return outer, far, inner, near, last, step
+
+
+@cache
+def _kernel(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) -> CppKernel | None:
+    """Return the kernel, or None where none can be compiled.
+
+    Args:
+        width: That of a block where it is at most 64, for which loops are compiled; 65 beyond.
+    """
+    try:
+        return built(source(fmt, dtype, is_random, width if width <= 64 else 0))
+    except (UnsupportedError, OSError) as error:  # such as a full disk
+        logger.info("tensors are quantised with torch's operations: %s", error)
+        return None
+
+
+def source(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) -> str:
+    """Write the program of a kernel; width 0 is any."""
+    element = fmt.element
+    facts = {
+        "INPUT": _INPUTS[dtype],
+        "KEPT": element.mantissa_bits,
+        "BIAS": element.bias,
+        "SIGN_AT": element.num_bits - 1,
+        "EXPONENT_OF_LARGEST": math.frexp(element.max)[1] - 1,
+        "LARGEST": f"{element.max!r}f",
+        "NO_NUMBER": element.encode(torch.nan),
+        "PACKED": int(element == E2M1),
+        "SCALE": _SCALES[fmt.scale.name],
+        "LARGEST_SCALE": f"{fmt.scale.max!r}f",
+        "FLOORED": int(fmt.floored),
+        "WHOLE": int(fmt.block is None),
+        "TENSOR_SCALE": int(fmt.tensor_scale),
+        "RANDOM": int(is_random),
+        "WIDTH": width if fmt.block is not None else 0,
+        "SMALLEST_AMAX": f"{SMALLEST_AMAX!r}f",
+        "TILE": TILE,
+    }
+    return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + _BODY
+
+
+_BODY: Final = r"""
+#include <cstdint>
+#include <cstring>
+
+template <class To, class From> static inline To bits(From value) {
+    To to;
+    std::memcpy(&to, &value, sizeof to);
+    return to;
+}
+
+constexpr int32_t EXPONENT = 0x7f800000, SIZE = 0x7fffffff;
+constexpr float NONE = __builtin_nanf("");
+
+#if INPUT == 0
+typedef float Input;
+static inline float widened(float value) { return value; }
+#elif INPUT == 1
+typedef uint16_t Input;
+static inline float widened(uint16_t value) {
+    const int32_t size = value & 0x7fff, sign = int32_t(value & 0x8000) << 16;
+    const float small = float(size) * 0x1p-24f;
+    const int32_t normal = (size << 13) + (size < 0x7c00 ? 112 << 23 : 224 << 23);
+    return bits<float>(sign | (size < 0x400 ? bits<int32_t>(small) : normal));
+}
+#else
+typedef uint16_t Input;
+static inline float widened(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
+#endif
+
+static inline uint32_t noise(uint32_t index, uint32_t key) {
+    uint32_t mixed = index + key;
+    mixed = (mixed ^ (mixed >> 16)) * 0x7feb352du;
+    mixed = (mixed ^ (mixed >> 15)) * 0x846ca68bu;
+    return mixed ^ (mixed >> 16);
+}
+
+constexpr float power(int exponent) {
+    float value = 1.0f;
+    for (; exponent > 0; --exponent) value *= 2.0f;
+    for (; exponent < 0; ++exponent) value *= 0.5f;
+    return value;
+}
+
+// The code of a magnitude up to the largest element: the nearest, ties to even, or at random.
+template <int kept, int bias, bool random> static inline int32_t magnitude(float size, uint32_t drawn) {
+    constexpr int drop = 23 - kept, fixed = 30 - kept;
+    constexpr float normal_from = power(1 - bias), smallest = power(1 - bias - kept);
+    const int32_t pattern = bits<int32_t>(size);
+    int32_t normal, small;
+    if (random) {
+        const float limited = size < normal_from ? size : normal_from;
+        normal = (pattern + int32_t(drawn & ((1u << drop) - 1))) >> drop;
+        small = (int32_t(limited * (power(fixed) / smallest)) + int32_t(drawn & ((1u << fixed) - 1))) >> fixed;
+    } else {
+        const float coarse = smallest * 0x1p23f;
+        normal = (pattern + ((1 << (drop - 1)) - 1) + ((pattern >> drop) & 1)) >> drop;
+        small = bits<int32_t>(size + coarse) - bits<int32_t>(coarse);
+    }
+    return size < normal_from ? small : normal - ((127 - bias) << kept);
+}
+
+#if SCALE == 0
+typedef float Code;
+#else
+typedef uint8_t Code;
+#endif
+
+// The scale of elements whose largest magnitude has these bits, and what they are multiplied by.
+static inline void scale_of(int32_t top, float tensor, Code* code, float* multiplier) {
+    const bool wrong = top >= EXPONENT || tensor != tensor;
+#if SCALE == 0
+    float size = bits<float>(top);
+    size = size < SMALLEST_AMAX ? SMALLEST_AMAX : size;
+    float found = LARGEST / size;
+    if (FLOORED) found = bits<float>(bits<int32_t>(found) & EXPONENT);
+    found = wrong ? NONE : found;
+    *code = 1.0f / found;
+    *multiplier = found;
+#elif SCALE == 1
+    int32_t exponent = (top >> 23) - EXPONENT_OF_LARGEST;
+    exponent = exponent < 0 ? 0 : exponent;
+    *code = uint8_t(wrong ? 255 : exponent);
+    *multiplier = wrong ? NONE : bits<float>((254 - exponent) << 23);
+#else
+    float exact = bits<float>(top) / LARGEST / tensor;
+    exact = exact < 448.0f ? exact : 448.0f;
+    const int32_t found = magnitude<3, 7, false>(exact, 0);
+    const float shared = found < 8 ? float(found) * 0x1p-9f : bits<float>((found << 20) + (120 << 23));
+    const float inverse = 1.0f / (shared * tensor);
+    *code = uint8_t(wrong ? 0x7f : found);
+    *multiplier = wrong ? NONE : shared > 0.0f ? inverse : 0.0f;
+#endif
+}
+
+static inline void elements(const float* values, int64_t count, float by, uint32_t index, uint32_t key, uint8_t* to) {
+    const int32_t limit = by != by ? 0 : EXPONENT;
+    for (int64_t i = 0; i < count; ++i) {
+        const int32_t pattern = bits<int32_t>(values[i]), size = pattern & SIZE;
+        float scaled = bits<float>(size) * by;
+        scaled = scaled < LARGEST ? scaled : LARGEST;
+        const uint32_t drawn = RANDOM ? noise(index + uint32_t(i), key) : 0u;
+        const int32_t code = magnitude<KEPT, BIAS, RANDOM>(scaled, drawn);
+        const int32_t sign = (pattern >> (31 - SIGN_AT)) & (1 << SIGN_AT);
+        to[i] = uint8_t(size >= limit ? NO_NUMBER : code | sign);
+    }
+}
+
+static inline int32_t largest(const float* values, int64_t count, int32_t top) {
+    for (int64_t i = 0; i < count; ++i) {
+        const int32_t size = bits<int32_t>(values[i]) & SIZE;
+        top = size > top ? size : top;
+    }
+    return top;
+}
+
+struct Places {
+    const Input* x;
+    int64_t outer, far, inner, near, last, step;
+};
+
+static inline int32_t counted(Input value) {
+    const int32_t size = bits<int32_t>(widened(value)) & SIZE;
+    return TENSOR_SCALE && size >= EXPONENT ? 0 : size;
+}
+
+// The largest magnitude of a whole tensor, or of its finite elements.
+static int32_t top_of(const Places& at, int threads) {
+    const bool turned = at.step > at.near && at.inner > 1;
+    const int64_t rows = turned ? at.last : at.inner, down = turned ? at.step : at.near;
+    const int64_t length = turned ? at.inner : at.last, along = turned ? at.near : at.step;
+    const int64_t pieces = (length + TILE - 1) / TILE, jobs = at.outer * rows * pieces;
+    int32_t top = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(max : top)
+    for (int64_t job = 0; job < jobs; ++job) {
+        const int64_t row = job / pieces, from = job % pieces * TILE;
+        const int64_t count = length - from < TILE ? length - from : TILE;
+        const Input* values = at.x + row / rows * at.far + row % rows * down + from * along;
+        int32_t found = 0;
+        if (along == 1) {
+            for (int64_t i = 0; i < count; ++i) {
+                const int32_t size = counted(values[i]);
+                found = size > found ? size : found;
+            }
+        } else {
+            for (int64_t i = 0; i < count; ++i) {
+                const int32_t size = counted(values[i * along]);
+                found = size > found ? size : found;
+            }
+        }
+        top = found > top ? found : top;
+    }
+    return top;
+}
+
+// Values of some lines, side by side: where they lie, or copied.
+struct Tile {
+    const float* values;
+    int64_t pitch;
+};
+
+static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t lines, int64_t from, int64_t count, float* room) {
+    const Input* x = at.x + slab * at.far + line * at.near + from * at.step;
+#if INPUT == 0
+    if (at.step == 1) return {x, at.near};
+#endif
+    if (at.step == 1) {
+        for (int64_t l = 0; l < lines; ++l)
+            for (int64_t i = 0; i < count; ++i) room[l * count + i] = widened(x[l * at.near + i]);
+    } else if (at.near == 1) {
+        for (int64_t i = 0; i < count; ++i)
+            for (int64_t l = 0; l < lines; ++l) room[l * count + i] = widened(x[i * at.step + l]);
+    } else {
+        for (int64_t i = 0; i < count; ++i)
+            for (int64_t l = 0; l < lines; ++l) room[l * count + i] = widened(x[i * at.step + l * at.near]);
+    }
+    return {room, count};
+}
+
+static inline void written(const float* values, int64_t count, float by, int64_t place, uint32_t key, uint8_t* codes) {
+#if PACKED
+    uint8_t apart[TILE];
+    elements(values, count, by, uint32_t(place), key, apart);
+    uint8_t* to = codes + place / 2;
+    for (int64_t i = 0; i < count / 2; ++i) to[i] = uint8_t(apart[2 * i] | (apart[2 * i + 1] << 4));
+#else
+    elements(values, count, by, uint32_t(place), key, codes + place);
+#endif
+}
+
+extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner, int64_t near, int64_t last, int64_t step,
+                       int64_t block_lines, int64_t block_width, Code* scales, float* tensor_scale, uint8_t* codes,
+                       const float* amax, int64_t amax_each, const uint32_t* key_at, int64_t threads) {
+    Places at = {x, outer, far, inner, near, last, step};
+    const uint32_t key = RANDOM ? *key_at : 0u;
+    float tensor = 1.0f, whole = 1.0f;
+    if (WHOLE || TENSOR_SCALE) {
+        const int32_t top = amax ? bits<int32_t>(*amax) & SIZE : top_of(at, int(threads));
+        if (WHOLE) {
+            scale_of(top, 1.0f, scales, &whole);
+        } else {
+            const float size = bits<float>(top);
+            tensor = (size < SMALLEST_AMAX ? SMALLEST_AMAX : size) / (LARGEST * LARGEST_SCALE);
+            tensor = top >= EXPONENT ? NONE : tensor;
+            *tensor_scale = tensor;
+        }
+    }
+    const bool given = amax && !WHOLE && !TENSOR_SCALE;
+    const int64_t width = WIDTH ? WIDTH : WHOLE ? last : block_width, down = WHOLE ? 1 : block_lines;
+    const bool dense = outer == 1 && near == last && step == 1 && down == 1;
+    if (dense) {  // one line, so that short ones are as fast as long ones
+        at.last = inner * last;
+        at.inner = 1;
+    }
+    // Lines of a tile: one, those of a block, or where neighbours in memory are on different lines, enough for them.
+    const int64_t tall = at.step == 1 ? down : down * (32 / down > 1 ? 32 / down : 1);
+    const int64_t room = TILE / tall > 8 ? TILE / tall : 8;
+    const bool fits = !WHOLE && width <= room;
+    const int64_t across = WHOLE ? room / 8 * 8 : fits ? room / width * width : width;
+    const int64_t bands = (at.inner + tall - 1) / tall, segments = (at.last + across - 1) / across;
+    const int64_t jobs = at.outer * bands * segments, groups = WHOLE ? 0 : at.last / width;
+#pragma omp parallel num_threads(int(threads))
+    {
+        alignas(64) float values[TILE > 2048 ? TILE : 2048];
+        alignas(64) float multipliers[TILE];
+        alignas(64) int32_t tops[TILE];
+        alignas(64) Code shared[TILE];
+#pragma omp for schedule(static)
+        for (int64_t job = 0; job < jobs; ++job) {
+            const int64_t segment = job % segments, band = job / segments, slab = band / bands;
+            const int64_t line = band % bands * tall, from = segment * across;
+            const int64_t lines = at.inner - line < tall ? at.inner - line : tall;
+            const int64_t count = at.last - from < across ? at.last - from : across;
+            const int64_t row = slab * at.inner + line;
+            if (WHOLE) {
+                const Tile found = tile(at, slab, line, lines, from, count, values);
+                for (int64_t l = 0; l < lines; ++l)
+                    written(found.values + l * found.pitch, count, whole, (row + l) * at.last + from, key, codes);
+                continue;
+            }
+            const int64_t piece = fits ? count : room / 8 * 8;
+            const int64_t wide = fits ? count / width : 1, high = lines / down, many = wide * high;
+            Tile now = {values, 0};
+            for (int64_t g = 0; g < many; ++g) tops[g] = 0;
+            for (int64_t start = 0; start < count && !given; start += piece) {
+                const int64_t length = count - start < piece ? count - start : piece;
+                const Tile found = now = tile(at, slab, line, lines, from + start, length, values);
+                const int64_t part = fits ? width : length;
+                for (int64_t l = 0; l < lines; ++l)
+                    for (int64_t g = 0; g < wide; ++g) {
+                        int32_t* top = tops + l / down * wide + g;
+                        *top = largest(found.values + l * found.pitch + g * part, fits && WIDTH ? WIDTH : part, *top);
+                    }
+            }
+            Code* scale = scales + row / down * groups + from / width;
+            if (given)
+                for (int64_t b = 0; b < high; ++b)
+                    for (int64_t g = 0; g < wide; ++g) {
+                        const float* top = amax + (amax_each ? scale - scales + b * groups + g : 0);
+                        tops[b * wide + g] = bits<int32_t>(*top) & SIZE;
+                    }
+            for (int64_t g = 0; g < many; ++g) scale_of(tops[g], tensor, shared + g, multipliers + g);
+            for (int64_t b = 0; b < high; ++b)
+                for (int64_t g = 0; g < wide; ++g) scale[b * groups + g] = shared[b * wide + g];
+            for (int64_t start = 0; start < count; start += piece) {
+                const int64_t length = count - start < piece ? count - start : piece;
+                if (!fits || given) now = tile(at, slab, line, lines, from + start, length, values);
+                const Tile found = now;
+                const int64_t part = fits ? width : length;
+                for (int64_t l = 0; l < lines; ++l)
+                    for (int64_t g = 0; g < wide; ++g)
+                        written(found.values + l * found.pitch + g * part, fits && WIDTH ? WIDTH : part,
+                                multipliers[l / down * wide + g], (row + l) * at.last + from + start + g * part, key,
+                                codes);
+            }
+        }
+    }
+}
+"""
