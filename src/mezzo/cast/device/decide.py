@@ -137,7 +137,9 @@ def arithmetic(
     cure = f"{ISA_VARIABLE}={probing.ISA_LIMIT} python …" if report.needs_isa_limit else ""
     if emulate is True:
         return dict.fromkeys(FAMILIES, Choice(action="emulate", reason="emulate=True asks for it"))
-    choices = {family: _safe(family, families, f"{name} {family}", device_type, revived) for family in families}
+    are_alike = len({(each.status, each.speed_ratio, each.detail) for each in families.values()}) == 1
+    what = {family: name if are_alike else f"{name} in {family}" for family in families}
+    choices = {family: _safe(families[family], what[family], device_type, revived) for family in families}
     lacking = [family for family, choice in choices.items() if choice.action == "emulate"]
     if emulate is False and lacking:
         which = "" if len(lacking) == len(FAMILIES) else f": {', '.join(lacking)}"
@@ -149,11 +151,12 @@ def arithmetic(
         return choices
     loud = [family for family in lacking if families[family].status != "unsupported"]
     if loud:
-        which = "products" if len(loud) == len(FAMILIES) else " and ".join(loud)
+        all_are = len(loud) == len(FAMILIES)
+        which = f"{name} products are emulated" if all_are else f"{name} is emulated in {' and '.join(loud)}"
         why = "; ".join(dict.fromkeys(choices[family].reason for family in loud))
-        _say_once(f"{name} {which} are emulated on this {device_type}", why, cure)
+        _say_once(f"{which} on this {device_type}", why, cure)
     slow = {
-        family: Choice(action="emulate", reason=_slow(f"{name} {family}", device_type, families[family]))
+        family: Choice(action="emulate", reason=_slow(what[family], device_type, families[family]))
         for family in families
         if family not in lacking and not families[family].fast
     }
@@ -173,11 +176,8 @@ def emulated_families(
     return frozenset(family for family, choice in choices.items() if choice.action == "emulate")
 
 
-def _safe(
-    family: Family, families: Mapping[Family, FamilySupport], what: str, device_type: str, revived: Choice | None
-) -> Choice:
+def _safe(support: FamilySupport, what: str, device_type: str, revived: Choice | None) -> Choice:
     """Say how a family is computed natively, and if it cannot be, that it is emulated."""
-    support = families[family]
     if revived is not None:
         unsafe = revived.action != "emulate" and support.speed_ratio is None  # not right under the limit
         return Choice(action="emulate", reason=f"{what}: {support.detail}") if unsafe else revived
