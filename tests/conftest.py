@@ -29,7 +29,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from mezzo.cast.device import decide
+from mezzo.cast.device import FormatSupport, decide
 
 from .gpus import FAKE, opened
 from .processor import tell
@@ -93,7 +93,12 @@ def swept():
 def emulated():
     """A processor on which neither 16-bit format is fast: both are emulated, which costs what FP32 does everywhere."""
     told = decide._reports["cpu"]
-    slow = {dtype: dataclasses.replace(support, speed_ratio=0.1) for dtype, support in told.formats.items()}
+    slow = {
+        dtype: FormatSupport(
+            families={family: dataclasses.replace(each, speed_ratio=0.1) for family, each in support.families.items()}
+        )
+        for dtype, support in told.formats.items()
+    }
     return dataclasses.replace(told, formats=slow)
 
 

@@ -17,5 +17,5 @@ def tell():
     decide._reports["cpu"] = DeviceReport(
         device_type="cpu",
         name="a CPU as the tests are told",
-        formats={dtype: FormatSupport(status="right", speed_ratio=each, detail="") for dtype, each in speeds.items()},
+        formats={dtype: FormatSupport.alike("right", "", each) for dtype, each in speeds.items()},
     )

@@ -1,5 +1,6 @@
 """What the probe finds out about a device, what is kept of it, and what mezzo does then: never die, and say why."""
 
+import dataclasses
 import json
 import math
 import os
@@ -15,7 +16,8 @@ import torch
 
 from mezzo import files
 from mezzo.cast.device import arithmetic, child, decide, devices, fast_format, intended, probe, probing
-from mezzo.cast.device.probing import FORMATS, ISA_LIMIT, DeviceReport, FormatSupport
+from mezzo.cast.device.child import FAMILIES
+from mezzo.cast.device.probing import FORMATS, ISA_LIMIT, DeviceReport, FamilySupport, FormatSupport
 from mezzo.errors import PolicyError, UnsupportedError
 
 from ..support.refusals import refused
@@ -23,7 +25,8 @@ from ..support.refusals import refused
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 VARIABLE = "ONEDNN_MAX_CPU_ISA"
 CAN_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
-RIGHT = {"status": "right", "speed_ratio": 2.0, "detail": "slowest: matmul"}
+ONE = {"status": "right", "speed_ratio": 2.0, "detail": "slowest: matmul"}
+RIGHT = dict.fromkeys(FAMILIES, ONE)
 DEAD = -signal.SIGILL
 #: Where this run of the suite keeps what the probe has found: it asks once.
 SHARED = os.environ["XDG_CACHE_HOME"]
@@ -92,25 +95,32 @@ PRODUCTS = [
 def test_a_product_that_is_further_from_fp32s_than_rounding_is_wrong(small, monkeypatch):
     before = torch.get_rng_state()
     with torch.inference_mode(), torch.autocast("cpu", dtype=FLOAT16), torch.device("meta"):  # which reach it not
-        assert child.examined(FLOAT16) == {"status": "right", "speed_ratio": 1.0, "detail": "slowest: linear"}
+        found = child.examined(FLOAT16)
+    slowest = ("linear", "convolution", "attention", "lstm")
+    for family, name in zip(FAMILIES, slowest, strict=True):
+        assert found[family] == {"status": "right", "speed_ratio": 1.0, "detail": f"slowest: {name}"}
     assert torch.equal(before, torch.get_rng_state())
-    shapes = child.PRODUCTS["matmul"][0]
+    _, shapes, _ = child.PRODUCTS["matmul"]
     for product, status, detail in PRODUCTS:
-        monkeypatch.setitem(child.PRODUCTS, "matmul", (shapes, product))
+        monkeypatch.setitem(child.PRODUCTS, "matmul", ("products", shapes, product))
         found = child.examined(BFLOAT16)
-        assert found["status"] == status
-        assert found["detail"].startswith(detail)
-        assert (found["speed_ratio"] is None) == (status != "right")
-    monkeypatch.setitem(child.PRODUCTS, "matmul", (shapes, refusing(torch.float32)))
+        assert found["products"]["status"] == status
+        assert found["products"]["detail"].startswith(detail)
+        assert (found["products"]["speed_ratio"] is None) == (status != "right")
+        assert {found[family]["status"] for family in FAMILIES[1:]} == {"right"}, "of another family nothing is said"
+    monkeypatch.setitem(child.PRODUCTS, "matmul", ("products", shapes, refusing(torch.float32)))
     with pytest.raises(RuntimeError, match="no kernel"):  # of FP32: a failure, and no answer
         child.examined(BFLOAT16)
 
 
 def test_the_slowest_product_decides_what_is_fast(small, monkeypatch):
-    times = iter([1.0, 0.5, 1.0, 4.0, 1.0, 2.0])  # FP32 and the format, by turns: linear, matmul, convolution
+    # FP32 and the format, by turns: linear, matmul, convolution, attention, lstm, gru
+    times = iter([1.0, 0.5, 1.0, 4.0, 1.0, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0, 10.0])
     monkeypatch.setattr(child, "_seconds", lambda work, device: next(times))
-    found = child.examined(BFLOAT16)
-    assert (found["speed_ratio"], found["detail"]) == (0.25, "slowest: matmul")
+    found = [(each["speed_ratio"], each["detail"]) for each in child.examined(BFLOAT16).values()]
+    assert found == [
+        (0.25, "slowest: matmul"), (0.5, "slowest: convolution"), (3.0, "slowest: attention"), (0.1, "slowest: gru")
+    ]  # fmt: skip
 
 
 def test_what_other_programs_take_of_the_processor_makes_no_format_slow():
@@ -141,9 +151,13 @@ def children(monkeypatch):
 
 def test_a_healthy_cpu_is_asked_once_for_each_format(children, cache):
     ends, asked = children
-    ends["float16", None] = {"status": "unsupported", "speed_ratio": None, "detail": "linear: no kernel"}
+    lacking = {"status": "unsupported", "speed_ratio": None, "detail": "linear: no kernel"}
+    ends["float16", None] = RIGHT | {"products": lacking}
     report = probing.cpu_report()
-    formats = {FLOAT16: FormatSupport(**ends["float16", None]), BFLOAT16: FormatSupport(**RIGHT)}
+    right = FamilySupport(**ONE)
+    half = FormatSupport(families=dict.fromkeys(FAMILIES, right) | {"products": FamilySupport(**lacking)})
+    formats = {FLOAT16: half, BFLOAT16: FormatSupport(families=dict.fromkeys(FAMILIES, right))}
+    assert (half.status, half.worst.detail) == ("unsupported", "linear: no kernel")
     assert report == DeviceReport(device_type="cpu", name=probing.processor()["name"], formats=formats)
     assert asked == [("float16", None), ("bfloat16", None)]
     assert probing.cpu_report() == report
@@ -159,17 +173,24 @@ def test_a_death_is_asked_again_under_the_limit(children):
     ends, asked = children
     ends["bfloat16", None] = DEAD
     report = probing.cpu_report()
-    support, died = report.formats[BFLOAT16], "another process that tried it was killed by SIGILL"
-    assert (support.status, support.fast, support.speed_ratio) == ("dead", True, 2.0)
-    assert support.detail == f"{died}; right with {VARIABLE}=AVX512_CORE_FP16"
+    died = "another process that tried it was killed by SIGILL"
+    for support in report.formats[BFLOAT16].families.values():
+        assert (support.status, support.fast, support.speed_ratio) == ("dead", True, 2.0)
+        assert support.detail == f"{died}; right with {VARIABLE}=AVX512_CORE_FP16"
     assert report.needs_isa_limit
     assert asked == [("float16", None), ("bfloat16", None), ("bfloat16", ISA_LIMIT)]
     assert probing.cpu_report() == report
     assert len(asked) == 3
-    for end in (DEAD, 1, RIGHT | {"status": "wrong", "speed_ratio": None}):  # which the limit does not cure
+    wrong = {"status": "wrong", "speed_ratio": None, "detail": "off"}
+    ends["bfloat16", ISA_LIMIT] = RIGHT | {"convolution": wrong}  # which the limit cures but for one family
+    support = probing.cpu_report(refresh=True).formats[BFLOAT16]
+    assert [each.speed_ratio for each in support.families.values()] == [2.0, None, 2.0, 2.0]
+    assert support.families["convolution"].detail == f"{died}; wrong (off) with {VARIABLE}={ISA_LIMIT}"
+    assert support.status == "dead"
+    for end in (DEAD, 1, dict.fromkeys(FAMILIES, wrong)):  # which it does not cure
         ends["bfloat16", ISA_LIMIT] = end
         report = probing.cpu_report(refresh=True)
-        support = report.formats[BFLOAT16]
+        support = report.formats[BFLOAT16].worst
         assert (support.status, support.fast, support.speed_ratio, support.detail) == ("dead", False, None, died)
         assert not report.needs_isa_limit
 
@@ -180,11 +201,11 @@ def test_under_the_users_own_limit_a_format_is_as_it_is_there(children, monkeypa
     probing.cpu_report()
     monkeypatch.setenv(name, "AVX2")
     assert probing.isa_setting() == "AVX2"
-    ends["bfloat16", "AVX2"] = RIGHT | {"speed_ratio": 0.1}
-    assert probing.cpu_report().formats[BFLOAT16].speed_ratio == 0.1
+    ends["bfloat16", "AVX2"] = RIGHT | {"attention": ONE | {"speed_ratio": 0.1}}
+    assert probing.cpu_report().formats[BFLOAT16].worst.speed_ratio == 0.1
     assert asked[2:] == [("float16", "AVX2"), ("bfloat16", "AVX2")]
     monkeypatch.delenv(name)
-    assert probing.cpu_report().formats[BFLOAT16].speed_ratio == 2.0
+    assert probing.cpu_report().formats[BFLOAT16].worst.speed_ratio == 2.0
     assert len(asked) == 4, "both answers are in the one file"
 
 
@@ -193,17 +214,17 @@ def test_under_the_users_own_limit_a_death_stays_one(children, monkeypatch):
     monkeypatch.setenv(VARIABLE, "AVX2")
     ends["bfloat16", None] = DEAD
     report = probing.cpu_report()
-    assert (report.formats[BFLOAT16].status, report.formats[BFLOAT16].speed_ratio) == ("dead", 2.0)
+    assert (report.formats[BFLOAT16].status, report.formats[BFLOAT16].worst.speed_ratio) == ("dead", 2.0)
     assert report.needs_isa_limit
     ends["bfloat16", "AVX2"] = DEAD
-    assert probing.cpu_report(refresh=True).formats[BFLOAT16].speed_ratio is None
+    assert probing.cpu_report(refresh=True).formats[BFLOAT16].worst.speed_ratio is None
 
 
 def test_a_child_that_says_nothing_is_asked_again_by_the_next_process(children):
     ends, asked = children
     for end, how in ((-signal.SIGKILL, "was killed by SIGKILL"), (7, "ended with exit code 7")):
         ends["bfloat16", None] = end
-        support = probing.cpu_report().formats[BFLOAT16]
+        support = probing.cpu_report().formats[BFLOAT16].worst
         detail = f"it could not be asked: another process {how} and had said nothing"
         assert (support.status, support.fast, support.detail) == ("unknown", False, detail)
     del ends["bfloat16", None]
@@ -229,7 +250,7 @@ def test_what_cannot_be_asked_is_unknown(monkeypatch, cache, command, reason):
         monkeypatch.setattr(probing, "CHILD_COMMAND", command)
     for support in probing.cpu_report().formats.values():
         assert support.status == "unknown"
-        assert reason in support.detail
+        assert reason in support.worst.detail
     assert not cache.exists() or json.loads(next(cache.iterdir()).read_text()) == {}
 
 
@@ -262,9 +283,14 @@ def test_another_processor_torch_or_probe_is_another_file(children, cache, monke
         assert len(list(cache.iterdir())) == number
 
 
+def of_families(answer):
+    return json.dumps({"bfloat16": dict.fromkeys(FAMILIES, answer)}).encode()
+
+
 HARM = [b"", b"null", b"[]", b"3", b'{"bfloat16": 1}', b'{"bfloat16": {"word": 1}}', b"\xff\xfe", b"[" * 100_000,
-        b'{"bfloat16": {"status": "rigth", "detail": ""}}',
-        b'{"bfloat16": {"status": "right", "speed_ratio": "2", "detail": ""}}']  # fmt: skip
+        of_families(1), of_families({"word": 1}), of_families({"status": "rigth", "detail": ""}),
+        of_families({"status": "right", "speed_ratio": "2", "detail": ""}),
+        json.dumps({"bfloat16": RIGHT | {"recurrent": None}}).encode()]  # fmt: skip
 
 
 def test_a_file_that_is_not_right_is_replaced_with_a_line_in_the_log(children, cache, caplog):
@@ -357,7 +383,7 @@ def test_no_answer_is_no_survival(monkeypatch):
 
 def report(float16=("right", 0.02), bfloat16=("right", 2.0), *, needs_isa_limit=False):
     formats = {
-        dtype: FormatSupport(status=status, speed_ratio=ratio, detail="as told")
+        dtype: FormatSupport.alike(status, "as told", ratio)
         for dtype, (status, ratio) in zip(FORMATS, (float16, bfloat16), strict=True)
     }
     return DeviceReport(device_type="cpu", name="a CPU", formats=formats, needs_isa_limit=needs_isa_limit)
@@ -419,9 +445,16 @@ def test_a_process_asks_once_unless_it_is_to_ask_again(told, monkeypatch):
 def test_full_precision_is_never_emulated_and_never_probed(told):
     for dtype in (torch.float32, torch.float64):
         for emulate in ("auto", True, False):
-            choice = arithmetic(dtype, "cpu", emulate)
-            assert choice.action == "native"
-            assert choice.reason.endswith("is what emulation computes in")
+            for choice in arithmetic(dtype, "cpu", emulate).values():
+                assert choice.action == "native"
+                assert choice.reason.endswith("is what emulation computes in")
+
+
+def of_all(choices):
+    """The choice that is every family's."""
+    assert tuple(choices) == FAMILIES
+    (choice,) = set(choices.values())
+    return choice
 
 
 DECISIONS = [
@@ -443,7 +476,7 @@ def test_what_is_not_right_or_slow_is_emulated(told, caplog, found, emulate, act
     """Where something is amiss it is said, once."""
     told(report(bfloat16=found))
     for _ in range(2):
-        choice = arithmetic(BFLOAT16, "cpu", emulate)
+        choice = of_all(arithmetic(BFLOAT16, "cpu", emulate))
         assert choice.action == action
         assert reason in choice.reason
     assert not os.environ[VARIABLE]
@@ -466,13 +499,13 @@ def test_native_arithmetic_that_is_not_right_is_refused(told, monkeypatch):
 def test_a_limit_is_set_before_it_is_tried_and_the_answer_stays_the_same(told, tried, caplog, emulate, action):
     told(CURED)
     given = tried(survives=True)
-    first = arithmetic(BFLOAT16, "cpu", emulate)
+    first = of_all(arithmetic(BFLOAT16, "cpu", emulate))
     assert first.action == action
     if action == "limit":
         assert first.reason.endswith(f"(as told), so mezzo has set {VARIABLE}={ISA_LIMIT}")
     assert os.environ[VARIABLE] == ISA_LIMIT, "for what emulation does not reach, too"
     probe("cpu", refresh=True)
-    assert arithmetic(BFLOAT16, "cpu", emulate) == first
+    assert of_all(arithmetic(BFLOAT16, "cpu", emulate)) == first
     assert given == [(BFLOAT16, ISA_LIMIT)]
     assert not caplog.records
 
@@ -484,8 +517,8 @@ def test_where_the_limit_comes_too_late_it_is_taken_back_and_one_warning_says_so
     with refused(UnsupportedError, f"  why    {why}\n", f"emulate=auto\n         {VARIABLE}={ISA_LIMIT} python …"):
         arithmetic(BFLOAT16, "cpu", False)
     assert not caplog.records, "what is refused is not said twice"
-    choice = arithmetic(BFLOAT16)
-    assert arithmetic(BFLOAT16) == choice
+    choice = of_all(arithmetic(BFLOAT16))
+    assert of_all(arithmetic(BFLOAT16)) == choice
     assert (choice.action, choice.reason) == ("emulate", why)
     assert VARIABLE not in os.environ
     (record,) = caplog.records
@@ -503,27 +536,43 @@ def test_a_limit_of_the_users_own_is_tried_and_never_overridden(told, tried, mon
     monkeypatch.setenv(VARIABLE, "AVX512_CORE")
     told(CURED)
     given = tried(survives=survives)
-    choice = arithmetic(BFLOAT16)
+    choice = of_all(arithmetic(BFLOAT16))
     assert choice.action == action
     assert (f"{VARIABLE}=AVX512_CORE is set" in choice.reason) is survives
     assert given == [(BFLOAT16, "AVX512_CORE")]
     assert os.environ[VARIABLE] == "AVX512_CORE"
 
 
+def all_do(action):
+    return dict.fromkeys(FAMILIES, action)
+
+
+def some_are(dtype, **families):
+    """A report in which some families of a format are as said, and the others right and fast."""
+    told = report(("right", 2.0), ("right", 2.0))
+    others = {family: FamilySupport(status=status, speed_ratio=ratio, detail="as told")
+              for family, (status, ratio) in families.items()}  # fmt: skip
+    formats = told.formats | {dtype: FormatSupport(families={**told.formats[dtype].families, **others})}
+    return dataclasses.replace(told, formats=formats)
+
+
 def test_intentions_are_said_without_being_carried_out(monkeypatch):
-    assert [intended(CURED, dtype) for dtype in (BFLOAT16, FLOAT16)] == ["limit", "emulate"]
-    assert intended(report(), BFLOAT16) == "native"
+    assert [intended(CURED, dtype) for dtype in (BFLOAT16, FLOAT16)] == [all_do("limit"), all_do("emulate")]
+    assert intended(report(), BFLOAT16) == all_do("native")
     for status in ("wrong", "dead", "unsupported", "unknown"):
-        assert intended(report(bfloat16=(status, None)), BFLOAT16) == "emulate"
+        assert intended(report(bfloat16=(status, None)), BFLOAT16) == all_do("emulate")
+    some = some_are(FLOAT16, convolution=("right", 0.1), attention=("wrong", None))
+    assert intended(some, FLOAT16) == all_do("native") | {"convolution": "emulate", "attention": "emulate"}
     assert not os.environ[VARIABLE]
     monkeypatch.setenv(VARIABLE, ISA_LIMIT)
-    assert intended(CURED, BFLOAT16) == "native"
+    assert intended(CURED, BFLOAT16) == all_do("native")
 
 
 def test_a_format_that_is_cured_but_slow_is_emulated(told, tried):
     told(report(float16=("dead", 0.1), needs_isa_limit=True))
     tried(survives=True)
-    assert [arithmetic(FLOAT16, "cpu", emulate).action for emulate in ("auto", False)] == ["emulate", "limit"]
+    actions = [of_all(arithmetic(FLOAT16, "cpu", emulate)).action for emulate in ("auto", False)]
+    assert actions == ["emulate", "limit"]
 
 
 # Other devices --------------------------------------------------------------------------------------------
@@ -562,9 +611,9 @@ def test_cuda_is_asked_and_not_measured(monkeypatch):
     for has_bfloat16, action in ((True, "native"), (False, "emulate")):
         present(monkeypatch, "cuda", has_bfloat16=has_bfloat16)
         assert probe("cuda", refresh=True).name == "a GPU"
-        assert arithmetic(BFLOAT16, "cuda").action == action
-        assert arithmetic(FLOAT16, "cuda").action == "native"
-        assert arithmetic(BFLOAT16, "cuda", True).action == "emulate"
+        assert of_all(arithmetic(BFLOAT16, "cuda")).action == action
+        assert of_all(arithmetic(FLOAT16, "cuda")).action == "native"
+        assert of_all(arithmetic(BFLOAT16, "cuda", True)).action == "emulate"
     with refused(UnsupportedError, "bfloat16 cannot be computed natively on this cuda"):
         arithmetic(BFLOAT16, "cuda", False)
 
@@ -573,9 +622,9 @@ def test_other_accelerators_are_examined_in_this_process(monkeypatch):
     present(monkeypatch, "xpu")
     monkeypatch.setattr(torch, "get_device_module", lambda _: torch.cpu)  # which has no name
     examined = []
-    answer = {"status": "right", "speed_ratio": 3.0, "detail": ""}
+    answer = dict.fromkeys(FAMILIES, ONE)
     monkeypatch.setattr(child, "examined", lambda *given: examined.append(given) or answer)
-    assert (probe("xpu").name, arithmetic(BFLOAT16, "xpu").action) == ("xpu", "native")
+    assert (probe("xpu").name, of_all(arithmetic(BFLOAT16, "xpu")).action) == ("xpu", "native")
     assert examined == [(dtype, "xpu") for dtype in FORMATS]
 
 
@@ -627,17 +676,20 @@ def test_no_policy_kills_a_process_in_which_the_variable_is_not_set():
         for dtype, support in probe("cpu").formats.items():
             for emulate in ("auto", False):
                 try:
-                    action = arithmetic(dtype, "cpu", emulate).action
+                    choices = arithmetic(dtype, "cpu", emulate)
                 except UnsupportedError:
-                    action = "refused"
-                if action in ("native", "limit"):
-                    assert child.examined(dtype)["status"] == "right"
-                print(dtype, support.status, emulate, action)
+                    print(dtype, support.status, emulate, "refused")
+                    continue
+                if any(choice.action != "emulate" for choice in choices.values()):
+                    found = child.examined(dtype)
+                    for family, choice in choices.items():
+                        assert choice.action == "emulate" or found[family]["status"] == "right", family
+                print(dtype, support.status, emulate, *(choice.action for choice in choices.values()))
     """
     said, errors = run_alone(program, XDG_CACHE_HOME=SHARED)
     lines = [line.split() for line in said]
     assert len(lines) == 2 * len(FORMATS)
-    assert all(status in ("right", "dead") for _, status, _, _ in lines)
+    assert all(status in ("right", "dead") for _, status, *_ in lines)
     assert ("emulated" in errors) == any("dead" in line for line in lines), "and only that is on stderr"
 
 
@@ -649,14 +701,14 @@ def test_an_environment_that_is_put_back_does_not_take_the_limit_away():
         from mezzo.cast.device import arithmetic, decide, probing
 
         probing.ISA_LIMIT = "SSE41"  # under which it offers no bfloat16
-        dead = probing.FormatSupport(status="dead", speed_ratio=2.0, detail="as told")
+        dead = probing.FormatSupport.alike("dead", "as told", 2.0)
         formats = dict.fromkeys(probing.FORMATS, dead)
         decide._reports["cpu"] = probing.DeviceReport(
             device_type="cpu", name="a CPU", formats=formats, needs_isa_limit=True
         )
         decide.survives_here = lambda dtype: True
         with unittest.mock.patch.dict(os.environ):
-            print(arithmetic(torch.bfloat16, "cpu", False).action, os.environ["ONEDNN_MAX_CPU_ISA"])
+            print(arithmetic(torch.bfloat16, "cpu", False)["products"].action, os.environ["ONEDNN_MAX_CPU_ISA"])
         print("ONEDNN_MAX_CPU_ISA" in os.environ, torch.ops.mkldnn._is_mkldnn_bf16_supported())
     """
     assert run_alone(program)[0] == ["limit SSE41", "False False"]

@@ -17,11 +17,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
 from mezzo.cast.amaxes import Amaxes
-from mezzo.cast.device import arithmetic
-from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT
+from mezzo.cast.device import Family, emulated_families
+from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Recipe, recipe_of
 from mezzo.policy import Policy, Treatment
-from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, functions
+from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, callables, functions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Differences:
     dtype: torch.dtype
     autocast: bool
     gives_back: bool  # whether what reads a parameter with a rule of its own returns the compute dtype
-    emulated: bool
+    emulated: frozenset[Family]  # the families of products that compute in FP32 from rounded operands
     handlers: Mapping[Callable[..., Any], Handler]
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
     pinned: Mapping[int, Treatment]
@@ -113,7 +113,7 @@ def find_differences(
     """
     if not any(rule.module is not None for rule in policy.rules):
         module = None  # it is all the same then, and planned once
-    emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
+    emulated = emulated_families(policy.dtype, device_type, policy.emulate)
     differences = _find(policy, device_type, module, emulated, tuple(rule.reason for rule in policy.rules))
     # Parameters come and go (torch.func.functional_call brings others for one call): such ones are not kept.
     if not pinned and not memories:
@@ -141,7 +141,9 @@ def _with_plain_backward(own: torch.autocast) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=256)
-def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, _why: tuple[str, ...]) -> Differences:
+def _find(
+    policy: Policy, device_type: str, module: str | None, emulated: frozenset[Family], _why: tuple[str, ...]
+) -> Differences:
     """Find them; reasons take no part in comparing policies, but a ban says its own."""
     whole = policy.module_rule(module or "")
     is_island = whole is not None and whole.treatment == "fp32"
@@ -162,18 +164,28 @@ def _find(policy: Policy, device_type: str, module: str | None, emulated: bool, 
     if differing:  # the mode runs anyway: products go through it too, so that their weights are cast once
         differing.update(alike)
     handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
+    if "products" in emulated:  # what writes to a low tensor; of other dtypes nothing is cast
+        of = {name: Handler(op=name, treatment="native", emulated=True) for name in IN_PLACE}
+        handlers |= {function: handler for name, handler in of.items() for function in callables(name)}
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         gives_back=not policy.autocast and not is_island, handlers=handlers, opened=_concerned(handlers),
         pinned={}, memories=(),
-        key=f"{policy.region_text()} in {module!r} on {device_type}{', emulated' if emulated else ''}",
+        key=", emulated ".join((f"{policy.region_text()} in {module!r} on {device_type}", *sorted(emulated))),
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces
     return differences
 
 
 def _treated(
-    op: str, policy: Policy, device_type: str, module: str | None, *, emulated: bool, autocasts: bool, is_island: bool
+    op: str,
+    policy: Policy,
+    device_type: str,
+    module: str | None,
+    *,
+    emulated: frozenset[Family],
+    autocasts: bool,
+    is_island: bool,
 ) -> tuple[Handler, bool]:
     """Say how an op is carried out in a region, and whether torch alone would do otherwise."""
     decision = policy.explain(op, module, device_type=device_type)
@@ -186,7 +198,8 @@ def _treated(
     if decision.rule is not None and not is_ruled and not autocasts and not is_mixed:
         wanted = "native"
     torch_does: Treatment = OPS[op].by_torch(device_type) if autocasts and op in OPS else "native"
-    if emulated and autocasts and wanted == "native" and not is_ruled:
+    is_emulated = family_of(op) in emulated
+    if is_emulated and autocasts and wanted == "native" and not is_ruled:
         if op in COMPOSED:
             # torch's autocast would run the products inside in arithmetic that the device lacks. They are rounded
             # once, at the end, instead of one by one.
@@ -196,13 +209,12 @@ def _treated(
             return Handler(op=op, treatment="low", emulated=True, keeps_states=True), True
         if op in REACHED and torch_does == "native":
             return Handler(op=op, treatment="low", emulated=True), True
-    by_emulation = emulated and op in EMULATED and wanted in ("low", "native", "promote")
+    by_emulation = is_emulated and op in EMULATED and wanted in ("low", "native", "promote")
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
     if wanted in QUANTISED:
-        emulates = emulated and op in EMULATED
-        recipe = recipe_of(policy, wanted, emulated=emulates)
-        return Handler(op=op, treatment=wanted, emulated=emulates, recipe=recipe), True
+        recipe = recipe_of(policy, wanted, emulated=is_emulated)
+        return Handler(op=op, treatment=wanted, emulated=is_emulated, recipe=recipe), True
     reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
     # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
     differs = is_ruled or wanted != torch_does or by_emulation or built_in

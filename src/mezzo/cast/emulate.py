@@ -1,4 +1,4 @@
-"""FP16 and BF16 matrix products and convolutions on a device that lacks fast ones.
+"""FP16 and BF16 products (matrices, convolutions, attention, recurrent layers) on a device that lacks fast ones.
 
 A tensor core multiplies low-precision operands, accumulates in FP32 and rounds the result once. Here the
 same happens in three visible steps: widen the (already rounded) operands to FP32, run torch's FP32 kernel,
@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
+from mezzo.cast.device import Family
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.tensors import LOW, is_transformed, tensors
 
@@ -37,12 +38,15 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
         What the function returns, rounded to the operands' dtype; once, even where it is made of several products.
 
     **Cost**: two casts for each operand and one for the result; linear, matmul and convolution save exactly
-    their low-precision operands, other ops run forward once more in the backward pass.
+    their low-precision operands, other ops run forward once more in the backward pass. An embedding bag widens the
+    whole table.
     """
-    if not torch.compiler.is_compiling() and is_transformed():
-        return _in_steps(function, args, kwargs)
     if "self" in kwargs:  # what operators of torch.ops.aten call their first argument
         args, kwargs = (kwargs["self"], *args), {key: value for key, value in kwargs.items() if key != "self"}
+    if name in IN_PLACE:
+        return args[0].copy_(emulate(IN_PLACE[name], getattr(Tensor, IN_PLACE[name]), args, kwargs))
+    if not torch.compiler.is_compiling() and is_transformed():
+        return _in_steps(function, args, kwargs)
     return EMULATED[name](function, *args, **kwargs)
 
 
@@ -131,12 +135,17 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
             grad_x = (gradient @ weight.float()).to(x.dtype)
-        rows = gradient.reshape(-1, weight.shape[0])  # (rows, out)
+        rows = _rows(gradient)  # (rows, out)
         if ctx.needs_input_grad[1]:
-            grad_weight = (rows.mT @ x.float().reshape(-1, weight.shape[1])).to(weight.dtype)
+            grad_weight = (rows.mT @ _rows(x.float())).to(weight.dtype)
         if ctx.needs_input_grad[2]:
             grad_bias = rows.sum(0).to(x.dtype)
         return grad_x, grad_weight, grad_bias
+
+
+def _rows(x: Tensor) -> Tensor:
+    """View all but the last dimension as one, also where there are no numbers at all."""
+    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(end_dim=-2)
 
 
 class _Convolution(torch.autograd.Function):
@@ -162,16 +171,41 @@ class _Convolution(torch.autograd.Function):
         return (*rounded, *(None for _ in ctx.options))
 
 
+class _RandomState(NamedTuple):
+    """What random numbers begin from: the CPU's, and those of the device that computes."""
+
+    cpu: Tensor
+    device: torch.device
+    own: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> _RandomState:
+        if device.type == "cpu":
+            return cls(torch.get_rng_state(), device, None)
+        return cls(torch.get_rng_state(), device, torch.get_device_module(device).get_rng_state(device))
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Draw the same numbers once more; what is drawn afterwards is what would have been."""
+        kind = self.device.type
+        others = {} if self.own is None else {"devices": [self.device], "device_type": kind}
+        with torch.random.fork_rng(**(others or {"devices": []})):
+            torch.set_rng_state(self.cpu)
+            if self.own is not None:
+                torch.get_device_module(kind).set_rng_state(self.own, self.device)
+            yield
+
+
 class _Recomputed(torch.autograd.Function):
     """Any function of tensors, run in FP32; the backward pass runs it again from the saved low operands."""
 
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., list[Any]], state: Tensor | None, *operands: Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, run: Callable[..., list[Any]], state: _RandomState | None, dtype: torch.dtype, *operands: Tensor
+    ) -> tuple[Any, ...]:
         ctx.save_for_backward(*operands)
         ctx.run, ctx.state = run, state
-        outputs = run(*(_widen(operand) for operand in operands))
-        low = next(operand.dtype for operand in operands if operand.is_floating_point())
-        rounded = tuple(_narrow(output, low) for output in outputs)
+        rounded = tuple(_narrow(output, dtype) for output in run(*(_widen(operand) for operand in operands)))
         ctx.mark_non_differentiable(
             *(out for out in rounded if isinstance(out, Tensor) and not out.is_floating_point())
         )
@@ -180,28 +214,29 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @functools.partial(_emulated, runs_again=True)
     def backward(ctx: Any, saved: Any, *gradients: Any) -> tuple[Any, ...]:
-        needed = [i for i, need in enumerate(ctx.needs_input_grad[2:]) if need]
-        # Under create_graph the saved tensors stay connected, so that the result can be differentiated again.
+        needed = [i for i, need in enumerate(ctx.needs_input_grad[3:]) if need]
+        # Under create_graph the saved tensors stay connected, so that the result can be differentiated again. Else the
+        # wide operands are what is differentiated by: torch casts no sparse gradient of a table back.
         again = torch.is_grad_enabled()
-        operands = list(saved)
-        if not again:
-            operands = [x.detach().requires_grad_(i in needed) for i, x in enumerate(operands)]
-        with torch.enable_grad(), torch.random.fork_rng(devices=[], enabled=ctx.state is not None):
-            if ctx.state is not None:
-                torch.set_rng_state(ctx.state)
+        operands = (
+            list(saved) if again else [_widen(x.detach()).requires_grad_(i in needed) for i, x in enumerate(saved)]
+        )
+        with torch.enable_grad(), contextlib.nullcontext() if ctx.state is None else ctx.state.again():
             outputs = ctx.run(*(_widen(operand) for operand in operands))
             pairs = [
                 (out, gradient.to(out.dtype))
                 for out, gradient in zip(outputs, gradients, strict=True)
                 if isinstance(out, Tensor) and out.requires_grad and gradient is not None
             ]
-            wanted = [operands[i] for i in needed]
             grads = torch.autograd.grad(
-                [out for out, _ in pairs], wanted, [gradient for _, gradient in pairs],
+                [out for out, _ in pairs], [operands[i] for i in needed], [gradient for _, gradient in pairs],
                 create_graph=again, allow_unused=True,
             )  # fmt: skip
-        by_index = dict(zip(needed, grads, strict=True))
-        return (None, None, *(by_index.get(i) for i in range(len(operands))))
+        by_index = {
+            i: None if gradient is None else gradient.to(saved[i].dtype)
+            for i, gradient in zip(needed, grads, strict=True)
+        }
+        return (None, None, None, *(by_index.get(i) for i in range(len(operands))))
 
 
 def _widen(value: Tensor) -> Tensor:
@@ -213,12 +248,14 @@ def _narrow(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _linear(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    if weight.dim() != 2:
+    if weight.dim() != 2 or input.dtype != weight.dtype:
         return _rerun(function, input, weight, bias)
     return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
 
 
-def _matmul(_: Any, input: Tensor, other: Tensor) -> Tensor:
+def _matmul(function: Any, input: Tensor, other: Tensor) -> Any:
+    if input.dtype != other.dtype:
+        return function(input, other)  # which refuses them
     a = input.unsqueeze(0) if input.dim() == 1 else input
     b = other.unsqueeze(1) if other.dim() == 1 else other
     if b is a:
@@ -228,13 +265,21 @@ def _matmul(_: Any, input: Tensor, other: Tensor) -> Tensor:
     return out.squeeze(-1 if other.dim() == 1 else -2) if input.dim() == 1 else out
 
 
-def _mm(function: Any, input: Tensor, mat2: Tensor, **kwargs: Any) -> Any:
-    """mm, bmm and mv: matmul's special cases (their extra keywords ask for another result dtype)."""
-    return _rerun(function, input, mat2, **kwargs) if kwargs else _matmul(function, input, mat2)
+def _mm(*dims: int) -> Callable[..., Any]:
+    """Make mm, bmm or mv: special cases of matmul, of operands with these dimensions."""
+
+    def run(function: Any, input: Tensor, mat2: Tensor, *given: Any, **kwargs: Any) -> Any:
+        if given or kwargs:  # another dtype of the result
+            return _rerun(function, input, mat2, *given, **kwargs)
+        if (input.dim(), mat2.dim()) != dims or (dims == (3, 3) and input.shape[0] != mat2.shape[0]):
+            return function(input, mat2)  # which refuses them
+        return _matmul(function, input, mat2)
+
+    return run
 
 
-def _mv(_: Any, input: Tensor, vec: Tensor) -> Tensor:
-    return _matmul(_, input, vec)
+def _mv(function: Any, input: Tensor, vec: Tensor) -> Any:
+    return _mm(2, 1)(function, input, vec)
 
 
 def _each(value: Any, count: int) -> list[int]:
@@ -244,10 +289,16 @@ def _each(value: Any, count: int) -> list[int]:
 def _convolution(dims: int, *, transposed: bool = False) -> Callable[..., Tensor]:
     names = "stride padding output_padding groups dilation" if transposed else "stride padding dilation groups"
 
-    def run(_: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *given: Any, **named: Any) -> Tensor:
+    def run(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *given: Any, **named: Any) -> Any:
         usual = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
         options: dict[str, Any] = {**usual, **dict(zip(names.split(), given, strict=False)), **named}
-        if options["padding"] == "same":
+        strides = _each(options["stride"], dims)
+        is_right = input.dim() - dims in (1, 2) and weight.dim() == dims + 2 and input.dtype == weight.dtype
+        padding = options["padding"]
+        is_right &= not isinstance(padding, str) or padding == "valid" or (padding == "same" and set(strides) == {1})
+        if not is_right:
+            return function(input, weight, bias, *given, **named)  # which refuses them
+        if padding == "same":
             # Torch pads the odd element on the right, where convolution itself cannot.
             dilations = _each(options["dilation"], dims)
             total = [d * (k - 1) for d, k in zip(dilations, weight.shape[2:], strict=True)]
@@ -255,7 +306,7 @@ def _convolution(dims: int, *, transposed: bool = False) -> Callable[..., Tensor
                 sides = [side for amount in reversed(total) for side in (0, amount % 2)]
                 input = functional.pad(input, sides)
             options["padding"] = [amount // 2 for amount in total]
-        elif options["padding"] == "valid":
+        elif padding == "valid":
             options["padding"] = 0
         lists = [_each(options[name], dims) for name in ("stride", "padding", "dilation", "output_padding")]
         return _batched(dims, input, weight, bias, (*lists[:3], transposed, lists[3], options["groups"]))
@@ -281,14 +332,24 @@ def _batched(dims: int, x: Tensor, weight: Tensor, bias: Tensor | None, options:
 
 def _in_steps(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Widen, compute, round: for torch.func and torch.compile, which differentiate and save as they see fit."""
-    low = next(x.dtype for x in tensors((args, kwargs)) if x.dtype in LOW)
+    args, kwargs, dtype = _result_dtype(args, kwargs)
     wide_args, wide_kwargs = pytree.tree_map_only(Tensor, _widen, (args, kwargs))
-    return pytree.tree_map_only(Tensor, lambda x: _narrow(x, low), function(*wide_args, **wide_kwargs))
+    return pytree.tree_map_only(Tensor, lambda x: _narrow(x, dtype), function(*wide_args, **wide_kwargs))
 
 
-def _rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _result_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype]:
+    """Take ``out_dtype`` out of arguments: what the one rounding is to, where it is not the operands' dtype."""
+    asked = [each for each in (*args, kwargs.get("out_dtype")) if isinstance(each, torch.dtype)]
+    if not asked:
+        return args, kwargs, next(x.dtype for x in tensors((args, kwargs)) if x.dtype in LOW)
+    others = {name: value for name, value in kwargs.items() if name != "out_dtype"}
+    return tuple(each for each in args if not isinstance(each, torch.dtype)), others, asked[0]
+
+
+def _rerun(function: Callable[..., Any], *args: Any, draws: bool = False, **kwargs: Any) -> Any:
     if torch.compiler.is_compiling():
         return _in_steps(function, args, kwargs)
+    args, kwargs, dtype = _result_dtype(args, kwargs)
     leaves, layout = pytree.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     shape: list[Any] = []
@@ -305,41 +366,90 @@ def _rerun(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     operands = [leaves[place] for place in places]
     for place in places:
         leaves[place] = None  # only the autograd node keeps operands alive
-    state = torch.get_rng_state() if _draws(args, kwargs) else None
-    outputs = _Recomputed.apply(run, state, *operands)  # type: ignore[no-untyped-call]
+    state = _RandomState.now(operands[0].device) if draws and _drops(args, kwargs) else None
+    outputs = _Recomputed.apply(run, state, dtype, *operands)  # type: ignore[no-untyped-call]
     return pytree.tree_unflatten(list(outputs), shape[0])
 
 
-def _draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the call may use random numbers: any float between 0 and 1 may be a dropout probability."""
-    return any(isinstance(value, float) and 0.0 < value <= 1.0 for value in (*args, *kwargs.values()))
+def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether attention or a recurrent layer may use random numbers: of its floats only the scale is no probability."""
+    others = (value for name, value in kwargs.items() if name != "scale")
+    return any(isinstance(value, float) and 0.0 < value <= 1.0 for value in (*args, *others))
 
 
-#: How each op is emulated, by base name.
-EMULATED: Final[dict[str, Callable[..., Any]]] = {
-    "linear": _linear,
-    "matmul": _matmul,
-    **dict.fromkeys(("mm", "bmm"), _mm),
-    "mv": _mv,
-    "convolution": _any_convolution,
-    **{f"conv{dims}d": _convolution(dims) for dims in (1, 2, 3)},
-    **{f"conv_transpose{dims}d": _convolution(dims, transposed=True) for dims in (1, 2, 3)},
-    **dict.fromkeys(
-        """addmm addmv addr addbmm baddbmm _addmm_activation dot vdot linalg_vecdot inner tensordot einsum chain_matmul
-        grouped_mm linalg_multi_dot linalg_matrix_power cov corrcoef conv_tbc bilinear scaled_dot_product_attention
-        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell""".split(),
-        _rerun,
-    ),
+def _embedding_bag(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Sum rows of a table in FP32; what ``max_norm`` asks for is done to the table itself before."""
+    if function is not functional.embedding_bag:
+        return _rerun(function, *args, **kwargs)
+    names = ("input", "weight", "offsets", "max_norm", "norm_type")
+    named = dict(zip(names, args, strict=False)) | kwargs
+    if named.get("max_norm") is None:
+        return _rerun(function, *args, **kwargs)
+    others = args[len(names) :]
+    with torch.no_grad():
+        torch.embedding_renorm_(
+            named["weight"].detach(), named["input"], named.pop("max_norm"), named.get("norm_type", 2.0)
+        )
+    first = [named.pop(name) for name in ("input", "weight")]
+    return _rerun(function, *first, named.pop("offsets", None), None, named.pop("norm_type", 2.0), *others, **named)
+
+
+def _rerun_drawing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _rerun(function, *args, draws=True, **kwargs)
+
+
+#: What torch runs as one recurrent function, made of products and element-wise steps.
+RECURRENT: Final = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
+
+#: How each op is emulated, by family and base name.
+_BY_FAMILY: Final[dict[Family, dict[str, Callable[..., Any]]]] = {
+    "products": {
+        "linear": _linear,
+        "matmul": _matmul,
+        "mm": _mm(2, 2),
+        "bmm": _mm(3, 3),
+        "mv": _mv,
+        "embedding_bag": _embedding_bag,
+        **dict.fromkeys(
+            """addmm addmv addr addbmm baddbmm _addmm_activation dot vdot linalg_vecdot inner tensordot einsum
+            chain_matmul grouped_mm linalg_multi_dot linalg_matrix_power linalg_matrix_exp cov corrcoef
+            bilinear""".split(),
+            _rerun,
+        ),
+    },
+    "convolution": {
+        "convolution": _any_convolution,
+        **{f"conv{dims}d": _convolution(dims) for dims in (1, 2, 3)},
+        **{f"conv_transpose{dims}d": _convolution(dims, transposed=True) for dims in (1, 2, 3)},
+        "conv_tbc": _rerun,
+    },
+    "attention": dict.fromkeys(("scaled_dot_product_attention", "_native_multi_head_attention"), _rerun_drawing),
+    "recurrent": dict.fromkeys(sorted(RECURRENT), _rerun_drawing),
 }
+
+#: How each op is emulated, by base name. An outer or Kronecker product and a cross product add up nothing that a
+#: device would keep in FP32, and torch has no low kernel for distances: none of them is here.
+EMULATED: Final[dict[str, Callable[..., Any]]] = {name: run for ops in _BY_FAMILY.values() for name, run in ops.items()}
+
+#: What writes its result into its first argument, and the op that does not.
+IN_PLACE: Final = {f"{name}_": name for name in ("addmm", "addmv", "addr", "addbmm", "baddbmm")}
+
+
+def family_of(op: str) -> Family:
+    """Return the family with which an op is emulated: what belongs to none goes with the products.
+
+    Example:
+        >>> family_of("conv_tbc"), family_of("einsum")
+        ('convolution', 'products')
+    """
+    return next((family for family, ops in _BY_FAMILY.items() if op in ops), "products")
+
 
 #: What C++ composes of products that nothing reaches one by one.
 COMPOSED: Final = frozenset({"linalg_matrix_power", "cov", "corrcoef"})
 
 #: What C++ composes of products that torch's CPU autocast casts, while its lists do not name the whole.
 REACHED: Final = frozenset("einsum tensordot inner chain_matmul linalg_multi_dot".split())
-
-#: What torch runs as one recurrent function, made of products and element-wise steps.
-RECURRENT: Final = frozenset("lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell".split())
 
 
 def with_dtypes_of_states(op: str, args: tuple[Any, ...], out: Any, low: torch.dtype) -> Any:

@@ -105,5 +105,5 @@ _OFF: Final = Policy.O0()
 
 
 @functools.cache
-def _everything_low(dtype: torch.dtype, emulated: bool) -> Policy:
-    return Policy.O1(dtype, emulate=emulated, rules=(Rule("low", op="*", reason="pinned by @mezzo.low"),))
+def _everything_low(dtype: torch.dtype, emulate: Literal["auto"] | bool) -> Policy:
+    return Policy.O1(dtype, emulate=emulate, rules=(Rule("low", op="*", reason="pinned by @mezzo.low"),))

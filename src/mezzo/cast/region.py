@@ -14,12 +14,12 @@ import os
 import types
 from collections.abc import Iterator
 from contextlib import ContextDecorator
-from typing import Any, Final, cast
+from typing import Any, Final, Literal, cast
 
 import torch
 from torch import Tensor
 
-from mezzo.cast.device import default_kinds
+from mezzo.cast.device import FAMILIES, default_kinds
 from mezzo.cast.differences import Differences, Handler, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, compiled_inside_alone, shadowed
@@ -147,7 +147,7 @@ class Region:
 
     @property
     def emulated(self) -> bool:
-        """Whether GEMMs and convolutions compute in FP32 from rounded operands on any of the devices."""
+        """Whether any family of products computes in FP32 from rounded operands on any of the devices."""
         return any(each.emulated for each in self.per_device)
 
     @property
@@ -216,7 +216,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 
     @property
     def emulated(self) -> bool:
-        """Whether GEMMs and convolutions compute in FP32 from rounded operands on any of the devices."""
+        """Whether any family of products computes in FP32 from rounded operands on any of the devices."""
         return self.region.emulated
 
     @property
@@ -367,10 +367,12 @@ class _Again(contextlib.AbstractContextManager[None]):
         self._entered.pop().__exit__(*exception)
 
 
-def emulates_here(device_type: str) -> bool:
-    """Whether the innermost active region emulates arithmetic on a device."""
+def emulates_here(device_type: str) -> Literal["auto"] | bool:
+    """Return the ``emulate`` with which a policy emulates what the innermost active region does on a device."""
     modes = [mode for mode in acting_modes() if device_type in mode.per_device]
-    return len(modes) > 0 and modes[-1].per_device[device_type].emulated
+    families = modes[-1].per_device[device_type].emulated if modes else frozenset()
+    # Some of them and not all is what the device's own answer comes to.
+    return "auto" if 0 < len(families) < len(FAMILIES) else len(families) > 0
 
 
 #: A memo of what regions resolve to; torch.compile can guard what it finds in a global, and by a text.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -12,7 +12,16 @@ from rich.table import Table
 from rich.text import Text
 
 from mezzo.cast import device
-from mezzo.cast.device import ISA_LIMIT, ISA_VARIABLE, Action, DeviceReport, intended
+from mezzo.cast.device import (
+    ISA_LIMIT,
+    ISA_VARIABLE,
+    Action,
+    DeviceReport,
+    Family,
+    FamilySupport,
+    FormatSupport,
+    intended,
+)
 from mezzo.checkup import WIDTHS, Checkup, checked
 from mezzo.cli.app import ALERT, app, console_for, show_json
 from mezzo.errors import printable
@@ -49,10 +58,11 @@ def doctor(
 
     [bold]mezzo doctor --json[/bold]     for a bug report, with all that was found
 
-    Products are compared with FP32's and timed. Then twenty training steps in each format, under O1 and O2, are
-    held against FP32's, and whole steps of layers 128 and 2048 wide are timed: casts can make the step of a small model
-    slower where products are faster. Each format has a process of its own, which may die. The exit code is 4 where a
-    format trains wrongly, 3 where a training died or was refused.
+    Products are compared with FP32's and timed, each family by itself: linear layers and matrix products, convolutions,
+    attention, recurrent layers. Those that are slow or not right are emulated, the others are not. Then twenty training
+    steps in each format, under O1 and O2, are held against FP32's, and whole steps of layers 128 and 2048 wide are
+    timed: casts can make the step of a small model slower where products are faster. Each format has a process of its
+    own, which may die. The exit code is 4 where a format trains wrongly, 3 where a training died or was refused.
     """
     with Console(stderr=True).status("measuring products in each format; the first time takes seconds"):
         reports = [device.probe(kind, refresh=refresh) for kind in device.devices()]
@@ -83,22 +93,39 @@ def _told(reports: list[DeviceReport], rows: list[Row]) -> dict[str, Any]:
         told = report.to_dict()
         for entry, dtype in zip(told["formats"], report.formats, strict=True):
             mine = [each for of, format_, each in rows if of is report and format_ is dtype and each is not None]
-            entry |= {"intention": intended(report, dtype), "checkups": [each.to_dict() for each in mine]}
+            for of_family, action in zip(entry["families"], intended(report, dtype).values(), strict=True):
+                of_family["intention"] = action
+            entry["checkups"] = [each.to_dict() for each in mine]
         devices.append(told)
     return {"verdict": [_verdict(row) for row in rows], **environment(), "devices": devices}
 
 
 def _verdict(row: Row) -> str:
     report, dtype, checkup = row
-    support = report.formats[dtype]
-    if checkup is not None:
-        said = checkup.verdict
-    elif support.speed_ratio is not None:
-        said = f"products {support.speed_ratio:.2g}× as fast as in FP32, {support.detail}"
-    else:
-        said = support.detail
+    said = _measured(report.formats[dtype]) if checkup is None else checkup.verdict
     where = report.device_type if checkup is None else checkup.device
-    return f"{where}: {dtype_name(dtype)} {said}; mezzo will {WHAT_MEZZO_DOES[intended(report, dtype)]}"
+    return f"{where}: {dtype_name(dtype)} {said}; mezzo will {_intention(intended(report, dtype))}"
+
+
+def _measured(support: FormatSupport) -> str:
+    """Say how fast each family is, or why that is not known."""
+    if (
+        len({(each.speed_ratio, each.detail) for each in support.families.values()}) == 1
+        and support.worst.speed_ratio is None
+    ):
+        return support.worst.detail
+    timed = [f"{family} {each.speed_ratio:.2g}×" for family, each in support.families.items() if each.speed_ratio]
+    others = [f"{name} {each.status}: {each.detail}" for name, each in support.families.items() if not each.speed_ratio]
+    return "; ".join([", ".join(timed) + " as fast as in FP32"] * bool(timed) + others)
+
+
+def _intention(actions: Mapping[Family, Action]) -> str:
+    """Say what is done about all families, or about most and the others."""
+    emulated = [family for family, action in actions.items() if action == "emulate"]
+    others = [WHAT_MEZZO_DOES[action] for action in actions.values() if action != "emulate"]
+    if not emulated or not others:
+        return others[0] if others else WHAT_MEZZO_DOES["emulate"]
+    return f"{others[0]}, but emulate {' and '.join(emulated)} in FP32"
 
 
 def _show(reports: list[DeviceReport], rows: list[Row], full: bool) -> None:
@@ -126,27 +153,37 @@ def _show(reports: list[DeviceReport], rows: list[Row], full: bool) -> None:
 
 def _table(rows: list[Row]) -> Table:
     timed = any(checkup is not None for _, _, checkup in rows)
-    numbers = ("products", *(f"steps, {width}" for width in (WIDTHS if timed else ())))
-    heads = ("device", "format", "products are", *numbers, *(["training"] if timed else []), "mezzo will", "because")
-    caption = Text("products, steps: times as fast as in FP32; the slowest product counts", style="dim")
-    cells = (_cells(row, WIDTHS if timed else ()) for row in rows)
+    numbers = ("speed", *(f"steps, {width}" for width in (WIDTHS if timed else ())))
+    heads = ("device", "format", "family", "is", *numbers, *(["training"] if timed else []), "mezzo will", "because")
+    caption = Text("speed, steps: times as fast as in FP32; the slowest product of a family counts", style="dim")
+    cells = (each for row in rows for each in _cells(row, WIDTHS if timed else ()))
     return table(heads, cells, right=numbers, caption=caption, caption_justify="left")
 
 
-def _cells(row: Row, widths: Sequence[int]) -> tuple[str, ...]:
+def _cells(row: Row, widths: Sequence[int]) -> Iterator[tuple[str, ...]]:
+    """Yield a line for each family; what is of the whole format stands in the first."""
     report, dtype, checkup = row
-    support = report.formats[dtype]
     speeds = [None if checkup is None else checkup.speeds.get(width) for width in widths]
-    return (
-        report.device_type if checkup is None else checkup.device,
-        dtype_name(dtype),
-        support.status,
-        "–" if support.speed_ratio is None else f"{support.speed_ratio:.2g}×",
+    of_format = [
         *("–" if each is None else f"{each.median:.2g}× ({each.p10:.2g}–{each.p90:.2g})" for each in speeds),
         *([] if checkup is None else [checkup.status]),
-        WHAT_MEZZO_DOES[intended(report, dtype)],
-        support.detail,
-    )
+    ]
+    names = (report.device_type if checkup is None else checkup.device, dtype_name(dtype))
+    actions = intended(report, dtype)
+    for number, (family, support) in enumerate(report.formats[dtype].families.items()):
+        yield (
+            *(name if number == 0 else "" for name in names),
+            family,
+            support.status,
+            "–" if support.speed_ratio is None else f"{support.speed_ratio:.2g}×",
+            *(each if number == 0 else "" for each in of_format),
+            WHAT_MEZZO_DOES[actions[family]],
+            _because(support),
+        )
+
+
+def _because(support: FamilySupport) -> str:
+    return support.detail if support.fast or support.speed_ratio is None else f"slow; {support.detail}"
 
 
 def _trainings(checkups: list[Checkup]) -> Table:

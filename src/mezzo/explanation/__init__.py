@@ -5,7 +5,7 @@ and JSON are views of one value; printing is ``cli``'s.
 """
 
 from mezzo.explanation.explanation import Answer, Explanation
-from mezzo.explanation.rows import Cast, Finding, Misaligned, Product, Row
+from mezzo.explanation.rows import Cast, Emulated, Finding, Misaligned, Product, Row
 from mezzo.explanation.run import explain
 
-__all__ = ["Answer", "Cast", "Explanation", "Finding", "Misaligned", "Product", "Row", "explain"]
+__all__ = ["Answer", "Cast", "Emulated", "Explanation", "Finding", "Misaligned", "Product", "Row", "explain"]

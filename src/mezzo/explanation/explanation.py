@@ -406,10 +406,14 @@ def renderables(explanation: Explained, *, full: bool = False) -> Iterator[Rende
 
 def terms(explanation: Explained) -> str:
     """Say on what an explanation was measured."""
-    arithmetic = "products emulated in FP32" if explanation.emulated else "native arithmetic"
+    arithmetic = "native arithmetic"
+    if explanation.emulated:
+        families = " and ".join(each.family for each in explanation.emulated)
+        reasons = "; ".join(dict.fromkeys(each.why for each in explanation.emulated))
+        arithmetic = f"{families} emulated in FP32 ({reasons})"
     below = {name for row in explanation.rows if row.emulated for name in row.computes_in} - {"float16", "bfloat16"}
-    if below and not explanation.emulated:
-        arithmetic = f"products in {format_text(sorted(below))} emulated in FP32"
+    if below:
+        arithmetic += f", products in {format_text(sorted(below))} emulated in FP32"
     devices = "+".join(explanation.devices) or "no device"
     return f"measured in one step on {devices}, {arithmetic}, torch {explanation.torch}"
 
@@ -470,7 +474,7 @@ class Explanation(Explained):
         policy: The policy's text.
         devices: Types of the devices that held tensors.
         torch: The torch version.
-        emulated: Whether products were computed in FP32 from rounded operands.
+        emulated: The families of products that the model has and that were computed in FP32 from rounded operands.
         rows: Every op that read or made floating numbers in the forward pass, in the order of first use.
         casts: Every conversion between floating dtypes, forward and backward, largest first.
         misaligned: Products and convolutions in a low format whose dimensions should be padded.

@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
+from mezzo.cast.device import Family
 from mezzo.errors import PolicyError
 
 # Numbers and formats as people read them.
@@ -246,6 +247,20 @@ class Finding:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Emulated:
+    """A family of products that computed in FP32 from rounded operands.
+
+    Attributes:
+        family: ``products`` (linear layers and all that is of no other family), ``convolution``, ``attention`` or
+            ``recurrent``.
+        why: Why, in words.
+    """
+
+    family: Family
+    why: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
     """All that an explanation holds.
@@ -255,7 +270,7 @@ class Explained:
         policy: The policy's text.
         devices: Types of the devices that held tensors.
         torch: The torch version.
-        emulated: Whether products were computed in FP32 from rounded operands.
+        emulated: The families of products that the model has and that were computed in FP32 from rounded operands.
         rows: Every op that read or made floating numbers in the forward pass, in the order of first use.
         casts: Every conversion between floating dtypes, forward and backward, largest first.
         misaligned: Products and convolutions in a low format whose dimensions should be padded.
@@ -268,7 +283,7 @@ class Explained:
     policy: str
     devices: tuple[str, ...]
     torch: str
-    emulated: bool
+    emulated: tuple[Emulated, ...]
     rows: tuple[Row, ...]
     casts: tuple[Cast, ...]
     misaligned: tuple[Misaligned, ...]

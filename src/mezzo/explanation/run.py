@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from mezzo.cast.device import arithmetic
+from mezzo.cast.emulate import family_of
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.explanation.explanation import Explanation
 from mezzo.explanation.findings import findings
-from mezzo.explanation.rows import Cast, Misaligned, Product, Row
+from mezzo.explanation.rows import Cast, Emulated, Misaligned, Product, Row
 from mezzo.policy import Policy, Rule
 from mezzo.tensors import LOW, each_tensor
 from mezzo.trace.calls import Decider, Where, here
@@ -124,7 +126,7 @@ def _traced(
         policy=str(policy),
         devices=tuple(dict.fromkeys(device.type for device in devices)),
         torch=torch.__version__,
-        emulated=region.emulated,
+        emulated=_emulated(policy, region.device_types, rows),
         rows=rows,
         casts=_casts(trace),
         misaligned=tuple(_built(Misaligned, key, count=count) for key, count in trace.products.items()),
@@ -227,6 +229,19 @@ def _built(kind: Any, key: tuple[Any, ...], **rest: Any) -> Any:
     """Build a row from the fields under which a trace counts it, and from those that are left."""
     names = [field.name for field in dataclasses.fields(kind) if field.name not in rest]
     return kind(**dict(zip(names, key, strict=True)), **rest)
+
+
+def _emulated(policy: Policy, device_types: tuple[str, ...], rows: tuple[Row, ...]) -> tuple[Emulated, ...]:
+    """Say why the families that were emulated were, on the first device that emulates them."""
+    were = {family_of(row.op) for row in rows if row.emulated}
+    return tuple(
+        {
+            family: Emulated(family, choice.reason)
+            for kind in reversed(device_types)
+            for family, choice in arithmetic(policy.dtype, kind, policy.emulate).items()
+            if family in were and choice.action == "emulate"
+        }.values()
+    )
 
 
 def _casts(trace: Trace) -> tuple[Cast, ...]:

@@ -117,7 +117,7 @@ class Backend:
         graph = read(module, self.policy, self._roots.path)
         costs = Costs(
             graph,
-            rates(graph.device_type, self.policy.dtype, emulated=graph.emulated),
+            rates(graph.device_type, self.policy.dtype, emulated="products" in graph.emulated),
             objective=self._objective,
             fused=self._fused,
         )

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx import Node
 
-from mezzo.cast.device import arithmetic
-from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT
+from mezzo.cast.device import Family, emulated_families
+from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.model.refusals import wanted_storage
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Decision, Policy
@@ -109,7 +109,7 @@ class Graph:
         whole: The graph module.
         policy: What decided about the ops.
         device_type: The device that its tensors are on.
-        emulated: Whether products compute in FP32 from rounded operands there.
+        emulated: The families of products that compute in FP32 from rounded operands there.
         ops: The ops, in the order in which they run.
         makers: The op that each floating tensor belongs to.
         views: What each view looks at.
@@ -122,7 +122,7 @@ class Graph:
     whole: fx.GraphModule
     policy: Policy
     device_type: str
-    emulated: bool
+    emulated: frozenset[Family]
     ops: list[GraphOp] = field(default_factory=list)
     makers: dict[Node, GraphOp] = field(default_factory=dict)
     views: dict[Node, Node] = field(default_factory=dict)
@@ -130,6 +130,10 @@ class Graph:
     written: set[int] = field(default_factory=set)
     dropped: list[Node] = field(default_factory=list)
     checkpoints: list[Node] = field(default_factory=list)
+
+    def emulates(self, op: str) -> bool:
+        """Whether an op is a product, or made of some, of a family that is emulated."""
+        return op in _EMULATED and family_of(op) in self.emulated
 
     def is_written(self, node: Node) -> bool:
         """Whether a tensor is written to after it was made: a cast of it holds for one reader."""
@@ -332,7 +336,7 @@ def read(
     require_choice(policy)
     kinds = [value_of(node).device.type for node in whole.graph.nodes if is_floating(node)]
     device_type = next((kind for kind in kinds if kind != "cpu"), "cpu")
-    emulated = arithmetic(policy.dtype, device_type, policy.emulate).action == "emulate"
+    emulated = emulated_families(policy.dtype, device_type, policy.emulate)
     graph = Graph(whole, policy, device_type, emulated)
     _Reader(graph, root_of, names, stored).read(whole, {})
     return graph
@@ -452,8 +456,7 @@ class _Reader:
         if kind != "source":
             is_norm = kind == "free" and name in OPS and OPS[name].is_norm
             keeps_weights = is_norm or (decision is not None and decision.treatment == "fp32_math")
-            low_inside = self.graph.emulated and name in _EMULATED
-            made.is_wide_inside = low_inside or keeps_weights
+            made.is_wide_inside = self.graph.emulates(name) or keeps_weights
             self._work_on(made, node, name, None)
             if keeps_weights:
                 made.reads, made.wide_reads = made.reads[:1], made.reads[1:]
@@ -497,7 +500,7 @@ class _Reader:
         if decision.rule is not None and treatment in ("native", "promote"):
             return "follow", name, decision, reason
         if treatment == "native" and OPS[name].parts:
-            if self.graph.emulated and not _EMULATED.isdisjoint(OPS[name].parts):
+            if any(map(self.graph.emulates, OPS[name].parts)):
                 return "own", name, decision, "products inside it would have to be emulated"
             return "inside", name, decision, "torch's own autocast casts what it is made of"
         if (

@@ -233,7 +233,9 @@ class Meter:
                 wanted = torch.float32 if each in op.wide_reads else dtype if casts else None
                 made[each] = _fake_of(value_of(each), wanted, leaves if trains(node) else None)
             with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
-                results = _run(node, made, dtype if op.is_wide_inside and low and not self.graph.emulated else None)
+                results = _run(
+                    node, made, dtype if op.is_wide_inside and low and not self.graph.emulates(op.name) else None
+                )
                 floats = [each for each in tensors(results) if each.is_floating_point()]
                 self._backward(floats, leaves)
         given = {memory_of(each): place for place, each in enumerate(made.values()) if isinstance(each, Tensor)}

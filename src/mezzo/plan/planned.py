@@ -93,7 +93,7 @@ class Plan:
         fused: Whether costs are those of kernels that a compiler fuses.
         is_dynamic: Whether sizes vary; costs are those of the first call.
         device_type: Where it runs.
-        emulated: Whether products are emulated there; costs are those of native kernels all the same.
+        emulated: Whether any family of products is emulated there; costs are those of native kernels all the same.
         torch: The torch version.
         rates: How fast the device was measured to be.
         ops: The ops, in the order in which they run.

@@ -85,7 +85,7 @@ def plan(
     args, kwargs = arguments(inputs, "mezzo.plan.plan")
     with autocast("O0"):  # what is around the call is not planned for
         graph = capture(model, args, kwargs, asked)
-        speed = rates(graph.device_type, asked.dtype, emulated=graph.emulated)
+        speed = rates(graph.device_type, asked.dtype, emulated="products" in graph.emulated)
         costs = Costs(graph, speed, objective=number, fused=fused)
     low = place(costs.problem).low[: len(graph.ops)]
     made = planned(costs, low, objective=number, name=type(model).__name__)
@@ -150,7 +150,7 @@ def planned(costs: Costs, low: Sequence[bool], *, objective: float, name: str) -
     return Plan(
         model=name, weights="", inputs=(), base=str(graph.policy), objective=objective, fused=costs.fused,
         is_dynamic=any(isinstance(size, torch.SymInt) for node in graph.makers for size in _sizes(value_of(node))),
-        device_type=graph.device_type, emulated=graph.emulated, torch=torch.__version__, rates=costs.rates,
+        device_type=graph.device_type, emulated=bool(graph.emulated), torch=torch.__version__, rates=costs.rates,
         ops=tuple(_row(graph, op, low, placements["torch.autocast"], places) for op in shown_ops),
         casts=tuple(_cast(graph, each, low) for each in costs.casts(low)),
         totals={whose: costs.totals(each) for whose, each in placements.items()},

@@ -4,11 +4,13 @@ A fresh interpreter for each format that may die, what it answered and where tha
 precision an op gets is not decided here: that is :class:`mezzo.Policy`'s.
 """
 
-from mezzo.cast.device.decide import Action, Choice, arithmetic, fast_format, intended, probe
+from mezzo.cast.device.child import FAMILIES, Family
+from mezzo.cast.device.decide import Action, Choice, arithmetic, emulated_families, fast_format, intended, probe
 from mezzo.cast.device.probing import (
     ISA_LIMIT,
     ISA_VARIABLE,
     DeviceReport,
+    FamilySupport,
     FormatSupport,
     Kinds,
     default_kinds,
@@ -17,5 +19,6 @@ from mezzo.cast.device.probing import (
     processor,
 )
 
-__all__ = ["ISA_LIMIT", "ISA_VARIABLE", "Action", "Choice", "DeviceReport", "FormatSupport", "Kinds", "arithmetic"]
-__all__ += ["default_kinds", "devices", "fast_format", "intended", "isa_setting", "probe", "processor"]
+__all__ = ["FAMILIES", "ISA_LIMIT", "ISA_VARIABLE", "Action", "Choice", "DeviceReport", "Family", "FamilySupport"]
+__all__ += ["FormatSupport", "Kinds", "arithmetic", "default_kinds", "devices", "emulated_families", "fast_format"]
+__all__ += ["intended", "isa_setting", "probe", "processor"]

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -29,7 +29,8 @@ FAULTS: Final = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE")
 #: timed.
 WIDTHS: Final = (128, 512)
 #: How far a result may be from FP32's, in the format's ``eps`` and relative to its norm. One rounding comes to 0.21,
-#: what attention's backward pass rounds on its way to 0.6; sums of 512 in the format itself to 5.
+#: what attention's backward pass rounds on its way to 0.6, eight steps of a recurrent layer to 1.2; sums of 512 in the
+#: format itself to 5.
 TOLERANCE: Final = 4
 #: A time is the least of some; one that is a hundred times FP32's is known after the first.
 TIME_BUDGET_S: Final = 0.1
@@ -38,17 +39,51 @@ MAX_REPEATS: Final = 24
 #: What torch raises where a device has no kernel for a format, or cannot even hold it.
 _REFUSALS: Final = (RuntimeError, TypeError, AttributeError)
 
-#: What a model multiplies by: the shapes of the operands at a width, and the product. In ``matmul`` no operand is
-#: transposed: a CPU takes other kernels there than for ``linear``, in FP16 far slower ones.
-PRODUCTS: dict[str, tuple[Callable[[int], list[tuple[int, ...]]], Callable[..., Tensor]]] = {
-    "linear": (lambda n: [(n, n)] * 2, functional.linear),
-    "matmul": (lambda n: [(n, n)] * 2, torch.matmul),
-    "convolution": (lambda n: [(4, n // 8, 28, 28), (n // 8, n // 8, 3, 3)], partial(functional.conv2d, padding=1)),
-    "attention": (lambda n: [(1, 2, n, 64)] * 3, partial(functional.scaled_dot_product_attention, is_causal=True)),
+#: What is examined and decided apart, since kernels of one kind may be missing, wrong or slow where others are not.
+Family = Literal["products", "convolution", "attention", "recurrent"]
+FAMILIES: Final[tuple[Family, ...]] = get_args(Family)
+
+#: Steps of a recurrent layer, and the sequences in its batch.
+_STEPS, _BATCH = 8, 16
+
+
+def _recurrent(layer: Callable[..., Any], states: int) -> Callable[..., Tensor]:
+    def run(x: Tensor, of_input: Tensor, of_state: Tensor) -> Tensor:
+        state = x.new_zeros(1, *x.shape[1:])
+        weights = [of_input / 16, of_state / 16]  # a power of two, which every format divides by: gates saturate else
+        out: Tensor = layer(x, (state,) * states if states > 1 else state, weights, False, 1, 0.0, True, False, False)[
+            0
+        ]
+        return out
+
+    return run
+
+
+#: What a model multiplies by: the family, the shapes of the operands at a width, and the product. In ``matmul`` no
+#: operand is transposed: a CPU takes other kernels there than for ``linear``, in FP16 far slower ones. A CPU runs an
+#: LSTM as one kernel, and composes a GRU of products.
+PRODUCTS: dict[str, tuple[Family, Callable[[int], list[tuple[int, ...]]], Callable[..., Tensor]]] = {
+    "linear": ("products", lambda n: [(n, n)] * 2, functional.linear),
+    "matmul": ("products", lambda n: [(n, n)] * 2, torch.matmul),
+    "convolution": (
+        "convolution",
+        lambda n: [(4, n // 8, 28, 28), (n // 8, n // 8, 3, 3)],
+        partial(functional.conv2d, padding=1),
+    ),
+    "attention": (
+        "attention",
+        lambda n: [(1, 2, n, 64)] * 3,
+        partial(functional.scaled_dot_product_attention, is_causal=True),
+    ),
+    "lstm": ("recurrent", lambda n: [(_STEPS, _BATCH, n), (4 * n, n), (4 * n, n)], _recurrent(torch.lstm, 2)),
+    "gru": ("recurrent", lambda n: [(_STEPS, _BATCH, n), (3 * n, n), (3 * n, n)], _recurrent(torch.gru, 1)),
 }
 
+#: What is said of a family: a status, a ratio of speeds or None, and a phrase.
+Answer = dict[str, Any]
 
-def examined(dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
+
+def examined(dtype: torch.dtype, device: str = "cpu") -> dict[Family, Answer]:
     """Compute each product forward and backward in a format, compare it with FP32's, and time both.
 
     Args:
@@ -56,34 +91,44 @@ def examined(dtype: torch.dtype, device: str = "cpu") -> dict[str, Any]:
         device: Where.
 
     Returns:
-        ``status``: ``"right"`` where all agree with FP32's from the same rounded operands, ``"wrong"``, or
-        ``"unsupported"`` where torch has no kernel. ``speed_ratio``: the time of FP32 over that of the format in the
+        For each family ``status``: ``"right"`` where all agree with FP32's from the same rounded operands, ``"wrong"``,
+        or ``"unsupported"`` where torch has no kernel. ``speed_ratio``: the time of FP32 over that of the format in the
         slowest product; None but for ``"right"``. ``detail``: a phrase that says why.
 
     Cost:
-        A second on a CPU, and three where the format is slow; synchronises an accelerator.
+        Two seconds on a CPU, and four where the format is slow; synchronises an accelerator.
     """
-    speeds: dict[str, float] = {}
     with _plainly(device), torch.enable_grad():
-        for name in PRODUCTS:
-            for width in WIDTHS:
-                operands = _drawn(PRODUCTS[name][0](width), dtype)
-                (slope,) = _drawn([PRODUCTS[name][1](*operands).shape], dtype)
-                in_fp32 = partial(_forward_and_backward, name, operands, slope, torch.float32, device)
-                in_format = partial(_forward_and_backward, name, operands, slope, dtype, device)
-                wanted = in_fp32()
-                try:
-                    found = in_format()
-                except _REFUSALS as refusal:
-                    detail = f"{name}: {str(refusal).splitlines()[0]}"
-                    return {"status": "unsupported", "speed_ratio": None, "detail": detail}
-                for got, want in zip(found, wanted, strict=True):
-                    off = float((got.float() - want).norm() / want.norm())
-                    if not off <= TOLERANCE * torch.finfo(dtype).eps:  # nor is a NaN
-                        detail = f"{name} at width {width} is off by {off:.2g} of its norm"
-                        return {"status": "wrong", "speed_ratio": None, "detail": detail}
-            if name != "attention":  # whose kernels in FP32 depend on far more than the format
-                speeds[name] = _seconds(in_fp32, device) / _seconds(in_format, device)
+        return {
+            family: _of_family([name for name, (of, *_) in PRODUCTS.items() if of == family], dtype, device)
+            for family in FAMILIES
+        }
+
+
+def _of_family(names: list[str], dtype: torch.dtype, device: str) -> Answer:
+    speeds: dict[str, float] = {}
+    for name in names:
+        for width in WIDTHS:
+            _, shapes, product = PRODUCTS[name]
+            operands = _drawn(shapes(width), dtype)
+            (slope,) = _drawn([product(*operands).shape], dtype)
+            in_fp32 = partial(_forward_and_backward, name, operands, slope, torch.float32, device)
+            in_format = partial(_forward_and_backward, name, operands, slope, dtype, device)
+            wanted = in_fp32()
+            try:
+                found = in_format()
+            except _REFUSALS as refusal:
+                return {
+                    "status": "unsupported",
+                    "speed_ratio": None,
+                    "detail": f"{name}: {str(refusal).splitlines()[0]}",
+                }
+            for got, want in zip(found, wanted, strict=True):
+                off = float((got.float() - want).norm() / want.norm())
+                if not off <= TOLERANCE * torch.finfo(dtype).eps:  # nor is a NaN
+                    detail = f"{name} at width {width} is off by {off:.2g} of its norm"
+                    return {"status": "wrong", "speed_ratio": None, "detail": detail}
+        speeds[name] = _seconds(in_fp32, device) / _seconds(in_format, device)
     slowest = min(speeds, key=speeds.__getitem__)
     return {"status": "right", "speed_ratio": speeds[slowest], "detail": f"slowest: {slowest}"}
 
@@ -95,7 +140,7 @@ def products(dtype: torch.dtype) -> None:
         Some 20 ms. May kill the process: that is what it is for.
     """
     with _plainly("cpu"), torch.no_grad():
-        for shapes, compute in PRODUCTS.values():
+        for _, shapes, compute in PRODUCTS.values():
             compute(*(operand.to(dtype) for operand in _drawn(shapes(WIDTHS[0]), dtype)))
 
 
@@ -130,7 +175,7 @@ def _forward_and_backward(
     name: str, operands: list[Tensor], slope: Tensor, dtype: torch.dtype, device: str
 ) -> list[Tensor]:
     leaves = [operand.to(device, dtype, copy=True).requires_grad_() for operand in operands]
-    output = PRODUCTS[name][1](*leaves)
+    output = PRODUCTS[name][2](*leaves)
     return [output.detach(), *torch.autograd.grad(output, leaves, slope.to(device, dtype))]
 
 

@@ -9,17 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from mezzo.cast.device import probing
+from mezzo.cast.device.child import FAMILIES, Family
 from mezzo.cast.device.probing import (
     FORMATS,
     ISA_VARIABLE,
     DeviceReport,
+    FamilySupport,
     devices,
     isa_setting,
     require_device,
@@ -41,7 +43,7 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How the products of a format are computed on a device.
+    """How the products of one family are computed in a format on a device.
 
     Args:
         action: ``"native"``; ``"limit"``: natively, since ``ONEDNN_MAX_CPU_ISA`` has been set in this process before
@@ -92,8 +94,10 @@ def probe(device_type: str = "cpu", *, refresh: bool = False) -> DeviceReport:
         return _reports[device_type]
 
 
-def arithmetic(dtype: torch.dtype, device_type: str = "cpu", emulate: Literal["auto"] | bool = "auto") -> Choice:
-    """Decide how the products of a format are computed on a device, and make this process safe for it.
+def arithmetic(
+    dtype: torch.dtype, device_type: str = "cpu", emulate: Literal["auto"] | bool = "auto"
+) -> Mapping[Family, Choice]:
+    """Decide how each family of products is computed in a format on a device, and make this process safe for it.
 
     Call it before anything is computed natively in the format, and as early as possible: once oneDNN has been used, by
     an FP32 ``bmm`` or convolution for instance, its limit comes too late. Then products are emulated, and the log says
@@ -102,54 +106,94 @@ def arithmetic(dtype: torch.dtype, device_type: str = "cpu", emulate: Literal["a
     Args:
         dtype: The compute format of a policy.
         device_type: ``"cpu"`` or an accelerator that is present.
-        emulate: ``"auto"`` emulates where the device lacks the format, computes it wrongly, would crash, or takes more
-            than twice the time that it takes in FP32. ``True`` always does, ``False`` never.
+        emulate: ``"auto"`` emulates a family where the device lacks the format for it, computes it wrongly, would
+            crash, or takes more than twice the time that it takes in FP32. ``True`` always does, ``False`` never.
 
     Returns:
-        The decision and its reason. FP32 is never emulated.
+        For each family the decision and its reason. FP32 is never emulated.
 
     Raises:
-        UnsupportedError: If the device is absent; with ``emulate=False`` also if native arithmetic is not right.
+        UnsupportedError: If the device is absent; with ``emulate=False`` also if native arithmetic is not right in a
+            family.
         PolicyError: If there is no such device type.
 
     Cost:
         None for FP32. Otherwise that of :func:`probe`, and on a CPU where the format crashes a fork of this process.
 
     Example:
-        >>> arithmetic(torch.float32)
+        >>> arithmetic(torch.float32)["products"]
         Choice(action='native', reason='float32 is what emulation computes in')
     """
     require_device(device_type)
     name = dtype_name(dtype)
     if dtype not in FORMATS:
-        return Choice(action="native", reason=f"{name} is what emulation computes in")
+        return dict.fromkeys(FAMILIES, Choice(action="native", reason=f"{name} is what emulation computes in"))
     report = probe(device_type)
-    support = report.formats[dtype]
-    said = f"{name} on this {device_type} is {support.status} ({support.detail})"
-    choice = Choice(action="native" if support.status == "right" else "emulate", reason=said)
-    if support.status == "dead":
+    families = report.formats[dtype].families
+    revived = None
+    if report.formats[dtype].status == "dead":
         with _lock:
-            choice = _revived[dtype] = _revived.get(dtype) or _revive(dtype, report)
+            revived = _revived[dtype] = _revived.get(dtype) or _revive(dtype, report)
     cure = f"{ISA_VARIABLE}={probing.ISA_LIMIT} python …" if report.needs_isa_limit else ""
     if emulate is True:
-        return Choice(action="emulate", reason="emulate=True asks for it")
-    if emulate is False and choice.action == "emulate":
-        what = f"{name} cannot be computed natively on this {device_type}"
+        return dict.fromkeys(FAMILIES, Choice(action="emulate", reason="emulate=True asks for it"))
+    are_alike = len({(each.status, each.speed_ratio, each.detail) for each in families.values()}) == 1
+    what = {family: name if are_alike else f"{name} in {family}" for family in families}
+    choices = {family: _safe(families[family], what[family], device_type, revived) for family in families}
+    lacking = [family for family, choice in choices.items() if choice.action == "emulate"]
+    if emulate is False and lacking:
+        which = "" if len(lacking) == len(FAMILIES) else f": {', '.join(lacking)}"
+        what = f"{name} cannot be computed natively on this {device_type}{which}"
         write = 'emulate="auto", the text emulate=auto'
-        raise UnsupportedError(what, why=choice.reason, write=write + (cure and f"\n{cure}"))
-    if choice.action != "emulate" and emulate == "auto" and not support.fast:
-        ratio = f"{support.speed_ratio:.2g} times float32's, {support.detail}"
-        return Choice(action="emulate", reason=f"{name} on this {device_type} is slow: speed {ratio}")
-    if choice.action == "emulate" and support.status != "unsupported":
-        _say_once(f"{name} products are emulated on this {device_type}", choice.reason, cure)
-    return choice
+        why = "; ".join(dict.fromkeys(choices[family].reason for family in lacking))
+        raise UnsupportedError(what, why=why, write=write + (cure and f"\n{cure}"))
+    if emulate is False:
+        return choices
+    loud = [family for family in lacking if families[family].status != "unsupported"]
+    if loud:
+        all_are = len(loud) == len(FAMILIES)
+        which = f"{name} products are emulated" if all_are else f"{name} is emulated in {' and '.join(loud)}"
+        why = "; ".join(dict.fromkeys(choices[family].reason for family in loud))
+        _say_once(f"{which} on this {device_type}", why, cure)
+    slow = {
+        family: Choice(action="emulate", reason=_slow(what[family], device_type, families[family]))
+        for family in families
+        if family not in lacking and not families[family].fast
+    }
+    return choices | slow
+
+
+def emulated_families(
+    dtype: torch.dtype, device_type: str, emulate: Literal["auto"] | bool = "auto"
+) -> frozenset[Family]:
+    """Return the families that :func:`arithmetic` emulates.
+
+    Example:
+        >>> emulated_families(torch.float32, "cpu", True)
+        frozenset()
+    """
+    choices = arithmetic(dtype, device_type, emulate)
+    return frozenset(family for family, choice in choices.items() if choice.action == "emulate")
+
+
+def _safe(support: FamilySupport, what: str, device_type: str, revived: Choice | None) -> Choice:
+    """Say how a family is computed natively, and if it cannot be, that it is emulated."""
+    if revived is not None:
+        unsafe = revived.action != "emulate" and support.speed_ratio is None  # not right under the limit
+        return Choice(action="emulate", reason=f"{what}: {support.detail}") if unsafe else revived
+    said = f"{what} on this {device_type} is {support.status} ({support.detail})"
+    return Choice(action="native" if support.status == "right" else "emulate", reason=said)
+
+
+def _slow(what: str, device_type: str, support: FamilySupport) -> str:
+    return f"{what} on this {device_type} is slow: speed {support.speed_ratio:.2g} times float32's, {support.detail}"
 
 
 def _revive(dtype: torch.dtype, report: DeviceReport) -> Choice:
     """Make native computation safe in a format that kills processes on this CPU, or say why it must not happen."""
     name, own, support = dtype_name(dtype), isa_setting(), report.formats[dtype]
-    dies = f"{name} kills the process on this CPU ({support.detail})"
-    if support.speed_ratio is None:  # under the limit that it would be used with, too
+    dies = f"{name} kills the process on this CPU ({support.families['products'].detail})"
+    if all(each.speed_ratio is None for each in support.families.values()):  # under the limit, too
         return Choice(action="emulate", reason=dies)
     limit = own or probing.ISA_LIMIT
     if own is None:
@@ -176,8 +220,8 @@ def _say_once(what: str, why: str, cure: str) -> None:
     logger.warning("%s", message(what, where=where, why=why, write=cure))
 
 
-def intended(report: DeviceReport, dtype: torch.dtype) -> Action:
-    """Say what a fresh process does with ``emulate="auto"``, without doing it.
+def intended(report: DeviceReport, dtype: torch.dtype) -> Mapping[Family, Action]:
+    """Say what a fresh process does with ``emulate="auto"`` for each family, without doing it.
 
     Args:
         report: From :func:`probe`.
@@ -187,17 +231,22 @@ def intended(report: DeviceReport, dtype: torch.dtype) -> Action:
         ``"limit"`` means native, once ``ONEDNN_MAX_CPU_ISA`` has been set.
 
     Example:
-        >>> intended(probe("cpu"), torch.float16) in ("native", "limit", "emulate")
+        >>> intended(probe("cpu"), torch.float16)["products"] in ("native", "limit", "emulate")
         True
     """
-    support = report.formats[dtype]
-    if not support.fast:
-        return "emulate"
-    return "native" if support.status == "right" or isa_setting() is not None else "limit"
+
+    def one(support: FamilySupport) -> Action:
+        if not support.fast:
+            return "emulate"
+        return "native" if support.status == "right" or isa_setting() is not None else "limit"
+
+    return {family: one(support) for family, support in report.formats[dtype].families.items()}
 
 
 def fast_format(kinds: Container[str]) -> torch.dtype:
     """Return the low format to train in where none is chosen: BF16, or FP16 where the device is fast in that alone.
+
+    The family of linear layers and matrix products decides: nearly every model spends its time there.
 
     Args:
         kinds: The device types of a model's tensors; an accelerator's answer counts before the CPU's.
@@ -207,4 +256,5 @@ def fast_format(kinds: Container[str]) -> torch.dtype:
     """
     present = devices()[::-1]
     formats = probe(next((kind for kind in present if kind in kinds), present[0])).formats
-    return torch.float16 if formats[torch.float16].fast and not formats[torch.bfloat16].fast else torch.bfloat16
+    half, brain = (formats[dtype].families["products"] for dtype in (torch.float16, torch.bfloat16))
+    return torch.float16 if half.fast and not brain.fast else torch.bfloat16

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mezzo import files
 from mezzo.cast.device import child
+from mezzo.cast.device.child import FAMILIES, Family
 from mezzo.errors import PolicyError, UnsupportedError, nearest
 from mezzo.tensors import dtype_name
 
@@ -121,21 +122,25 @@ CHILD_TIMEOUT_S = 300.0
 TRIAL_TIMEOUT_S = 20
 
 #: Counted up whenever the products or the meaning of an answer change.
-_VERSION: Final = 5
+_VERSION: Final = 6
 #: What /proc/cpuinfo calls the things that decide which kernels run; the rest varies, like the clock.
 _IDENTIFYING: Final = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
 
 Status = Literal["right", "wrong", "dead", "unsupported", "unknown"]
 
 
+#: From the best to the worst.
+_WORSE: Final = ("right", "unknown", "unsupported", "wrong", "dead")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormatSupport:
-    """What products in one format are on one device.
+class FamilySupport:
+    """What the products of one family in one format are on one device.
 
     Args:
         status: ``"right"``: they agree with FP32's from the same rounded operands; ``"wrong"``: they do not;
-            ``"dead"``: they kill the process; ``"unsupported"``: torch has no kernel; ``"unknown"``: it could not be
-            asked.
+            ``"dead"``: products kill the process, whichever of them; ``"unsupported"``: torch has no kernel;
+            ``"unknown"``: it could not be asked.
         speed_ratio: Time of FP32 over time of this format in the slowest product, above 1 is faster; None where that
             was not measured. A dead format has one only if it is right under the limit on oneDNN that it will be used
             with.
@@ -159,6 +164,53 @@ class FormatSupport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FormatSupport:
+    """What products in one format are on one device, for each family of them.
+
+    Args:
+        families: Family -> support, for each of ``FAMILIES``.
+    """
+
+    families: Mapping[Family, FamilySupport] = field(hash=False)
+
+    @classmethod
+    def alike(cls, status: Status, detail: str, speed_ratio: float | None = None) -> FormatSupport:
+        """Make the support of a format of which one thing holds for every family."""
+        one = FamilySupport(status=status, speed_ratio=speed_ratio, detail=detail)
+        return cls(families=dict.fromkeys(FAMILIES, one))
+
+    @classmethod
+    def told(cls, said: Mapping[Family, Mapping[str, Any]]) -> FormatSupport:
+        """Read what a child or a file says.
+
+        Raises:
+            TypeError, ValueError, KeyError, AttributeError: It is not that.
+        """
+        families = {family: FamilySupport(**said[family]) for family in FAMILIES}
+        if odd := [each for each in families.values() if not each.is_whole]:
+            raise ValueError(f"its file says {odd[0]}")
+        return cls(families=families)
+
+    @property
+    def worst(self) -> FamilySupport:
+        """The family that is least right, and among those the slowest."""
+        return max(
+            self.families.values(), key=lambda each: (_WORSE.index(each.status), -(each.speed_ratio or float("inf")))
+        )
+
+    @property
+    def status(self) -> Status:
+        """The worst of all families."""
+        return self.worst.status
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """Return the families as JSON can hold them."""
+        return [
+            {"family": family, **asdict(support), "fast": support.fast} for family, support in self.families.items()
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
     """What one device can do.
 
@@ -178,7 +230,7 @@ class DeviceReport:
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON can hold it."""
         formats = [
-            {"dtype": dtype_name(dtype), **asdict(support), "fast": support.fast}
+            {"dtype": dtype_name(dtype), "status": support.status, "families": support.to_list()}
             for dtype, support in self.formats.items()
         ]
         own = ("device_type", "name", "needs_isa_limit")
@@ -207,10 +259,8 @@ def cpu_report(*, refresh: bool = False) -> DeviceReport:
     file = f"device-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
     try:
         stored = {} if refresh else json.loads(files.kept(file))
-        kept = {key: FormatSupport(**support) for key, support in stored.items()}
-        if odd := [each for each in kept.values() if not each.is_whole]:
-            raise ValueError(f"its file says {odd[0]}")
-    except (OSError, RuntimeError, ValueError, TypeError, AttributeError) as fault:
+        kept = {key: FormatSupport.told(said) for key, said in stored.items()}
+    except (OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as fault:
         kept = {}
         logger.info("nothing is known of this CPU: %s", fault)
     known = dict(kept)
@@ -223,25 +273,36 @@ def cpu_report(*, refresh: bool = False) -> DeviceReport:
     formats, needs_isa_limit = {}, False
     for dtype in FORMATS:
         free = asked(dtype, None)
-        cured = free.status == "dead" and asked(dtype, ISA_LIMIT).status == "right"
+        dies = free.status == "dead"
+        cured = dies and any(each.status == "right" for each in asked(dtype, ISA_LIMIT).families.values())
         used = asked(dtype, own or (ISA_LIMIT if cured else None))
-        detail = free.detail + (f"; right with {ISA_VARIABLE}={ISA_LIMIT}" if cured else "")
-        formats[dtype] = replace(used, status="dead", detail=detail) if free.status == "dead" else used
+        formats[dtype] = _dead(used, free.worst.detail, cured) if dies else used
         needs_isa_limit |= cured
     # What could not be asked, on a machine that is too busy for instance, may answer the next time.
     lasting = {key: support for key, support in known.items() if support.status != "unknown"}
     if lasting != kept:
         try:
-            files.keep(file, json.dumps({key: asdict(support) for key, support in lasting.items()}, indent=1).encode())
+            kept_now = {key: asdict(support)["families"] for key, support in lasting.items()}
+            files.keep(file, json.dumps(kept_now, indent=1).encode())
         except (OSError, RuntimeError) as fault:
             logger.info("what was found out of this CPU could not be kept: %s", fault)
     return DeviceReport(device_type="cpu", name=cpu["name"], formats=formats, needs_isa_limit=needs_isa_limit)
 
 
+def _dead(used: FormatSupport, died: str, cured: bool) -> FormatSupport:
+    """Say that a format kills processes, of each family with its speed under the limit that it will be used with."""
+    families = {}
+    for family, each in used.families.items():
+        under = "" if each.status == "right" else f" ({each.detail})"
+        cure = f"; {each.status}{under} with {ISA_VARIABLE}={ISA_LIMIT}" if cured else ""
+        families[family] = replace(each, status="dead", detail=died + cure)
+    return FormatSupport(families=families)
+
+
 def cuda_report() -> DeviceReport:
     """Ask a GPU: nothing is measured, so that a training run does not begin with a benchmark."""
-    native = FormatSupport(status="right", detail="the device is made for it")
-    imitated = FormatSupport(status="unsupported", detail="torch only imitates it on this device")
+    native = FormatSupport.alike("right", "the device is made for it")
+    imitated = FormatSupport.alike("unsupported", "torch only imitates it on this device")
     has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     formats = {torch.float16: native, torch.bfloat16: native if has_bfloat16 else imitated}
     return DeviceReport(device_type="cuda", name=torch.cuda.get_device_name(), formats=formats)
@@ -254,7 +315,7 @@ def accelerator_report(device_type: str) -> DeviceReport:
         A second or two, with synchronisations.
     """
     named = getattr(torch.get_device_module(device_type), "get_device_name", None)
-    formats = {dtype: FormatSupport(**child.examined(dtype, device_type)) for dtype in FORMATS}
+    formats = {dtype: FormatSupport.told(child.examined(dtype, device_type)) for dtype in FORMATS}
     return DeviceReport(device_type=device_type, name=named() if named else device_type, formats=formats)
 
 
@@ -264,15 +325,15 @@ def _ask_child(dtype: torch.dtype, limit: str | None) -> FormatSupport:
     environment |= {ISA_VARIABLE: limit} if limit else {}
     said, ended, fault = answered([*CHILD_COMMAND, dtype_name(dtype)], environment, CHILD_TIMEOUT_S)
     if said is not None:
-        return FormatSupport(**said)
+        return FormatSupport.told(said)
     if fault in child.FAULTS:
-        return FormatSupport(status="dead", detail=f"another process that tried it was killed by {fault}")
+        return FormatSupport.alike("dead", f"another process that tried it was killed by {fault}")
     return _unknown(ended)
 
 
 def answered(
     command: Sequence[str], environment: Mapping[str, str], timeout_s: float
-) -> tuple[dict[str, Any] | None, str, str]:
+) -> tuple[dict[Any, Any] | None, str, str]:
     """Run another Python, which may die, and return what it printed for its parent.
 
     Args:
@@ -300,12 +361,12 @@ def answered(
     if done.returncode != 0 or not said:
         ended = f"was killed by {fault}" if fault else f"ended with exit code {done.returncode}"
         return None, f"another process {ended} and had said nothing", fault
-    found: dict[str, Any] = json.loads(said[-1].removeprefix(child.PREFIX))
+    found: dict[Any, Any] = json.loads(said[-1].removeprefix(child.PREFIX))
     return found, "", ""
 
 
 def _unknown(why: str) -> FormatSupport:
-    return FormatSupport(status="unknown", detail=f"it could not be asked: {why}")
+    return FormatSupport.alike("unknown", f"it could not be asked: {why}")
 
 
 # This process ------------------------------------------------------------------------------------------
