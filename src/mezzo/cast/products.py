@@ -13,6 +13,7 @@ OCP Microscaling Formats 1.0; NVIDIA, *Pretraining Large Language Models with NV
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -60,6 +62,7 @@ class Recipe:
         transformed: Whether what weight gradients are made of is first spread over 16 rows by a random rotation.
         low: Which product stays in the policy's dtype: ``none``, ``wgrad`` or ``forward``.
         emulated: Whether products in that dtype are computed in FP32 from rounded operands.
+        key: What compiled code knows it by.
     """
 
     treatment: Treatment
@@ -72,6 +75,11 @@ class Recipe:
     transformed: bool = False
     low: str = "none"
     emulated: bool = False
+    key: str = ""
+
+    def kept_dim(self, form: BlockFormat) -> int:
+        """Return along which dimension an operand is quantised that a backward pass needs."""
+        return 0 if self.low == "forward" or depends(form) else 1
 
     @property
     def as_note(self) -> Quantising:
@@ -87,9 +95,19 @@ class Recipe:
         return self.delayed or self.stochastic
 
 
+#: Every recipe that a region has been given, by its key.
+_BY_KEY: Final[dict[str, Recipe]] = {}
+
+
 @functools.lru_cache(maxsize=256)
 def recipe_of(policy: Policy, treatment: Treatment, *, emulated: bool) -> Recipe:
     """Return how a policy has the products under a treatment computed."""
+    recipe = _recipe(policy, treatment, emulated=emulated)
+    key = " ".join(str(getattr(recipe, each.name)) for each in dataclasses.fields(recipe))
+    return _BY_KEY.setdefault(key, replace(recipe, key=key))
+
+
+def _recipe(policy: Policy, treatment: Treatment, *, emulated: bool) -> Recipe:
     recipe = Recipe(
         treatment=treatment, activation=MXFP8_E4M3, weight=MXFP8_E4M3, gradient=MXFP8_E4M3, multiple=32,
         low=policy.low_products, emulated=emulated,
@@ -250,7 +268,7 @@ class _Writer:
         made: list[Quantized | None] = []
         for dim in dims:
             like = next((each for each in made if each is not None), None)
-            if dim is not None and (like is None or isinstance(form.block, int)):
+            if dim is not None and (like is None or depends(form)):
                 like = self._along(role, x, form, dim)
             made.append(None if dim is None else like)
         return made
@@ -264,6 +282,11 @@ class _Writer:
             self.noted[role], amax = now, self.slot.amax(role, now)
         is_rotated = self.recipe.transformed and role != "weight" and dim == 0
         return quantized(rotated(x) if is_rotated else x, form, dim, key=key, amax=amax)
+
+
+def depends(form: BlockFormat) -> bool:
+    """Whether what a format makes of a matrix depends on the dimension that is summed over."""
+    return isinstance(form.block, int)
 
 
 def _key(device: torch.device) -> Tensor:
@@ -323,6 +346,32 @@ class Kept(NamedTuple):
     x: Operand | None
     weight: Operand | None
 
+    def taken_apart(self) -> list[Tensor | None]:
+        """Return three tensors for each: values as bytes where they are quantised, their scales, and the tensor's."""
+        flat: list[Tensor | None] = []
+        for each in self:
+            if isinstance(each, Quantized):
+                flat += [each.values.view(torch.uint8), each.scales, each.tensor_scale]
+            else:
+                flat += [each, None, None]
+        return flat
+
+    @staticmethod
+    def put_together(
+        flat: Sequence[Tensor | None], recipe: Recipe, shapes: Sequence[torch.Size], dtype: torch.dtype
+    ) -> Kept:
+        """Undo :meth:`taken_apart`, of a product of matrices of two shapes."""
+        made: list[Operand | None] = []
+        for at, form in enumerate((recipe.activation, recipe.weight)):
+            values, scales, tensor_scale = flat[3 * at : 3 * at + 3]
+            if values is None or scales is None:
+                made.append(values)
+                continue
+            values, dim = values.view(form.element.dtype or torch.float4_e2m1fn_x2), recipe.kept_dim(form)
+            rest = {"tensor_scale": tensor_scale, "format": form, "dim": dim, "shape": shapes[at], "dtype": dtype}
+            made.append(Quantized(values=values, scales=scales, **rest))  # type: ignore[arg-type]
+        return Kept(*made)
+
 
 def forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, writer: _Writer, needs: tuple[bool, bool]
@@ -370,31 +419,6 @@ def backward(
     return grad_x, grad_weight
 
 
-def _packed(kept: Kept) -> tuple[list[Tensor | None], list[Any]]:
-    """Take operands apart into tensors, which autograd is to keep, and what makes operands of them again."""
-    flat: list[Tensor | None] = []
-    makers: list[Any] = []
-    for each in kept:
-        if isinstance(each, Quantized):
-            flat += [each.values, each.scales, each.tensor_scale]
-            rest = {name: getattr(each, name) for name in ("format", "dim", "shape", "dtype")}
-            makers.append(functools.partial(Quantized, **rest))
-        else:
-            flat += [each, None, None]
-            makers.append(None)
-    return flat, makers
-
-
-def _unpacked(flat: Sequence[Tensor | None], makers: Sequence[Any]) -> Kept:
-    parts = [flat[at : at + 3] for at in (0, 3)]
-    return Kept(
-        *(
-            part[0] if maker is None else maker(values=part[0], scales=part[1], tensor_scale=part[2])
-            for part, maker in zip(parts, makers, strict=True)
-        )
-    )
-
-
 class _Product(torch.autograd.Function):
     """A linear layer on quantised operands."""
 
@@ -410,9 +434,9 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         writer = _Writer(recipe, memory, slot)
         out, kept = forward(x, weight, bias, writer, ctx.needs_input_grad[:2])
-        flat, ctx.makers = _packed(kept)
-        ctx.save_for_backward(*flat, *(writer.noted.get(role) for role in ROLES[:2]))
-        ctx.recipe, ctx.memory, ctx.slot, ctx.bias_shape = recipe, memory, slot, None if bias is None else bias.shape
+        ctx.save_for_backward(*kept.taken_apart(), *(writer.noted.get(role) for role in ROLES[:2]))
+        ctx.recipe, ctx.memory, ctx.slot = recipe, memory, slot
+        ctx.shapes, ctx.bias_shape = (x.shape, weight.shape), None if bias is None else bias.shape
         return out
 
     @staticmethod
@@ -420,14 +444,93 @@ class _Product(torch.autograd.Function):
     @as_emulation
     def backward(ctx: Any, saved: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         writer = _Writer(ctx.recipe, ctx.memory, ctx.slot)
-        grads = backward(gradient, _unpacked(saved, ctx.makers), writer, ctx.needs_input_grad[:2])
+        kept = Kept.put_together(saved[:6], ctx.recipe, ctx.shapes, gradient.dtype)
+        grads = backward(gradient, kept, writer, ctx.needs_input_grad[:2])
         if ctx.slot is not None:
             writer.noted.update(zip(ROLES[:2], saved[6:], strict=True))
             for role, now in writer.noted.items():
                 if now is not None:
                     ctx.slot.note(role, now)
-        grad_bias = gradient.float().sum_to_size(ctx.bias_shape).to(gradient.dtype) if ctx.needs_input_grad[2] else None
+        grad_bias = _of_bias(gradient, ctx.bias_shape) if ctx.needs_input_grad[2] else None
         return (*grads, grad_bias, None, None, None)
+
+
+def _of_bias(gradient: Tensor, shape: torch.Size) -> Tensor:
+    return gradient.float().sum_to_size(shape).to(gradient.dtype)
+
+
+# The same in compiled code, where it is one op for each pass: what it computes, eager code computes bit for bit.
+
+
+@torch.library.custom_op("mezzo::product", mutates_args=())
+def _forward_op(
+    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, needs_x: bool, needs_weight: bool
+) -> list[Tensor]:
+    out, kept = forward(x, weight, bias, _Writer(_BY_KEY[recipe], None, None), (needs_x, needs_weight))
+    return [out, *(x.new_empty(0) if each is None or each is x else each for each in kept.taken_apart())]
+
+
+@_forward_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, needs_x: bool, needs_weight: bool) -> list[Tensor]:
+    how = _BY_KEY[recipe]
+    is_kept = needs_weight and how.low != "wgrad"  # else it is an argument
+    flat = _fake(x, how.activation, how) if is_kept else [None] * 3
+    flat += _fake(weight, how.weight, how) if needs_x else [None] * 3
+    return [x.new_empty(x.shape[0], weight.shape[0]), *(x.new_empty(0) if each is None else each for each in flat)]
+
+
+def _fake(x: Tensor, form: BlockFormat, recipe: Recipe) -> list[Tensor | None]:
+    """Return tensors without values, as :meth:`Kept.taken_apart` has them of a matrix."""
+    dim, block, dtype = recipe.kept_dim(form), form.block, form.scale.dtype
+    lines, length = x.shape[1 - dim], x.shape[dim]
+    values = x.new_empty(lines, length * form.element.num_bits // 8, dtype=torch.uint8)
+    scales = x.new_empty((), dtype=dtype)
+    if block is not None:
+        down, across = block if isinstance(block, tuple) else (1, length if block == -1 else block)
+        scales = x.new_empty(lines // down, length // across, dtype=dtype)
+    made = [each.mT if dim == 0 and each.dim() else each for each in (values, scales)]
+    return [*made, x.new_empty((), dtype=torch.float32) if form.tensor_scale else None]
+
+
+@torch.library.custom_op("mezzo::product_backward", mutates_args=())
+def _backward_op(
+    gradient: Tensor, kept: list[Tensor], recipe: str, features: int, needs_x: bool, needs_weight: bool
+) -> list[Tensor]:
+    (rows, out), how = gradient.shape, _BY_KEY[recipe]
+    shapes = torch.Size((rows, features)), torch.Size((out, features))
+    flat = [None if each.numel() == 0 else each for each in kept]
+    made = Kept.put_together(flat, how, shapes, gradient.dtype)
+    grads = backward(gradient, made, _Writer(how, None, None), (needs_x, needs_weight))
+    return [gradient.new_empty(0) if each is None else each for each in grads]
+
+
+@_backward_op.register_fake
+def _(
+    gradient: Tensor, kept: list[Tensor], recipe: str, features: int, needs_x: bool, needs_weight: bool
+) -> list[Tensor]:
+    rows, out = gradient.shape
+    sizes = (rows, features) if needs_x else (0,), (out, features) if needs_weight else (0,)
+    return [gradient.new_empty(size) for size in sizes]
+
+
+def _setup_op(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, _, bias, ctx.recipe, ctx.needs_x, ctx.needs_weight = inputs
+    ctx.features, ctx.bias_shape = x.shape[1], None if bias is None else bias.shape
+    ctx.save_for_backward(x if ctx.needs_weight and _BY_KEY[ctx.recipe].low == "wgrad" else output[1], *output[2:])
+
+
+def _differentiated_op(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
+    gradient, needs = gradients[0], (ctx.needs_x, ctx.needs_weight)
+    found = torch.ops.mezzo.product_backward(gradient, list(ctx.saved_tensors), ctx.recipe, ctx.features, *needs)
+    grad_x, grad_weight = (each if need else None for each, need in zip(found, needs, strict=True))
+    grad_bias = None if ctx.bias_shape is None else _of_bias(gradient, ctx.bias_shape)
+    return grad_x, grad_weight, grad_bias, None, None, None
+
+
+_forward_op.register_autograd(_differentiated_op, setup_context=_setup_op)
+
+
+# A call -----------------------------------------------------------------------------------------------------
 
 
 def product(found: Operands, recipe: Recipe, memories: Sequence[Amaxes], weight: Tensor) -> Tensor:
@@ -445,17 +548,31 @@ def product(found: Operands, recipe: Recipe, memories: Sequence[Amaxes], weight:
     **Cost**: for the backward pass one byte is kept for each element of the input, and of the weight (half of that, and
     a scale for each block, in NVFP4). No host sync.
     """
-    if is_transformed():
+    if not torch.compiler.is_compiling() and is_transformed():
         raise UnsupportedError(
             f"products in {recipe.treatment} are not transformed by torch.func",
             why="torch.func sees into no autograd function of Python's",
             write='policy.low("linear"), the text low=linear, for what torch.func differentiates',
         )
     x, low_weight, bias, is_turned = found
+    rows = x.reshape(-1, x.shape[-1])
+    if torch.compiler.is_compiling() and not (memories and (recipe.delayed or recipe.stochastic)):
+        grads = torch.is_grad_enabled()
+        needs = grads and rows.requires_grad, grads and low_weight.requires_grad
+        out: Tensor = torch.ops.mezzo.product(rows, low_weight, bias, recipe.key, *needs)[0]
+    else:
+        out = _run(rows, low_weight, bias, recipe, memories, weight)
+    return out.mT if is_turned else out.view(*x.shape[:-1], low_weight.shape[0])
+
+
+@_disable_dynamo
+def _run(
+    rows: Tensor, low_weight: Tensor, bias: Tensor | None, recipe: Recipe, memories: Sequence[Amaxes], weight: Tensor
+) -> Tensor:
+    """Run in Python, and out of graphs where something is known of earlier steps."""
     memory, slot = None, None
     if recipe.remembers:
         memory = next((each for each in memories if each.knows(weight)), None)
         slot = memory.slot(weight) if memory is not None and recipe.delayed else None
-    rows = x.reshape(-1, x.shape[-1])
     out: Tensor = _Product.apply(rows, low_weight, bias, recipe, memory, slot)  # type: ignore[no-untyped-call]
-    return out.mT if is_turned else out.view(*x.shape[:-1], low_weight.shape[0])
+    return out

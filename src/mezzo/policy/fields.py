@@ -422,7 +422,8 @@ def _no_pair(entry: str, key: str) -> PolicyError:
     if entry in LEVELS:
         return PolicyError(f"the level {entry} does not stand first", write=both(f"{entry},dtype=bfloat16"))
     if key in keys:
-        example = "linear" if key in QUANTISED else "head" if key.endswith("_module") else "head.weight" if key.endswith("_param") else "softmax"
+        place = "head" if key.endswith("_module") else "head.weight" if key.endswith("_param") else ""
+        example = place or ("linear" if key in QUANTISED else "softmax")
         value = "1024" if key in ("loss_scale", "fp8_history") else next(iter(WORDS[key])) if key in WORDS else example
         return PolicyError(f"{shown(entry)} is not key=value", write=both(f"{key}={value}"))
     dtype = closest(key, (word for word, each in DTYPES.items() if each in LOW)) or "bfloat16"
