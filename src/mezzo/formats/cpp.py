@@ -21,8 +21,8 @@ from mezzo.formats.table import E2M1, E4M3, E8M0, FP32
 
 logger = logging.getLogger(__name__)
 
-#: Elements of a tile, 32 KiB in FP32, which a cache of the first level holds.
-TILE: Final = 1 << 13
+#: Elements of a tile, 16 KiB in FP32: a cache of the first level holds it, and its codes beside it.
+TILE: Final = 1 << 12
 #: Lines of a block that a tile has room for.
 MOST_LINES: Final = 1 << 8
 _INPUTS: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -229,8 +229,10 @@ static inline void scale_of(int32_t top, float tensor, Code* code, float* multip
 #endif
 }
 
-static inline void elements(const float* values, int64_t count, float by, uint32_t index, uint32_t key, uint8_t* to) {
+// Codes of elements, as wide as what they are made of: so a vector of them is one even where a block is short.
+static inline void elements(const float* values, int64_t count, float by, uint32_t index, uint32_t key, int32_t* to) {
     const int32_t limit = by != by ? 0 : EXPONENT;
+#pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
         const int32_t pattern = bits<int32_t>(values[i]), size = pattern & SIZE;
         float scaled = bits<float>(size) * by;
@@ -238,11 +240,12 @@ static inline void elements(const float* values, int64_t count, float by, uint32
         const uint32_t drawn = RANDOM ? noise(index + uint32_t(i), key) : 0u;
         const int32_t code = magnitude<KEPT, BIAS, RANDOM>(scaled, drawn);
         const int32_t sign = (pattern >> (31 - SIGN_AT)) & (1 << SIGN_AT);
-        to[i] = uint8_t(size >= limit ? NO_NUMBER : code | sign);
+        to[i] = size >= limit ? NO_NUMBER : code | sign;
     }
 }
 
 static inline int32_t largest(const float* values, int64_t count, int32_t top) {
+#pragma omp simd reduction(max : top)
     for (int64_t i = 0; i < count; ++i) {
         const int32_t size = bits<int32_t>(values[i]) & SIZE;
         top = size > top ? size : top;
@@ -313,14 +316,13 @@ static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t li
     return {room, count};
 }
 
-static inline void written(const float* values, int64_t count, float by, int64_t place, uint32_t key, uint8_t* codes) {
+static inline void stored(const int32_t* codes, int64_t count, int64_t place, uint8_t* to) {
 #if PACKED
-    uint8_t apart[TILE];
-    elements(values, count, by, uint32_t(place), key, apart);
-    uint8_t* to = codes + place / 2;
-    for (int64_t i = 0; i < count / 2; ++i) to[i] = uint8_t(apart[2 * i] | (apart[2 * i + 1] << 4));
+    to += place / 2;
+    for (int64_t i = 0; i < count / 2; ++i) to[i] = uint8_t(codes[2 * i] | (codes[2 * i + 1] << 4));
 #else
-    elements(values, count, by, uint32_t(place), key, codes + place);
+    to += place;
+    for (int64_t i = 0; i < count; ++i) to[i] = uint8_t(codes[i]);
 #endif
 }
 
@@ -357,7 +359,8 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
     const int64_t jobs = at.outer * bands * segments, groups = WHOLE ? 0 : at.last / width;
 #pragma omp parallel num_threads(int(threads))
     {
-        alignas(64) float values[TILE > 2048 ? TILE : 2048];
+        alignas(64) float values[TILE];
+        alignas(64) int32_t line_codes[TILE];
         alignas(64) float multipliers[TILE];
         alignas(64) int32_t tops[TILE];
         alignas(64) Code shared[TILE];
@@ -370,17 +373,20 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
             const int64_t row = slab * at.inner + line;
             if (WHOLE) {
                 const Tile found = tile(at, slab, line, lines, from, count, values);
-                for (int64_t l = 0; l < lines; ++l)
-                    written(found.values + l * found.pitch, count, whole, (row + l) * at.last + from, key, codes);
+                for (int64_t l = 0; l < lines; ++l) {
+                    const int64_t place = (row + l) * at.last + from;
+                    elements(found.values + l * found.pitch, count, whole, uint32_t(place), key, line_codes);
+                    stored(line_codes, count, place, codes);
+                }
                 continue;
             }
             const int64_t piece = fits ? count : room / 8 * 8;
             const int64_t wide = fits ? count / width : 1, high = lines / down, many = wide * high;
-            Tile now = {values, 0};
+            Tile seen = {values, 0};
             for (int64_t g = 0; g < many; ++g) tops[g] = 0;
             for (int64_t start = 0; start < count && !given; start += piece) {
                 const int64_t length = count - start < piece ? count - start : piece;
-                const Tile found = now = tile(at, slab, line, lines, from + start, length, values);
+                const Tile found = seen = tile(at, slab, line, lines, from + start, length, values);
                 const int64_t part = fits ? width : length;
                 for (int64_t l = 0; l < lines; ++l)
                     for (int64_t g = 0; g < wide; ++g) {
@@ -400,14 +406,17 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
                 for (int64_t g = 0; g < wide; ++g) scale[b * groups + g] = shared[b * wide + g];
             for (int64_t start = 0; start < count; start += piece) {
                 const int64_t length = count - start < piece ? count - start : piece;
-                if (!fits || given) now = tile(at, slab, line, lines, from + start, length, values);
-                const Tile found = now;
+                if (!fits || given) seen = tile(at, slab, line, lines, from + start, length, values);
+                const Tile found = seen;
                 const int64_t part = fits ? width : length;
-                for (int64_t l = 0; l < lines; ++l)
+                for (int64_t l = 0; l < lines; ++l) {
+                    const int64_t place = (row + l) * at.last + from + start;
+                    const float *now = found.values + l * found.pitch, *by = multipliers + l / down * wide;
                     for (int64_t g = 0; g < wide; ++g)
-                        written(found.values + l * found.pitch + g * part, fits && WIDTH ? WIDTH : part,
-                                multipliers[l / down * wide + g], (row + l) * at.last + from + start + g * part, key,
-                                codes);
+                        elements(now + g * part, fits && WIDTH ? WIDTH : part, by[g], uint32_t(place + g * part), key,
+                                 line_codes + g * part);
+                    stored(line_codes, length, place, codes);
+                }
             }
         }
     }
