@@ -1,6 +1,7 @@
 """The arithmetic of :mod:`mezzo.formats.portable` in one C++ kernel: amax, scale, rounding and packing in one pass.
 
-A kernel is compiled for a format, a dtype and a rounding; it reads a tensor as it lies, and writes codes with ``dim`` last.
+A kernel is compiled for a format, a dtype and a rounding. It reads a tensor as it lies, and writes codes with ``dim``
+last.
 """
 
 from __future__ import annotations
@@ -98,11 +99,7 @@ def _places(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
 
 @cache
 def _kernel(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) -> CppKernel | None:
-    """Return the kernel, or None where none can be compiled.
-
-    Args:
-        width: That of a block where it is at most 64, for which loops are compiled; 65 beyond.
-    """
+    """Return the kernel, or None where none can be compiled; loops are compiled for a width of at most 64."""
     try:
         return built(source(fmt, dtype, is_random, width if width <= 64 else 0))
     except (UnsupportedError, OSError) as error:  # such as a full disk
@@ -298,7 +295,8 @@ struct Tile {
     int64_t pitch;
 };
 
-static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t lines, int64_t from, int64_t count, float* room) {
+static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t lines, int64_t from, int64_t count,
+                        float* room) {
     const Input* x = at.x + slab * at.far + line * at.near + from * at.step;
 #if INPUT == 0
     if (at.step == 1) return {x, at.near};
@@ -326,9 +324,9 @@ static inline void stored(const int32_t* codes, int64_t count, int64_t place, ui
 #endif
 }
 
-extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner, int64_t near, int64_t last, int64_t step,
-                       int64_t block_lines, int64_t block_width, Code* scales, float* tensor_scale, uint8_t* codes,
-                       const float* amax, int64_t amax_each, const uint32_t* key_at, int64_t threads) {
+extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner, int64_t near, int64_t last,
+                       int64_t step, int64_t block_lines, int64_t block_width, Code* scales, float* tensor_scale,
+                       uint8_t* codes, const float* amax, int64_t amax_each, const uint32_t* key_at, int64_t threads) {
     Places at = {x, outer, far, inner, near, last, step};
     const uint32_t key = RANDOM ? *key_at : 0u;
     float tensor = 1.0f, whole = 1.0f;
