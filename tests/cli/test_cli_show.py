@@ -8,7 +8,7 @@ import torch
 
 from mezzo import Policy
 from mezzo.cli import main
-from mezzo.formats import FORMATS
+from mezzo.formats import BLOCK_FORMATS, FORMATS, NVFP4
 from mezzo.policy.ops import OPS
 
 
@@ -24,12 +24,16 @@ def test_the_table_of_formats(capsys):
     code, out, err = printed(capsys)
     assert (code, err) == (0, "")
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines() if line.split()}
-    assert rows["format"] == "s/e/m bias max smallest normal smallest subnormal eps infinity"
-    assert rows["float16"] == "1/5/10 15 65504 2^-14 ≈ 6.104e-05 2^-24 ≈ 5.96e-08 2^-10 ≈ 0.0009766 yes"
+    assert rows["format"] == "s/e/m bias max smallest normal smallest subnormal eps beyond"
+    assert rows["float16"] == "1/5/10 15 65504 2^-14 ≈ 6.104e-05 2^-24 ≈ 5.96e-08 2^-10 ≈ 0.0009766 inf"
     assert rows["tf32"].startswith("1/8/10 127 3.4011621e+38 ")
-    expected = "1/4/3 7 448 2^-6 ≈ 0.01562 2^-9 ≈ 0.001953 2^-3 ≈ 0.125 no, overflow is NaN"
+    expected = "1/4/3 7 448 2^-6 ≈ 0.01562 2^-9 ≈ 0.001953 2^-3 ≈ 0.125 NaN"
     assert rows["float8_e4m3fn"] == expected
-    assert set(FORMATS) <= set(rows)
+    assert set(FORMATS) | set(BLOCK_FORMATS) <= set(rows)
+    assert rows["float4_e2m1fn"] == "1/2/1 1 6 2^0 ≈ 1 2^-1 ≈ 0.5 2^-1 ≈ 0.5 max"
+    assert rows["float8_e8m0fnu"] == "0/8/0 127 1.7014118e+38 2^-127 ≈ 5.877e-39 none 2^0 ≈ 1 NaN"
+    assert rows["nvfp4_2d"] == "float4_e2m1fn 16×16 float8_e4m3fn, and one for the tensor 4.03125"
+    assert rows["rowwise_e4m3"] == "float8_e4m3fn a row float32, floored 8"
     assert "\x1b" not in out  # plain where no terminal is
 
 
@@ -67,15 +71,46 @@ def test_json_of_all(capsys):
     code, out, err = printed(capsys, "--json")
     assert (code, err) == (0, "")
     entries = json.loads(out)
-    assert [entry["name"] for entry in entries] == list(FORMATS)
-    for entry in entries:
+    assert [entry["name"] for entry in entries] == [*FORMATS, *BLOCK_FORMATS]
+    for entry in entries[: len(FORMATS)]:
         number_format = FORMATS[entry["name"]]
         if number_format.dtype is not None:
             finfo = torch.finfo(number_format.dtype)
-            assert (entry["max"], entry["eps"], entry["smallest_normal"]) == (finfo.max, finfo.eps, finfo.tiny)
-        for field in ("max", "smallest_normal", "smallest_subnormal", "eps", "bias", "has_inf", "num_bits"):
+            assert (entry["max"], entry["smallest_normal"]) == (finfo.max, finfo.tiny)
+            assert entry["eps"] == finfo.eps or entry["name"] == "float8_e8m0fnu"  # torch says ½ of E8M0
+        for field in (
+            "max",
+            "smallest_normal",
+            "smallest_subnormal",
+            "eps",
+            "bias",
+            "has_inf",
+            "has_nan",
+            "signed",
+            "num_bits",
+        ):
             assert entry[field] == getattr(number_format, field)
         assert entry["dtype"] == (None if number_format.dtype is None else entry["name"])
+    for entry in entries[len(FORMATS) :]:
+        own = BLOCK_FORMATS[entry["name"]]
+        assert (entry["element"], entry["scale"]) == (own.element.name, own.scale.name)
+        assert (entry["tensor_scale"], entry["floored"]) == (own.tensor_scale, own.floored)
+        assert entry["block"] == (list(own.block) if isinstance(own.block, tuple) else own.block)
+
+
+def test_a_block_format_and_small_formats_by_name(capsys):
+    code, out, err = printed(capsys, "NVFP4")
+    assert (code, err) == (0, "")
+    assert len([line for line in out.splitlines() if "float4_e2m1fn" in line]) == 1
+    assert json.loads(printed(capsys, "nvfp4", "--json")[1])["bits_per_element"] == NVFP4.bits_per_element == 4.5
+    shown = [" ".join(line.split()) for line in printed(capsys, "e2m1")[1].splitlines()]
+    assert shown[0] == "float4_e2m1fn: 1 sign bit, 2 exponent bits (bias 1), 1 mantissa bits"
+    assert {"0 00 1 1 0.5 smallest subnormal, largest subnormal, nearest to 1/3, largest below one",
+            "0 11 1 7 6 largest", "1 10 0 c -2 −2"} <= set(shown)  # fmt: skip
+    shown = [" ".join(line.split()) for line in printed(capsys, "e8m0")[1].splitlines()]
+    assert shown[0] == "float8_e8m0fnu: no sign bit, 8 exponent bits (bias 127), 0 mantissa bits"
+    assert {"00000000 00 5.8774718e-39 smallest", "01111111 7f 1 one", "11111111 ff nan NaN"} <= set(shown)
+    assert not any("−" in line for line in shown[1:] if line[:1] != "─")
 
 
 # Ops ------------------------------------------------------------------------------------------------------

@@ -16,6 +16,10 @@ SPECIAL = torch.tensor(
 )  # fmt: skip
 
 
+#: The formats that values are stored in without a scale.
+ALONE = {name: each for name, each in formats.FORMATS.items() if each not in (formats.E2M1, formats.E8M0)}
+
+
 def any_bits(count, seed):
     """Values of every exponent that float32 has, subnormals among them."""
     bits = torch.randint(-(2**31), 2**31, (count,), generator=torch.Generator().manual_seed(seed))
@@ -92,8 +96,8 @@ def test_coverage_is_that_of_the_tensor_or_says_that_it_is_interpolated():
     near = torch.full((1000,), 60000.0)
     near[7] = 65520.0  # which is known to overflow, whatever is interpolated
     samples = (wide, *narrow, powers, torch.cat([powers, SPECIAL[:10]]), near, torch.full((1000,), 65519.0))
-    exact = dict.fromkeys(formats.FORMATS, 0)
-    for name, target in formats.FORMATS.items():
+    exact = dict.fromkeys(ALONE, 0)
+    for name, target in ALONE.items():
         for number, values in enumerate(samples):
             for scale in (1.0, 8.0, 2.0**-20, 2.0**15, 3.7):
                 counted, told = target.coverage(values, scale), exponent_histogram(values).coverage(target, scale)
@@ -142,7 +146,7 @@ def updates(wide):
     signs = any_bits(COUNT, 0).sign()
     yield torch.randn(COUNT, generator=generator), torch.ldexp(signs, integers(-30, 2))
     yield any_bits(COUNT, 1), any_bits(COUNT, 2)
-    for seed, target in enumerate(formats.FORMATS.values()):
+    for seed, target in enumerate(ALONE.values()):
         weight = target.round(any_bits(COUNT, 10 + seed))
         half = torch.ldexp(signs, torch.frexp(weight)[1] - 1 + integers(-13, 1))
         for update in (half, torch.nextafter(half, torch.zeros(())), torch.nextafter(half, half * 2)):
@@ -164,7 +168,7 @@ def updates(wide):
 
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
 def test_swallowed_updates_are_those_of_the_definition(wide):
-    targets = list(formats.FORMATS.values())
+    targets = list(ALONE.values())
     for number, (weight, update) in enumerate(updates(wide)):
         gradient = update.roll(1).bfloat16()
         row = torch.zeros(watches.FIELDS + len(targets), dtype=torch.int64)

@@ -36,6 +36,10 @@ ASKED = [
     (lambda: exponent_histogram(torch.zeros(3, dtype=torch.complex64)), PolicyError, ("view_as_real",)),
     (lambda: exponent_histogram(torch.eye(3).to_sparse()), PolicyError, (COALESCED,)),
     (lambda: exponent_histogram(torch.eye(3).to_sparse_coo().coalesce()), PolicyError, (COALESCED,)),
+    *((lambda name=name, ask=ask: ask(name), PolicyError, ("values by themselves are not stored in", why)) for ask in
+      (exponent_histogram(SPECIAL).coverage, exponent_histogram(SPECIAL).best_scale,
+       lambda name: swallowed(torch.ones(3), torch.ones(3), name), lambda name: Recorder(net(), formats=[name]))
+      for name, why in (("e2m1", "beside their scales only"), ("e8m0", "its numbers are scales"))),
     (lambda: exponent_histogram(SPECIAL).coverage("float16", scale=0.0), PolicyError, ("positive finite",)),
     (lambda: exponent_histogram(torch.zeros(1)).best_scale(), NumericsError, ("every value is zero",)),
     (lambda: exponent_histogram(SPECIAL).best_scale(), NumericsError, ("2 inf and 1 nan", "overflow.locate(fn")),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from contextlib import suppress
 from operator import itemgetter
 from typing import Annotated, Any, Final
 
@@ -14,7 +16,7 @@ from mezzo.cli.app import app, console_for, show_json
 from mezzo.errors import PolicyError, nearest, shown
 from mezzo.explanation.explanation import table
 from mezzo.files import jsonable
-from mezzo.formats import FORMATS, Format, by_name
+from mezzo.formats import BLOCK_FORMATS, FORMATS, BlockFormat, Format, block_format, by_name
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS, matching, resolve
 from mezzo.tensors import dtype_name
@@ -34,18 +36,21 @@ _USUAL: Final = (
 @show.command("formats")
 def formats(
     name: Annotated[
-        str | None, typer.Argument(help=f"One of {', '.join(FORMATS)}, or a short name such as fp16.")
+        str | None,
+        typer.Argument(help=f"One of {', '.join([*FORMATS, *BLOCK_FORMATS])}, or a short name such as fp16."),
     ] = None,
     as_json: AsJson = False,
     full: Annotated[bool, typer.Option("--full", help="Show the landmarks of every format.")] = False,
 ) -> None:
     """Show the number formats side by side, or the telling bit patterns of one.
 
-    [bold]mezzo show formats[/bold]          range and precision of every format
+    [bold]mezzo show formats[/bold]          range and precision of every format, and blocks of them under scales
 
     [bold]mezzo show formats fp16[/bold]     its landmarks, from subnormals to infinity
     """
-    chosen = [_named(name)] if name is not None else [*FORMATS.values()]
+    chosen: list[Format | BlockFormat] = (
+        [_named(name)] if name is not None else [*FORMATS.values(), *BLOCK_FORMATS.values()]
+    )
     if as_json:
         told = [_described(each, name is not None or full) for each in chosen]
         show_json(told if name is None else told[0])
@@ -53,18 +58,25 @@ def formats(
     console = console_for(120)
     if name is None:
         console.print(_overview(console.width))
+    blocks = [each for each in chosen if isinstance(each, BlockFormat)]
+    if blocks:
+        console.print(_blocks(blocks))
     for each in chosen if name is not None or full else ():
-        widths = f"{each.exponent_bits} exponent bits (bias {each.bias}), {each.mantissa_bits} mantissa bits"
-        console.print(f"{each.name}: 1 sign bit, {widths}", style="bold", highlight=False)
-        console.print(_landmarks(each))
+        if isinstance(each, Format):
+            sign = "1 sign bit" if each.signed else "no sign bit"
+            widths = f"{each.exponent_bits} exponent bits (bias {each.bias}), {each.mantissa_bits} mantissa bits"
+            console.print(f"{each.name}: {sign}, {widths}", style="bold", highlight=False)
+            console.print(_landmarks(each))
 
 
-def _named(name: str) -> Format:
-    try:
+def _named(name: str) -> Format | BlockFormat:
+    with suppress(PolicyError):  # which says what to write in Python
         return by_name(name)
-    except PolicyError:  # which says what to write in Python
-        why, write = nearest(name, FORMATS), "mezzo show formats float16, or mezzo show formats for all"
-        raise PolicyError(f"unknown number format {shown(name)}", why=why, write=write) from None
+    with suppress(PolicyError):
+        return block_format(name)
+    why = nearest(name, [*FORMATS, *BLOCK_FORMATS])
+    write = "mezzo show formats float16, or mezzo show formats for all"
+    raise PolicyError(f"unknown number format {shown(name)}", why=why, write=write)
 
 
 def landmarks(number_format: Format) -> list[tuple[int, str]]:
@@ -77,25 +89,30 @@ def landmarks(number_format: Format) -> list[tuple[int, str]]:
     """
     encode, hidden, sign = number_format.encode, 1 << number_format.mantissa_bits, 1 << number_format.num_bits - 1
     one, largest, infinity = encode(1.0), encode(number_format.max), encode(math.inf)
-    return [
-        (0, "zero"),
-        (1, "smallest subnormal"),
-        (hidden - 1, "largest subnormal"),
-        (hidden, "smallest normal"),
+    small = [(0, "zero"), (1, "smallest subnormal"), (hidden - 1, "largest subnormal"), (hidden, "smallest normal")]
+    marks = [
+        *(small if number_format.mantissa_bits else [(0, "smallest")]),
         (encode(1 / 3), "nearest to 1/3"),
         (one - 1, "largest below one"),
         (one, "one"),
         (one + 1, "smallest above one"),
         (largest, "largest"),
         *([(infinity, "+inf")] if number_format.has_inf else []),
-        (encode(math.nan), "NaN"),
-        (sign, "−0"),
-        (encode(-2.0), "−2"),
+        *([(encode(math.nan), "NaN")] if number_format.has_nan else []),
+        *([(sign, "−0"), (encode(-2.0), "−2")] if number_format.signed else []),
         *([(sign | infinity, "−inf")] if number_format.has_inf else []),
+    ]
+    # In a format of few patterns one of them is several things.
+    return [
+        (bits, ", ".join(what for own, what in marks if own == bits)) for bits in sorted({bits for bits, _ in marks})
     ]
 
 
-def _described(number_format: Format, with_landmarks: bool) -> dict[str, Any]:
+def _described(number_format: Format | BlockFormat, with_landmarks: bool) -> dict[str, Any]:
+    if isinstance(number_format, BlockFormat):
+        parts = {"element": number_format.element.name, "scale": number_format.scale.name, "block": number_format.block}
+        flags = {"tensor_scale": number_format.tensor_scale, "floored": number_format.floored}
+        return {"name": number_format.name, **parts, **flags, "bits_per_element": number_format.bits_per_element}
     fields = dataclasses.asdict(number_format)
     fields |= {"dtype": number_format.dtype and dtype_name(number_format.dtype), "num_bits": number_format.num_bits}
     marks = [_cells(number_format, *mark) for mark in landmarks(number_format)] if with_landmarks else None
@@ -108,17 +125,37 @@ def _overview(width: int) -> Table:
     rows = (
         (
             each.name,
-            f"1/{each.exponent_bits}/{each.mantissa_bits}",
+            f"{int(each.signed)}/{each.exponent_bits}/{each.mantissa_bits}",
             str(each.bias),
             f"{each.max:.8g}",
-            *map(_power, (each.smallest_normal, each.smallest_subnormal, each.eps)),
-            "yes" if each.has_inf else "no, overflow is NaN",
+            _power(each.smallest_normal),
+            _power(each.smallest_subnormal) if each.mantissa_bits else "none",
+            _power(each.eps),
+            "inf" if each.has_inf else "NaN" if each.has_nan else "max",
         )
         for each in FORMATS.values()
     )
     stiff = ("format", "max") if width >= 80 else ()
     padding = (0, 0 if width < 140 else 1)
-    return table(("format", *numbers, "infinity"), rows, right=numbers, stiff=stiff, padding=padding)
+    return table(("format", *numbers, "beyond"), rows, right=numbers, stiff=stiff, padding=padding)
+
+
+def _blocks(chosen: Sequence[BlockFormat]) -> Table:
+    rows = (
+        (
+            each.name,
+            each.element.name,
+            "the tensor" if each.block is None else "a row" if each.block == -1 else _block(each.block),
+            f"{each.scale.name}{', floored' * each.floored}{', and one for the tensor' * each.tensor_scale}",
+            f"{each.bits_per_element:g}",
+        )
+        for each in chosen
+    )
+    return table(("block format", "elements", "share a scale", "scale", "bits"), rows, right=("bits",))
+
+
+def _block(block: int | tuple[int, int]) -> str:
+    return f"{block[0]}×{block[1]}" if isinstance(block, tuple) else str(block)
 
 
 def _landmarks(number_format: Format) -> Table:
@@ -131,8 +168,9 @@ def _cells(number_format: Format, bits: int, what: str) -> dict[str, Any]:
     """Describe a pattern: its three fields, sign, exponent and mantissa; in hexadecimal; its value, and what it is."""
     digits = f"{bits:0{number_format.num_bits}b}"
     mantissa = len(digits) - number_format.mantissa_bits
+    sign = int(number_format.signed)
     return {
-        "bits": f"{digits[0]} {digits[1:mantissa]} {digits[mantissa:]}",
+        "bits": " ".join(filter(None, (digits[:sign], digits[sign:mantissa], digits[mantissa:]))),
         "hex": f"{bits:0{-(-number_format.num_bits // 4)}x}",
         "value": jsonable(number_format.decode(bits)),
         "what": what,

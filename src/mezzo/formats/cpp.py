@@ -1,6 +1,7 @@
 """The arithmetic of :mod:`mezzo.formats.portable` in one C++ kernel: amax, scale, rounding and packing in one pass.
 
-A kernel is compiled for a format, a dtype and a rounding; it reads a tensor as it lies, and writes codes with ``dim`` last.
+A kernel is compiled for a format, a dtype and a rounding. It reads a tensor as it lies, and writes codes with ``dim``
+last.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from mezzo.formats.table import E2M1, E4M3, E8M0, FP32
 
 logger = logging.getLogger(__name__)
 
-#: Elements of a tile, 32 KiB in FP32, which a cache of the first level holds.
-TILE: Final = 1 << 13
+#: Elements of a tile, 16 KiB in FP32: a cache of the first level holds it, and its codes beside it.
+TILE: Final = 1 << 12
 #: Lines of a block that a tile has room for.
 MOST_LINES: Final = 1 << 8
 _INPUTS: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -98,11 +99,7 @@ def _places(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
 
 @cache
 def _kernel(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) -> CppKernel | None:
-    """Return the kernel, or None where none can be compiled.
-
-    Args:
-        width: That of a block where it is at most 64, for which loops are compiled; 65 beyond.
-    """
+    """Return the kernel, or None where none can be compiled; loops are compiled for a width of at most 64."""
     try:
         return built(source(fmt, dtype, is_random, width if width <= 64 else 0))
     except (UnsupportedError, OSError) as error:  # such as a full disk
@@ -229,8 +226,10 @@ static inline void scale_of(int32_t top, float tensor, Code* code, float* multip
 #endif
 }
 
-static inline void elements(const float* values, int64_t count, float by, uint32_t index, uint32_t key, uint8_t* to) {
+// Codes of elements, as wide as what they are made of: so a vector of them is one even where a block is short.
+static inline void elements(const float* values, int64_t count, float by, uint32_t index, uint32_t key, int32_t* to) {
     const int32_t limit = by != by ? 0 : EXPONENT;
+#pragma omp simd
     for (int64_t i = 0; i < count; ++i) {
         const int32_t pattern = bits<int32_t>(values[i]), size = pattern & SIZE;
         float scaled = bits<float>(size) * by;
@@ -238,11 +237,12 @@ static inline void elements(const float* values, int64_t count, float by, uint32
         const uint32_t drawn = RANDOM ? noise(index + uint32_t(i), key) : 0u;
         const int32_t code = magnitude<KEPT, BIAS, RANDOM>(scaled, drawn);
         const int32_t sign = (pattern >> (31 - SIGN_AT)) & (1 << SIGN_AT);
-        to[i] = uint8_t(size >= limit ? NO_NUMBER : code | sign);
+        to[i] = size >= limit ? NO_NUMBER : code | sign;
     }
 }
 
 static inline int32_t largest(const float* values, int64_t count, int32_t top) {
+#pragma omp simd reduction(max : top)
     for (int64_t i = 0; i < count; ++i) {
         const int32_t size = bits<int32_t>(values[i]) & SIZE;
         top = size > top ? size : top;
@@ -295,7 +295,8 @@ struct Tile {
     int64_t pitch;
 };
 
-static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t lines, int64_t from, int64_t count, float* room) {
+static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t lines, int64_t from, int64_t count,
+                        float* room) {
     const Input* x = at.x + slab * at.far + line * at.near + from * at.step;
 #if INPUT == 0
     if (at.step == 1) return {x, at.near};
@@ -313,20 +314,19 @@ static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t li
     return {room, count};
 }
 
-static inline void written(const float* values, int64_t count, float by, int64_t place, uint32_t key, uint8_t* codes) {
+static inline void stored(const int32_t* codes, int64_t count, int64_t place, uint8_t* to) {
 #if PACKED
-    uint8_t apart[TILE];
-    elements(values, count, by, uint32_t(place), key, apart);
-    uint8_t* to = codes + place / 2;
-    for (int64_t i = 0; i < count / 2; ++i) to[i] = uint8_t(apart[2 * i] | (apart[2 * i + 1] << 4));
+    to += place / 2;
+    for (int64_t i = 0; i < count / 2; ++i) to[i] = uint8_t(codes[2 * i] | (codes[2 * i + 1] << 4));
 #else
-    elements(values, count, by, uint32_t(place), key, codes + place);
+    to += place;
+    for (int64_t i = 0; i < count; ++i) to[i] = uint8_t(codes[i]);
 #endif
 }
 
-extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner, int64_t near, int64_t last, int64_t step,
-                       int64_t block_lines, int64_t block_width, Code* scales, float* tensor_scale, uint8_t* codes,
-                       const float* amax, int64_t amax_each, const uint32_t* key_at, int64_t threads) {
+extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner, int64_t near, int64_t last,
+                       int64_t step, int64_t block_lines, int64_t block_width, Code* scales, float* tensor_scale,
+                       uint8_t* codes, const float* amax, int64_t amax_each, const uint32_t* key_at, int64_t threads) {
     Places at = {x, outer, far, inner, near, last, step};
     const uint32_t key = RANDOM ? *key_at : 0u;
     float tensor = 1.0f, whole = 1.0f;
@@ -357,7 +357,8 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
     const int64_t jobs = at.outer * bands * segments, groups = WHOLE ? 0 : at.last / width;
 #pragma omp parallel num_threads(int(threads))
     {
-        alignas(64) float values[TILE > 2048 ? TILE : 2048];
+        alignas(64) float values[TILE];
+        alignas(64) int32_t line_codes[TILE];
         alignas(64) float multipliers[TILE];
         alignas(64) int32_t tops[TILE];
         alignas(64) Code shared[TILE];
@@ -370,17 +371,20 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
             const int64_t row = slab * at.inner + line;
             if (WHOLE) {
                 const Tile found = tile(at, slab, line, lines, from, count, values);
-                for (int64_t l = 0; l < lines; ++l)
-                    written(found.values + l * found.pitch, count, whole, (row + l) * at.last + from, key, codes);
+                for (int64_t l = 0; l < lines; ++l) {
+                    const int64_t place = (row + l) * at.last + from;
+                    elements(found.values + l * found.pitch, count, whole, uint32_t(place), key, line_codes);
+                    stored(line_codes, count, place, codes);
+                }
                 continue;
             }
             const int64_t piece = fits ? count : room / 8 * 8;
             const int64_t wide = fits ? count / width : 1, high = lines / down, many = wide * high;
-            Tile now = {values, 0};
+            Tile seen = {values, 0};
             for (int64_t g = 0; g < many; ++g) tops[g] = 0;
             for (int64_t start = 0; start < count && !given; start += piece) {
                 const int64_t length = count - start < piece ? count - start : piece;
-                const Tile found = now = tile(at, slab, line, lines, from + start, length, values);
+                const Tile found = seen = tile(at, slab, line, lines, from + start, length, values);
                 const int64_t part = fits ? width : length;
                 for (int64_t l = 0; l < lines; ++l)
                     for (int64_t g = 0; g < wide; ++g) {
@@ -400,14 +404,17 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
                 for (int64_t g = 0; g < wide; ++g) scale[b * groups + g] = shared[b * wide + g];
             for (int64_t start = 0; start < count; start += piece) {
                 const int64_t length = count - start < piece ? count - start : piece;
-                if (!fits || given) now = tile(at, slab, line, lines, from + start, length, values);
-                const Tile found = now;
+                if (!fits || given) seen = tile(at, slab, line, lines, from + start, length, values);
+                const Tile found = seen;
                 const int64_t part = fits ? width : length;
-                for (int64_t l = 0; l < lines; ++l)
+                for (int64_t l = 0; l < lines; ++l) {
+                    const int64_t place = (row + l) * at.last + from + start;
+                    const float *now = found.values + l * found.pitch, *by = multipliers + l / down * wide;
                     for (int64_t g = 0; g < wide; ++g)
-                        written(found.values + l * found.pitch + g * part, fits && WIDTH ? WIDTH : part,
-                                multipliers[l / down * wide + g], (row + l) * at.last + from + start + g * part, key,
-                                codes);
+                        elements(now + g * part, fits && WIDTH ? WIDTH : part, by[g], uint32_t(place + g * part), key,
+                                 line_codes + g * part);
+                    stored(line_codes, length, place, codes);
+                }
             }
         }
     }

@@ -226,13 +226,13 @@ class ExponentHistogram:
         overflows is always right: it comes from :attr:`max_abs`.
 
         Args:
-            format: Any of ``mezzo.formats``, or a name of one.
+            format: Any of ``mezzo.formats`` that holds values without a scale, or a name of one.
             scale: A loss scale to try, positive and finite.
 
         Raises:
             PolicyError: A format or scale as above is not given.
         """
-        target = by_name(format)
+        target = standing_alone(format)
         if not 0.0 < scale < math.inf:
             raise PolicyError(
                 f"coverage cannot be taken at scale {scale!r}",
@@ -273,7 +273,7 @@ class ExponentHistogram:
         References:
             Micikevicius et al., Mixed Precision Training (2018), section 3.2.
         """
-        target = by_name(format)
+        target = standing_alone(format)
         largest = self.max_abs
         if self.infs or self.nans or not largest:
             why, write = "every value is zero", ""
@@ -303,6 +303,24 @@ class ExponentHistogram:
         if fraction == 0.5:
             return count + (powers[place] if hit else 0), True
         return count + powers[place] + round(between[place] * (2.0 * fraction - 1.0)), not between[place]
+
+
+def standing_alone(format: str | torch.dtype | Format) -> Format:
+    """Find a format that values of a run can be stored in without a scale beside them.
+
+    Raises:
+        PolicyError: There is none of this name, or it is E2M1 or E8M0.
+    """
+    target = by_name(format)
+    if not (target.signed and target.has_nan):
+        raise PolicyError(
+            f"values by themselves are not stored in {target.name}",
+            why="its numbers are scales"
+            if not target.signed
+            else "its numbers mean something beside their scales only",
+            write='mezzo.formats.quantize(tensor, "nvfp4"), and compare .wide() with the tensor; or "float8_e4m3fn" here',
+        )
+    return target
 
 
 def exponent_histogram(tensor: Tensor) -> ExponentHistogram:

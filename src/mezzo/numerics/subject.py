@@ -14,8 +14,9 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
-from mezzo.formats import Format, by_name
+from mezzo.formats import Format
 from mezzo.numerics.evidence import RecordedModule, kind_of
+from mezzo.numerics.histogram import standing_alone
 from mezzo.scale.state import inverse
 from mezzo.tensors import dtype_name
 
@@ -219,7 +220,7 @@ class Choices:
         optimizers = tried(given_optimizers, optimizer) or []
         for name, number in (("every", every), ("keep", 1 if keep is None else keep)):
             tried(_require_positive, name, number)
-        found = [tried(by_name, each) for each in ([formats] if isinstance(formats, str) else formats)]
+        found = [tried(standing_alone, each) for each in ([formats] if isinstance(formats, str) else formats)]
         words = [tried(kind_of, each) for each in ([kinds] if isinstance(kinds, str) else kinds)]
         if not words:
             problems.append(PolicyError("there is nothing to record", why="kinds is empty", write='kinds=("weights",)'))

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import PolicyError, StateError, shown
-from mezzo.formats import Format, by_name
+from mezzo.formats import Format
 from mezzo.hooks import OwnHook
 from mezzo.numerics.evidence import SwallowedUpdates
-from mezzo.numerics.histogram import COUNTABLE, ROW, count_into
+from mezzo.numerics.histogram import COUNTABLE, ROW, count_into, standing_alone
 from mezzo.numerics.subject import Subject
 from mezzo.tensors import dtype_name, each_tensor, flat, mark, moved
 from mezzo.trace.modes import is_watched
@@ -124,7 +124,7 @@ def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format)
     Args:
         weight: Any floating dtype; rounded to the format first where it is not on its grid.
         update: What a step adds, of the weight's shape.
-        dtype: The storage: any of ``mezzo.formats``, a name or a dtype of one.
+        dtype: The storage: any of ``mezzo.formats`` but E2M1 and E8M0, a name or a dtype of one.
 
     Returns:
         A share from 0 to 1; NaN where no element is updated.
@@ -139,7 +139,7 @@ def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format)
         >>> swallowed(torch.tensor([1.0, 1.0]), torch.tensor([1e-3, 1e-2]), "bfloat16")
         0.5
     """
-    target = by_name(dtype)
+    target = standing_alone(dtype)
     for tensor in (weight, update):
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             wrong = f"{dtype_name(tensor.dtype)} tensors" if isinstance(tensor, Tensor) else shown(tensor)
