@@ -143,10 +143,10 @@ def arithmetic(
     lacking = [family for family, choice in choices.items() if choice.action == "emulate"]
     if emulate is False and lacking:
         which = "" if len(lacking) == len(FAMILIES) else f": {', '.join(lacking)}"
-        what = f"{name} cannot be computed natively on this {device_type}{which}"
+        cannot = f"{name} cannot be computed natively on this {device_type}{which}"
         write = 'emulate="auto", the text emulate=auto'
         why = "; ".join(dict.fromkeys(choices[family].reason for family in lacking))
-        raise UnsupportedError(what, why=why, write=write + (cure and f"\n{cure}"))
+        raise UnsupportedError(cannot, why=why, write=write + (cure and f"\n{cure}"))
     if emulate is False:
         return choices
     loud = [family for family in lacking if families[family].status != "unsupported"]
