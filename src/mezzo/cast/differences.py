@@ -19,7 +19,7 @@ from torch.nn import functional
 from mezzo.cast.amaxes import Amaxes
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
-from mezzo.cast.products import Recipe, recipe_of
+from mezzo.cast.products import Recipe, recipe_on
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, callables, functions
 
@@ -68,7 +68,7 @@ class Differences:
         """Return how a function is carried out that reads a parameter under a rule on its products."""
         if handler.op not in QUANTISABLE:
             return handler
-        recipe = recipe_of(self.policy, treatment, emulated=handler.emulated)
+        recipe = recipe_on(self.device_type, self.policy, treatment, emulated=handler.emulated)
         return dataclasses.replace(handler, treatment=treatment, recipe=recipe)
 
     def native(self) -> contextlib.AbstractContextManager[Any]:
@@ -161,6 +161,9 @@ def _find(
             alike[op] = handler
     if any(rule.param is not None and rule.treatment in QUANTISED for rule in policy.rules):
         differing.update({op: every[op] for op in QUANTISABLE})
+        for rule in policy.rules:
+            if rule.param is not None and rule.treatment in QUANTISED:  # it may find that the device lacks them
+                recipe_on(device_type, policy, rule.treatment, emulated="products" in emulated)
     if differing:  # the mode runs anyway: products go through it too, so that their weights are cast once
         differing.update(alike)
     handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
@@ -213,7 +216,7 @@ def _treated(
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
     if wanted in QUANTISED:
-        recipe = recipe_of(policy, wanted, emulated=is_emulated)
+        recipe = recipe_on(device_type, policy, wanted, emulated=is_emulated)
         return Handler(op=op, treatment=wanted, emulated=is_emulated, recipe=recipe), True
     reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
     # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).

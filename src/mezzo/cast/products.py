@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from mezzo.cast.amaxes import ROLES, Amaxes, Role, Slot
 from mezzo.cast.emulate import _emulated as as_emulation
+from mezzo.cast.native import Finding, found_on, scaled_mm
 from mezzo.cast.notes import WATCHERS, Quantising, during
 from mezzo.errors import UnsupportedError
 from mezzo.formats import (
@@ -62,6 +63,8 @@ class Recipe:
         transformed: Whether what weight gradients are made of is first spread over 16 rows by a random rotation.
         low: Which product stays in the policy's dtype: ``none``, ``wgrad`` or ``forward``.
         emulated: Whether products in that dtype are computed in FP32 from rounded operands.
+        native: Whether the device computes products of quantised operands.
+        output: What its kernels return, which is rounded to the policy's dtype where that is another.
         key: What compiled code knows it by.
     """
 
@@ -75,11 +78,24 @@ class Recipe:
     transformed: bool = False
     low: str = "none"
     emulated: bool = False
+    native: bool = False
+    output: torch.dtype | None = None
     key: str = ""
 
     def kept_dim(self, form: BlockFormat) -> int:
         """Return along which dimension an operand is quantised that a backward pass needs."""
         return 0 if self.low == "forward" or depends(form) else 1
+
+    def found_on(self, device_type: str, dtype: torch.dtype) -> Finding:
+        """Find out whether a device has all of its products: see :func:`mezzo.cast.native.found_on`."""
+        pairs = {
+            (self.activation, self.weight): self.low != "forward",
+            (self.gradient, self.weight): True,
+            (self.gradient, self.activation): self.low != "wgrad",
+        }
+        found = [found_on(device_type, *pair, dtype) for pair, is_used in pairs.items() if is_used]
+        lacking = next((each for each in found if each.lacks), None)
+        return lacking or next((each for each in found if each.output != dtype), found[0])
 
     @property
     def as_note(self) -> Quantising:
@@ -87,7 +103,7 @@ class Recipe:
         if self.low == "forward":
             return Quantising((), self.emulated)
         names = dict.fromkeys(form.element.name for form in (self.activation, self.weight))
-        return Quantising(tuple(names), True)
+        return Quantising(tuple(names), not self.native)
 
     @property
     def remembers(self) -> bool:
@@ -95,22 +111,12 @@ class Recipe:
         return self.delayed or self.stochastic
 
 
-#: Every recipe that a region has been given, by its key.
-_BY_KEY: Final[dict[str, Recipe]] = {}
-
-
 @functools.lru_cache(maxsize=256)
-def recipe_of(policy: Policy, treatment: Treatment, *, emulated: bool) -> Recipe:
-    """Return how a policy has the products under a treatment computed."""
-    recipe = _recipe(policy, treatment, emulated=emulated)
-    key = " ".join(str(getattr(recipe, each.name)) for each in dataclasses.fields(recipe))
-    return _BY_KEY.setdefault(key, replace(recipe, key=key))
-
-
-def _recipe(policy: Policy, treatment: Treatment, *, emulated: bool) -> Recipe:
+def recipe_of(policy: Policy, treatment: Treatment) -> Recipe:
+    """Return how a policy has the products under a treatment computed, whatever the device."""
     recipe = Recipe(
         treatment=treatment, activation=MXFP8_E4M3, weight=MXFP8_E4M3, gradient=MXFP8_E4M3, multiple=32,
-        low=policy.low_products, emulated=emulated,
+        low=policy.low_products,
     )  # fmt: skip
     if treatment == "mxfp8":
         return recipe
@@ -127,6 +133,38 @@ def _recipe(policy: Policy, treatment: Treatment, *, emulated: bool) -> Recipe:
         recipe, activation=TENSORWISE_E4M3, weight=TENSORWISE_E4M3, gradient=TENSORWISE_E5M2,
         delayed=policy.fp8_recipe == "delayed",
     )  # fmt: skip
+
+
+#: Every recipe that a region has been given, by its key.
+_BY_KEY: Final[dict[str, Recipe]] = {}
+
+
+@functools.lru_cache(maxsize=256)
+def recipe_on(device_type: str, policy: Policy, treatment: Treatment, *, emulated: bool) -> Recipe:
+    """Return how the products under a treatment are computed on a device.
+
+    Args:
+        device_type: The device.
+        policy: The policy.
+        treatment: The treatment.
+        emulated: Whether products in the policy's dtype are emulated there.
+
+    Raises:
+        UnsupportedError: The device lacks such products, and ``emulate=False``.
+    """
+    recipe = replace(recipe_of(policy, treatment), emulated=emulated)
+    if policy.emulate is not True:
+        found = recipe.found_on(device_type, policy.dtype)
+        if policy.emulate is False and found.lacks:
+            kind = f"{treatment} products" + (f" scaled {policy.fp8_recipe}" if treatment == "fp8" else "")
+            raise UnsupportedError(
+                f"{kind} cannot be computed natively on this {device_type}",
+                why=found.lacks,
+                write='emulate="auto", the text emulate=auto',
+            )
+        recipe = replace(recipe, native=not found.lacks, output=found.output)
+    key = " ".join(str(getattr(recipe, each.name)) for each in dataclasses.fields(recipe))
+    return _BY_KEY.setdefault(key, replace(recipe, key=key))
 
 
 # Which calls they are --------------------------------------------------------------------------------------
@@ -314,6 +352,11 @@ def multiplied(
     """
     if isinstance(a, Tensor) and isinstance(b, Tensor) and not recipe.emulated:
         return functional.linear(_rows(a, dims[0]), _rows(b, dims[1]), bias)
+    if isinstance(a, Quantized) and isinstance(b, Quantized) and recipe.native:
+        output = recipe.output or dtype
+        fits = bias is None or (bias.dim() == 1 and bias.dtype == output)
+        found = scaled_mm(a, b, dims, bias if fits else None, output)
+        return (found if fits or bias is None else found + bias).to(dtype)
     (left, by_left), (right, by_right) = _wide(a, dims[0]), _wide(b, dims[1])
     out = left @ right.mT
     if by_left is not None and by_right is not None:

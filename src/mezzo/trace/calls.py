@@ -145,7 +145,7 @@ class Decider:
         param, differences = self._param_decision(op, args, kwargs), acting_differences(args, kwargs)
         decision = param or self._decision(op, module, device_type)
         if decision.treatment in QUANTISED and op in QUANTISABLE:
-            recipe = recipe_of(self.policy, decision.treatment, emulated=False)
+            recipe = recipe_of(self.policy, decision.treatment)
             read = asked(op, args, kwargs, recipe.multiple)
             why = read if isinstance(read, str) else "low_products=forward" if recipe.low == "forward" else ""
             if why:

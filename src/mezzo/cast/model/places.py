@@ -315,7 +315,7 @@ def _memory(model: nn.Module, policy: Policy) -> Amaxes | None:
             whole = f"{path}.{name}" if path else name
             rule = policy.product_rule(whole)
             quantised = {*([rule.treatment] if rule else by_module)} & {*QUANTISED}
-            recipes = [recipe_of(policy, treatment, emulated=False) for treatment in quantised]
+            recipes = [recipe_of(policy, treatment) for treatment in quantised]
             remembers |= any(recipe.remembers for recipe in recipes)
             if any(recipe.delayed for recipe in recipes):
                 weights[whole] = module, name
