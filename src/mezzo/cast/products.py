@@ -597,15 +597,34 @@ def product(found: Operands, recipe: Recipe, memories: Sequence[Amaxes], weight:
             why="torch.func sees into no autograd function of Python's",
             write='policy.low("linear"), the text low=linear, for what torch.func differentiates',
         )
-    x, low_weight, bias, is_turned = found
-    rows = x.reshape(-1, x.shape[-1])
     if torch.compiler.is_compiling() and not (memories and (recipe.delayed or recipe.stochastic)):
-        grads = torch.is_grad_enabled()
-        needs = grads and rows.requires_grad, grads and low_weight.requires_grad
-        out: Tensor = torch.ops.mezzo.product(rows, low_weight, bias, recipe.key, *needs)[0]
-    else:
-        out = _run(rows, low_weight, bias, recipe, memories, weight)
-    return out.mT if is_turned else out.view(*x.shape[:-1], low_weight.shape[0])
+        return _by_op(found, recipe.key)
+    rows = found.x.reshape(-1, found.x.shape[-1])
+    return _returned(_run(rows, found.weight, found.bias, recipe, memories, weight), found)
+
+
+def placed(op: str, key: str, is_turned: bool, *args: Any, **kwargs: Any) -> Tensor:
+    """Compute a call as a product below sixteen bits, in a graph.
+
+    Args:
+        op: Its base name.
+        key: The recipe's.
+        is_turned: As of :class:`Operands`.
+        *args: In the policy's dtype.
+        **kwargs: As the call has them.
+    """
+    return _by_op(_arranged(op, _named(op, args, kwargs), is_turned=is_turned), key)
+
+
+def _by_op(found: Operands, key: str) -> Tensor:
+    rows, grads = found.x.reshape(-1, found.x.shape[-1]), torch.is_grad_enabled()
+    needs = grads and rows.requires_grad, grads and found.weight.requires_grad
+    out: Tensor = torch.ops.mezzo.product(rows, found.weight, found.bias, key, *needs)[0]
+    return _returned(out, found)
+
+
+def _returned(out: Tensor, found: Operands) -> Tensor:
+    return out.mT if found.is_turned else out.view(*found.x.shape[:-1], found.weight.shape[0])
 
 
 @_disable_dynamo

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
+from mezzo.cast.model.prepare import with_low_ends
 from mezzo.errors import PolicyError, nearest, require_extra, shown
 from mezzo.plan.capture import Graph, read, require_choice
 from mezzo.plan.carry_out import carry_out
@@ -114,7 +115,9 @@ class Backend:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Place casts in a graph, and have it compiled."""
-        graph = read(module, self.policy, self._roots.path)
+        model = compiled_model()
+        policy = self.policy if model is None else with_low_ends(model, self.policy)
+        graph = read(module, policy, self._roots.path)
         costs = Costs(
             graph,
             rates(graph.device_type, self.policy.dtype, emulated="products" in graph.emulated),

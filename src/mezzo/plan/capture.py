@@ -23,10 +23,12 @@ from torch.fx import Node
 
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
+from mezzo.cast.model.prepare import with_low_ends
 from mezzo.cast.model.refusals import wanted_storage
+from mezzo.cast.products import Operands, Recipe, asked, recipe_on
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Decision, Policy
-from mezzo.policy.ops import OPS
+from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED
 from mezzo.policy.rules import both
 from mezzo.tensors import CASTABLE, dtype_name
 from mezzo.trace.calls import op_name
@@ -72,6 +74,7 @@ class GraphOp:
         decision: What the policy says; None for sources and for what is left alone.
         reason: Why it is of its kind, in words.
         is_wide_inside: Whether its arithmetic is FP32 where it is low: it rounds what it takes, and what it gives.
+        recipe: How it is computed where it is a product below sixteen bits, and what is turned round for it.
     """
 
     index: int
@@ -86,6 +89,7 @@ class GraphOp:
     decision: Decision | None = None
     reason: str = ""
     is_wide_inside: bool = False
+    recipe: tuple[Recipe, bool] | None = None
 
     @property
     def fixed(self) -> bool | None:
@@ -236,6 +240,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
             f"{name} does not take these inputs", why=str(error), write="plan(model, *inputs, policy=…)"
         ) from error
     names = list(inspect.signature(model.forward).parameters)
+    policy = with_low_ends(model, policy)
     storage = wanted_storage(model, policy, waits=True)
     stored = {path: storage[param] for path, param in model.named_parameters() if param in storage}
     found: list[Graph | MezzoError] = []
@@ -456,11 +461,32 @@ class _Reader:
         if kind != "source":
             is_norm = kind == "free" and name in OPS and OPS[name].is_norm
             keeps_weights = is_norm or (decision is not None and decision.treatment == "fp32_math")
-            made.is_wide_inside = self.graph.emulates(name) or keeps_weights
+            if decision is not None and decision.treatment in QUANTISED:
+                made.recipe = self._recipe(node, name, decision)
+            made.is_wide_inside = (self.graph.emulates(name) and made.recipe is None) or keeps_weights
             self._work_on(made, node, name, None)
             if keeps_weights:
                 made.reads, made.wide_reads = made.reads[:1], made.reads[1:]
         return made
+
+    def _recipe(self, node: Node, name: str, decision: Decision) -> tuple[Recipe, bool] | None:
+        """Return how a product below sixteen bits is computed, and whether it is turned; None where it stays low."""
+        graph, treatment = self.graph, decision.treatment
+        recipe = recipe_on(graph.device_type, graph.policy, treatment, emulated="products" in graph.emulated)
+        if recipe.delayed or recipe.stochastic:
+            what, write = ("delayed scaling", "fp8_recipe=tensorwise") if recipe.delayed else (
+                "stochastic rounding", "nvfp4_tricks=rht+2d"
+            )  # fmt: skip
+            raise PolicyError(
+                f"{what} has no place in a plan",
+                where=f"{self._module_path(node)} {_line(node)}".strip(),
+                why="it goes by what is known of earlier steps, which the session keeps, and a graph does not",
+                write=f"{both(write)}; or torch.compile without mezzo's backend",
+            )
+        args: Any = fx.map_arg(node.args, value_of)
+        kwargs: Any = fx.map_arg(node.kwargs, value_of)
+        found = asked(name, args, dict(kwargs), recipe.multiple)
+        return (recipe, found.is_turned) if isinstance(found, Operands) else None
 
     def _work_on(self, op: GraphOp, node: Node, name: str, target: Node | None) -> None:
         """Let a node compute as a part of an op; what it writes to keeps its dtype."""
@@ -493,8 +519,8 @@ class _Reader:
                 raise PolicyError(f"{name} is banned", where=where, why=reason, write=both(f"fp32={name}"))
             case "fp32":
                 return treatment, name, decision, reason
-            case "low" if floats:
-                return treatment, name, decision, reason
+            case "low" | "fp8" | "mxfp8" | "nvfp4" if floats:
+                return "low", name, decision, reason
         if not floats:
             return "follow", name, decision, "it gives no floating numbers, and reads what there is"
         if decision.rule is not None and treatment in ("native", "promote"):
@@ -537,7 +563,8 @@ class _Reader:
         for each in node.all_input_nodes:
             path = self._source_path(each) if each.op == "placeholder" else ""
             if path:
-                rule = self.policy.storage(path, path.rpartition(".")[0])[1]
+                products = self.policy.product_rule(path) if name in QUANTISABLE else None
+                rule = products or self.policy.storage(path, path.rpartition(".")[0])[1]
                 if rule is not None and rule.param is not None:
                     why = rule.reason or f"it reads {path}, which the rule {rule} pins"
                     return Decision(treatment=rule.treatment, rule=rule, reason=why, source="policy")

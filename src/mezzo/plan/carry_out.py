@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx import Node
 
+from mezzo.cast.products import placed
 from mezzo.plan.capture import ENTER, EXIT, Graph, GraphOp, is_floating, value_of
 
 
@@ -79,6 +80,9 @@ class _Writer:
                 node.replace_input_with(now, taken)
         for result in list(_results(node)) if rounds else ():
             self._round(result, low)
+        if is_first and op.recipe is not None:
+            recipe, is_turned = op.recipe
+            node.op, node.target, node.args = "call_function", placed, (op.name, recipe.key, is_turned, *node.args)
 
     def _as_asked(self, op: GraphOp, node: Node) -> None:
         """Have a cast of the program's own give what it gives without a policy, and share it."""
