@@ -50,7 +50,7 @@ def noise(index: int, key: int) -> int:
 
 
 def rounded(size: Fraction, element: str, drawn: int | None) -> int:
-    """The code of a magnitude up to the largest: between two neighbours, the nearer or even one, or by the bits drawn."""
+    """The code of a magnitude up to the largest: of two neighbours the nearer or even one, or by the bits drawn."""
     table = TABLES[element]
     above = next(code for code, value in enumerate(table) if value >= size)
     if table[above] == size:

@@ -96,8 +96,8 @@ def groups_of(moved, fmt, dim, ndim):
     return [
         [
             (place, values[place])
-            for l in range(lines)
-            for place in range((row + l) * last + at, (row + l) * last + at + width)
+            for line in range(lines)
+            for place in range((row + line) * last + at, (row + line) * last + at + width)
         ]
         for row in range(0, rows, lines)
         for at in range(0, last, width)
@@ -155,7 +155,7 @@ def test_any_bits_are_quantised_as_exact_arithmetic_does(patterns, fmt, is_rando
 
 
 def test_mx_by_hand(path):
-    """Section 6.3 of the OCP specification: the scale is the largest power of two at or below amax, over that of the format."""
+    """Section 6.3 of the OCP specification: the largest power of two in amax, over the largest in the format."""
     x = torch.zeros(1, 32)
     x[0, :5] = torch.tensor([1.5, -0.75, 3.0, 0.1, 0.0])
     found = quantize(x, MXFP4)
@@ -361,6 +361,13 @@ def test_the_kernel_and_torchs_operations_agree_on_any_layout_size_and_thread(fm
         torch.set_num_threads(before)
 
 
+def test_the_kernel_and_torchs_operations_agree_on_noise_beyond_a_chunk():
+    x = torch.full((1 << 12, 64), 0.3)
+    for fmt in (MXFP8_E4M3, TENSORWISE_E4M3):
+        key = torch.tensor(11)
+        alike(quantized(x, fmt, key=key), by_torch(x, fmt, key=key))
+
+
 def test_scales_of_a_history_each_or_one_for_all():
     x = wild((6, 64), 1)
     for fmt in (ROWWISE_E4M3, MXFP8_E4M3, BlockFormat(E4M3, FP32, (2, 8))):
@@ -399,7 +406,7 @@ def test_without_a_compiler_torchs_operations_do_it(monkeypatch, caplog):
 
 def test_under_a_compiler_of_torchs_and_where_nothing_has_memory():
     x = wild((4, 64), 0)
-    for fmt in (MXFP8_E4M3, NVFP4, TENSORWISE_E4M3, ROWWISE_E4M3):
+    for fmt in (NVFP4, TENSORWISE_E4M3):
 
         def both(x, key, fmt=fmt):
             found = quantized(x, fmt, key=key)
@@ -435,8 +442,8 @@ def test_names_go_round():
     for name, fmt in BLOCK_FORMATS.items():
         assert str(fmt) == fmt.name == name
         assert block_format(name) is block_format(name.upper()) is block_format(fmt) is fmt
-    others = [BlockFormat(E4M3, FP32, 128), BlockFormat(E4M3, FP32, (128, 128), floored=True), BlockFormat(E2M1, E8M0, -1),
-              BlockFormat(E5M2, E8M0, None), BlockFormat(E4M3, E4M3, 16, tensor_scale=True)]  # fmt: skip
+    others = [BlockFormat(E4M3, FP32, 128), BlockFormat(E4M3, FP32, (128, 128), floored=True),
+              BlockFormat(E2M1, E8M0, -1), BlockFormat(E5M2, E8M0, None), BlockFormat(E4M3, E4M3, 16, tensor_scale=True)]  # fmt: skip
     assert str(others[0]) == "float8_e4m3fn/float32/128"
     assert str(others[1]) == "float8_e4m3fn/float32/128x128/floored"
     for fmt in others:
@@ -449,16 +456,19 @@ def test_names_go_round():
 
 ONES = torch.ones(4, 48)
 REFUSED = [
-    (lambda: quantize(ONES, MXFP4), ("a tensor of (4, 48) in mxfp4", "blocks of 32 do not divide dimension 1", "16 zeros more")),
+    (lambda: quantize(ONES, MXFP4),
+     ("a tensor of (4, 48) in mxfp4", "blocks of 32 do not divide dimension 1", "16 zeros more")),
     (lambda: quantize(ONES, NVFP4, dim=0), ("blocks of 16 do not divide dimension 0, which has 4", "12 zeros more")),
     (lambda: quantize(ONES, NVFP4_2D), ("blocks of 16 do not divide dimension 0",)),
     (lambda: quantize(torch.ones(16, 16, 16), NVFP4_2D, dim=0), ("lie in the last two", "dim=-1 or dim=-2")),
     (lambda: quantize(torch.ones(16), NVFP4_2D), ("lie in the last two",)),
-    (lambda: quantize(ONES[:3], BlockFormat(E2M1, FP32, -1), dim=0), ("two elements share a byte", "dimension 0 is odd")),
+    (lambda: quantize(ONES[:3], BlockFormat(E2M1, FP32, -1), dim=0),
+     ("two elements share a byte", "dimension 0 is odd")),
     *((lambda dim=dim: quantize(ONES, MXFP8_E4M3, dim=dim), ("there is no such dimension of 2", "from 0 to 1"))
       for dim in (2, -3, 1.0, None, True)),
     (lambda: quantize(torch.tensor(1.0), "e4m3"), ("without dimensions", "x.reshape(1)")),
-    (lambda: quantize(ONES.double(), MXFP8_E4M3), ("torch.float64 tensors cannot be quantised", "quantize(x.float(), …)")),
+    (lambda: quantize(ONES.double(), MXFP8_E4M3),
+     ("torch.float64 tensors cannot be quantised", "quantize(x.float(), …)")),
     (lambda: quantize(ONES.int(), MXFP8_E4M3), ("torch.int32 tensors cannot be quantised",)),
     (lambda: quantize(ONES.to_sparse(), MXFP8_E4M3), ("torch.sparse_coo cannot be quantised", "x.to_dense()")),
     (lambda: quantize([1.0], MXFP8_E4M3), ("[1.0] cannot be quantised",)),
@@ -471,7 +481,8 @@ REFUSED = [
     (lambda: block_format("e4m4/fp32/8"), ("unknown number format 'e4m4'",)),
     (lambda: quantize(ONES, "e4m3", rounding="random"), ("unknown rounding 'random'", 'rounding="stochastic"')),
     (lambda: quantize(ONES, "e4m3", rounding=None), ("unknown rounding None",)),
-    (lambda: quantize(ONES.to("meta"), "e4m3", generator=torch.Generator()), ("a generator on cpu for a tensor on meta",)),
+    (lambda: quantize(ONES.to("meta"), "e4m3", generator=torch.Generator()),
+     ("a generator on cpu for a tensor on meta",)),
     (lambda: BlockFormat(FP16, E8M0, 32), ("these formats make no block format", "element")),
     (lambda: BlockFormat(E4M3, E5M2, 32), ("these formats make no block format", "scales E8M0, E4M3 or FP32")),
     *((lambda block=block: BlockFormat(E4M3, E8M0, block), ("is no block",))

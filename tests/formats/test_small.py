@@ -1,5 +1,6 @@
 """E2M1 and E8M0 as formats of the table, and every code of both and of the two of eight bits, against fractions."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -83,7 +84,7 @@ def test_what_the_table_says_of_them():
 
 def edges(number_format: Format) -> list[float]:
     numbers = [number_format.decode(code) for code in range(8 if number_format is E2M1 else 255)]
-    middles = [low / 2 + high / 2 for low, high in zip(numbers, numbers[1:], strict=False)]
+    middles = [low / 2 + high / 2 for low, high in itertools.pairwise(numbers)]
     most = number_format.max
     positive = [
         *numbers,

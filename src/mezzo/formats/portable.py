@@ -77,7 +77,7 @@ def encoded(
     scales = blocks.new_empty(
         () if whole else (bands, groups), dtype=torch.float32 if fmt.scale.dtype == torch.float32 else torch.uint8
     )
-    chunks = _chunks(blocks, whole)
+    chunks = _chunks(blocks)
     tops, top, tensor_scale = amax, None, None
     if fmt.tensor_scale:
         size = _largest(blocks, chunks, finite=True) if amax is None else amax
@@ -127,10 +127,10 @@ def decoded(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, fmt: Blo
     return values if tensor_scale is None else values * tensor_scale
 
 
-def _chunks(blocks: Tensor, whole: bool) -> list[tuple[int, int]]:
+def _chunks(blocks: Tensor) -> list[tuple[int, int]]:
     """Cut bands into ranges; into one while torch traces, which unrolls loops."""
     bands = blocks.shape[0]
-    if torch.compiler.is_compiling() and not whole:
+    if torch.compiler.is_compiling():
         return [(0, bands)]
     limit = _CPU_CHUNK if blocks.device.type == "cpu" else _DEVICE_CHUNK
     step = max(1, limit // max(1, blocks[:1].numel()))
