@@ -442,8 +442,13 @@ def test_names_go_round():
     for name, fmt in BLOCK_FORMATS.items():
         assert str(fmt) == fmt.name == name
         assert block_format(name) is block_format(name.upper()) is block_format(fmt) is fmt
-    others = [BlockFormat(E4M3, FP32, 128), BlockFormat(E4M3, FP32, (128, 128), floored=True),
-              BlockFormat(E2M1, E8M0, -1), BlockFormat(E5M2, E8M0, None), BlockFormat(E4M3, E4M3, 16, tensor_scale=True)]  # fmt: skip
+    others = [
+        BlockFormat(E4M3, FP32, 128),
+        BlockFormat(E4M3, FP32, (128, 128), floored=True),
+        BlockFormat(E2M1, E8M0, -1),
+        BlockFormat(E5M2, E8M0, None),
+        BlockFormat(E4M3, E4M3, 16, tensor_scale=True),
+    ]
     assert str(others[0]) == "float8_e4m3fn/float32/128"
     assert str(others[1]) == "float8_e4m3fn/float32/128x128/floored"
     for fmt in others:
