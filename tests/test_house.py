@@ -52,7 +52,7 @@ def test_a_protocol_has_five_methods_at_most():
 
 def test_only_a_rooms_door_says_what_is_public():
     offering = {path for path, text in sources().items() if "\n__all__" in text and Path(path).name != "__init__.py"}
-    rooms_of_one_file = {"formats.py", "compat/fleet.py", "compat/torch/cuda/amp.py"}
+    rooms_of_one_file = {"compat/fleet.py", "compat/torch/cuda/amp.py"}
     rooms_of_one_file |= {f"integrations/{name}.py" for name in ("accelerate", "lightning", "transformers")}
     assert offering == rooms_of_one_file
 

@@ -83,7 +83,7 @@ class BlockFormat:
                 why="only FP32 scales are; E8M0's are powers of two by themselves",
                 write="BlockFormat(E4M3, FP32, -1, floored=True)",
             )
-        if self.element == E2M1 and any(size % 2 for size in _sizes(self.block)[-1:]):
+        if self.element == E2M1 and any(size % 2 for size in _sizes(self.block)):
             raise PolicyError(
                 f"a block of {self.block} elements of four bits",
                 why="two of them share a byte, which must not lie in two blocks",

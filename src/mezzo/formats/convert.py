@@ -12,7 +12,7 @@ from torch import Tensor
 from mezzo.errors import PolicyError, nearest, shown
 from mezzo.formats import cpp, portable
 from mezzo.formats.blocks import BlockFormat, block_format
-from mezzo.formats.table import E2M1, FP32, Format
+from mezzo.formats.table import Format
 from mezzo.tensors import is_transformed
 
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
@@ -69,7 +69,7 @@ class Quantized:
         shape = [*self.shape]
         shape.append(shape.pop(self.dim))
         bands, lines, groups, width = _cut(shape, self.format, self.dim)
-        codes = moved.reshape(bands, lines, groups, width // 2 if self.format.element == E2M1 else width)
+        codes = moved.reshape(bands, lines, groups, width // 2 if self.format.element.dtype is None else width)
         if scales.dim():
             scales = scales.movedim(self.dim, -1).reshape(bands, groups)
         found = portable.decoded(codes, scales, self.tensor_scale, self.format)
@@ -190,9 +190,9 @@ def quantized(
         tops = amax.reshape(bands, 1, groups, 1) if amax is not None and amax.dim() else amax
         found = portable.encoded(blocks, fmt, key, tops)
     codes, scales, tensor_scale = found
-    values = codes.view(*before, last // 2 if fmt.element == E2M1 else last)
+    values = codes.view(*before, last // 2 if fmt.element.dtype is None else last)
     values = values.view(fmt.element.dtype or torch.float4_e2m1fn_x2)
-    if fmt.scale != FP32:
+    if fmt.scale.dtype != torch.float32:
         scales = scales.view(fmt.scale.dtype or torch.uint8)
     if fmt.block is not None:
         if down > 1:
@@ -295,7 +295,7 @@ def _check(x: object, fmt: BlockFormat, dim: object) -> None:
                 why=f"blocks of {size} do not divide dimension {at}, which has {x.shape[at]}",
                 write=f"{short} zeros more in dimension {at} (torch.nn.functional.pad), or another dim",
             )
-    if fmt.element == E2M1 and x.shape[place] % 2:
+    if fmt.element.dtype is None and x.shape[place] % 2:
         raise PolicyError(
             what, where=where, why=f"two elements share a byte, and dimension {place} is odd", write="an even dimension"
         )

@@ -289,6 +289,27 @@ static int32_t top_of(const Places& at, int threads) {
     return top;
 }
 
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+#define TURNS 1
+typedef float Row __attribute__((vector_size(64)));
+
+// 16 rows of 16 values become columns: each of four steps interleaves the upper rows with the lower ones.
+static inline void turned(Row* rows) {
+    for (int step = 0; step < 4; ++step) {
+        Row next[16];
+        for (int i = 0; i < 8; ++i) {
+            const Row high = rows[i], low = rows[i + 8];
+            next[2 * i] = __builtin_shufflevector(high, low, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] =
+                __builtin_shufflevector(high, low, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        for (int i = 0; i < 16; ++i) rows[i] = next[i];
+    }
+}
+#endif
+#endif
+
 // Values of some lines, side by side: where they lie, or copied.
 struct Tile {
     const float* values;
@@ -304,9 +325,20 @@ static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t li
     if (at.step == 1) {
         for (int64_t l = 0; l < lines; ++l)
             for (int64_t i = 0; i < count; ++i) room[l * count + i] = widened(x[l * at.near + i]);
-    } else if (at.near == 1) {
-        for (int64_t i = 0; i < count; ++i)
-            for (int64_t l = 0; l < lines; ++l) room[l * count + i] = widened(x[i * at.step + l]);
+#ifdef TURNS
+    } else if (at.near == 1 && lines % 16 == 0 && count % 16 == 0) {
+        for (int64_t i = 0; i < count; i += 16)
+            for (int64_t l = 0; l < lines; l += 16) {
+                Row rows[16];
+                for (int k = 0; k < 16; ++k) {
+                    float wide[16];
+                    for (int e = 0; e < 16; ++e) wide[e] = widened(x[(i + k) * at.step + l + e]);
+                    std::memcpy(rows + k, wide, sizeof wide);
+                }
+                turned(rows);
+                for (int e = 0; e < 16; ++e) std::memcpy(room + (l + e) * count + i, rows + e, sizeof(Row));
+            }
+#endif
     } else {
         for (int64_t i = 0; i < count; ++i)
             for (int64_t l = 0; l < lines; ++l) room[l * count + i] = widened(x[i * at.step + l * at.near]);

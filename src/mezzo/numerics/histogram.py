@@ -318,7 +318,7 @@ def standing_alone(format: str | torch.dtype | Format) -> Format:
             why="its numbers are scales"
             if not target.signed
             else "its numbers mean something beside their scales only",
-            write='mezzo.formats.quantize(tensor, "nvfp4"), whose .wide() is to be compared; or "float8_e4m3fn" here',
+            write='mezzo.formats.quantize(tensor, "nvfp4").wide() beside the tensor; or "float8_e4m3fn" here',
         )
     return target
 
