@@ -44,7 +44,9 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     if "self" in kwargs:  # what operators of torch.ops.aten call their first argument
         args, kwargs = (kwargs["self"], *args), {key: value for key, value in kwargs.items() if key != "self"}
     if name in IN_PLACE:
-        return args[0].copy_(emulate(IN_PLACE[name], getattr(Tensor, IN_PLACE[name]), args, kwargs))
+        before = args[0].clone()  # what is saved for the backward pass is not what is written to
+        out = emulate(IN_PLACE[name], getattr(Tensor, IN_PLACE[name]), (before, *args[1:]), kwargs)
+        return args[0].copy_(out)
     if not torch.compiler.is_compiling() and is_transformed():
         return _in_steps(function, args, kwargs)
     return EMULATED[name](function, *args, **kwargs)
