@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
-from mezzo.cast.device import Action, DeviceReport, FormatSupport, decide, probing
+from mezzo.cast.device import FAMILIES, Action, DeviceReport, FamilySupport, FormatSupport, decide, probing
 from mezzo.checkup import Checkup, FormatTraining, Speed
 from mezzo.cli import doctor as doctor_module
 from mezzo.cli import main
@@ -16,8 +16,15 @@ CRASHING = DeviceReport(
     device_type="cpu",
     name="a crashing CPU",
     formats={
-        torch.float16: FormatSupport(status="right", speed_ratio=0.027, detail="slowest: matmul"),
-        torch.bfloat16: FormatSupport(status="dead", speed_ratio=2.1, detail="it was [killed] by SIGILL"),
+        torch.float16: FormatSupport(
+            families={
+                "products": FamilySupport(status="right", speed_ratio=0.91, detail="slowest: matmul"),
+                "convolution": FamilySupport(status="right", speed_ratio=0.027, detail="slowest: convolution"),
+                "attention": FamilySupport(status="wrong", detail="attention at width 128 is off by 0.3 of its norm"),
+                "recurrent": FamilySupport(status="right", speed_ratio=1.5, detail="slowest: gru"),
+            }
+        ),
+        torch.bfloat16: FormatSupport.alike("dead", "it was [killed] by SIGILL", 2.1),
     },
     needs_isa_limit=True,
 )
@@ -76,10 +83,11 @@ def test_the_answer_comes_first_and_then_one_table(capsys, monkeypatch):
     first, second = (" ".join(each.split()) for each in out.split("\n\n")[0].split("cpu: ")[1:])
     assert first == (
         "float16 trains as FP32 does (weights within 2 % of their way), and pays at width 2048 only: steps 0.66× at "
-        "width 128, 2.4× at width 2048 FP32's speed; mezzo will emulate in FP32"
+        "width 128, 2.4× at width 2048 FP32's speed; mezzo will compute natively, but emulate convolution and "
+        "attention in FP32"
     )
     assert second.endswith("; mezzo will set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, then compute natively")
-    assert out.count("products are") == 1
+    assert out.count("family") == 2, "a column and its caption"
     words = " ".join(out.split())
     assert "a crashing CPU" in words
     assert "[killed]" in words
@@ -118,10 +126,33 @@ def test_quick_trains_nothing(capsys, monkeypatch):
     monkeypatch.setattr(doctor_module, "checked", None)
     code, out = run(capsys, "--quick")
     assert code == 0
-    assert out.startswith(
-        "cpu: float16 products 0.027× as fast as in FP32, slowest: matmul; mezzo will emulate in FP32\n"
+    first, second = (" ".join(each.split()) for each in out.split("\n\n")[0].split("cpu: ")[1:])
+    assert first == (
+        "float16 products 0.91×, convolution 0.027×, recurrent 1.5× as fast as in FP32; attention wrong: attention at "
+        "width 128 is off by 0.3 of its norm; mezzo will compute natively, but emulate convolution and attention in "
+        "FP32"
     )
+    assert second.startswith("bfloat16 products 2.1×, convolution 2.1×, attention 2.1×, recurrent 2.1× as fast as")
     assert "steps, 128" not in out
+
+
+def test_each_family_has_a_row_which_says_what_is_done_about_it(capsys):
+    _, out = run(capsys, "--quick")
+    rows = [line.split() for line in out.splitlines() if any(f" {family} " in line for family in FAMILIES)]
+    lines = [" ".join(row) for row in rows]
+    assert any("convolution right 0.027× emulate in FP32 slow; slowest: convolution" in each for each in lines)
+    assert any("attention wrong – emulate in FP32 attention at width" in each for each in lines)
+    assert any("recurrent right 1.5× compute natively slowest: gru" in each for each in lines)
+
+
+def test_what_holds_for_all_families_is_said_once(capsys, monkeypatch):
+    formats = {torch.float16: FormatSupport.alike("right", "the device is made for it"),
+               torch.bfloat16: FormatSupport.alike("unsupported", "torch only imitates it on this device")}  # fmt: skip
+    made = DeviceReport(device_type="cpu", name="a GPU", formats=formats)
+    monkeypatch.setattr(probing, "cpu_report", lambda *, refresh: made)
+    first, second, *_ = run(capsys, "--quick")[1].splitlines()
+    assert first == "cpu: float16 the device is made for it; mezzo will compute natively"
+    assert second == "cpu: bfloat16 torch only imitates it on this device; mezzo will emulate in FP32"
 
 
 def test_json_is_json_for_any_reader(capsys, results):
@@ -133,7 +164,11 @@ def test_json_is_json_for_any_reader(capsys, results):
     assert len(found["verdict"]) == 2
     (cpu,) = found["devices"]
     half, brain = cpu["formats"]
-    assert (half["intention"], brain["intention"]) == ("emulate", "limit")
+    assert [each["family"] for each in half["families"]] == list(FAMILIES)
+    assert [each["intention"] for each in half["families"]] == ["native", "emulate", "emulate", "native"]
+    assert {each["intention"] for each in brain["families"]} == {"limit"}
+    assert [each["fast"] for each in half["families"]] == [True, False, False, True]
+    assert (half["status"], half["families"][2]["status"]) == ("wrong", "wrong")
     assert half["checkups"][0]["status"] == "wrong"
     assert half["checkups"][0]["trainings"][0]["weights_error"] == "nan"
     assert brain["checkups"][0]["speeds"]["2048"]["median"] == 2.4

@@ -17,7 +17,7 @@ from mezzo.explanation import rows as words
 from mezzo.explanation.rows import folded
 
 EXPLANATION = Explanation(
-    model="Net", policy="O1,dtype=bfloat16", devices=("cpu",), torch="2.13.0", emulated=False,
+    model="Net", policy="O1,dtype=bfloat16", devices=("cpu",), torch="2.13.0", emulated=(),
     rows=(
         Row(
             module="body.0", op="linear", given=("float32",), computes_in=("bfloat16",), returns=("bfloat16",), count=2,
@@ -50,7 +50,7 @@ EXPLANATION = Explanation(
     moved_bytes=10_000,
 )  # fmt: skip
 EMPTY = Explanation(
-    model="Net", policy="O0", devices=("cpu",), torch="2.13.0", emulated=False, rows=(), casts=(), misaligned=(),
+    model="Net", policy="O0", devices=("cpu",), torch="2.13.0", emulated=(), rows=(), casts=(), misaligned=(),
     findings=(),
 )  # fmt: skip
 
@@ -65,7 +65,7 @@ def test_json_has_the_answer_and_every_field():
     real = explain(nn.Linear(4, 4), torch.randn(3, 4), "O1,dtype=float16,emulate=true")
     found = json.loads(json.dumps(real.to_dict(), allow_nan=False))
     assert sum(cast["num_bytes"] for cast in found["casts"] if cast["by"] != "emulation") == real.cast_bytes()
-    assert "measured in one step on cpu, products emulated in FP32, torch" in str(real)
+    assert "measured in one step on cpu, products emulated in FP32 (emulate=True asks for it), torch" in str(real)
     assert "float16, emulated" in real.text(full=True, width=None)
 
 
