@@ -22,5 +22,9 @@ FAULTS = (
          'UNSUPPORTED if "failed" in found else ALERT',
          "tests/cli/test_cli_doctor.py::test_what_is_wrong_weighs_more_than_what_died",
          "a script would take wrong numbers for a device without the format"),
+        ("doctor: each family does what the first does", "WHAT_MEZZO_DOES[actions[family]]",
+         'WHAT_MEZZO_DOES[actions["products"]]',
+         "tests/cli/test_cli_doctor.py::test_each_family_has_a_row_which_says_what_is_done_about_it",
+         "nobody would see that convolutions are emulated"),
     ),
 )

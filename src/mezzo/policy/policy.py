@@ -48,7 +48,7 @@ class Policy:
         lists: ``portable`` gives torch's CUDA dtypes on every device, and sums in FP32 inside products; ``device``
             torch's own behaviour on each.
         norms: Whether softmax and normalisations return FP32 (``fp32``) or the input's dtype (``fp32_math``).
-        emulate: Whether GEMMs compute in FP32 from rounded operands; ``auto`` follows the device.
+        emulate: Whether products compute in FP32 from rounded operands; ``auto`` follows the device, family by family.
         rules: Exceptions, in order; the first match wins.
 
     Raises:
