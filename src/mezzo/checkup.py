@@ -55,7 +55,7 @@ class FormatTraining:
         weights_error: Distance of the weights from FP32's in the end, over the way that FP32's went.
         tolerance: What rounding explains of that.
         low_share: Share of the products' operations that read the format, or were emulated in it.
-        is_emulated: Whether products were computed in FP32 from rounded operands.
+        is_emulated: Whether any family of products was computed in FP32 from rounded operands.
     """
 
     policy: str

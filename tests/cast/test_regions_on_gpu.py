@@ -94,3 +94,17 @@ def test_a_region_inside_compiled_code_is_refused_unless_it_is_forbidden_already
     set_pairs([(True, True), (False, True)])
     run(x)
     assert {bf16 for _, bf16 in SEEN} == {False}
+
+
+@pytest.mark.skipif(FAKE, reason="needs a CUDA device that computes")
+def test_emulated_dropout_is_the_same_in_the_backward_pass():
+    """Torch draws it on the device, and not by the CPU's generator."""
+    value = torch.eye(32, device="cuda", dtype=torch.bfloat16)[None, None].requires_grad_()
+    query = torch.zeros_like(value)
+    with mezzo.autocast("O1,dtype=bfloat16,emulate=true", "cuda"):
+        out = torch.nn.functional.scaled_dot_product_attention(query, query, value, dropout_p=0.5)
+        torch.rand(7, device="cuda")  # what happens in between must not matter
+    (gradient,) = torch.autograd.grad(out, value, torch.eye(32, device="cuda", dtype=torch.bfloat16)[None, None])
+    # Out is the dropped attention itself, and the gradient by an identity is its transpose.
+    assert torch.equal(gradient, out.detach().mT)
+    assert 0.2 < (out == 0).float().mean() < 0.8

@@ -188,7 +188,7 @@ class MixedPrecision:
 
     @property
     def emulated(self) -> bool:
-        """Whether products are computed in FP32 from rounded operands on this device."""
+        """Whether any family of products is computed in FP32 from rounded operands on this device."""
         return self.weights.region().emulated
 
     @property
