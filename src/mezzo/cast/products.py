@@ -246,7 +246,7 @@ class _Writer:
 
     Attributes:
         recipe: How.
-        memory: What is known of earlier steps; ``None`` where a weight belongs to no prepared model.
+        memory: What is known of earlier steps; ``None`` where a region is of no prepared model.
         slot: The weight's part of it, where scales are delayed.
         noted: The largest values that operands had, by their roles.
     """
@@ -572,7 +572,8 @@ def _run(
     """Run in Python, and out of graphs where something is known of earlier steps."""
     memory, slot = None, None
     if recipe.remembers:
-        memory = next((each for each in memories if each.knows(weight)), None)
+        first = memories[0] if memories else None  # for weights that are computed, as those of adapters
+        memory = next((each for each in memories if each.knows(weight)), first)
         slot = memory.slot(weight) if memory is not None and recipe.delayed else None
     out: Tensor = _Product.apply(rows, low_weight, bias, recipe, memory, slot)  # type: ignore[no-untyped-call]
     return out
