@@ -86,7 +86,7 @@ ROWS = [
     # Less than sixteen bits
     *((lambda t=t: getattr(Policy.O1(), t)(), f"{t}() names nothing\n  write  {both(f'{t}_module=blocks.*')}")
       for t in QUANTISED),
-    *((parse(f"O1,bf16,fp8={op}"), f"{op} is not computed in fp8", "attention, recurrent cells and convolutions stay low",
+    *((parse(f"O1,bf16,fp8={op}"), f"{op} is not computed in fp8", "recurrent cells and convolutions stay low",
        both("fp8=linear")) for op in ("softmax", "conv2d", "bmm", "lstm", "conv*", "scaled_dot_product_attention")),
     (parse("O1,bf16,mxfp8=gelu@head"), "gelu is not computed in mxfp8", both("mxfp8=linear@head")),
     (parse("O1,bf16,fp8=lienar"), "unknown op 'lienar'", both("fp8=linear")),

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from mezzo.formats.noise import noise, seeded
 from mezzo.policy import Policy
 
 #: The operands of a product of a weight, in the order in which their largest values are kept.
@@ -34,6 +36,10 @@ def moved_on(history: Tensor, window: Tensor, skipped: Tensor) -> Tensor:
     """
     known = torch.where(window.isfinite() & (window > 0), window, history[..., 0])
     return torch.where(skipped, history, torch.cat([known.unsqueeze(-1), history[..., :-1]], -1))
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,7 @@ class Amaxes:
         Args:
             gathered: What stands in the places of sharded parameters while they are gathered, by their part.
         """
-        now = [module._parameters[name] for module, name in self._places]
+        now = [module._parameters.get(name) for module, name in self._places]  # pruning takes weights away
         weights = [(number, weight) for number, weight in enumerate(now) if weight is not None]
         self._numbers = {id(each): number for number, each in weights}
         self._numbers |= {id(gathered[each]): number for number, each in weights if each in gathered}
@@ -109,9 +115,11 @@ class Amaxes:
         return None if number is None else Slot(self.kept[number], self.window[number])
 
     def draw(self) -> Tensor:
-        """Return a number that no other draw has, 0-d int64: the key of noise."""
+        """Return the key of the next noise, 0-d int32: on each rank another one."""
         self.draws += 1
-        return self.draws.clone()
+        # A hash of the number: noise adds the key to elements' numbers, and that of the next draw would be this one's,
+        # shifted by an element. Ranks round other gradients of one weight, whose errors are to average out.
+        return noise(self.draws.to(torch.int32), torch.full_like(self.draws, seeded(_rank()), dtype=torch.int32))
 
     @torch.no_grad()
     def move(self, skipped: Tensor) -> None:
@@ -131,7 +139,7 @@ class Amaxes:
     def histories(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each weight with its history, (3, steps)."""
         for number, (module, name) in enumerate(self._places):
-            if (weight := module._parameters[name]) is not None:
+            if (weight := module._parameters.get(name)) is not None:
                 yield weight, self.history[number]
 
     def load(self, histories: Mapping[int, Tensor], draws: int) -> None:

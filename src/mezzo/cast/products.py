@@ -23,7 +23,6 @@ from typing import Any, Final, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from mezzo.cast.amaxes import ROLES, Amaxes, Role, Slot
@@ -202,7 +201,7 @@ def asked(op: str, args: Sequence[Any], kwargs: dict[str, Any], multiple: int) -
         The operands, or why the product stays in the policy's dtype.
     """
     named = _named(op, args, kwargs)
-    if named.get("beta", 1) != 1 or named.get("alpha", 1) != 1 or named.get("out_dtype") is not None:
+    if len(args) > 3 or named.get("beta", 1) != 1 or named.get("alpha", 1) != 1 or named.get("out_dtype") is not None:
         return "it scales its operands, or names another dtype"
     first, second = (named[name] for name in _FACTORS[op])
     is_turned = op != "linear" and _is_parameter(first) and not _is_parameter(second)
@@ -254,9 +253,20 @@ Operand: TypeAlias = Quantized | Tensor
 _SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
-@functools.cache
+#: By device.
+_ROTATIONS: Final[dict[torch.device, Tensor]] = {}
+
+
 def _rotation(device: torch.device) -> Tensor:
     """Return the 16×16 Hadamard matrix, orthonormal, with signs drawn at random: float32."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return _made_rotation(device)  # without values, which must not outlive the mode
+    if device not in _ROTATIONS:
+        _ROTATIONS[device] = _made_rotation(device)
+    return _ROTATIONS[device]
+
+
+def _made_rotation(device: torch.device) -> Tensor:
     matrix = torch.ones(1, 1)
     for _ in range(4):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -284,7 +294,7 @@ class _Writer:
 
     Attributes:
         recipe: How.
-        memory: What is known of earlier steps; ``None`` where a weight belongs to no prepared model.
+        memory: What is known of earlier steps; ``None`` where a region is of no prepared model.
         slot: The weight's part of it, where scales are delayed.
         noted: The largest values that operands had, by their roles.
     """
@@ -462,6 +472,48 @@ def backward(
     return grad_x, grad_weight
 
 
+class _Undifferentiable(torch.autograd.Function):
+    """A gradient that cannot be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, treatment: Treatment) -> Tensor:
+        ctx.treatment = treatment
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise UnsupportedError(
+            f"gradients of products in {ctx.treatment} cannot be differentiated again",
+            why="what is rounded to so few bits has no second derivative",
+            write='policy.low("linear"), the text low=linear, for what is differentiated twice',
+        )
+
+
+def _differentiated_once(backward: Any) -> Any:
+    """Let a backward pass be differentiated no further: what asks for it raises."""
+
+    def run(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if torch._C._functorch.is_batchedtensor(gradient) or torch._C._functorch.is_legacy_batchedtensor(gradient):
+            raise _not_transformed(ctx.recipe)
+        with torch.no_grad():
+            grads: tuple[Any, ...] = backward(ctx, gradient)
+        if not torch.is_grad_enabled():
+            return grads
+        wrap: Any = _Undifferentiable.apply
+        treatment = ctx.recipe.treatment
+        return tuple([None if each is None else wrap(each.requires_grad_(), treatment) for each in grads])
+
+    return run
+
+
+def _not_transformed(recipe: Recipe) -> UnsupportedError:
+    return UnsupportedError(
+        f"products in {recipe.treatment} are not transformed by torch.func",
+        why="torch.func sees into no autograd function of Python's",
+        write='policy.low("linear"), the text low=linear, for what torch.func differentiates',
+    )
+
+
 class _Product(torch.autograd.Function):
     """A linear layer on quantised operands."""
 
@@ -483,9 +535,9 @@ class _Product(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @_differentiated_once
     @as_emulation
-    def backward(ctx: Any, saved: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, saved: Any, gradient: Tensor) -> tuple[Any, ...]:
         writer = _Writer(ctx.recipe, ctx.memory, ctx.slot)
         kept = Kept.put_together(saved[:6], ctx.recipe, ctx.shapes, gradient.dtype)
         grads = backward(gradient, kept, writer, ctx.needs_input_grad[:2])
@@ -592,11 +644,7 @@ def product(found: Operands, recipe: Recipe, memories: Sequence[Amaxes], weight:
     a scale for each block, in NVFP4). No host sync.
     """
     if not torch.compiler.is_compiling() and is_transformed():
-        raise UnsupportedError(
-            f"products in {recipe.treatment} are not transformed by torch.func",
-            why="torch.func sees into no autograd function of Python's",
-            write='policy.low("linear"), the text low=linear, for what torch.func differentiates',
-        )
+        raise _not_transformed(recipe)
     if torch.compiler.is_compiling() and not (memories and (recipe.delayed or recipe.stochastic)):
         return _by_op(found, recipe.key)
     rows = found.x.reshape(-1, found.x.shape[-1])
@@ -634,7 +682,10 @@ def _run(
     """Run in Python, and out of graphs where something is known of earlier steps."""
     memory, slot = None, None
     if recipe.remembers:
-        memory = next((each for each in memories if each.knows(weight)), None)
+        first = memories[0] if memories else None  # for weights that are computed, as those of adapters
+        memory = next((each for each in memories if each.knows(weight)), first)
         slot = memory.slot(weight) if memory is not None and recipe.delayed else None
+    if not torch.is_grad_enabled():  # else a weight that trains would be written down for a backward pass as well
+        return forward(rows, low_weight, bias, _Writer(recipe, memory, slot), (False, False))[0]
     out: Tensor = _Product.apply(rows, low_weight, bias, recipe, memory, slot)  # type: ignore[no-untyped-call]
     return out

@@ -269,7 +269,7 @@ class RuledParams:
         # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
         shared = {t for t, *_, rule in deciding if t in ruled and (rule is None or rule.param is not None)}
         ruled_places = [(owner, name, _treatment(t, ruled[t])) for t, owner, name, _ in deciding if t in shared]
-        named = [(owner, path, policy.product_rule(path)) for _, path, owner in stored_tensors(model)]
+        named = [(owner, path, product_rule(path, policy)) for _, path, owner in stored_tensors(model)]
         ruled_places += [(owner, path.rpartition(".")[2], rule.treatment) for owner, path, rule in named if rule]
         found = cls(tuple(ruled_places), memory=_memory(model, policy))
         found.find_gathered(model)
@@ -304,6 +304,16 @@ class RuledParams:
         return Known(pinned, tuple(memories))
 
 
+def product_rule(path: str, policy: Policy) -> Rule | None:
+    """Return the rule on the products of a parameter, if there is one; ``*`` means none of those that stay low."""
+    rule, module = policy.product_rule(path), path.rpartition(".")[0]
+    if rule is None or rule.param != "*" or not module:
+        return rule
+    by_module = policy.explain(QUANTISABLE[0], module).rule
+    stays = by_module is not None and by_module.treatment == "low" and by_module.module == module
+    return None if stays else rule
+
+
 def _memory(model: nn.Module, policy: Policy) -> Amaxes | None:
     """Return what the products of a model remember, if a rule gives one a recipe that does."""
     weights, remembers = dict[str, tuple[nn.Module, str]](), False
@@ -313,7 +323,7 @@ def _memory(model: nn.Module, policy: Policy) -> Amaxes | None:
             if param is None or param.dim() < 2:
                 continue
             whole = f"{path}.{name}" if path else name
-            rule = policy.product_rule(whole)
+            rule = product_rule(whole, policy)
             quantised = {*([rule.treatment] if rule else by_module)} & {*QUANTISED}
             recipes = [recipe_of(policy, treatment) for treatment in quantised]
             remembers |= any(recipe.remembers for recipe in recipes)

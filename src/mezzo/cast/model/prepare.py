@@ -425,14 +425,12 @@ def with_low_ends(model: nn.Module, policy: Policy) -> Policy:
     for end, path in {"last": layers[-1:], "first": layers[:1]}.items():
         for layer in path:
             names = [name for name, _ in model.get_submodule(layer).named_parameters(layer, recurse=False)]
-            is_named = any(
-                rule.treatment in QUANTISED
-                and ((rule.module not in (None, "*") and rule.matches_module(layer))
-                     or (rule.param not in (None, "*") and any(map(rule.matches_param, names))))
-                for rule in policy.rules
-            )  # fmt: skip
-            if not is_named:
+            by_param = [rule for name in names if (rule := policy.product_rule(name)) is not None]
+            deciding = {op: policy.explain(op, layer).rule for op in QUANTISABLE}
+            asked = [*by_param, *(rule for rule in deciding.values() if rule and rule.treatment in QUANTISED)]
+            if all(rule.module in (None, "*") and rule.param in (None, "*") for rule in asked):
                 why = f"the {end} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
-                rules += [Rule("low", op=op, module=layer, reason=why) for op in QUANTISABLE]
+                low = [op for op, rule in deciding.items() if by_param or rule in asked]
+                rules += [Rule("low", op=op, module=layer, reason=why) for op in low]
     said = {rule.selector for rule in policy.rules}
     return policy.evolve(rules=(*(rule for rule in rules if rule.selector not in said), *policy.rules))
