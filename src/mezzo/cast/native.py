@@ -123,7 +123,8 @@ def found_on(device_type: str, left: BlockFormat, right: BlockFormat, dtype: tor
     **Cost**: on an accelerator a small product the first time, and a wait for it.
     """
     if device_type != "cuda":
-        return Finding(f"torch has no products in {left.element} there", dtype)
+        why = "torch's own on a CPU take longer" if device_type == "cpu" else "torch has none there"
+        return Finding(why, dtype)
     lacks = _tried(left, right, dtype)
     if lacks and dtype == torch.float16 and not _tried(left, right, torch.bfloat16):
         return Finding("", torch.bfloat16)

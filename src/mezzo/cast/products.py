@@ -42,6 +42,7 @@ from mezzo.formats import (
     quantized,
 )
 from mezzo.policy import Policy, Treatment
+from mezzo.policy.ops import QUANTISED
 from mezzo.tensors import is_transformed
 
 # Recipes -------------------------------------------------------------------------------------------------
@@ -132,6 +133,21 @@ def recipe_of(policy: Policy, treatment: Treatment) -> Recipe:
         recipe, activation=TENSORWISE_E4M3, weight=TENSORWISE_E4M3, gradient=TENSORWISE_E5M2,
         delayed=policy.fp8_recipe == "delayed",
     )  # fmt: skip
+
+
+def kinds_on(device_type: str, dtype: torch.dtype) -> dict[str, Finding]:
+    """Find out which kinds of products below sixteen bits a device has, by what policies call them.
+
+    Args:
+        device_type: The device.
+        dtype: The policy's.
+
+    **Cost**: on an accelerator some small products the first time.
+    """
+    policy = Policy.O1(dtype)
+    recipes = {f"fp8, {how}": recipe_of(policy.evolve(fp8_recipe=how), "fp8") for how in ("tensorwise", "rowwise")}
+    recipes |= {name: recipe_of(policy, name) for name in QUANTISED if name != "fp8"}
+    return {name: recipe.found_on(device_type, dtype) for name, recipe in recipes.items()}
 
 
 #: Every recipe that a region has been given, by its key.

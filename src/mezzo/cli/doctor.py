@@ -22,6 +22,7 @@ from mezzo.cast.device import (
     FormatSupport,
     intended,
 )
+from mezzo.cast.products import kinds_on
 from mezzo.checkup import WIDTHS, Checkup, checked
 from mezzo.cli.app import ALERT, app, console_for, show_json
 from mezzo.errors import printable
@@ -96,6 +97,10 @@ def _told(reports: list[DeviceReport], rows: list[Row]) -> dict[str, Any]:
             for of_family, action in zip(entry["families"], intended(report, dtype).values(), strict=True):
                 of_family["intention"] = action
             entry["checkups"] = [each.to_dict() for each in mine]
+        told["below_sixteen_bits"] = [
+            {"products": name, "native": not found.lacks, "output": dtype_name(found.output), "detail": found.lacks}
+            for name, found in kinds_on(report.device_type, torch.bfloat16).items()
+        ]
         devices.append(told)
     return {"verdict": [_verdict(row) for row in rows], **environment(), "devices": devices}
 
@@ -146,9 +151,23 @@ def _show(reports: list[DeviceReport], rows: list[Row], full: bool) -> None:
         console.print(f"TF32: {states} (float32 is measured so)", highlight=False)
     console.print()
     console.print(_table(rows))
+    console.print()
+    console.print(_below_sixteen(reports))
     if full:
         console.print()
         console.print(_trainings([each for _, _, each in rows if each is not None]))
+
+
+def _below_sixteen(reports: list[DeviceReport]) -> Table:
+    """Say which products of weights below sixteen bits each device has."""
+    cells = (
+        (report.device_type, name, WHAT_MEZZO_DOES["emulate" if found.lacks else "native"], found.lacks or "tried here")
+        for report in reports
+        for name, found in kinds_on(report.device_type, torch.bfloat16).items()
+    )
+    caption = Text("of weights, where a rule of the policy asks for them", style="dim")
+    heads = ("device", "products in", "mezzo will", "because")
+    return table(heads, cells, caption=caption, caption_justify="left")
 
 
 def _table(rows: list[Row]) -> Table:
