@@ -197,7 +197,7 @@ def _treated(
     if wanted == "native" and op in OPS and OPS[op].parts:
         is_ruled = False  # what it is made of decides, under a rule too
     # A module pinned to FP32 gets FP32 inputs at its boundary: inside nothing has to be cast, unless something is low.
-    is_mixed = is_island and any(rule.treatment == "low" for rule in policy.rules)
+    is_mixed = is_island and any(rule.treatment in ("low", *QUANTISED) for rule in policy.rules)
     if decision.rule is not None and not is_ruled and not autocasts and not is_mixed:
         wanted = "native"
     torch_does: Treatment = OPS[op].by_torch(device_type) if autocasts and op in OPS else "native"

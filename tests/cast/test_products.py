@@ -1,0 +1,470 @@
+"""Products below sixteen bits, against float64 products of operands that are quantised apart.
+
+Operands are multiples of 2⁻⁴ below 4, so that a rotation of sixteen of them is exact in FP32.
+"""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mezzo
+from mezzo import formats
+from mezzo.cast import products
+from mezzo.formats.convert import quantized
+
+SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
+DTYPES = [torch.bfloat16, torch.float16]
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+NVFP4 = ["none", "rht", "stochastic", "2d", "rht+stochastic", "rht+2d", "stochastic+2d", "rht+stochastic+2d"]
+RECIPES = {
+    **{f"fp8_recipe={name},fp8=*": name for name in ("tensorwise", "rowwise", "delayed")},
+    "mxfp8=*": "mxfp8",
+    **{f"nvfp4_tricks={tricks},nvfp4=*": f"nvfp4 {tricks}" for tricks in NVFP4},
+}
+FORMS = {  # of activation, weight and gradient
+    "tensorwise": ("tensorwise_e4m3", "tensorwise_e4m3", "tensorwise_e5m2"),
+    "delayed": ("tensorwise_e4m3", "tensorwise_e4m3", "tensorwise_e5m2"),
+    "rowwise": ("rowwise_e4m3",) * 3,
+    "mxfp8": ("mxfp8_e4m3",) * 3,
+    "nvfp4": ("nvfp4",) * 3,
+}
+SHORT = ["fp8=*", "fp8_recipe=rowwise,fp8=*", "fp8_recipe=delayed,fp8=*", "mxfp8=*", "nvfp4=*"]
+
+
+def grid(*shape, seed=1):
+    """Numbers that both formats of sixteen bits hold, and FP32 sums of sixteen of them too."""
+    return torch.randint(-63, 64, shape, generator=torch.Generator().manual_seed(seed)) / 16
+
+
+def hadamard():
+    """By its definition: entry (i, j) is (−1)^(number of ones in i & j) / 4, with signs of columns."""
+    return torch.tensor([[(-1) ** (i & j).bit_count() * SIGNS[j] / 4 for j in range(16)] for i in range(16)]).double()
+
+
+def turned(x):
+    """Sixteen rows at a time, rotated."""
+    return torch.cat([hadamard() @ part.double() for part in x.split(16)]).float()
+
+
+class Oracle:
+    """The three products of a weight in float64, and how far FP32 sums and one rounding may be off.
+
+    Args:
+        recipe: A value of ``RECIPES``.
+        low: ``low_products``.
+        key: What makes the next key of the noise.
+    """
+
+    def __init__(self, recipe, low="none", key=None):
+        name, _, tricks = recipe.partition(" ")
+        self.tricks, self.low, self.key = tricks.split("+"), low, key
+        self.activation, self.weight, self.gradient = FORMS[name]
+        if "2d" in self.tricks:
+            self.weight = "nvfp4_2d"
+
+    def quantised(self, x, form, dim, *, draws=False):
+        key = self.key() if draws and "stochastic" in self.tricks else None
+        return quantized(x, formats.block_format(form), dim, key=key).wide().double()
+
+    def forward(self, x, w, b):
+        if self.low == "forward":
+            return product(x.double(), w.double().T, b)
+        return product(self.quantised(x, self.activation, 1), self.quantised(w, self.weight, 1).T, b)
+
+    def backward(self, x, w, g):
+        """As many keys are drawn as the gradient is written down: once where no scale depends on the dimension."""
+        along_out = self.quantised(g, self.gradient, 1, draws=True)
+        grad_x = product(along_out, self.quantised(w, self.weight, 0))
+        if self.low == "wgrad":
+            return grad_x, product(g.double().T, x.double())
+        if "rht" in self.tricks:
+            x, g = turned(x), turned(g)
+        return grad_x, product(self.quantised(g, self.gradient, 0, draws=True).T, self.quantised(x, self.activation, 0))
+
+
+def product(a, b, bias=None):
+    """A product in float64, and the bound of its FP32 sum: a unit of 2⁻²⁴ for each term, of the sum of magnitudes."""
+    out, size = a @ b, a.abs() @ b.abs()
+    if bias is not None:
+        out, size = out + bias.double(), size + bias.double().abs()
+    return out, (a.shape[1] + 2) * 2.0**-24 * size
+
+
+def assert_near(found, expected, rounding=1):
+    """Within an FP32 sum and so many roundings to the dtype: half a unit in the last place, and subnormal numbers."""
+    value, bound = expected
+    info = torch.finfo(found.dtype)
+    half = rounding * (info.eps / 2 * (value.abs() + bound) + info.smallest_normal * info.eps / 2)
+    off = (found.double() - value).abs() - bound - half
+    assert off.max() <= 0, f"{off.max():.3g} beyond; {(off > 0).sum()} of {off.numel()}"
+
+
+def assert_off(found, other):
+    """The test can tell: what is not quantised is elsewhere."""
+    assert (found.double() - other[0]).abs().max() > 20 * other[1].max()
+
+
+def seeded_keys():
+    generator = torch.Generator().manual_seed(5)
+    return lambda: torch.randint(2**31, (), generator=generator)
+
+
+def run(text, dtype, call, *operands, gradient=None):
+    """Return the output of a call in a region and the gradients of its operands, which are leaves."""
+    with mezzo.autocast(f"O1,dtype={NAMES[dtype]},{text}"):
+        out = call(*operands)
+    torch.manual_seed(5)
+    grads = torch.autograd.grad(out, [each for each in operands if each.requires_grad], gradient)
+    return out, grads
+
+
+# Numbers --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("low", ["none", "wgrad", "forward"])
+@pytest.mark.parametrize("text", RECIPES)
+def test_three_products_and_a_bias_are_those_of_quantised_operands(text, low, dtype):
+    x, w, b, g = grid(64, 96), grid(32, 96, seed=2) / 8, grid(32, seed=3), grid(64, 32, seed=4) / 4
+    leaves = [nn.Parameter(each) for each in (x, w, b)]
+    text = f"emulate=true,low_products={low},{text}"
+    out, (grad_x, grad_w, grad_b) = run(text, dtype, functional.linear, *leaves, gradient=g.to(dtype))
+    oracle = Oracle(RECIPES[text.partition(f"{low},")[2]], low, seeded_keys())
+    assert out.dtype == dtype
+    assert_near(out, oracle.forward(x, w, b))
+    wanted_x, wanted_w = oracle.backward(x, w, g)
+    assert_near(grad_x.to(dtype), wanted_x)
+    assert_near(grad_w.to(dtype), wanted_w)
+    assert torch.equal(grad_b, g.to(dtype).float().sum(0).to(dtype).float())
+    if low != "forward":
+        assert_off(out, product(x.double(), w.double().T, b))
+    if low != "wgrad":
+        assert_off(grad_w, product(g.double().T, x.double()))
+    assert_off(grad_x, product(g.double(), w.double()))
+
+
+CALLS = {
+    "linear without a bias": lambda x, w, b: functional.linear(x, w),
+    "linear by keywords": lambda x, w, b: functional.linear(bias=b, weight=w, input=x),
+    "addmm": lambda x, w, b: torch.addmm(b, x, w.t()),
+    "addmm, a method": lambda x, w, b: b.addmm(x, w.T),
+    "addmm by keywords": lambda x, w, b: torch.addmm(input=b, mat1=x, mat2=w.mT),
+    "addmm of aten": lambda x, w, b: torch.ops.aten.addmm(b, x, w.t()),
+    "addmm of aten by keywords": lambda x, w, b: torch.ops.aten.addmm.default(self=b, mat1=x, mat2=w.t()),
+    "mm": lambda x, w, b: torch.mm(x, w.t()),
+    "mm, a method": lambda x, w, b: x.mm(w.t()),
+    "mm by keywords": lambda x, w, b: torch.mm(input=x, mat2=w.t()),
+    "mm of aten": lambda x, w, b: torch.ops.aten.mm(x, w.t()),
+    "mm of aten by keywords": lambda x, w, b: torch.ops.aten.mm.default(self=x, mat2=w.t()),
+    "mm, the weight first": lambda x, w, b: torch.mm(w, x.t()).t(),
+    "matmul": lambda x, w, b: torch.matmul(x, w.t()),
+    "matmul by keywords": lambda x, w, b: torch.matmul(input=x, other=w.t()),
+    "matmul, a method": lambda x, w, b: x.matmul(w.t()),
+    "an operator": lambda x, w, b: x @ w.t(),
+    "an operator's method": lambda x, w, b: w.t().__rmatmul__(x),
+    "matmul, the weight first": lambda x, w, b: (w @ x.t()).t(),
+    "matmul, the weight's view first": lambda x, w, b: (w.view(16, 2, 48).view(32, 48) @ x.t()).t(),
+    "linear of batches": lambda x, w, b: functional.linear(x.view(4, 2, 8, 48), w, b).view(64, 32),
+    "matmul of batches": lambda x, w, b: (x.view(4, 16, 48) @ w.t()).view(64, 32),
+    "linear of rows with gaps": lambda x, w, b: functional.linear(x.t().contiguous().t(), w, b),
+    "linear, its result transposed": lambda x, w, b: functional.linear(x, w, b).t().contiguous().t(),
+}
+
+
+@pytest.mark.parametrize("text", ["fp8=*", "nvfp4_tricks=rht+2d,nvfp4=*"])
+@pytest.mark.parametrize("name", CALLS)
+def test_every_way_to_write_a_product_of_a_weight(name, text):
+    x, w, b, g = grid(64, 48), grid(32, 48, seed=2) / 8, grid(32, seed=3), grid(64, 32, seed=4) / 4
+    leaves = [x.clone().requires_grad_(), nn.Parameter(w), nn.Parameter(b)]
+    with mezzo.autocast(f"O1,dtype=bfloat16,{text}"):
+        out = CALLS[name](*leaves)
+    out.backward(g.bfloat16())
+    oracle = Oracle(RECIPES.get(text, "tensorwise"))
+    assert_near(out, oracle.forward(x, w, b if leaves[2].grad is not None else None))
+    wanted_x, wanted_w = oracle.backward(x, w, g)
+    assert_near(leaves[0].grad.bfloat16(), wanted_x)
+    assert_near(leaves[1].grad.bfloat16(), wanted_w)
+
+
+@pytest.mark.parametrize("shape", [(32,), (1, 32), (64, 1), (64, 32), (1,), ()])
+def test_a_bias_of_another_shape_is_added_before_the_one_rounding(shape):
+    x, w, b, g = grid(64, 48), grid(32, 48, seed=2) / 8, grid(*shape, seed=3), grid(64, 32, seed=4) / 4
+    leaves = [nn.Parameter(each) for each in (b, x, w)]
+    out, (grad_b, *_) = run("fp8=*", torch.bfloat16, lambda b, x, w: torch.addmm(b, x, w.t()), *leaves, gradient=g)
+    assert_near(out, Oracle("tensorwise").forward(x, w, b))
+    assert torch.equal(grad_b, g.sum_to_size(shape).bfloat16().float())
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("text", ["fp8_module=1", "mxfp8_module=1", "nvfp4_tricks=rht+2d,nvfp4_module=1"])
+def test_weights_that_are_stored_low_are_quantised_from_what_is_stored(text, dtype, level):
+    x, w, b, g = grid(64, 64), grid(32, 64, seed=2) / 8, grid(32, seed=3), grid(64, 32, seed=4) / 4
+    model = nn.Sequential(nn.Identity(), nn.Linear(64, 32))
+    model[1].load_state_dict({"weight": w, "bias": b})
+    prepared = mezzo.prepare(model, f"{level},dtype={NAMES[dtype]},{text}")
+    x_leaf = x.to(dtype).requires_grad_()
+    with prepared.autocast():
+        out = model(x_leaf)
+    out.backward(g.to(out.dtype))
+    oracle = Oracle({"f": "tensorwise", "m": "mxfp8", "n": "nvfp4 rht+2d"}[text[0]])
+    assert_near(out.to(dtype), oracle.forward(x, w, b))
+    wanted_x, wanted_w = oracle.backward(x, w, g)
+    assert_near(x_leaf.grad, wanted_x)
+    assert_near(model[1].weight.grad, wanted_w)
+
+
+def test_gradients_that_are_rounded_at_random_are_right_on_average():
+    x, w, g = grid(16, 32), grid(16, 32, seed=2), grid(16, 16, seed=4)
+    g[:, 0] = 4.0  # the largest of each block: no scale is rounded down, beyond which numbers would saturate
+    text, leaves = "nvfp4_tricks=stochastic,nvfp4=*", (nn.Parameter(x), nn.Parameter(w))
+    with mezzo.autocast(f"O1,dtype=bfloat16,{text}"):
+        out = functional.linear(*leaves)
+    drawn = [torch.autograd.grad(out, leaves[0], g.bfloat16(), retain_graph=True)[0] for _ in range(400)]
+    mean, spread = torch.stack(drawn).double().mean(0), torch.stack(drawn).double().std(0)
+    kept = formats.quantize(w, "nvfp4", 0).wide().double()
+    off = (mean - g.double() @ kept).abs() / (spread / 20 + 1e-3)
+    assert spread.min() > 0
+    assert off.max() < 5  # five standard errors, of 512 numbers
+    assert off.mean() < 1.2  # 0.8 for a normal distribution, and some for BF16's rounding
+
+
+def test_a_rotation_changes_no_product_of_two():
+    a, b = turned(grid(64, 8)).double(), turned(grid(64, 4, seed=2)).double()
+    assert torch.equal(a.T @ b, grid(64, 8).double().T @ grid(64, 4, seed=2).double())
+
+
+# Which products --------------------------------------------------------------------------------------------------------
+
+
+class Written:
+    """What operands were written down, in the order in which they were: formats and dimensions."""
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        real = products.quantized
+
+        def quantized(x, form, dim, **options):
+            self.calls.append((str(form), dim))
+            return real(x, form, dim, **options)
+
+        monkeypatch.setattr(products, "quantized", quantized)
+
+    def of(self, call):
+        """Return the formats that a call has needed, and what it returned."""
+        self.calls.clear()
+        out = call()
+        return [form for form, _ in self.calls], out
+
+
+@pytest.fixture
+def written(monkeypatch):
+    return Written(monkeypatch)
+
+
+class Kinds(nn.Module):
+    """Attention, a convolution, recurrent cells and products of activations beside one linear layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.conv, self.rnn = nn.Linear(32, 32), nn.Conv1d(32, 32, 3, padding=1), nn.GRU(32, 32)
+        self.linear, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):  # (32, 2, 32)
+        x = self.conv(self.first(x).permute(1, 2, 0)).permute(2, 0, 1)
+        x = self.rnn(x)[0]
+        x = functional.scaled_dot_product_attention(x, x, x)
+        x = torch.bmm(x, x.mT) @ x
+        x = x + x @ torch.eye(32)
+        return self.last(self.linear(x))
+
+
+def test_nothing_but_products_of_weights_is_quantised_or_changes_its_dtype():
+    def kernels(text):
+        torch.manual_seed(0)
+        model = Kinds()
+        with mezzo.prepare(model, f"O1,dtype=bfloat16,emulate=false{text}").autocast(), Seen() as seen:
+            model(grid(32, 2, 32) / 8)
+        return seen.dtypes
+
+    plain, quantised = kernels(""), kernels(",fp8_module=*")
+    changed = {name for name in {*plain, *quantised} if plain[name] != quantised[name]}
+    for name in changed:  # one product runs on FP32 sums in the place of one in BF16
+        assert "mm" in name or "copy" in name or "mul" in name or "norm" in name or "view" in name, name
+    for name in ("convolution", "bmm", "gru"):
+        assert plain[name], name
+        assert plain[name] == quantised[name]
+
+
+class Seen(TorchDispatchMode):
+    """Kernels with the dtypes of what they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = defaultdict(list)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [str(each.dtype) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        self.dtypes[func.overloadpacket.__name__].append(given)
+        return func(*args, **kwargs or {})
+
+
+STAY = {
+    "rows": (lambda w: functional.linear(grid(24, 48), w), "24 rows, no multiple of 16"),
+    "no rows": (lambda w: functional.linear(grid(0, 48), w), "0 rows, no multiple of 16"),
+    "one row": (lambda w: functional.linear(grid(48), w), "1 rows, no multiple of 16"),
+    "features": (
+        lambda w: functional.linear(grid(16, 40), w[:8, :40]), "40 features in and 8 features out, no multiple of 16",
+    ),
+    "scaled": (lambda w: torch.addmm(grid(32), grid(16, 48), w.t(), alpha=2), "it scales its operands"),
+    "half a bias": (lambda w: torch.addmm(grid(32), grid(16, 48), w.t(), beta=0.5), "it scales its operands"),
+    "a batch": (lambda w: w @ grid(4, 48, 16), "it is no product of a matrix with a weight"),
+    "a vector": (lambda w: w @ grid(48), "it is no product of a matrix with a weight"),
+    "activations": (lambda w: grid(16, 48) @ grid(48, 32), "no operand is a parameter"),
+}  # fmt: skip
+
+
+class Calls(nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.weight, self.call = nn.Parameter(grid(32, 48, seed=2) / 8), call
+
+    def forward(self):
+        return self.call(self.weight)
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_other_products_stay_low_and_explain_says_why(name, written):
+    call, why = STAY[name]
+    model = Calls(call)
+    x_text = "O1,dtype=bfloat16"
+    with mezzo.autocast(f"{x_text},emulate=true,fp8=*"):
+        forms, out = written.of(model)
+    with mezzo.autocast(f"{x_text},emulate=true"):
+        expected = model()
+    assert forms == []
+    assert torch.equal(out, expected)
+    assert why in " ".join(str(mezzo.explain(model, policy=f"{x_text},fp8=*")).split())
+
+
+@pytest.mark.filterwarnings("ignore:This overload of addmm is deprecated")
+def test_what_torch_takes_by_old_positions_stays_low(written):
+    x, w = grid(16, 48), nn.Parameter(grid(32, 48))
+    with mezzo.autocast("O1,dtype=bfloat16,fp8=*"):
+        forms, _ = written.of(lambda: torch.addmm(2, grid(32), 1, x, w.t()))
+    assert forms == []
+
+
+def test_blocks_of_32_ask_for_multiples_of_32(written):
+    w = nn.Parameter(grid(32, 48))
+    for text, found in (("mxfp8=*", []), ("nvfp4=*", ["nvfp4", "nvfp4_2d"])):
+        with mezzo.autocast(f"O1,dtype=bfloat16,{text}"):
+            assert written.of(lambda: functional.linear(grid(16, 48), w))[0] == found
+
+
+def test_other_dtypes_are_left_alone(written):
+    w = nn.Parameter(grid(32, 48).double())
+    with mezzo.autocast("O1,dtype=bfloat16,fp8=*"):
+        forms, out = written.of(lambda: functional.linear(grid(16, 48).double(), w))
+        assert (forms, out.dtype) == ([], torch.float64)
+        with torch.autocast("cpu", enabled=False):
+            forms, out = written.of(lambda: functional.linear(grid(16, 48), w.detach().float()))
+        assert (forms, out.dtype) == ([], torch.float32)
+        ones = torch.ones(16, 16, dtype=torch.int64)
+        assert torch.mm(ones, ones).dtype == torch.int64
+        out = torch.empty(16, 16)
+        assert written.of(lambda: torch.mm(grid(16, 16), grid(16, 16), out=out))[0] == []
+
+
+class Part(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+@mezzo.fp32
+class Pinned(Part):
+    """Whose class says FP32."""
+
+
+class Model(nn.Module):
+    def __init__(self, part=Part):
+        super().__init__()
+        self.first, self.blocks, self.head = nn.Linear(32, 32), nn.ModuleList([part(), Part()]), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+LAYERS = ("first", "blocks.0.a", "blocks.0.b", "blocks.1.a", "blocks.1.b", "head")
+
+
+def precisions(model, policy, written):
+    """Return the precision of each layer: of its weight's operand, or of its output."""
+    prepared, found = mezzo.prepare(model, policy), {}
+    for path in LAYERS:
+        model.get_submodule(path).register_forward_pre_hook(lambda *_: written.calls.clear())
+        model.get_submodule(path).register_forward_hook(
+            lambda _m, _a, out, path=path: found.update(
+                {path: written.calls[1][0] if written.calls else str(out.dtype)}
+            )
+        )
+    with prepared.autocast():
+        model(grid(32, 32)).float().sum().backward()
+    assert all(param.grad.isfinite().all() for param in model.parameters())
+    words = {"torch.bfloat16": "low", "torch.float32": "fp32", "tensorwise_e4m3": "fp8", "mxfp8_e4m3": "mxfp8"}
+    return " ".join(words.get(found[path], "nvfp4") for path in LAYERS)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "rules, expected",
+    [
+        ("fp8_module=*", "low fp8 fp8 fp8 fp8 low"),
+        ("fp8=linear", "low fp8 fp8 fp8 fp8 low"),
+        ("fp8_param=*", "low fp8 fp8 fp8 fp8 low"),
+        ("fp8_module=*d", "low low low low low fp8"),
+        ("fp8_param=head.weight", "low low low low low fp8"),
+        ("fp8_param=first.*,fp8_param=*", "fp8 fp8 fp8 fp8 fp8 low"),
+        ("fp8_module=head,mxfp8_module=*", "low mxfp8 mxfp8 mxfp8 mxfp8 fp8"),
+        ("mxfp8_module=*,fp8_module=head", "low mxfp8 mxfp8 mxfp8 mxfp8 low"),
+        ("fp8=linear@blocks.0*,mxfp8_module=blocks.*,nvfp4_param=blocks.1.b.weight", "low fp8 fp8 mxfp8 nvfp4 low"),
+        ("low_module=blocks.0,fp8_module=*", "low low low fp8 fp8 low"),
+        ("fp32_module=head,fp8_module=*", "low fp8 fp8 fp8 fp8 fp32"),
+        ("fp32=linear@h*,fp8_module=*", "low fp8 fp8 fp8 fp8 fp32"),
+        ("fp32_module=blocks.0,fp8_module=blocks.*", "low fp32 fp32 fp8 fp8 low"),
+        ("fp8_module=blocks.*,fp32_module=blocks.0", "low fp8 fp8 fp8 fp8 low"),
+        ("fp8_module=blocks.1.a,fp32_module=blocks.1*", "low low low fp8 fp32 low"),
+        ("fp32_module=blocks.1,fp8_param=blocks.1.a.weight", "low low low fp8 fp32 low"),
+        ("fp32=linear,fp8_module=blocks.*", "fp32 fp32 fp32 fp32 fp32 fp32"),
+        ("fp8_module=blocks.*,fp32=linear", "fp32 fp8 fp8 fp8 fp8 fp32"),
+        ("fp32=linear,fp8_param=*.a.weight", "fp32 fp8 fp32 fp8 fp32 fp32"),
+    ],
+)
+def test_the_first_rule_decides_and_ends_stay_low_unless_they_are_named(rules, expected, level, written):
+    assert precisions(Model(), f"{level},dtype=bfloat16,{rules}", written) == expected
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_class_that_is_pinned_to_fp32_stays_so(level, written):
+    policy = f"{level},dtype=bfloat16,fp8_module=blocks.*"
+    assert precisions(Model(Pinned), policy, written) == "low fp32 fp32 fp8 fp8 low"
+
+
+def test_a_parameters_rule_follows_a_tied_weight_and_a_modules_does_not(written):
+    for rule, expected in (("param=blocks.0.a.weight", "low fp8 low low low fp8"),
+                           ("module=blocks.0", "low fp8 fp8 low low low")):  # fmt: skip
+        model = Model()
+        model.head.weight = model.blocks[0].a.weight
+        assert precisions(model, f"O1,dtype=bfloat16,fp8_{rule}", written) == expected
