@@ -65,6 +65,11 @@ class Slot:
         self.window[at] = torch.maximum(self.window[at], now)
 
 
+def drawn(device: torch.device) -> Tensor:
+    """Draw a key of noise from torch's own generator, 0-d int64."""
+    return torch.randint(2**31, (), device=device)
+
+
 class Amaxes:
     """The histories of a model's weights, and how many random draws were made.
 
@@ -72,6 +77,10 @@ class Amaxes:
         places: Where the weights stand, by their paths: a module and a name. What stands there when a region begins is
             meant.
         policy: How long histories are, and what is taken of them.
+
+    Attributes:
+        counts: Whether a backward pass of the session runs: only what that differentiates is noted, and only its draws
+            are counted. Passes that look at a model again, of a replay for instance, leave no trace here.
 
     **Cost**: 12 bytes for each weight and step of the history; a few kernels a step, no host sync.
     """
@@ -83,6 +92,7 @@ class Amaxes:
         self.kept = torch.zeros(len(places), len(ROLES))
         self.window = torch.zeros_like(self.kept)
         self.draws = torch.zeros((), dtype=torch.int64)
+        self.counts = False
         self._numbers: dict[int, int] = {}
         self.follow({})
 
@@ -115,7 +125,9 @@ class Amaxes:
         return None if number is None else Slot(self.kept[number], self.window[number])
 
     def draw(self) -> Tensor:
-        """Return the key of the next noise, 0-d int32: on each rank another one."""
+        """Return the key of the next noise, 0-d: on each rank another one; outside of the session's passes torch's."""
+        if not self.counts:
+            return drawn(self.draws.device)
         self.draws += 1
         # A hash of the number: noise adds the key to elements' numbers, and that of the next draw would be this one's,
         # shifted by an element. Ranks round other gradients of one weight, whose errors are to average out.

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
-from mezzo.cast.amaxes import ROLES, Amaxes, Role, Slot
+from mezzo.cast.amaxes import ROLES, Amaxes, Role, Slot, drawn
 from mezzo.cast.emulate import _emulated as as_emulation
 from mezzo.cast.native import Finding, found_on, scaled_mm
 from mezzo.cast.notes import WATCHERS, Quantising, during
@@ -340,7 +340,7 @@ class _Writer:
     def _along(self, role: Role, x: Tensor, form: BlockFormat, dim: int) -> Quantized:
         key = amax = None
         if self.recipe.stochastic and role == "gradient":
-            key = _key(x.device) if self.memory is None else self.memory.draw()
+            key = drawn(x.device) if self.memory is None else self.memory.draw()
         if self.slot is not None:
             now = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
             self.noted[role], amax = now, self.slot.amax(role, now)
@@ -351,10 +351,6 @@ class _Writer:
 def depends(form: BlockFormat) -> bool:
     """Whether what a format makes of a matrix depends on the dimension that is summed over."""
     return isinstance(form.block, int)
-
-
-def _key(device: torch.device) -> Tensor:
-    return torch.randint(2**31, (), device=device)
 
 
 # Products --------------------------------------------------------------------------------------------------
@@ -557,7 +553,7 @@ class _Product(torch.autograd.Function):
         writer = _Writer(ctx.recipe, ctx.memory, ctx.slot)
         kept = Kept.put_together(saved[:6], ctx.recipe, ctx.shapes, gradient.dtype)
         grads = backward(gradient, kept, writer, ctx.needs_input_grad[:2])
-        if ctx.slot is not None:
+        if ctx.slot is not None and ctx.memory.counts:
             writer.noted.update(zip(ROLES[:2], saved[6:], strict=True))
             for role, now in writer.noted.items():
                 if now is not None:

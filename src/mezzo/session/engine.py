@@ -203,6 +203,7 @@ class Engine(Writes):
                     leaves_zeros=has_low and self.wrappers.finds_unused,
                 )
             self.under_way = by
+            self._count(True)
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
         """Take note of what a backward pass has made.
@@ -212,6 +213,7 @@ class Engine(Writes):
         """
         with uninterrupted():
             self.under_way = None
+            self._count(False)
             for window in losses:
                 window.end(losses[window], average=self.wrappers.averaged)
             self.wrappers.end_pass()
@@ -222,11 +224,16 @@ class Engine(Writes):
         """Put back what made way for a backward pass that has raised."""
         with uninterrupted():
             self.under_way = None
+            self._count(False)
             for window in windows:
                 window.fail()
             if self.plain:  # earlier passes' gradients have got this one's scale
                 with torch.no_grad():
                     self._unscale(windows)
+
+    def _count(self, counts: bool) -> None:
+        for memory in self.weights.memories():
+            memory.counts = counts
 
     def _warn_of_hooks(self, windows: list[Window]) -> None:
         names = [self.weights.name_of(leaf) for window in windows for leaf in hooked(window.leaves())]
