@@ -255,7 +255,7 @@ class Placed:
 
 
 def account_of(graph: Graph, inner: str) -> Costs:
-    speed = rates(graph.device_type, graph.policy.dtype, emulated=graph.emulated)
+    speed = rates(graph.device_type, graph.policy.dtype, emulated="products" in graph.emulated)
     return Costs(graph, speed, objective=0.0, fused=inner == "inductor")
 
 
@@ -267,7 +267,7 @@ def counted(name: str, size: Size, policy: Policy) -> dict[str, Any]:
     found: dict[str, Any] = {
         "policy": str(policy), "capture_s": time.perf_counter() - start, "ops": len(graph.ops),
     }  # fmt: skip
-    rates(graph.device_type, policy.dtype, emulated=graph.emulated)  # measured once on a machine
+    rates(graph.device_type, policy.dtype, emulated="products" in graph.emulated)  # measured once on a machine
     for kernels, inner in KERNELS.items():
         start = time.perf_counter()
         costs = account_of(graph, inner)

@@ -96,8 +96,7 @@ def test_a_region_inside_compiled_code_is_refused_unless_it_is_forbidden_already
     assert {bf16 for _, bf16 in SEEN} == {False}
 
 
-@pytest.mark.skipif(FAKE, reason="needs a CUDA device that computes")
-def test_emulated_dropout_is_the_same_in_the_backward_pass():
+def test_emulated_dropout_is_the_same_in_the_backward_pass(computing):
     """Torch draws it on the device, and not by the CPU's generator."""
     value = torch.eye(32, device="cuda", dtype=torch.bfloat16)[None, None].requires_grad_()
     query = torch.zeros_like(value)

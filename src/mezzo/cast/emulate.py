@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -147,7 +148,7 @@ class _Linear(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     """View all but the last dimension as one, also where there are no numbers at all."""
-    return x.unsqueeze(0) if x.dim() == 1 else x.flatten(end_dim=-2)
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class _Convolution(torch.autograd.Function):

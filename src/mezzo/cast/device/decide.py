@@ -138,8 +138,8 @@ def arithmetic(
     if emulate is True:
         return dict.fromkeys(FAMILIES, Choice(action="emulate", reason="emulate=True asks for it"))
     are_alike = len({(each.status, each.speed_ratio, each.detail) for each in families.values()}) == 1
-    what = {family: name if are_alike else f"{name} in {family}" for family in families}
-    choices = {family: _safe(families[family], what[family], device_type, revived) for family in families}
+    called = {family: name if are_alike else f"{name} in {family}" for family in families}
+    choices = {family: _safe(families[family], called[family], device_type, revived) for family in families}
     lacking = [family for family, choice in choices.items() if choice.action == "emulate"]
     if emulate is False and lacking:
         which = "" if len(lacking) == len(FAMILIES) else f": {', '.join(lacking)}"
@@ -156,7 +156,7 @@ def arithmetic(
         why = "; ".join(dict.fromkeys(choices[family].reason for family in loud))
         _say_once(f"{which} on this {device_type}", why, cure)
     slow = {
-        family: Choice(action="emulate", reason=_slow(what[family], device_type, families[family]))
+        family: Choice(action="emulate", reason=_slow(called[family], device_type, families[family]))
         for family in families
         if family not in lacking and not families[family].fast
     }
