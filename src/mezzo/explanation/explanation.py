@@ -411,9 +411,6 @@ def terms(explanation: Explained) -> str:
         families = " and ".join(each.family for each in explanation.emulated)
         reasons = "; ".join(dict.fromkeys(each.why for each in explanation.emulated))
         arithmetic = f"{families} emulated in FP32 ({reasons})"
-    below = {name for row in explanation.rows if row.emulated for name in row.computes_in} - {"float16", "bfloat16"}
-    if below:
-        arithmetic += f", products in {format_text(sorted(below))} emulated in FP32"
     devices = "+".join(explanation.devices) or "no device"
     return f"measured in one step on {devices}, {arithmetic}, torch {explanation.torch}"
 

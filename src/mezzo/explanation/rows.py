@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
-from mezzo.cast.device import Family
 from mezzo.errors import PolicyError
 
 # Numbers and formats as people read them.
@@ -253,11 +252,11 @@ class Emulated:
 
     Attributes:
         family: ``products`` (linear layers and all that is of no other family), ``convolution``, ``attention`` or
-            ``recurrent``.
+            ``recurrent``; or those of a treatment, ``fp8 products``.
         why: Why, in words.
     """
 
-    family: Family
+    family: str
     why: str
 
 

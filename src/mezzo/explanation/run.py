@@ -14,12 +14,14 @@ from torch.utils import _pytree as pytree
 from mezzo.cast.device import arithmetic
 from mezzo.cast.emulate import family_of
 from mezzo.cast.model.prepare import Prepared
+from mezzo.cast.products import recipe_of
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.explanation.explanation import Explanation
 from mezzo.explanation.findings import findings
 from mezzo.explanation.rows import Cast, Emulated, Misaligned, Product, Row
-from mezzo.policy import Policy, Rule
+from mezzo.policy import Policy, Rule, Treatment
+from mezzo.policy.ops import QUANTISED
 from mezzo.tensors import LOW, each_tensor
 from mezzo.trace.calls import Decider, Where, here
 from mezzo.trace.measure import LostIntegers, lost_integers
@@ -234,14 +236,19 @@ def _built(kind: Any, key: tuple[Any, ...], **rest: Any) -> Any:
 def _emulated(policy: Policy, device_types: tuple[str, ...], rows: tuple[Row, ...]) -> tuple[Emulated, ...]:
     """Say why the families that were emulated were, on the first device that emulates them."""
     were = {family_of(row.op) for row in rows if row.emulated}
-    return tuple(
-        {
-            family: Emulated(family, choice.reason)
-            for kind in reversed(device_types)
-            for family, choice in arithmetic(policy.dtype, kind, policy.emulate).items()
-            if family in were and choice.action == "emulate"
-        }.values()
+    below: tuple[Treatment, ...] = tuple(
+        treatment for treatment in QUANTISED if any(row.emulated and row.treatment == treatment for row in rows)
     )
+    found: dict[str, Emulated] = {}
+    for kind in reversed(device_types):
+        for family, choice in arithmetic(policy.dtype, kind, policy.emulate).items():
+            if family in were and choice.action == "emulate":
+                found[family] = Emulated(family, choice.reason)
+        for treatment in below:
+            lacks = recipe_of(policy, treatment).found_on(kind, policy.dtype).lacks
+            name = f"{treatment} products"
+            found[name] = Emulated(name, "emulate=True asks for it" if policy.emulate is True else lacks)
+    return tuple(found.values())
 
 
 def _casts(trace: Trace) -> tuple[Cast, ...]:
