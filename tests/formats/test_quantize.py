@@ -149,7 +149,9 @@ def test_any_bits_are_quantised_as_exact_arithmetic_does(patterns, fmt, is_rando
     found = as_exact(x, fmt, key=99 if is_random else None)
     wide = found.wide()
     assert wide.shape == x.shape
-    assert not wide[x.isfinite()].isinf().any()
+    # Beside a floored scale what is next to FP32's end rounds beyond it; nothing else is made infinite.
+    held = x.abs() < (2.0**127 if fmt.floored else torch.inf)
+    assert not wide[held].isinf().any()
 
 
 # Worked by hand ---------------------------------------------------------------------------------------------
