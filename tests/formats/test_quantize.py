@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.formats import (
@@ -148,7 +149,9 @@ def test_any_bits_are_quantised_as_exact_arithmetic_does(patterns, fmt, is_rando
     found = as_exact(x, fmt, key=99 if is_random else None)
     wide = found.wide()
     assert wide.shape == x.shape
-    assert not wide[x.isfinite()].isinf().any()
+    # Beside a floored scale what is next to FP32's end rounds beyond it; nothing else is made infinite.
+    held = x.abs() < (2.0**127 if fmt.floored else torch.inf)
+    assert not wide[held].isinf().any()
 
 
 # Worked by hand ---------------------------------------------------------------------------------------------
@@ -171,10 +174,11 @@ def test_mx_by_hand(path):
     assert bits(quantize(torch.full((1, 32), 3e38), MXFP8_E4M3).scales).item() == 127 + 127 - 8
     zero = quantize(torch.zeros(1, 32), MXFP8_E4M3)
     assert (bits(zero.scales).item(), codes_of(zero)) == (0, [0] * 32)
-    x[0, 31] = math.nan
-    assert bits(quantize(x, MXFP8_E4M3).scales).item() == 255
-    assert set(codes_of(quantize(x, MXFP8_E4M3))) == {0x7F}
-    assert quantize(x, MXFP8_E4M3).dequantize().isnan().all()
+    for wrong in (math.nan, -math.inf):
+        x[0, 31] = wrong
+        assert bits(quantize(x, MXFP8_E4M3).scales).item() == 255
+        assert set(codes_of(quantize(x, MXFP8_E4M3))) == {0x7F}
+        assert quantize(x, MXFP8_E4M3).dequantize().isnan().all()
 
 
 def test_nvfp4_by_hand(path):
@@ -188,6 +192,7 @@ def test_nvfp4_by_hand(path):
     assert found.scales.float().tolist() == [[448.0, 2.0], [0.0, 2.0]]
     assert found.wide()[0, :3].tolist() == [2688.0, 448.0, -0.0]
     assert (found.wide()[0, 16].item(), found.wide()[1, 0].item(), found.wide()[1, 16].item()) == (12.0, 0.0, 12.0)
+    assert codes_of(found)[32:48] == [0] * 16
     x[1, 31] = math.inf
     found = quantize(x, NVFP4)
     assert (found.tensor_scale.item(), found.scales.isnan().tolist()) == (1.0, [[False, False], [False, True]])
@@ -247,7 +252,10 @@ def test_shapes_memory_dtypes_and_bytes(fmt):
 def test_wide_is_exact_where_fp32_holds_it():
     for fmt in (MXFP8_E4M3, MXFP8_E5M2, MXFP4):
         x = wild((4, 64), 3, spread=30)
+        x[1, :32] *= 2.0**-100
+        x[1, 32:] = x[1, 32:].sign() * 2.0**-130
         found = quantize(x, fmt)
+        assert 0 in bits(found.scales)
         exact = [
             float(oracle.meaning(WORDS[fmt.element], code))
             * 2.0 ** (bits(found.scales).flatten().tolist()[at // 32] - 127)
@@ -424,6 +432,20 @@ def test_under_a_compiler_of_torchs_and_where_nothing_has_memory():
             assert quantized(mode.from_tensor(x), fmt).wide().shape == x.shape
         rows = torch.func.vmap(lambda row, fmt=fmt: quantized(row, fmt).wide())(x)
         assert torch.equal(rows, torch.stack([quantized(row, fmt).wide() for row in x]))
+
+
+def test_a_mode_of_torchs_sees_what_is_done():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            names.add(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    x, names = wild((4, 64), 0), set()
+    expected = quantized(x, NVFP4)
+    with Seen():
+        found = quantized(x, NVFP4)
+    assert {"amax", "mul", "where"} <= names
+    alike(found, expected)
 
 
 def test_nothing_is_asked_of_a_tensor(path):

@@ -98,7 +98,7 @@ def edges(number_format: Format) -> list[float]:
         math.inf,
     ]
     near = [math.nextafter(value, side) for value in positive for side in (0.0, math.inf)]
-    return [each for value in (*positive, *near) for each in (value, -value)] + [math.nan]
+    return [each for value in (*positive, *near) for each in (value, -value)] + [math.nan, -math.nan]
 
 
 @pytest.mark.parametrize("number_format", [E2M1, E8M0], ids=str)

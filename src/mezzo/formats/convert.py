@@ -78,6 +78,8 @@ class Quantized:
     def dequantize(self) -> Tensor:
         """Return the values in the dtype of what was quantised.
 
+        Where scales are floored, what is next to the dtype's end can be infinite: float16's 65504 rounds to 65536.
+
         Example:
             >>> quantize(torch.tensor([1.0, -0.3]), "e4m3").dequantize()
             tensor([ 1.0000, -0.2857])

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from mezzo import UnsupportedError
+from mezzo import UnsupportedError, compiled
 from mezzo.step.executors import choose, cpp, triton
 from mezzo.step.executors.choose import executor_for, update_of
 from mezzo.step.executors.cpp import Cpp
@@ -33,7 +33,7 @@ def choose_anew():
 
 def test_without_a_compiler_for_kernels_weights_are_updated_block_by_block(monkeypatch, caplog):
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(cpp, "_COMPILERS", ("no-such-compiler",))
+    monkeypatch.setattr(compiled, "_COMPILERS", ("no-such-compiler",))
     with caplog.at_level(logging.WARNING, logger="mezzo"):
         assert isinstance(executor_for(CPU), Portable)
         executor_for(CPU)

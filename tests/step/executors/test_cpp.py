@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mezzo import compiled
 from mezzo.step.executors import cpp, cpp_source
 from mezzo.step.executors.cpp import Cpp
 from mezzo.step.passes import judge
@@ -59,7 +60,7 @@ def test_every_number_of_float16_goes_to_float32_and_back_and_what_is_too_large_
 
 
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
-    monkeypatch.setattr(cpp, "WORTH_A_THREAD", 100)
+    monkeypatch.setattr(compiled, "WORTH_A_THREAD", 100)
     shapes, before = [(50_000,), (3, 5), (17_000,)], torch.get_num_threads()
     mine, theirs = (bucket_of("adamw", SPLIT, FP16, shapes, state_dtype=BF16) for _ in range(2))
     found = []
