@@ -126,7 +126,7 @@ def test_ranks_agree_on_largest_values_and_each_draws_noise_of_its_own():
     assert len({result[-1] for result in results}) == 2
     for (first, skipped, second, third, own), missed, whole, low, _ in results:
         assert own[0] < own[1]
-        assert [roles[0] for roles in first][0] == max(own)
+        assert first[0][0] == max(own)
         assert skipped
         assert second == first
         assert [roles[1:] for roles in third] == [roles[:-1] for roles in first]
