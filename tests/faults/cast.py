@@ -492,7 +492,7 @@ FAULTS = (
          'what a skipped step saw would set scales'),
         ('histories: nothing seen is a zero', 'torch.where(window.isfinite() & (window > 0), window, history[..., 0])',
          'window',
-         'tests/session/test_products.py::test_histories_are_those_of_lists_whatever_the_loop_does',
+         'tests/session/test_products.py::test_what_a_step_has_not_seen_stays_what_it_was',
          'a layer that is not used would lose its scale'),
         ('histories: the oldest is kept', 'history[..., :-1]]',
          'history[..., 1:]]',

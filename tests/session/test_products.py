@@ -10,9 +10,10 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
+import mezzo
 from mezzo import MixedPrecision, StateError
 from mezzo.cast import products
-from mezzo.cast.amaxes import ROLES
+from mezzo.cast.amaxes import ROLES, moved_on
 
 from ..support.refusals import bits, refused
 from .loops import on_disk
@@ -28,9 +29,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.mid, self.again, self.last = (nn.Linear(32, 32) for _ in range(4))
+        self.is_whole = True
 
     def forward(self, x):
-        x = self.mid(self.first(x))
+        x = self.mid(self.first(x)) if self.is_whole else self.first(x)
         return self.last(checkpoint(self.again, x, use_reentrant=False))
 
 
@@ -109,7 +111,7 @@ class Plainly:
 @pytest.mark.parametrize("seed", range(4))
 def test_histories_are_those_of_lists_whatever_the_loop_does(seed, takes, monkeypatch):
     draw = random.Random(seed)
-    model, _, amp = session(f"fp8_amax={takes},{DELAYED}")
+    model, optimizer, amp = session(f"fp8_amax={takes},{DELAYED}")
     plain, given = Plainly(model, takes), []
     real = products.quantized
 
@@ -119,14 +121,21 @@ def test_histories_are_those_of_lists_whatever_the_loop_does(seed, takes, monkey
 
     monkeypatch.setattr(products, "quantized", quantized)
     for number in range(60):
-        action = draw.choice(["pass"] * 4 + ["step"] * 3 + ["skipped step", "eval", "no_grad", "clear"])
-        if action == "pass":
+        action = draw.choice(
+            ["pass"] * 4 + ["step"] * 3 + ["skipped step", "eval", "no_grad", "clear", "clear theirs", "part"]
+        )
+        if action in ("pass", "part"):
             given.clear()
+            model.is_whole = action == "pass"
+            if not any(param.grad is not None for param in model.parameters()):
+                plain.clear()  # a window begins anew
             backward(model, amp, number)
             expected = [each for roles in plain.known.values() for each in map(plain.takes, roles.values())]
             for now, amax, _ in given:
                 assert amax in expected or (amax == now and 0.0 in expected)
-            assert len(given) == 8  # the checkpoint's weight and input once more, and no gradient twice
+            # The checkpoint's weight and input are written down once more, and no gradient is twice.
+            assert len(given) == (8 if model.is_whole else 5)
+            model.is_whole = True
         elif action == "eval":
             model.eval()(batch(number))
             model.train()
@@ -134,9 +143,11 @@ def test_histories_are_those_of_lists_whatever_the_loop_does(seed, takes, monkey
             with torch.no_grad(), amp.autocast():
                 model(batch(number))
         elif action == "clear":
-            amp.zero_grad()
+            amp.zero_grad(set_to_none=draw.random() < 0.5)
             plain.clear()
-        elif model.mid.weight.grad is not None:
+        elif action == "clear theirs":
+            optimizer.zero_grad()
+        elif amp.engine.windows[0].passes and model.again.weight.grad is not None:
             skips = action == "skipped step"
             if skips:
                 model.first.weight.grad.fill_(float("inf"))
@@ -145,6 +156,37 @@ def test_histories_are_those_of_lists_whatever_the_loop_does(seed, takes, monkey
             plain.step(skips)
         assert histories(amp) == plain.histories
     assert any(known[-1] for roles in plain.known.values() for known in roles.values())
+
+
+@pytest.mark.parametrize("window, known", [(2.0, 2.0), (0.0, 1.0), (float("inf"), 1.0), (float("nan"), 1.0)])
+def test_what_a_step_has_not_seen_stays_what_it_was(window, known):
+    history, window = torch.tensor([[[1.0, 4.0, 3.0]]]), torch.tensor([[window]])
+    assert moved_on(history, window, torch.tensor(False)).tolist() == [[[known, 1.0, 4.0]]]
+    assert moved_on(history, window, torch.tensor(True)).tolist() == history.tolist()
+
+
+def test_a_loop_of_ones_own_moves_histories_as_five_lines_do():
+    found = []
+    for is_attached in (False, True):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        begin = mezzo.attach if is_attached else MixedPrecision
+        amp = begin(model, optimizer, f"O1,dtype=bfloat16,{DELAYED}")
+        for number in (1, 2, 4, 6):
+            for scale in (64, 1):  # a pass that is given up, and the step's
+                optimizer.zero_grad()
+                if is_attached:
+                    model(batch(number) * scale).float().square().mean().backward()
+                else:
+                    with amp.autocast():
+                        loss = model(batch(number) * scale).float().square().mean()
+                    amp.backward(loss)
+            optimizer.step() if is_attached else amp.step()
+        found.append(histories(amp))
+        if is_attached:
+            amp.detach()
+    assert found[0] == found[1]
+    assert max(found[0]["mid.weight"][0]) < 64
 
 
 def test_what_lies_beyond_the_history_saturates_and_is_no_nan(monkeypatch):
