@@ -19,6 +19,10 @@ from .subject import BEFORE, LOW, NAMES, Config, Subject, array, fresh_weights
 VALUES = (0.0, 1.0, -1.0, 0.5, -0.5, 2.0, -2.0, 2.0**-12)
 WIDTHS = (1.0, 0.5, 2.0, 4.0)
 SCALES = ("", "none", "64", *["dynamic(init=256,interval=2)", "dynamic(init=32768,interval=1)"] * 2)
+PRODUCTS = (
+    "", "", ",mxfp8_module=*", ",nvfp4_module=first+second+late",
+    ",fp8_recipe=delayed,fp8_history=3,fp8_module=first+second+late",
+)  # fmt: skip
 ROWS = 6  # of all layers; a wide one repeats three
 #: Sums of so many stay whole multiples of 2⁻¹³ within 17 bits, which FP32 adds without rounding.
 MOST_CALLS = 4
@@ -46,14 +50,16 @@ calls = st.one_of(
 def configs(draw, styles):
     level, dtype = draw(st.sampled_from(["O2", "O1", "O3", "O0"])), draw(st.sampled_from(LOW))
     library = draw(st.sampled_from(["mezzo", "torch", "fused"]))
+    style = draw(st.sampled_from(styles))
     rules = ["AdamW", "SGD", "Adam", "Lion"] if library == "mezzo" else ["AdamW", "SGD"]
     config = Config(
         level=level, dtype=dtype, library=library, rule=draw(st.sampled_from(rules)),
         state_dtype=draw(st.sampled_from(["float32", "float32", "bfloat16", "int8"])),
         apart=draw(st.booleans()), pinned=draw(st.booleans()), scale=draw(st.sampled_from(SCALES)),
-        clip=draw(st.sampled_from([None, 1.0])), style=draw(st.sampled_from(styles)),
+        clip=draw(st.sampled_from([None, 1.0])), style=style,
         on_overflow=draw(st.sampled_from(["skip", "skip", "raise"])),
         wide=library == "mezzo" and draw(st.integers(0, 15)) == 15,
+        products="" if "planned" in style else draw(st.sampled_from(PRODUCTS)),
     )  # fmt: skip
     config = DRIVERS[config.style].suited(config)
     return config if config.is_promised else Config(**{**vars(config), "scale": ""})

@@ -56,6 +56,8 @@ class Config:
         clip: ``max_grad_norm``.
         on_overflow: As the session takes it.
         wide: Whether the second layer is large enough for other kernels.
+        products: Of the layers' products. These layers are too small for them, and stay low to the bit; what is
+            remembered for them is made, moved, saved and loaded all the same.
         style: Whose calls drive it, of :mod:`.drivers`.
     """
 
@@ -70,6 +72,7 @@ class Config:
     clip: float | None = None
     on_overflow: str = "skip"
     wide: bool = False
+    products: str = ""
     style: str = "five lines"
 
     @property
@@ -81,7 +84,7 @@ class Config:
         if self.level == "O0":
             return "O0" + (f",loss_scale={self.scale}" if self.scale else "")
         text = f"{self.level},dtype={self.dtype}" + (f",loss_scale={self.scale}" if self.scale else "")
-        return text + (",fp32_module=second" if self.pinned else "")
+        return text + (",fp32_module=second" if self.pinned else "") + self.products
 
     @property
     def is_promised(self):

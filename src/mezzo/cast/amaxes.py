@@ -94,6 +94,7 @@ class Amaxes:
         self.draws = torch.zeros((), dtype=torch.int64)
         self.counts = False
         self._numbers: dict[int, int] = {}
+        self._parts: dict[Tensor, Tensor] = {}
         self.follow({})
 
     def follow(self, gathered: Mapping[Tensor, Tensor]) -> None:
@@ -102,6 +103,7 @@ class Amaxes:
         Args:
             gathered: What stands in the places of sharded parameters while they are gathered, by their part.
         """
+        self._parts = {whole: part for part, whole in gathered.items()}
         now = [module._parameters.get(name) for module, name in self._places]  # pruning takes weights away
         weights = [(number, weight) for number, weight in enumerate(now) if weight is not None]
         self._numbers = {id(each): number for number, each in weights}
@@ -149,10 +151,10 @@ class Amaxes:
         self.kept.copy_(self.history[..., 0] if self._takes_latest else self.history.amax(-1))
 
     def histories(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each weight with its history, (3, steps)."""
+        """Yield each weight with its history, (3, steps); of one that is gathered now its part."""
         for number, (module, name) in enumerate(self._places):
             if (weight := module._parameters.get(name)) is not None:
-                yield weight, self.history[number]
+                yield self._parts.get(weight, weight), self.history[number]
 
     def load(self, histories: Mapping[int, Tensor], draws: int) -> None:
         """Go on from saved histories, by the ``id`` of their weights; others begin anew."""

@@ -192,7 +192,11 @@ class Engine(Writes):
         is_users = self.plain or self.waits
         for window in () if is_users else windows:
             window.refuse_left()
+        memories = self.weights.memories()
         with uninterrupted():
+            if memories and not any(window.has_gradients() for window in self.windows):
+                for memory in memories:  # what passes noted whose gradients optimizers have cleared since
+                    memory.forget()
             for window in windows:
                 if is_users:
                     window.forget_cleared()

@@ -132,10 +132,11 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
             stored[param].set_rest(param, rest)
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
         _load_scale(engine, _within(state["loss_scale"], policy.loss_scale))
-    if (remembered := state.get("products")) is not None:
-        histories = {id(named[name]): history for name, history in remembered["histories"].items() if name in named}
-        for memory, draws in zip(engine.weights.memories(), remembered["draws"], strict=False):
-            memory.load(histories, draws)
+    remembered = state.get("products", {"histories": {}, "draws": []})  # without them all begins anew
+    histories = {id(named[name]): history for name, history in remembered["histories"].items() if name in named}
+    memories = engine.weights.memories()
+    for memory, draws in zip(memories, [*remembered["draws"], *[0] * len(memories)], strict=False):
+        memory.load(histories, draws)
     engine.account.load_state_dict(state["stats"], float(engine.scaler.state.scale))
 
 
@@ -220,15 +221,23 @@ def check(engine: Engine, state: Any, others: list[str] | None = None) -> None:
 
 def _check_histories(engine: Engine, state: Mapping[str, Any]) -> None:
     """Refuse amax histories of another length."""
-    saved = next(iter(state.get("products", {}).get("histories", {}).values()), None)
-    here = next((memory.history for memory in engine.weights.memories() if memory.names), None)
-    if saved is not None and here is not None and saved.shape[-1] != here.shape[-1]:
+    lengths = {history.shape[-1] for history in state.get("products", {}).get("histories", {}).values()}
+    here = next((memory.history.shape[-1] for memory in engine.weights.memories() if memory.names), None)
+    for length in [*lengths - {here}][:1] if here is not None else ():
         raise StateError(
             "the amax histories of the state have another length",
-            where=f"fp8_history={saved.shape[-1]} → {here.shape[-1]}",
+            where=f"fp8_history={length} → {here}",
             why="the largest value of other steps would set the scales",
-            write=both(f"fp8_history={saved.shape[-1]}"),
+            write=both(f"fp8_history={length}"),
         )
+
+
+def _is_history(value: Tensor) -> bool:
+    """Whether a tensor holds the largest values of some steps."""
+    is_read = value.dtype == torch.float32 and value.layout == torch.strided and not value.is_meta
+    if not is_read or value.dim() != 2 or value.shape[0] != len(ROLES) or not value.shape[1]:
+        return False
+    return bool((value.isfinite() & (value >= 0)).all())
 
 
 def _is_remembered(value: Any) -> bool:
@@ -236,7 +245,7 @@ def _is_remembered(value: Any) -> bool:
     return (
         isinstance(value, Mapping)
         and _by_name(Tensor)(value.get("histories"))
-        and all(each.dim() == 2 and each.shape[0] == len(ROLES) for each in value["histories"].values())
+        and all(map(_is_history, value["histories"].values()))
         and isinstance(value.get("draws"), list)
         and all(map(is_count, value["draws"]))
     )

@@ -29,7 +29,7 @@ from mezzo.errors import (
 )
 from mezzo.hooks import owner_of
 from mezzo.policy import Policy, Rule
-from mezzo.policy.ops import OPS, callables, functions
+from mezzo.policy.ops import OPS, QUANTISED, callables, functions
 from mezzo.policy.rules import both
 from mezzo.tensors import dtype_name, local
 
@@ -151,15 +151,22 @@ def _is_hooked(model: nn.Module) -> bool:
 
 def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
     """Say which rules cannot reach inside composites that torch runs as one kernel."""
-    for rule in policy.rules:
+    rules = [rule for rule in policy.rules if rule.treatment not in QUANTISED]  # which are for no such parts
+    for rule in rules:
         for kind, parts in _ATOMIC.items():
             inside = sorted(set(rule.ops) & parts)
-            paths = [path for path, module in model.named_modules() if isinstance(module, kind)]
+            every = [(path, module) for path, module in model.named_modules() if isinstance(module, kind)]
+            paths = [path for path, module in every if _names_any(rule, module, path)]
             if inside and paths:
                 yield (
                     f"the rule {rule} does not reach {', '.join(inside)} inside {some_of(paths)}: torch runs "
                     f"{kind.__name__} as one function; mezzo explain shows what it does"
                 )
+
+
+def _names_any(rule: Rule, module: nn.Module, path: str) -> bool:
+    """Whether a rule is for a module, or for one inside it."""
+    return rule.module is None or any(rule.matches_module(each) for each, _ in module.named_modules(prefix=path))
 
 
 def changes_since(model: nn.Module, policy: Policy, storage: Mapping[Tensor, torch.dtype]) -> Iterator[StateError]:
