@@ -167,6 +167,46 @@ def moments() -> str:
     return "\n".join(lines)
 
 
+def below() -> str:
+    """The table of the newest ``benchmarks/below_sixteen.py``: what docs_lm comes to with quantised products."""
+    result = newest("below-sixteen-cpu-*.json")
+    base = the(result["rows"], name="FP32")["saved_bytes"]
+    lines = ["| products of the blocks | bits per byte | − BF16 (95 %) | seeds | saved |", "|---|---:|---:|---:|---:|"]
+    for row in result["rows"]:
+        beside = "–"
+        if row.get("difference_to_bf16") is not None:
+            beside = f"{row['difference_to_bf16']:+.4f}"
+        if row.get("interval_to_bf16"):
+            low, high = row["interval_to_bf16"]
+            beside += f" ({low:+.4f} to {high:+.4f})"
+        cells = [row["name"], f"{row['mean']:.4f}", beside, str(row["seeds"]), f"{row['saved_bytes'] / base:.2f}×"]
+        lines.append(f"| {' | '.join(cells)} |")
+    about = "docs_lm, O1 in BF16; saved for the backward pass beside FP32; products emulated"
+    return "\n".join([*lines, "", f"{about}. {where(result)} (`benchmarks/below_sixteen.py`)."])
+
+
+def lost() -> str:
+    """What was lost of operands in the same runs: the mean over layers, and the layer that lost most."""
+    result = newest("below-sixteen-cpu-*.json")
+    lines = ["| | operand | saturated | flushed | most, in layer | ‖g‖ < √3 × noise |", "|---|---|---:|---:|---:|---:|"]
+    for row in (each for each in result["operands"] if each["layer"] == "all"):
+        layers = [
+            each
+            for each in result["operands"]
+            if (each["name"], each["role"]) == (row["name"], row["role"]) and each["layer"] != "all"
+        ]
+        most = max(layers, key=lambda each: each["saturated"] + each["flushed"])
+        noise = "–" if row["below_noise"] is None else _percent(row["below_noise"])
+        share = _percent(most["saturated"] + most["flushed"])
+        shares = (_percent(row["saturated"]), _percent(row["flushed"]), f"{share}, {most['layer']}")
+        lines.append(f"| {row['name']} | {row['role']} | {' | '.join(shares)} | {noise} |")
+    return "\n".join(lines)
+
+
+def _percent(share: float) -> str:
+    return "0" if share == 0 else f"{100 * share:.2g} %" if share >= 0.0001 else "< 0.01 %"
+
+
 def ranks() -> str:
     """The table of the newest ``benchmarks/distributed.py``: what ranks send and keep, counted."""
     result = newest("distributed-cpu-*.json")
@@ -230,6 +270,7 @@ def placements() -> str:
 PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
     {
         "README.md": {"overflow": overflow, "figures": figures},
+        "docs/below_sixteen_bits.md": {"below": below, "lost": lost},
         "docs/benchmarks.md": {
             "step": steps,
             "train": trainings,
