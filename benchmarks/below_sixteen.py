@@ -98,6 +98,11 @@ def operands(comparison: Comparison, names: Mapping[str, str]) -> list[dict[str,
     return made
 
 
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return statistics.fmean(known) if known else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)

@@ -22,7 +22,15 @@ def run(policy, seed, metric, operands=()):
 
 
 def comparison():
-    lost = {"name": "weight", "role": "gradient", "format": "nvfp4", "saturated": 0.5, "flushed": 0.25, "steps": 4}
+    lost = {
+        "name": "weight",
+        "role": "gradient",
+        "format": "nvfp4",
+        "saturated": 0.5,
+        "flushed": 0.25,
+        "noise": 0.1,
+        "steps": 4,
+    }
     layers = (
         lost | {"module": "up", "below_noise": 0.5},
         lost | {"module": "down", "below_noise": None, "flushed": 0.75},

@@ -198,6 +198,13 @@ FAULTS = (
          "tests/numerics/test_operands.py::test_kinds_choose_operands_as_they_choose_tensors",
          "a recorder of weights would pay for activations"),
     ),
+    *in_file("numerics/recorder.py",
+        ("recorder: one that is refused listens on", "        self._passes: PassWatch | None = None\n",
+         "        self._operands = OperandWatch(subject, choices.kinds, self._tally, factor)\n"
+         "        self._passes: PassWatch | None = None\n",
+         "tests/numerics/test_operands.py::test_a_recorder_that_is_refused_listens_to_nothing",
+         "every later product would pay for a recorder that was never there"),
+    ),
     *in_file("numerics/evidence.py",
         ("evidence: a gradient is below three times its noise", "NOISE_LIMIT: Final = math.sqrt(3.0)",
          "NOISE_LIMIT: Final = 3.0",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mezzo import MixedPrecision
+from mezzo import MixedPrecision, UnsupportedError
 from mezzo.cast.notes import LISTENERS
 from mezzo.cast.products import rotated
 from mezzo.formats import E2M1, block_format, quantize, quantized
@@ -191,7 +191,7 @@ def test_shares_of_several_steps_and_of_a_module_and_round_trips(tmp_path):
     steps = [
         {"step": 1, "operands": (operand(1), operand(1, module="blocks.0", role="weight", gradient_norm=None))},
         {"step": 11, "operands": (operand(3, noise_norm=0.58), operand(3, role="activation", noise_norm=None))},
-        {"step": 21, "operands": (operand(5, noise_norm=math.nan),)},
+        {"step": 21, "operands": (operand(5, noise_norm=0.6, gradient_norm=1.1),)},
     ]
     made = example(steps=tuple(type(example().steps[0])(**s, loss_scales=(), skipped=False, tensors=()) for s in steps))
     weights, *_ = made.operands("blocks.*")
@@ -199,6 +199,7 @@ def test_shares_of_several_steps_and_of_a_module_and_round_trips(tmp_path):
     (gradient, _) = made.operands("head")  # tied to the embedding
     assert (gradient.role, gradient.saturated, gradient.flushed, gradient.steps) == ("gradient", 0.03, 0.06, 3)
     assert gradient.below_noise == 1 / 3  # 0.58 is more than 1/√3
+    assert (gradient.noise, weights.noise) == (pytest.approx((0.5 + 0.58 + 0.6 / 1.1) / 3), None)
     assert [each.saturated for each in made.operands(step="newest")] == [0.05]
     assert len(made.operands(step=11)) == 2
     with Recorder(nn.Linear(2, 2)) as recorder:
@@ -206,5 +207,10 @@ def test_shares_of_several_steps_and_of_a_module_and_round_trips(tmp_path):
     assert recorder.evidence.operands() == []
     write(made, tmp_path / "evidence.jsonl")
     again = read_evidence(tmp_path)
-    assert [step.operands[0] for step in again.steps[:2]] == [step.operands[0] for step in made.steps[:2]]
-    assert math.isnan(again.steps[2].operands[0].noise_norm)
+    assert [step.operands for step in again.steps] == [step.operands for step in made.steps]
+
+
+def test_a_recorder_that_is_refused_listens_to_nothing():
+    with pytest.raises(UnsupportedError), Recorder(torch.compile(Net(), backend="eager"), kinds=("activations",)):
+        pass
+    assert LISTENERS == []

@@ -65,7 +65,7 @@ def test_the_page_has_operands_where_products_were_below_sixteen_bits(compared, 
     assert page.read_text().count("<table>") == 1
     operand = {
         "module": "up", "name": "weight", "role": "weight", "format": "nvfp4", "saturated": 0.5, "flushed": 0.25,
-        "below_noise": None,
+        "below_noise": None, "noise": None,
     }  # fmt: skip
     low = compared(O0=[99.0], O1=[run_of(99.0, operands=(operand,))])
     write_page(low, tmp_path / "low.html")

@@ -71,13 +71,15 @@ def test_a_long_policy_is_folded_at_commas(compared):
 
 def lost(role, layer="blocks.0.up", **changes):
     plain = {"module": layer, "name": "weight", "role": role, "format": "nvfp4", "saturated": 0.02, "flushed": 0.1}
-    return plain | {"below_noise": None, "steps": 4} | changes
+    return plain | {"below_noise": None, "noise": None, "steps": 4} | changes
 
 
 def test_operands_are_means_over_runs_by_policy_layer_and_role(compared, run_of):
     seeds = [
-        run_of(99.0, operands=(lost("weight"), lost("gradient", below_noise=0.25))),
-        run_of(99.0, operands=(lost("weight", saturated=0.04), lost("gradient", below_noise=0.75, flushed=0.3))),
+        run_of(99.0, operands=(lost("weight"), lost("gradient", below_noise=0.25, noise=0.12))),
+        run_of(
+            99.0, operands=(lost("weight", saturated=0.04), lost("gradient", below_noise=0.75, noise=0.12, flushed=0.3))
+        ),
         run_of(99.0),
     ]
     comparison = compared(O0=[99.0, 99.2, 99.1], **{"O1,dtype=bfloat16,nvfp4_module=blocks.*": seeds})
@@ -85,8 +87,8 @@ def test_operands_are_means_over_runs_by_policy_layer_and_role(compared, run_of)
     assert (weight.layer, weight.role, weight.saturated, weight.below_noise) == ("blocks.0.up", "weight", 0.03, None)
     assert (gradient.flushed, gradient.below_noise) == (0.2, 0.5)
     heads, found = operand_cells(comparison)
-    assert len(heads) == 7
-    assert found[1][1:] == ["blocks.0.up", "gradient", "nvfp4", "2 %", "20 %", "50 %"]
+    assert len(heads) == 8
+    assert found[1][1:] == ["blocks.0.up", "gradient", "nvfp4", "2 %", "20 %", "0.12", "50 %"]
     assert found[0][0] == "O1,bf16,nvfp4_module=blocks.*"
     assert found[0][-1] == "–"
     assert operand_rows(compared(O0=[99.0], O1=[99.0])) == []

@@ -184,6 +184,7 @@ class OperandLosses:
         saturated: The share of elements beyond the largest that their scale reaches.
         flushed: The share of elements that are not zero, and became zero.
         below_noise: Of gradients: the share of steps in which ‖g‖ < √3 ‖noise‖; ``None`` where that is not known.
+        noise: Of gradients: the mean of ‖noise‖ / ‖g‖ over steps.
         steps: How many steps had it.
     """
 
@@ -194,6 +195,7 @@ class OperandLosses:
     saturated: float
     flushed: float
     below_noise: float | None
+    noise: float | None
     steps: int
 
 
@@ -356,12 +358,14 @@ class Evidence:
         for (path, name, role, form), steps in found.items():
             elements, told = sum(each.elements for each in steps), [each.below_noise for each in steps]
             known = [each for each in told if each is not None]
+            noises = [n / g for each in steps if (g := each.gradient_norm) and (n := each.noise_norm) is not None]
             made.append(
                 OperandLosses(
                     module=path, name=name, role=role, format=form, steps=len(steps),
                     saturated=sum(each.saturated for each in steps) / elements,
                     flushed=sum(each.flushed for each in steps) / elements,
                     below_noise=sum(known) / len(known) if known else None,
+                    noise=sum(noises) / len(noises) if noises else None,
                 )
             )  # fmt: skip
         return made

@@ -68,13 +68,13 @@ class Recording:
         self._tally = Tally(FIELDS + len(formats))
         self._places: Places = {}
         self.weights = WeightWatch(subject, choices.kinds, formats, self._tally, self._places)
-        self._operands = OperandWatch(subject, choices.kinds, self._tally, factor)
         self._passes: PassWatch | None = None
         if kinds := OF_PASSES.intersection(choices.kinds):
             if (found := subject.hidden()) is not None:
                 hidden(*found)
             else:
                 self._passes = PassWatch(subject, kinds, self._tally, self._places, factor)
+        self._operands = OperandWatch(subject, choices.kinds, self._tally, factor)  # last: what is refused leaves none
 
     @property
     def called(self) -> list[str]:

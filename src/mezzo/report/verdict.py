@@ -282,6 +282,7 @@ class OperandRow:
         flushed: The share of elements that are not zero, and became zero.
         below_noise: Of gradients: the share of recorded steps in which the norm of the weight's gradient was less than
             √3 times that of the quantisation noise; ``None`` where that is not known.
+        noise: Of gradients: the mean of the noise's norm, in terms of the gradient's.
     """
 
     policy: str
@@ -291,6 +292,7 @@ class OperandRow:
     saturated: float
     flushed: float
     below_noise: float | None
+    noise: float | None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
@@ -311,6 +313,7 @@ def operand_rows(comparison: Comparison) -> list[OperandRow]:
                 saturated=statistics.fmean(each["saturated"] for each in runs),
                 flushed=statistics.fmean(each["flushed"] for each in runs),
                 below_noise=_mean([each["below_noise"] for each in runs]),
+                noise=_mean([each.get("noise") for each in runs]),
             )
             for (layer, role, form), runs in found.items()
         ]  # fmt: skip
@@ -319,11 +322,11 @@ def operand_rows(comparison: Comparison) -> list[OperandRow]:
 
 def operand_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     """Return heads and rows of :func:`operand_rows` as text."""
-    heads = ["policy", "layer", "operand", "format", "saturated", "flushed", "‖g‖ < √3 × noise, of steps"]
+    heads = ["policy", "layer", "operand", "format", "saturated", "flushed", "noise / ‖g‖", "‖g‖ < √3 × noise"]
     return heads, [
         [
             short(row.policy), row.layer, row.role, row.format, share_text(row.saturated, 1), share_text(row.flushed, 1),
-            "–" if row.below_noise is None else share_text(row.below_noise, 1),
+            number(row.noise, digits=2), "–" if row.below_noise is None else share_text(row.below_noise, 1),
         ]
         for row in operand_rows(comparison)
     ]  # fmt: skip
