@@ -202,6 +202,8 @@ def test_shares_of_several_steps_and_of_a_module_and_round_trips(tmp_path):
     assert (gradient.noise, weights.noise) == (pytest.approx((0.5 + 0.58 + 0.6 / 1.1) / 3), None)
     assert [each.saturated for each in made.operands(step="newest")] == [0.05]
     assert len(made.operands(step=11)) == 2
+    for norms in ({"noise_norm": math.nan}, {"gradient_norm": math.inf}, {"gradient_norm": 0.0}):  # of a skipped step
+        assert (operand(1, **norms).noise, operand(1, **norms).below_noise) == (None, None), norms
     with Recorder(nn.Linear(2, 2)) as recorder:
         pass
     assert recorder.evidence.operands() == []

@@ -165,11 +165,17 @@ class RecordedOperand:
     noise_norm: float | None = None
 
     @property
-    def below_noise(self) -> bool | None:
-        """Whether ‖g‖ < √3 ‖noise‖; ``None`` where neither is known."""
-        if self.gradient_norm is None or self.noise_norm is None:
+    def noise(self) -> float | None:
+        """‖noise‖ / ‖g‖; ``None`` where it is not known, or not finite."""
+        if not self.gradient_norm or self.noise_norm is None:
             return None
-        return self.gradient_norm < NOISE_LIMIT * self.noise_norm
+        is_known = math.isfinite(self.gradient_norm) and math.isfinite(self.noise_norm)
+        return self.noise_norm / self.gradient_norm if is_known else None
+
+    @property
+    def below_noise(self) -> bool | None:
+        """Whether ‖g‖ < √3 ‖noise‖; ``None`` where that is not known, or not finite."""
+        return None if self.noise is None else self.noise * NOISE_LIMIT > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,7 +364,7 @@ class Evidence:
         for (path, name, role, form), steps in found.items():
             elements, told = sum(each.elements for each in steps), [each.below_noise for each in steps]
             known = [each for each in told if each is not None]
-            noises = [n / g for each in steps if (g := each.gradient_norm) and (n := each.noise_norm) is not None]
+            noises = [each.noise for each in steps if each.noise is not None]
             made.append(
                 OperandLosses(
                     module=path, name=name, role=role, format=form, steps=len(steps),
