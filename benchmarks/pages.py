@@ -167,6 +167,33 @@ def moments() -> str:
     return "\n".join(lines)
 
 
+def below() -> str:
+    """The table of the newest ``benchmarks/below_sixteen.py``: what docs_lm comes to, and what its operands lose."""
+    result = newest("below-sixteen-cpu-*.json")
+    base = the(result["rows"], name="FP32")["saved_bytes"]
+    heads = ["products", "bits per byte", "− BF16 (95 %)", "saved", "saturated", "flushed", "noise"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    for row in result["rows"]:
+        beside = "" if row.get("difference_to_bf16") is None else f"{row['difference_to_bf16']:+.4f}"
+        if row.get("interval_to_bf16"):
+            low, high = row["interval_to_bf16"]
+            beside += f" ({low:+.3f} to {high:+.3f})"
+        mine = [each for each in result["operands"] if (each["name"], each["layer"]) == (row["name"], "all")]
+        lost = {each["role"]: each for each in mine}
+        shares = ["/".join(_percent(each[what]) for each in lost.values()) for what in ("saturated", "flushed")]
+        noise = lost.get("gradient", {}).get("noise")
+        cells = [row["name"], f"{row['mean']:.4f}", beside, f"{row['saved_bytes'] / base:.2f}×", *shares]
+        lines.append(f"| {' | '.join(cells)} | {'' if noise is None else f'{noise:.2g}'} |")
+    seeds = sorted({row["seeds"] for row in result["rows"]})
+    about = f"docs_lm, O1 in BF16, {' to '.join(map(str, seeds[:1] + seeds[1:][-1:]))} seeds; products emulated"
+    shares = "Saturated and flushed: activations/weights/gradients in %, means over layers; noise: ‖noise‖ / ‖g‖"
+    return "\n".join([*lines, "", f"{about}. {shares}. {where(result)} (`benchmarks/below_sixteen.py`)."])
+
+
+def _percent(share: float) -> str:
+    return "0" if share == 0 else f"{100 * share:.2g}" if share >= 0.0001 else "<0.01"
+
+
 def ranks() -> str:
     """The table of the newest ``benchmarks/distributed.py``: what ranks send and keep, counted."""
     result = newest("distributed-cpu-*.json")
@@ -230,6 +257,7 @@ def placements() -> str:
 PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
     {
         "README.md": {"overflow": overflow, "figures": figures},
+        "docs/below_sixteen_bits.md": {"below": below},
         "docs/benchmarks.md": {
             "step": steps,
             "train": trainings,

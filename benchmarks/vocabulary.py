@@ -29,6 +29,9 @@ TREATED: Final[Mapping[str, str]] = {
     "fp32": "inputs are cast to FP32; it runs and returns FP32",
     "fp32_math": "FP32 inside, and the dtype of its input out",
     "promote": "floating inputs are cast to the widest among them",
+    "fp8": "products of weights: operands in FP8; runs and returns low",
+    "mxfp8": "products of weights: operands in MXFP8; runs and returns low",
+    "nvfp4": "products of weights: operands in NVFP4; runs and returns low",
     "native": "left to torch, in the dtypes that it is given",
     "ban": "refused with an error that says what to use",
 }
@@ -74,6 +77,8 @@ def policy_fields() -> str:
 
 
 def _words(name: str) -> str:
+    if name == "fp8_history":
+        return "a number of steps"
     if name not in fields.WORDS:
         return "[below](#the-loss-scale)"
     return ", ".join(f"`{fields.text_of(value)}`" for value in dict.fromkeys(fields.WORDS[name].values()))

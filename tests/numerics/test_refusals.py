@@ -88,7 +88,7 @@ def changed(line, *path, to=None):
 
 
 FILES = [
-    (changed(0, "schema", to=1), 1, "it has schema 1, and this version of mezzo reads schema 2"),
+    (changed(0, "schema", to=1), 1, "it has schema 1, and this version of mezzo reads schema 3"),
     (changed(0, "modules", 0, "path"), 1, "missing 1 required keyword-only argument: 'path'"),
     (changed(1, "tensors", 0, "counts", "900", to=1), 2, "out of range"),
     (changed(2, "seed", to=3), 3, "unexpected keyword argument 'seed'"),

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from mezzo.report import verdict, write_page
-from mezzo.report.verdict import cells
+from mezzo.report.verdict import cells, operand_cells
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -59,3 +59,17 @@ def test_a_browser_draws_a_line_for_each_run(page):
         browser.close()
     assert drawn == [4, 4, 4]
     assert faults == []
+
+
+def test_the_page_has_operands_where_products_were_below_sixteen_bits(compared, run_of, page, tmp_path):
+    assert page.read_text().count("<table>") == 1
+    operand = {
+        "module": "up", "name": "weight", "role": "weight", "format": "nvfp4", "saturated": 0.5, "flushed": 0.25,
+        "below_noise": None, "noise": None,
+    }  # fmt: skip
+    low = compared(O0=[99.0], O1=[run_of(99.0, operands=(operand,))])
+    write_page(low, tmp_path / "low.html")
+    _, found = operand_cells(low)
+    cells = [html.unescape(each) for each in re.findall(r"<td>(.*?)</td>", (tmp_path / "low.html").read_text())]
+    assert cells[-len(found[0]) :] == found[0]
+    assert found[0][4:6] == ["50 %", "25 %"]

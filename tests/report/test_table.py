@@ -3,8 +3,8 @@
 import pytest
 from rich.console import Console
 
-from mezzo.report import table
-from mezzo.report.verdict import cells
+from mezzo.report import operand_rows, table
+from mezzo.report.verdict import cells, operand_cells
 
 HEADS = [
     "policy",
@@ -67,3 +67,28 @@ def test_a_long_policy_is_folded_at_commas(compared):
     lines = shown(compared(O0=1.0, name="acc [red]x[/red]", **{name: 1.0}), 120)
     assert "acc [red]x[/red]" in lines[0]  # a script cannot colour the table
     assert [line.split()[0] for line in lines[3:6]] == ["O3,fp16,", "keep_batchnorm_fp32=true,", "loss_scale=8"]
+
+
+def lost(role, layer="blocks.0.up", **changes):
+    plain = {"module": layer, "name": "weight", "role": role, "format": "nvfp4", "saturated": 0.02, "flushed": 0.1}
+    return plain | {"below_noise": None, "noise": None, "steps": 4} | changes
+
+
+def test_operands_are_means_over_runs_by_policy_layer_and_role(compared, run_of):
+    seeds = [
+        run_of(99.0, operands=(lost("weight"), lost("gradient", below_noise=0.25, noise=0.12))),
+        run_of(
+            99.0, operands=(lost("weight", saturated=0.04), lost("gradient", below_noise=0.75, noise=0.12, flushed=0.3))
+        ),
+        run_of(99.0),
+    ]
+    comparison = compared(O0=[99.0, 99.2, 99.1], **{"O1,dtype=bfloat16,nvfp4_module=blocks.*": seeds})
+    weight, gradient = operand_rows(comparison)
+    assert (weight.layer, weight.role, weight.saturated, weight.below_noise) == ("blocks.0.up", "weight", 0.03, None)
+    assert (gradient.flushed, gradient.below_noise) == (0.2, 0.5)
+    heads, found = operand_cells(comparison)
+    assert len(heads) == 8
+    assert found[1][1:] == ["blocks.0.up", "gradient", "nvfp4", "2 %", "20 %", "0.12", "50 %"]
+    assert found[0][0] == "O1,bf16,nvfp4_module=blocks.*"
+    assert found[0][-1] == "–"
+    assert operand_rows(compared(O0=[99.0], O1=[99.0])) == []

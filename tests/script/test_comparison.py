@@ -325,3 +325,20 @@ def test_a_signal_keeps_what_has_finished_and_is_passed_on(tmp_path):
     assert (summary["interrupted"], [run["policy"] for run in summary["runs"]]) == (True, ["O0"])
     assert (tmp_path / "out/report.html").stat().st_size > 10_000
     assert (tmp_path / "out/curves.png").exists()
+
+
+def test_runs_below_sixteen_bits_are_recorded_and_others_are_not(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(comparison, "subprocess", HERE)
+    middle = "torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 16), torch.nn.Linear(16, 1)"
+    text = TRAIN.replace("torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)", middle)
+    Path("train.py").write_text(text)
+    policies = ("O1,bf16", "O1,bf16,nvfp4_module=2")
+    found = compare(Program(name="train.py"), policies, out=Path("out"))
+    assert [len(run.operands) for run in found.runs] == [0, 0, 3]
+    rows = {each["role"]: each for each in found.runs[-1].operands}
+    assert {each["module"] for each in rows.values()} == {"2"}
+    assert rows["gradient"]["below_noise"] in (0.0, 1.0)  # the first of twelve steps alone is recorded
+    assert rows["weight"]["below_noise"] is None
+    assert {each["steps"] for each in rows.values()} == {1}
+    assert "operands" not in found.runs[-1].to_dict(), "they stand once, by policy"

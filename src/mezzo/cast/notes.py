@@ -1,5 +1,7 @@
 """What this room is doing at the moment, said for those who watch a pass: ``mezzo.explain`` and ``locate``.
 
+Products below sixteen bits say what they quantise, too, to listeners: what a recorder counts.
+
 While a watcher is there, each function of torch that is carried out, each cast and each piece of emulated arithmetic
 is a note on a stack of its thread. Otherwise nothing is noted, and ``WATCHERS`` is all that is asked.
 """
@@ -9,7 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+from mezzo.formats import Quantized
 
 Kind = Literal["op", "cast", "emulation", "quantised", "buffer"]
 
@@ -73,3 +79,44 @@ def during(kind: Kind, about: Any, run: Callable[..., Any], *args: Any) -> Any:
 def notes() -> list[Note]:
     """Return what this thread is doing, outermost first."""
     return _STACK.notes
+
+
+class ProductCall:
+    """One call of a product below sixteen bits, forward and backward.
+
+    Args:
+        weight: The weight, as the program has it: a parameter, or a view of one.
+    """
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
+class OperandListener(Protocol):
+    """Is told what products below sixteen bits quantise, in eager code, by whatever thread computes them."""
+
+    def quantised(self, call: ProductCall, role: str, operand: Tensor, made: Quantized) -> None:
+        """An operand was quantised, rotated before where it is: ``activation``, ``weight`` or ``gradient``."""
+
+    def differentiated(self, call: ProductCall, kept: Quantized | Tensor | None) -> None:
+        """A backward pass has used the call. The gradient that was quantised last was multiplied by ``kept``.
+
+        The product is the weight's gradient; ``None`` where that is not asked for, or computed from no quantised
+        gradient.
+        """
+
+
+#: Who listens; appending is atomic.
+LISTENERS: Final[list[OperandListener]] = []
+
+
+@contextmanager
+def listening(listener: OperandListener) -> Iterator[None]:
+    """Tell a listener of the products inside the block."""
+    LISTENERS.append(listener)
+    try:
+        yield
+    finally:
+        LISTENERS.remove(listener)

@@ -28,7 +28,7 @@ from torch.nn import functional
 from mezzo.cast.amaxes import ROLES, Amaxes, Role, Slot, drawn
 from mezzo.cast.emulate import _emulated as as_emulation
 from mezzo.cast.native import Finding, found_on, scaled_mm
-from mezzo.cast.notes import WATCHERS, Quantising, during
+from mezzo.cast.notes import LISTENERS, WATCHERS, ProductCall, Quantising, during
 from mezzo.errors import UnsupportedError
 from mezzo.formats import (
     MXFP8_E4M3,
@@ -312,12 +312,14 @@ class _Writer:
         recipe: How.
         memory: What is known of earlier steps; ``None`` where a region is of no prepared model.
         slot: The weight's part of it, where scales are delayed.
+        call: What listeners know the product by; ``None`` where there are none.
         noted: The largest values that operands had, by their roles.
     """
 
     recipe: Recipe
     memory: Amaxes | None
     slot: Slot | None
+    call: ProductCall | None = None
     noted: dict[str, Tensor] = field(default_factory=dict)
 
     def along(self, role: Role, x: Tensor, *dims: int | None) -> list[Any]:
@@ -345,7 +347,12 @@ class _Writer:
             now = torch.linalg.vector_norm(x, math.inf, dtype=torch.float32)
             self.noted[role], amax = now, self.slot.amax(role, now)
         is_rotated = self.recipe.transformed and role != "weight" and dim == 0
-        return quantized(rotated(x) if is_rotated else x, form, dim, key=key, amax=amax)
+        operand = rotated(x) if is_rotated else x
+        made = quantized(operand, form, dim, key=key, amax=amax)
+        if self.call is not None:
+            for listener in LISTENERS:
+                listener.quantised(self.call, role, operand, made)
+        return made
 
 
 def depends(form: BlockFormat) -> bool:
@@ -481,6 +488,9 @@ def backward(
         grad_x = multiplied(for_x, kept.weight, (1, 0), None, dtype, recipe)
     if needs_weight and kept.x is not None:
         grad_weight = multiplied(gradient if is_low else for_weight, kept.x, (0, 0), None, dtype, recipe)
+    if writer.call is not None:
+        for listener in LISTENERS:
+            listener.differentiated(writer.call, kept.x if needs_weight and not is_low else None)
     return grad_x, grad_weight
 
 
@@ -538,11 +548,12 @@ class _Product(torch.autograd.Function):
         recipe: Recipe,
         memory: Amaxes | None,
         slot: Slot | None,
+        call: ProductCall | None,
     ) -> Tensor:
-        writer = _Writer(recipe, memory, slot)
+        writer = _Writer(recipe, memory, slot, call)
         out, kept = forward(x, weight, bias, writer, ctx.needs_input_grad[:2])
         ctx.save_for_backward(*kept.taken_apart(), *(writer.noted.get(role) for role in ROLES[:2]))
-        ctx.recipe, ctx.memory, ctx.slot = recipe, memory, slot
+        ctx.recipe, ctx.memory, ctx.slot, ctx.call = recipe, memory, slot, call
         ctx.shapes, ctx.bias_shape = (x.shape, weight.shape), None if bias is None else bias.shape
         return out
 
@@ -550,7 +561,7 @@ class _Product(torch.autograd.Function):
     @_differentiated_once
     @as_emulation
     def backward(ctx: Any, saved: Any, gradient: Tensor) -> tuple[Any, ...]:
-        writer = _Writer(ctx.recipe, ctx.memory, ctx.slot)
+        writer = _Writer(ctx.recipe, ctx.memory, ctx.slot, ctx.call)
         kept = Kept.put_together(saved[:6], ctx.recipe, ctx.shapes, gradient.dtype)
         grads = backward(gradient, kept, writer, ctx.needs_input_grad[:2])
         if ctx.slot is not None and ctx.memory.counts:
@@ -559,7 +570,7 @@ class _Product(torch.autograd.Function):
                 if now is not None:
                     ctx.slot.note(role, now)
         grad_bias = _of_bias(gradient, ctx.bias_shape) if ctx.needs_input_grad[2] else None
-        return (*grads, grad_bias, None, None, None)
+        return (*grads, grad_bias, None, None, None, None)
 
 
 def _of_bias(gradient: Tensor, shape: torch.Size) -> Tensor:
@@ -697,7 +708,8 @@ def _run(
         first = memories[0] if memories else None  # for weights that are computed, as those of adapters
         memory = next((each for each in memories if each.knows(weight)), first)
         slot = memory.slot(weight) if memory is not None and recipe.delayed else None
+    call = ProductCall(weight) if LISTENERS else None
     if not torch.is_grad_enabled():  # else a weight that trains would be written down for a backward pass as well
-        return forward(rows, low_weight, bias, _Writer(recipe, memory, slot), (False, False))[0]
-    out: Tensor = _Product.apply(rows, low_weight, bias, recipe, memory, slot)  # type: ignore[no-untyped-call]
+        return forward(rows, low_weight, bias, _Writer(recipe, memory, slot, call), (False, False))[0]
+    out: Tensor = _Product.apply(rows, low_weight, bias, recipe, memory, slot, call)  # type: ignore[no-untyped-call]
     return out

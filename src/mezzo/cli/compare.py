@@ -103,8 +103,9 @@ def compare(
 
     A policy is equal only where the 95 % interval of its difference to FP32, over seeds, lies inside the margin. With
     --out what has finished is not run again, and the folder holds summary.json, curves.png, report.html, and for each
-    run its metrics.jsonl and what it printed. The exit code is 4 where a policy is worse, diverged, failed or did
-    nothing in low precision; Ctrl-C sums up what there is, and the exit code is 130.
+    run its metrics.jsonl and what it printed. Of products below sixteen bits, summary.json and report.html have what
+    was lost of their operands, by layer. The exit code is 4 where a policy is worse, diverged, failed or did nothing in
+    low precision; Ctrl-C sums up what there is, and the exit code is 130.
     """
     report.require_report()
     program = program_of(words, is_module)
@@ -134,7 +135,8 @@ def compare(
     with progress:
         comparison = script.compare(program, texts, out=place, overwrite=overwrite, ended=ended, **options)
     found, verdict = report.rows(comparison), report.verdict(comparison)
-    summary = summary_of(comparison, (row.to_dict() for row in found), verdict)
+    operands = (row.to_dict() for row in report.operand_rows(comparison))
+    summary = summary_of(comparison, (row.to_dict() for row in found), operands, verdict)
     report.draw_curves(comparison, place / "curves.png")
     report.write_page(comparison, place / "report.html")
     save_json(summary, place / SUMMARY)

@@ -35,6 +35,7 @@ from mezzo.cli.app import (
 from mezzo.cli.explain import explain_script
 from mezzo.errors import printable
 from mezzo.files import save_json
+from mezzo.script.operands import OperandLog
 from mezzo.script.program import METRICS, StepRecord
 
 
@@ -94,6 +95,7 @@ def run(
 
         around.enter_context(contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext())
         around.enter_context(ended_lines())
+        operands = OperandLog(chosen)
         ended = script.run(
             program,
             chosen,
@@ -101,10 +103,11 @@ def run(
             hold_schedulers=hold_schedulers,
             steps=steps,
             told=None if lines is None else write,
+            around=None if lines is None else operands.around,
         )
     code = ended_with(program, ended.error)
     if is_first:
-        found = ended.report.to_dict() | {"exit_code": code}  # the script's own, whatever alarms
+        found = ended.report.to_dict() | {"operands": operands.found, "exit_code": code}  # whatever alarms
         if as_json:
             show_json(found)
         else:

@@ -1,7 +1,15 @@
 """Evidence about numbers: where they lie, what a format would lose, which updates vanish, which ops need FP32."""
 
 from mezzo.numerics.diagnosis import Alert, Diagnosis, FormatAnswer, diagnose
-from mezzo.numerics.evidence import KINDS, Evidence, RecordedStep, RecordedTensor, SwallowedUpdates
+from mezzo.numerics.evidence import (
+    KINDS,
+    Evidence,
+    OperandLosses,
+    RecordedOperand,
+    RecordedStep,
+    RecordedTensor,
+    SwallowedUpdates,
+)
 from mezzo.numerics.evidence import read as read_evidence
 from mezzo.numerics.histogram import ExponentHistogram, exponent_histogram
 from mezzo.numerics.recorder import Recorder
@@ -16,6 +24,8 @@ __all__ = [
     "Evidence",
     "ExponentHistogram",
     "FormatAnswer",
+    "OperandLosses",
+    "RecordedOperand",
     "RecordedStep",
     "RecordedTensor",
     "Recorder",

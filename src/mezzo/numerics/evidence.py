@@ -30,6 +30,12 @@ from mezzo.numerics.histogram import BINS, FIRST, INFS, LARGEST, NANS, ROW, ZERO
 #: What is recorded of a module, in the order in which a step makes it.
 KINDS: Final = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
 
+#: The operands of a weight's product, in the order in which a step quantises them, and the kind that each is of.
+OPERANDS: Final = {"activation": "activations", "weight": "weights", "gradient": "activation_gradients"}
+#: Where ‖g‖ is less than so many times the norm of the quantisation noise, quantised training becomes less effective.
+#: Source: Chmiel et al., FP4 All the Way, https://arxiv.org/abs/2505.19115.
+NOISE_LIMIT: Final = math.sqrt(3.0)
+
 Steps = Literal["newest", "all"] | int
 
 
@@ -130,6 +136,76 @@ class RecordedTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedOperand:
+    """What one step lost of one operand of a weight's products below sixteen bits, over all times it was quantised.
+
+    Formats whose scales depend on the dimension quantise an operand once for each product that it is in.
+
+    Attributes:
+        module: The path of the module that has the weight; empty for the model itself.
+        name: The weight's name in it.
+        role: ``activation``, ``weight`` or ``gradient``, which is the output's.
+        format: The block format.
+        elements: Elements that were quantised.
+        saturated: Of these: elements beyond the largest that their scale reaches.
+        flushed: Of these: elements that are not zero, and became zero.
+        gradient_norm: Of gradients: the 2-norm of the weight's gradient, unscaled, from the output's gradient before it
+            was quantised; ``None`` where no quantised gradient went into it.
+        noise_norm: The 2-norm of what quantising that added to the weight's gradient.
+    """
+
+    module: str
+    name: str
+    role: str
+    format: str
+    elements: int
+    saturated: int
+    flushed: int
+    gradient_norm: float | None = None
+    noise_norm: float | None = None
+
+    @property
+    def noise(self) -> float | None:
+        """‖noise‖ / ‖g‖; ``None`` where it is not known, or not finite."""
+        if not self.gradient_norm or self.noise_norm is None:
+            return None
+        is_known = math.isfinite(self.gradient_norm) and math.isfinite(self.noise_norm)
+        return self.noise_norm / self.gradient_norm if is_known else None
+
+    @property
+    def below_noise(self) -> bool | None:
+        """Whether ‖g‖ < √3 ‖noise‖; ``None`` where that is not known, or not finite."""
+        return None if self.noise is None else self.noise * NOISE_LIMIT > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperandLosses:
+    """What some recorded steps lost of one operand of a weight's products.
+
+    Attributes:
+        module: The path of the module that has the weight.
+        name: The weight's name in it.
+        role: ``activation``, ``weight`` or ``gradient``.
+        format: The block format.
+        saturated: The share of elements beyond the largest that their scale reaches.
+        flushed: The share of elements that are not zero, and became zero.
+        below_noise: Of gradients: the share of steps in which ‖g‖ < √3 ‖noise‖; ``None`` where that is not known.
+        noise: Of gradients: the mean of ‖noise‖ / ‖g‖ over steps.
+        steps: How many steps had it.
+    """
+
+    module: str
+    name: str
+    role: str
+    format: str
+    saturated: float
+    flushed: float
+    below_noise: float | None
+    noise: float | None
+    steps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
     """One recorded step.
 
@@ -138,12 +214,14 @@ class RecordedStep:
         loss_scales: The scale of each loss that took part; empty where losses are not scaled.
         skipped: Whether the weights were left alone; there are no updates then.
         tensors: What it had.
+        operands: What its products below sixteen bits lost of their operands.
     """
 
     step: int
     loss_scales: tuple[float, ...]
     skipped: bool
     tensors: tuple[RecordedTensor, ...]
+    operands: tuple[RecordedOperand, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +341,41 @@ class Evidence:
             raise self._nothing(kinds, module, step, name)
         return found
 
+    def operands(self, module: str | None = None, *, step: Steps = "all") -> list[OperandLosses]:
+        """Return what products below sixteen bits lost of their operands; an empty list where none is.
+
+        Args:
+            module: A module's path or a glob of paths; all when omitted.
+            step: ``"all"`` recorded steps, the newest that has any, or a step's number.
+
+        Raises:
+            PolicyError: No such module was recorded.
+            StateError: That step was not recorded.
+        """
+        places = None if module is None else self._places(module)
+        found: dict[tuple[str, str, str, str], list[RecordedOperand]] = {}
+        for recorded in self._chosen(step):
+            for each in recorded.operands:
+                if places is None or (each.module, None) in places or (each.module, each.name) in places:
+                    found.setdefault((each.module, each.name, each.role, each.format), []).append(each)
+            if found and step == "newest":
+                break
+        made = []
+        for (path, name, role, form), steps in found.items():
+            elements, told = sum(each.elements for each in steps), [each.below_noise for each in steps]
+            known = [each for each in told if each is not None]
+            noises = [each.noise for each in steps if each.noise is not None]
+            made.append(
+                OperandLosses(
+                    module=path, name=name, role=role, format=form, steps=len(steps),
+                    saturated=sum(each.saturated for each in steps) / elements,
+                    flushed=sum(each.flushed for each in steps) / elements,
+                    below_noise=sum(known) / len(known) if known else None,
+                    noise=sum(noises) / len(noises) if noises else None,
+                )
+            )  # fmt: skip
+        return made
+
     def _chosen(self, step: Steps) -> Iterator[RecordedStep]:
         """Return the steps asked for, newest first."""
         if isinstance(step, int):
@@ -315,7 +428,7 @@ class Evidence:
 #
 # Its lines, by example (wrapped here). The first says of what it is::
 #
-#     {"schema": 2, "mezzo": "0.1.0", "model": "ByteGPT", "policy": "O1", "compute_dtype": "float16",
+#     {"schema": 3, "mezzo": "0.1.0", "model": "ByteGPT", "policy": "O1", "compute_dtype": "float16",
 #      "loss_scale": "dynamic", "every": 50, "kinds": ["weights", …], "formats": ["float16", …],
 #      "modules": [{"path": "blocks.0.up", "type": "Linear", "parameters": {"weight": "float32"},
 #                   "same_as": "blocks.1.up" or null, "tied": {"weight": "embed.weight"}}, …]}
@@ -326,7 +439,10 @@ class Evidence:
 #       {"kind": "updates", "module": "blocks.0.up", "name": "weight", "dtype": "float32",
 #        "counts": {"-12": 4031, …}, "powers": {"-12": 2, …}, "zeros": 0, "infs": 0, "nans": 0, "max_abs": 0.0025,
 #        "swallowed": {"updated": 65536, "beyond": 120, "with_gradient": 65536, "unmoved": 0,
-#                      "swallowed": {"bfloat16": 7031, …}} (null but for updates)}, …]}
+#                      "swallowed": {"bfloat16": 7031, …}} (null but for updates)}, …],
+#      "operands": [
+#       {"module": "blocks.0.up", "name": "weight", "role": "gradient", "format": "nvfp4", "elements": 65536,
+#        "saturated": 210, "flushed": 4031, "gradient_norm": 0.25, "noise_norm": 0.031 (null but for gradients)}, …]}
 #
 # ``counts`` has the values with 2^k < \|x\| < 2^(k+1), by k, and ``powers`` those that are exactly 2^k: formats end at
 # powers of two, and only so is it known on which side of a limit they lie. Exponents without values are left out.
@@ -334,7 +450,7 @@ class Evidence:
 
 #: What the file is called in a folder of results.
 FILE: Final = "evidence.jsonl"
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 
 
 def write(evidence: Evidence, path: str | os.PathLike[str]) -> None:
@@ -415,7 +531,13 @@ def _header(line: dict[str, Any]) -> EvidenceHeader:
 
 def _step(line: dict[str, Any]) -> RecordedStep:
     scales, tensors = tuple(map(float, line["loss_scales"])), tuple(map(_tensor_of, line["tensors"]))
-    return RecordedStep(**{**line, "loss_scales": scales, "tensors": tensors})
+    operands = tuple(map(_operand_of, line["operands"]))
+    return RecordedStep(**{**line, "loss_scales": scales, "tensors": tensors, "operands": operands})
+
+
+def _operand_of(line: dict[str, Any]) -> RecordedOperand:
+    norms = {name: None if line[name] is None else float(line[name]) for name in ("gradient_norm", "noise_norm")}
+    return RecordedOperand(**{**line, **norms})
 
 
 def _tensor_of(line: dict[str, Any]) -> RecordedTensor:

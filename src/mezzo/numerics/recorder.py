@@ -33,6 +33,7 @@ from mezzo.numerics.evidence import (
     write_step,
 )
 from mezzo.numerics.histogram import ROW, ExponentHistogram
+from mezzo.numerics.operands import OperandWatch
 from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, updated_by
 from mezzo.numerics.watches import FIELDS, PassWatch, Places, Tally, WeightWatch, swallowed_of
 from mezzo.policy import Policy
@@ -73,6 +74,7 @@ class Recording:
                 hidden(*found)
             else:
                 self._passes = PassWatch(subject, kinds, self._tally, self._places, factor)
+        self._operands = OperandWatch(subject, choices.kinds, self._tally, factor)  # last: what is refused leaves none
 
     @property
     def called(self) -> list[str]:
@@ -80,7 +82,8 @@ class Recording:
         return [] if self._passes is None else list(self._passes.called)
 
     def remove(self) -> None:
-        """Take the hooks off the modules."""
+        """Take the hooks off the modules, and listen to products no more."""
+        self._operands.remove()
         if self._passes is not None:
             self._passes.remove()
 
@@ -102,8 +105,9 @@ class Recording:
             where = f"step {step}: gradients of {type(self._subject.model).__name__}, and no call of a module"
             self._hidden(where, "torch.compile")
         flags = [] if isinstance(skipped, bool) else skipped
-        rows, numbers = self._tally.fetch([*loss_scales, *flags])
-        is_skipped = skipped is True or any(numbers[len(loss_scales) :])
+        rows, numbers = self._tally.fetch([*loss_scales, *flags, *self._operands.norms])
+        end = len(loss_scales) + len(flags)
+        is_skipped = skipped is True or any(numbers[len(loss_scales) : end])
         order = {each.path: place for place, each in enumerate(self._subject.ordered(self.called))}
         places = sorted(self._places, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
         return RecordedStep(
@@ -111,6 +115,7 @@ class Recording:
             loss_scales=tuple(numbers[: len(loss_scales)]),
             skipped=is_skipped,
             tensors=tuple(self._tensor(place, rows) for place in places if not (is_skipped and place[0] == "updates")),
+            operands=self._operands.found(rows, numbers[end:], ROW),
         )
 
     def _tensor(self, place: tuple[str, str, str], rows: list[Tensor]) -> RecordedTensor:
@@ -287,7 +292,9 @@ class Recorder:
 
     In the first step, and then in each that comes ``every`` steps later, the values of weights, activations, activation
     gradients, weight gradients and updates are counted by their exponent, module by module. From the counts follows
-    what any number format at any loss scale would lose of them, used in this run or not.
+    what any number format at any loss scale would lose of them, used in this run or not. Of products below sixteen
+    bits, in eager mode, what quantising loses of each operand of the kinds recorded, and with ``weight_gradients`` how
+    much noise it adds to them: :meth:`mezzo.numerics.Evidence.operands`.
 
     Gradients are recorded unscaled. Weight gradients are those that the optimizer gets, before they are clipped.
     Weights and updates are those of the FP32 value where one is kept. A skipped step has no updates. What a module
@@ -319,8 +326,9 @@ class Recorder:
         OSError: There is no folder for the stream; where the run begins, that it cannot be written.
 
     **Cost**: on recorded steps a pass over everything that is recorded, one transfer from the device, and with
-    ``updates`` a copy of the weights while the step runs. On others nothing: there are hooks only in recorded steps.
-    In memory 4.5 KB for each tensor of a recorded step.
+    ``updates`` a copy of the weights while the step runs. Of each product below sixteen bits two more products in FP32,
+    each of its operands in FP32 twice, and two FP32 values for each element of its weight. On other steps nothing:
+    there are hooks only in recorded ones. In memory 4.5 KB for each tensor of a recorded step.
 
     Example:
         >>> import torch

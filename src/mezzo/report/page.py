@@ -16,7 +16,7 @@ from mezzo.files import whole
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.numerics import KINDS, Evidence, ExponentHistogram
 from mezzo.numerics.histogram import BINS, FIRST
-from mezzo.report.verdict import cells, short, verdict
+from mezzo.report.verdict import cells, operand_cells, short, verdict
 from mezzo.script.comparison import Comparison, Run
 
 # Where the values of a run lie: one picture of evidence, the share of values in each power of two.
@@ -221,7 +221,8 @@ def write_page(comparison: Comparison, path: Path) -> None:
     ]
     text = files("mezzo.report").joinpath("page.html.jinja").read_text(encoding="utf-8")
     template = jinja2.Environment(autoescape=True).from_string(text)
-    page = template.render(comparison=comparison, verdict=verdict(comparison), heads=heads, rows=rows, figures=figures)
+    tables = [(heads, rows), operand_cells(comparison)]
+    page = template.render(comparison=comparison, verdict=verdict(comparison), tables=tables, figures=figures)
     with whole(path) as file:
         file.write(page.encode())
 

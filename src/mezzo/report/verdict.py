@@ -266,6 +266,72 @@ def number(value: float | None, *, sign: bool = False, digits: int = _DIGITS) ->
     return format(value + 0.0, f"{'+' if sign else ''}.{digits}g")
 
 
+# What products below sixteen bits lost, by layer.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperandRow:
+    """What products below sixteen bits lost of one operand under one policy: means over its runs.
+
+    Attributes:
+        policy: The policy's text.
+        layer: The path of the weight.
+        role: ``activation``, ``weight`` or ``gradient``.
+        format: The block format.
+        saturated: The share of elements beyond the largest that their scale reaches.
+        flushed: The share of elements that are not zero, and became zero.
+        below_noise: Of gradients: the share of recorded steps in which the norm of the weight's gradient was less than
+            √3 times that of the quantisation noise; ``None`` where that is not known.
+        noise: Of gradients: the mean of the noise's norm, in terms of the gradient's.
+    """
+
+    policy: str
+    layer: str
+    role: str
+    format: str
+    saturated: float
+    flushed: float
+    below_noise: float | None
+    noise: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dataclasses.asdict(self)
+
+
+def operand_rows(comparison: Comparison) -> list[OperandRow]:
+    """Return a row for each policy, layer and operand; none where no product was below sixteen bits."""
+    made = []
+    for policy in comparison.policies:
+        found: dict[tuple[str, str, str], list[Any]] = {}
+        for each in (each for run in comparison.of(policy) for each in run.operands):
+            layer = ".".join(filter(None, (each["module"], each["name"]))).removesuffix(".weight")
+            found.setdefault((layer, each["role"], each["format"]), []).append(each)
+        made += [
+            OperandRow(
+                policy=policy, layer=layer, role=role, format=form,
+                saturated=statistics.fmean(each["saturated"] for each in runs),
+                flushed=statistics.fmean(each["flushed"] for each in runs),
+                below_noise=_mean([each["below_noise"] for each in runs]),
+                noise=_mean([each.get("noise") for each in runs]),
+            )
+            for (layer, role, form), runs in found.items()
+        ]  # fmt: skip
+    return made
+
+
+def operand_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
+    """Return heads and rows of :func:`operand_rows` as text."""
+    heads = ["policy", "layer", "operand", "format", "saturated", "flushed", "noise / ‖g‖", "‖g‖ < √3 × noise"]
+    return heads, [
+        [
+            short(row.policy), row.layer, row.role, row.format, share_text(row.saturated, 1), share_text(row.flushed, 1),
+            number(row.noise, digits=2), "–" if row.below_noise is None else share_text(row.below_noise, 1),
+        ]
+        for row in operand_rows(comparison)
+    ]  # fmt: skip
+
+
 # The table of a comparison, for a terminal and a page: the same cells in both.
 
 #: Columns by what they are worth, the least first: final scale, saved, held, time, skipped steps, loss.

@@ -66,6 +66,8 @@ class Run:
         low_share: The share of products that ran low.
         emulated: Whether products were computed in FP32 from rounded operands.
         left_alone: What of the script the policy did not reach, and why.
+        operands: What its products below sixteen bits lost of their operands, every 50th step together: the fields of
+            :class:`mezzo.numerics.OperandLosses`.
         losses: All of them, and ``scales``, the loss scale of each step, for pictures.
         scales: See ``losses``.
         folder: Where the run's files are.
@@ -87,6 +89,7 @@ class Run:
     low_share: float | None
     emulated: bool
     left_alone: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    operands: tuple[Mapping[str, Any], ...] = ()
     losses: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
     folder: Path
@@ -99,7 +102,7 @@ class Run:
     def to_dict(self) -> dict[str, Any]:
         """Return what ``summary.json`` says of it; the steps are in its own folder."""
         plain = dataclasses.asdict(self) | {"folder": self.folder.name}
-        return {name: value for name, value in plain.items() if name not in ("losses", "scales")}
+        return {name: value for name, value in plain.items() if name not in ("losses", "scales", "operands")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -426,6 +429,7 @@ def _read(folder: Path, policy: str, seed: int | None) -> Run:
         low_share=low_share if summary.get("flops") else None,
         emulated="emulated" in summary.get("flops", {}),
         left_alone=summary.get("left_alone", {}),
+        operands=tuple(summary.get("operands", ())),
         losses=tuple(losses),
         scales=tuple(record.scale for record in records),
         folder=folder,
@@ -495,7 +499,12 @@ def _require_seeded(program: Program, runs: Sequence[Run]) -> None:
         )
 
 
-def summary_of(comparison: Comparison, rows: Iterator[dict[str, Any]], verdict: Sequence[str]) -> dict[str, Any]:
+def summary_of(
+    comparison: Comparison,
+    rows: Iterator[dict[str, Any]],
+    operands: Iterator[dict[str, Any]],
+    verdict: Sequence[str],
+) -> dict[str, Any]:
     """Return what ``summary.json`` holds."""
     plain = {name: getattr(comparison, name) for name in ("script", "margin", "policies", "seeds", "steps", "date")}
     return {
@@ -504,6 +513,7 @@ def summary_of(comparison: Comparison, rows: Iterator[dict[str, Any]], verdict: 
         "interrupted": comparison.interrupted,
         "verdict": list(verdict),
         "rows": list(rows),
+        "operands": list(operands),
         "runs": [run.to_dict() for run in comparison.runs],
         "machine": dict(comparison.machine),
     }

@@ -1,0 +1,183 @@
+"""What products below sixteen bits lose of their operands in one step, and of the gradients of their weights.
+
+An element saturates where it lies beyond the largest that its scale reaches, and is flushed where it is not zero and
+becomes zero.
+
+Where gradients are quantised, the weight's gradient is computed once more, in FP32, from the output's gradient as it
+was before: g. What quantising it added is the noise. Where ‖g‖ < √3 ‖noise‖, quantised training becomes less
+effective (Chmiel et al., *FP4 All the Way: Fully Quantized Training of LLMs*, arXiv 2505.19115).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mezzo.cast.notes import WATCHERS, ProductCall, during, listening
+from mezzo.formats import E2M1, Quantized
+from mezzo.numerics.evidence import OPERANDS, RecordedOperand
+from mezzo.numerics.subject import Subject
+from mezzo.numerics.watches import Tally
+from mezzo.tensors import moved
+from mezzo.trace.modes import is_watched
+
+#: By how much more than the largest element an element saturates: less is what FP32 arithmetic makes of scales.
+SLACK: Final = 2.0**-20
+
+
+def losses(operand: Tensor, made: Quantized) -> Tensor:
+    """Count what quantising a tensor has lost.
+
+    Args:
+        operand: What was quantised.
+        made: What it became.
+
+    Returns:
+        (3,) int64: elements, those that saturate, those that are flushed.
+
+    **Cost**: the tensor in FP32 twice, a dozen element-wise kernels; no host sync.
+    """
+    element = made.format.element
+    code = element.encode(element.max)
+    code = code << 4 | code if element == E2M1 else code
+    largest = torch.full_like(made.values.view(torch.uint8), code).view(made.values.dtype)
+    limit = dataclasses.replace(made, values=largest).wide()
+    size = operand.detach().float().abs()
+    flushed = (size > 0) & (made.wide() == 0)
+    saturated = size.isfinite() & (size > limit * (1 + SLACK)) & ~flushed
+    return torch.stack([size.new_tensor(size.numel()), saturated.sum(), flushed.sum()]).long()
+
+
+def noise(operand: Tensor, made: Quantized, kept: Quantized | Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient of a weight without what quantising its output's gradient adds, and that.
+
+    Args:
+        operand: The output's gradient, (rows, out).
+        made: What it became.
+        kept: The input, (rows, in), as it was kept.
+
+    Returns:
+        Both (out, in), float32.
+
+    **Cost**: two products in FP32.
+    """
+    exact, x = operand.detach().float(), kept.wide() if isinstance(kept, Quantized) else kept.detach().float()
+    return _product(exact, x), _product(made.wide() - exact, x)
+
+
+def _product(gradient: Tensor, x: Tensor) -> Tensor:
+    # To those who count the model's products it is none of them.
+    factors = gradient.mT, x
+    out: Tensor = during("cast", torch.float32, torch.matmul, *factors) if WATCHERS else torch.matmul(*factors)
+    return out
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """What is known of a call before a backward pass uses it."""
+
+    counted: list[tuple[str, str, Tensor]] = field(default_factory=list)
+    last: tuple[Tensor, Quantized] | None = None
+
+
+class OperandWatch:
+    """Listens to products below sixteen bits for one step: those of a model's weights that gradients come back through.
+
+    Args:
+        subject: What is watched.
+        kinds: ``weights``, ``activations`` and ``activation_gradients`` for operands of these roles, and
+            ``weight_gradients`` for the noise; others ask for nothing.
+        tally: What counts, with three numbers at least behind its histograms.
+        factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
+    """
+
+    def __init__(
+        self, subject: Subject, kinds: Collection[str], tally: Tally, factor: Callable[[], Tensor | None]
+    ) -> None:
+        self._params, self._tally, self._factor = subject.params, tally, factor
+        self._roles = {role for role, kind in OPERANDS.items() if kind in kinds}
+        self._has_noise = "weight_gradients" in kinds
+        self._calls: dict[ProductCall, _Call] = {}
+        self._rows: dict[tuple[str, str, str, str], int] = {}
+        self._noise: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
+        self._listening = ExitStack()
+        if self._roles or self._has_noise:
+            self._listening.enter_context(listening(self))
+
+    def remove(self) -> None:
+        """Listen no more."""
+        self._listening.close()
+        self._calls.clear()
+
+    def quantised(self, call: ProductCall, role: str, operand: Tensor, made: Quantized) -> None:
+        """Count an operand, and keep the last gradient for :meth:`differentiated`."""
+        if self._place(call) is None or is_watched():
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            known = self._calls.setdefault(call, _Call())
+            if role in self._roles:
+                known.counted.append((role, str(made.format), losses(operand, made)))
+            if role == "gradient" and self._has_noise:
+                known.last = operand, made
+
+    def differentiated(self, call: ProductCall, kept: Quantized | Tensor | None) -> None:
+        """Take a call into the step, once for each backward pass through it."""
+        place, known = self._place(call), self._calls.pop(call, None)
+        if place is None or known is None or is_watched():
+            return
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for role, form, counts in known.counted:
+                key = (*place, role, form)
+                if key not in self._rows:
+                    self._rows[key] = self._tally.row(counts.device)
+                self._tally.beside(self._rows[key])[: len(counts)].add_(counts)
+            if kept is not None and known.last is not None:
+                self._add(place, *noise(*known.last, kept))
+
+    def _add(self, place: tuple[str, str], *parts: Tensor) -> None:
+        """Add the gradient of a call, and its noise, to those of the step."""
+        factor = self._factor()
+        for at, part in enumerate(parts):
+            if factor is not None:
+                part *= moved(factor, part.device)
+            if place in self._noise:
+                self._noise[place][at].add_(part)
+        if place not in self._noise:
+            self._noise[place] = parts[0], parts[1]
+
+    @property
+    def norms(self) -> list[Tensor]:
+        """Norms of gradient and noise, 0-d, of each weight that has them."""
+        return [torch.linalg.vector_norm(part) for parts in self._noise.values() for part in parts]
+
+    def found(self, rows: Sequence[Tensor], norms: Sequence[float], start: int) -> tuple[RecordedOperand, ...]:
+        """Return what was counted.
+
+        Args:
+            rows: Those of the tally, on the host.
+            norms: What :attr:`norms` came to.
+            start: Where a row's numbers begin behind its histogram.
+        """
+        by_weight = dict(zip(self._noise, zip(norms[::2], norms[1::2], strict=True), strict=True))
+        made = []
+        for (module, name, role, form), row in self._rows.items():
+            elements, saturated, flushed = rows[row][start : start + 3].tolist()
+            gradient, noisy = by_weight.pop((module, name), (None, None)) if role == "gradient" else (None, None)
+            made.append(
+                RecordedOperand(
+                    module=module, name=name, role=role, format=form, elements=elements, saturated=saturated,
+                    flushed=flushed, gradient_norm=gradient, noise_norm=noisy,
+                )
+            )  # fmt: skip
+        order = {place: at for at, place in enumerate(self._params.values())}
+        return tuple(sorted(made, key=lambda each: (order[each.module, each.name], [*OPERANDS].index(each.role))))
+
+    def _place(self, call: ProductCall) -> tuple[str, str] | None:
+        weight = call.weight
+        return self._params.get(weight) or (None if weight._base is None else self._params.get(weight._base))
