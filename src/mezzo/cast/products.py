@@ -406,7 +406,7 @@ def _wide(operand: Operand, dim: int) -> tuple[Tensor, Tensor | None]:
     if operand.format.block not in (None, -1):
         return _rows(operand.wide(), dim), None
     scale = operand.scales
-    return _rows(operand.values, dim).float(), scale.view(1, 1) if scale.dim() == 0 else _rows(scale, dim)
+    return _rows(operand.elements(), dim), scale.view(1, 1) if scale.dim() == 0 else _rows(scale, dim)
 
 
 class Kept(NamedTuple):
