@@ -1,5 +1,6 @@
 """Tensors in block formats: bit by bit what exact Python makes of them, by torch's operations and by the kernel."""
 
+import dataclasses
 import math
 import struct
 from collections import Counter
@@ -55,7 +56,8 @@ def path(request, monkeypatch):
     if request.param == "portable":
         monkeypatch.setattr(convert, "_is_plain", lambda x: False)
     else:
-        monkeypatch.setattr(convert.portable, "encoded", None)  # called, it would raise
+        for name in ("encoded", "decoded"):
+            monkeypatch.setattr(convert.portable, name, None)  # called, it would raise
     return request.param
 
 
@@ -268,6 +270,45 @@ def test_wide_is_exact_where_fp32_holds_it():
         )
 
 
+def same(one, two):
+    """Whether FP32 tensors have the same bits, but for those of NaN."""
+    return torch.equal(*(torch.where(each.isnan(), 7, each.contiguous().view(torch.int32)) for each in (one, two)))
+
+
+def test_every_code_under_every_scale_is_read_as_it_is_defined(path):
+    """And rounded as FP32 is: once for each scale."""
+    generator = torch.Generator().manual_seed(0)
+    for fmt in SHAPES:
+        for dim in (-1, -2):
+            found = quantize(wild((512, 96), 0) if fmt.block != (16, 16) else wild((512, 512), 0), fmt, dim)
+            codes = torch.randint(256, found.values.shape, dtype=torch.uint8, generator=generator)
+            scales = found.scales
+            if fmt.scale is not FP32:  # every one
+                scales = (torch.arange(scales.numel()) % 256).to(torch.uint8).view(scales.shape).view(scales.dtype)
+            lie = [
+                each.movedim(dim, -1).contiguous().movedim(-1, dim) if each.dim() else each for each in (codes, scales)
+            ]
+            found = dataclasses.replace(found, values=lie[0].view(found.values.dtype), scales=lie[1])
+            exact = [oracle.meaning(WORDS[fmt.element], code) for code in range(1 << fmt.element.num_bits)]
+            table = torch.tensor([math.nan if each is None else float(each) for each in exact])
+            sign = 1 << fmt.element.num_bits - 1
+            table[sign:] = -table[:sign]
+            if fmt.element is E5M2:
+                table[0x7C], table[0xFC] = math.inf, -math.inf
+            elements = table[codes_of(found)].view(found.shape if dim == -1 else found.shape[::-1])
+            assert same(found.elements().movedim(dim, -1), elements)
+            each = found.scales
+            if fmt.scale is E8M0:
+                each = torch.tensor([*(2.0 ** (code - 127) for code in range(255)), math.nan])[bits(each).long()]
+            each = each.float()
+            if each.dim():
+                each = each.movedim(dim, -1)
+                each = each.repeat_interleave(elements.shape[1] // each.shape[1], 1)
+                each = each.repeat_interleave(elements.shape[0] // each.shape[0], 0)
+            wide = elements * each * (1.0 if found.tensor_scale is None else found.tensor_scale)
+            assert same(found.wide().movedim(dim, -1), wide)
+
+
 def test_empty_tensors():
     for fmt in BLOCK_FORMATS.values():
         for shape in ((0, 32), (32, 0), (0,)):
@@ -397,19 +438,24 @@ def test_without_a_compiler_torchs_operations_do_it(monkeypatch, caplog):
 
     x, calls = wild((4, 64), 0), []
     expected = quantized(x, NVFP4)
+    wide = expected.wide()
     monkeypatch.setattr(cpp, "built", none)
     monkeypatch.setattr(
         convert.portable, "encoded", lambda *each, real=convert.portable.encoded: calls.append(1) or real(*each)
     )
     cpp._kernel.cache_clear()
+    cpp._decoding.cache_clear()
     try:
         with caplog.at_level("INFO", logger="mezzo"):
             alike(quantized(x, NVFP4), expected)
             alike(quantized(x, NVFP4), expected)
+            assert torch.equal(expected.wide(), wide)
     finally:
         cpp._kernel.cache_clear()
+        cpp._decoding.cache_clear()
     assert len(calls) == 2
-    assert caplog.text.count("quantised with torch's operations: no C++ compiler for kernels") == 1
+    for verb in ("quantised", "read"):
+        assert caplog.text.count(f"{verb} with torch's operations: no C++ compiler for kernels") == 1
 
 
 def test_under_a_compiler_of_torchs_and_where_nothing_has_memory():

@@ -64,15 +64,27 @@ class Quantized:
             A new tensor that lies in memory with ``dim`` last. Where scales are E8M0 it is the very values; elsewhere
             the product with an FP32 scale is rounded once. A block whose scale is NaN is NaN.
         """
+        return self._read(is_scaled=True)
+
+    def elements(self) -> Tensor:
+        """Return the elements in FP32, without any scale: a new tensor that lies in memory with ``dim`` last."""
+        return self._read(is_scaled=False)
+
+    def _read(self, *, is_scaled: bool) -> Tensor:
         moved = _bytes(self.values).movedim(self.dim, -1)
-        scales = self.scales if self.scales.dtype == torch.float32 else _bytes(self.scales)
         shape = [*self.shape]
         shape.append(shape.pop(self.dim))
-        bands, lines, groups, width = _cut(shape, self.format, self.dim)
-        codes = moved.reshape(bands, lines, groups, width // 2 if self.format.element.dtype is None else width)
-        if scales.dim():
-            scales = scales.movedim(self.dim, -1).reshape(bands, groups)
-        found = portable.decoded(codes, scales, self.tensor_scale, self.format)
+        bands, lines, groups, width = cut = _cut(shape, self.format, self.dim)
+        scales = tensor_scale = None
+        if is_scaled:
+            scales, tensor_scale = self.scales, self.tensor_scale
+            scales = scales if scales.dtype == torch.float32 else _bytes(scales)
+            if scales.dim():
+                scales = scales.movedim(self.dim, -1).reshape(bands, groups)
+        found = cpp.decoded(moved, scales, tensor_scale, self.format, cut) if _is_plain(self.values) else None
+        if found is None:
+            codes = moved.reshape(bands, lines, groups, width // 2 if self.format.element.dtype is None else width)
+            found = portable.decoded(codes, scales, tensor_scale, self.format)
         return found.view(shape).movedim(-1, self.dim)
 
     def dequantize(self) -> Tensor:

@@ -1,7 +1,7 @@
-"""The arithmetic of :mod:`mezzo.formats.portable` in one C++ kernel: amax, scale, rounding and packing in one pass.
+"""The arithmetic of :mod:`mezzo.formats.portable` in C++ kernels: one there, and one back.
 
-A kernel is compiled for a format, a dtype and a rounding. It reads a tensor as it lies, and writes codes with ``dim``
-last.
+The first is compiled for a format, a dtype and a rounding: amax, scale, rounding and packing in one pass. It reads a
+tensor as it lies, and writes codes with ``dim`` last. The other reads them so.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _kernel(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) -
 def source(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) -> str:
     """Write the program of a kernel; width 0 is any."""
     element = fmt.element
-    facts = {
+    facts: dict[str, object] = {
         "INPUT": _INPUTS[dtype],
         "KEPT": element.mantissa_bits,
         "BIAS": element.bias,
@@ -129,10 +129,77 @@ def source(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) ->
         "SMALLEST_AMAX": f"{SMALLEST_AMAX!r}f",
         "TILE": TILE,
     }
-    return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + _BODY
+    return _program(facts, _BODY)
 
 
-_BODY: Final = r"""
+def _program(facts: dict[str, object], body: str) -> str:
+    return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + _PRELUDE + body
+
+
+def decoded(
+    codes: Tensor, scales: Tensor | None, tensor_scale: Tensor | None, fmt: BlockFormat, cut: tuple[int, int, int, int]
+) -> Tensor | None:
+    """Return the values that codes stand for, on the CPU.
+
+    Args:
+        codes: uint8, one after another in memory; in E2M1 two to a byte.
+        scales: uint8 or FP32, 0-d or one after another; None leaves them out.
+        tensor_scale: 0-d FP32, or None.
+        fmt: The format.
+        cut: (bands, lines, groups, width), of which (bands, groups) share a scale.
+
+    Returns:
+        FP32 in one dimension; None where there is no kernel.
+    """
+    bands, lines, groups, width = cut
+    count = bands * lines * groups * width
+    if scales is None or not scales.dim():
+        bands, lines, groups, width = 1, 1, 1, count
+    elif lines == 1:
+        bands, groups = 1, bands * groups
+    kernel = _decoding(fmt, scales is not None, width if width <= 64 else 0)
+    if kernel is None or not codes.is_contiguous():
+        return None
+    found = torch.empty(count)
+    none = found  # an address that is not read
+    kernel(
+        codes,
+        none if scales is None else scales.contiguous(),
+        none if tensor_scale is None else tensor_scale,
+        found,
+        bands * lines,
+        lines,
+        groups,
+        width,
+        threads(count),
+    )
+    return found
+
+
+@cache
+def _decoding(fmt: BlockFormat, is_scaled: bool, width: int) -> CppKernel | None:
+    """Return the kernel, or None where none can be compiled; width 0 is any."""
+    element = fmt.element
+    facts: dict[str, object] = {
+        "KEPT": element.mantissa_bits,
+        "BIAS": element.bias,
+        "SIGN_AT": element.num_bits - 1,
+        "SMALLEST": f"{element.smallest_subnormal!r}f",
+        "BEYOND": element.encode(element.max) + 1,
+        "PACKED": int(element == E2M1),
+        "SCALE": _SCALES[fmt.scale.name] if is_scaled else -1,
+        "TENSOR_SCALE": int(fmt.tensor_scale and is_scaled),
+        "WIDTH": width,
+        "TILE": TILE,
+    }
+    try:
+        return built(_program(facts, _DECODING))
+    except (UnsupportedError, OSError) as error:
+        logger.info("tensors are read with torch's operations: %s", error)
+        return None
+
+
+_PRELUDE: Final = r"""
 #include <cstdint>
 #include <cstring>
 
@@ -141,7 +208,9 @@ template <class To, class From> static inline To bits(From value) {
     std::memcpy(&to, &value, sizeof to);
     return to;
 }
+"""
 
+_BODY: Final = r"""
 constexpr int32_t EXPONENT = 0x7f800000, SIZE = 0x7fffffff;
 constexpr float NONE = __builtin_nanf("");
 
@@ -447,6 +516,80 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
                                  line_codes + g * part);
                     stored(line_codes, length, place, codes);
                 }
+            }
+        }
+    }
+}
+"""
+
+_DECODING: Final = r"""
+// The value of a code of a sign, an exponent and KEPT bits.
+template <int kept, int bias, int sign_at, int beyond> static inline float value_of(int32_t code, float smallest) {
+    const int32_t size = code & ((1 << sign_at) - 1);
+    int32_t normal = (size << (23 - kept)) + ((127 - bias) << 23);
+    normal |= size < beyond ? 0 : 0x7f800000;
+    const int32_t found = size < 1 << kept ? bits<int32_t>(float(size) * smallest) : normal;
+    return bits<float>(found | int32_t(uint32_t(code >> sign_at) << 31));
+}
+
+#if SCALE == -1
+typedef float Scale;
+static inline float widened(Scale) { return 1.0f; }
+#elif SCALE == 0
+typedef float Scale;
+static inline float widened(Scale scale) { return scale; }
+#elif SCALE == 1
+typedef uint8_t Scale;
+static inline float widened(Scale scale) {
+    return bits<float>(scale == 255 ? 0x7fc00000 : scale ? scale << 23 : 1 << 22);
+}
+#else
+typedef uint8_t Scale;
+static inline float widened(Scale scale) { return value_of<3, 7, 7, 0x7f>(scale, 0x1p-9f); }
+#endif
+
+extern "C" void kernel(const uint8_t* codes, const Scale* scales, const float* tensor_scale, float* to, int64_t rows,
+                       int64_t lines, int64_t groups, int64_t any_width, int64_t threads) {
+    const int64_t width = WIDTH ? WIDTH : any_width, all = rows * groups;
+    const int64_t many = width < TILE ? TILE / width : 1;             // groups of a job
+    const int64_t parts = width < TILE ? 1 : (width + TILE - 1) / TILE;  // jobs of a group
+    const int64_t jobs = (all + many - 1) / many * parts;
+    const float tensor = TENSOR_SCALE ? *tensor_scale : 1.0f;
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+    for (int64_t job = 0; job < jobs; ++job) {
+        const int64_t first = job / parts * many, end = all - first < many ? all : first + many;
+        const int64_t from = job % parts * TILE, rest = width - from < TILE ? width - from : TILE;
+        const int64_t count = WIDTH ? WIDTH : rest, place = first * width + from, length = (end - first) * count;
+        alignas(64) float values[TILE];
+        alignas(64) float shared[TILE];
+#if PACKED
+        alignas(64) uint8_t now[TILE];
+        for (int64_t i = 0; i < length / 2; ++i) {
+            const uint8_t pair = codes[place / 2 + i];
+            now[2 * i] = pair & 15;
+            now[2 * i + 1] = pair >> 4;
+        }
+#else
+        const uint8_t* now = codes + place;
+#endif
+        // Loops over what is of several sizes are long ones: there a vector of each is one.
+        float* read = SCALE == -1 ? to + place : values;
+#pragma omp simd
+        for (int64_t i = 0; i < length; ++i) read[i] = value_of<KEPT, BIAS, SIGN_AT, BEYOND>(now[i], SMALLEST);
+        if (SCALE == -1) continue;
+        for (int64_t g = first; g < end;) {
+            const int64_t group = g % groups, left = end - g < groups - group ? end - g : groups - group;
+            const Scale* line = scales + g / groups / lines * groups + group;
+#pragma omp simd
+            for (int64_t i = 0; i < left; ++i) shared[g - first + i] = widened(line[i]);
+            g += left;
+        }
+        for (int64_t g = 0; g < end - first; ++g) {
+            const float scale = shared[g];
+#pragma omp simd
+            for (int64_t i = 0; i < count; ++i) {
+                const float scaled = values[g * count + i] * scale;
+                to[place + g * count + i] = TENSOR_SCALE ? scaled * tensor : scaled;
             }
         }
     }

@@ -105,12 +105,12 @@ def encoded(
     return codes, scales, tensor_scale
 
 
-def decoded(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, fmt: BlockFormat) -> Tensor:
+def decoded(codes: Tensor, scales: Tensor | None, tensor_scale: Tensor | None, fmt: BlockFormat) -> Tensor:
     """Return the values that codes stand for.
 
     Args:
         codes: uint8 (bands, lines, groups, width), in E2M1 half as wide.
-        scales: uint8 or FP32, 0-d or (bands, groups).
+        scales: uint8 or FP32, 0-d or (bands, groups); None leaves them out.
         tensor_scale: 0-d FP32, or None.
         fmt: The format.
 
@@ -120,10 +120,11 @@ def decoded(codes: Tensor, scales: Tensor, tensor_scale: Tensor | None, fmt: Blo
     """
     if fmt.element.dtype is None:
         codes = torch.stack([codes & 0xF, codes >> 4], dim=-1).flatten(-2)
+    values = _element_values(codes, fmt.element)
+    if scales is None:
+        return values
     shared = _scale_values(scales, fmt.scale)
-    if shared.dim():
-        shared = shared[:, None, :, None]
-    values = _element_values(codes, fmt.element) * shared
+    values = values * (shared[:, None, :, None] if shared.dim() else shared)
     return values if tensor_scale is None else values * tensor_scale
 
 
