@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo import formats
+from mezzo import UnsupportedError, formats
 from mezzo.cast import products
 from mezzo.formats.convert import quantized
+
+from ..support.refusals import refused
 
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 DTYPES = [torch.bfloat16, torch.float16]
@@ -292,7 +294,7 @@ def test_nothing_but_products_of_weights_is_quantised_or_changes_its_dtype():
     def kernels(text):
         torch.manual_seed(0)
         model = Kinds()
-        with mezzo.prepare(model, f"O1,dtype=bfloat16,emulate=false{text}").autocast(), Seen() as seen:
+        with mezzo.prepare(model, f"O1,dtype=bfloat16{text}").autocast(), Seen() as seen:
             model(grid(32, 2, 32) / 8)
         return seen.dtypes
 
@@ -302,7 +304,7 @@ def test_nothing_but_products_of_weights_is_quantised_or_changes_its_dtype():
     for name in others:
         assert plain[name] == quantised[name]
     assert len(quantised["_to_copy"]) > 0
-    assert plain["addmm"] != quantised["addmm"] or plain["mm"] != quantised["mm"]
+    assert plain != quantised
 
 
 class Seen(TorchDispatchMode):
@@ -746,3 +748,18 @@ def test_only_rules_that_speak_about_recurrent_cells_are_reported_there(caplog):
     assert "does not reach" not in caplog.text
     mezzo.prepare(model, "O1,dtype=bfloat16,low=linear@r*,fp8_module=*").remove()
     assert "the rule low=linear@r* does not reach linear inside rnn" in caplog.text
+
+
+def test_what_no_device_here_has_is_refused_where_emulation_is():
+    for text in (
+        "fp8=*",
+        "fp8=*,fp8_recipe=rowwise",
+        "mxfp8_module=*",
+        "nvfp4_param=*.weight",
+        "mxfp8=*,low_products=wgrad",
+    ):
+        model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
+        with refused(
+            UnsupportedError, "products", "cannot be computed natively on this cpu", "emulate=auto", parts=[model]
+        ):
+            mezzo.prepare(model, f"O1,dtype=bfloat16,emulate=false,{text}")

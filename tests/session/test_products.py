@@ -232,6 +232,7 @@ def test_each_draw_of_noise_is_another_one_and_the_sessions_own():
     model, _, amp = session(NVFP4)
     generator = torch.get_rng_state()
     memory = amp.engine.weights.memories()[0]
+    memory.counts = True  # as in a backward pass of the session
     drawn = [int(memory.draw()) for _ in range(100)]
     assert len({*drawn}) == 100
     steps = {(b - a) % 2**32 for a, b in itertools.pairwise(drawn)}

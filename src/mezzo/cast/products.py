@@ -88,12 +88,10 @@ class Recipe:
 
     def found_on(self, device_type: str, dtype: torch.dtype) -> Finding:
         """Find out whether a device has all of its products: see :func:`mezzo.cast.native.found_on`."""
-        pairs = {
-            (self.activation, self.weight): self.low != "forward",
-            (self.gradient, self.weight): True,
-            (self.gradient, self.activation): self.low != "wgrad",
-        }
-        found = [found_on(device_type, *pair, dtype) for pair, is_used in pairs.items() if is_used]
+        pairs = [(self.gradient, self.weight)]
+        pairs += [] if self.low == "forward" else [(self.activation, self.weight)]
+        pairs += [] if self.low == "wgrad" else [(self.gradient, self.activation)]
+        found = [found_on(device_type, *pair, dtype) for pair in pairs]
         lacking = next((each for each in found if each.lacks), None)
         return lacking or next((each for each in found if each.output != dtype), found[0])
 
