@@ -751,15 +751,9 @@ def test_only_rules_that_speak_about_recurrent_cells_are_reported_there(caplog):
 
 
 def test_what_no_device_here_has_is_refused_where_emulation_is():
-    for text in (
-        "fp8=*",
-        "fp8=*,fp8_recipe=rowwise",
-        "mxfp8_module=*",
-        "nvfp4_param=*.weight",
-        "mxfp8=*,low_products=wgrad",
-    ):
+    words = "products", "cannot be computed natively on this cpu", "the text emulate=auto"
+    texts = "fp8=*", "fp8=*,fp8_recipe=rowwise", "mxfp8_module=*", "nvfp4_param=*.weight", "low_products=wgrad,mxfp8=mm"
+    for text in texts:
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
-        with refused(
-            UnsupportedError, "products", "cannot be computed natively on this cpu", "emulate=auto", parts=[model]
-        ):
+        with refused(UnsupportedError, *words, parts=[model]):
             mezzo.prepare(model, f"O1,dtype=bfloat16,emulate=false,{text}")
