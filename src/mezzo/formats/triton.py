@@ -32,7 +32,7 @@ LOOKERS: Final = 1 << 9
 MOST: Final = (1 << 31) - (1 << 16)
 _SCALES: Final = {FP32.name: 0, E8M0.name: 1, E4M3.name: 2}
 #: Arithmetic as in torch's own operations.
-_OPTIONS: Final = {"num_warps": 4, "enable_fp_fusion": False, "enable_reflect_ftz": False}
+_OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
 def encoded(
@@ -67,14 +67,15 @@ def encoded(
         if amax is None and (is_whole or fmt.tensor_scale):
             many = min(LOOKERS, -(-count // TILE))
             tops = torch.empty(many, dtype=torch.int32, device=device)
-            _looking(moved.dtype, fmt.tensor_scale)(many, device, bits, tops, count)
+            along = _unit(moved, _Lie(1, 0, 1, count, count, is_turned=False))
+            _looking(moved.dtype, fmt.tensor_scale, along)(many, device, bits, tops, count // along)
         high, wide = tile.sizes(lie)
         bands, segments = -(-lie.inner // high), 1 if tile.is_walked else -(-lie.last // wide)
+        unit = _unit(moved, lie)
         kernel = _quantising(fmt, block if tile.is_blocked else (1, 0), moved.dtype, _Case(
             high=high, wide=wide, turned=lie.is_turned, walked=tile.is_walked, random=key is not None, given=given,
-            unit=_unit(moved, lie),
+            unit=unit,
         ))  # fmt: skip
-        unit = _unit(moved, lie)
         kernel(
             lie.outer * bands * segments,
             device,
@@ -193,7 +194,7 @@ def _works_on(device: torch.device) -> bool:
     try:
         one = torch.ones(1, dtype=torch.float32, device=device)
         with on(device):
-            _looking(torch.float32, False)(1, device, one, one.view(torch.int32), 1)
+            _looking(torch.float32, False, 1)(1, device, one, one.view(torch.int32), 1)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # a compiler's, a linker's, a file's
@@ -203,8 +204,8 @@ def _works_on(device: torch.device) -> bool:
 
 
 @cache
-def _looking(dtype: torch.dtype, is_finite: bool) -> Launch:
-    constants = {"BITS": dtype == torch.bfloat16, "FINITE": is_finite, "BLOCK": TILE}
+def _looking(dtype: torch.dtype, is_finite: bool, unit: int) -> Launch:
+    constants = {"UNIT": unit, "BITS": dtype == torch.bfloat16, "FINITE": is_finite, "BLOCK": TILE}
     return Launch(jitted(_SOURCE, "largest"), _OPTIONS, **constants)
 
 
@@ -245,13 +246,14 @@ def read(x, at, mask, BITS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.conste
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["x", "tops"])
-def largest(x, tops, count, BITS: tl.constexpr, FINITE: tl.constexpr, BLOCK: tl.constexpr):
+def largest(x, tops, count, UNIT: tl.constexpr, BITS: tl.constexpr, FINITE: tl.constexpr, BLOCK: tl.constexpr):
     """Find the largest magnitude of a part of a tensor, or of its finite elements: its bits."""
     top = tl.full((1, BLOCK), 0, tl.int32)
+    count = count * UNIT
     first = tl.program_id(0) * BLOCK
     while first < count:
         places = first + tl.arange(0, BLOCK)[None, :]
-        size = sized(read(x, places, places < count, BITS, 1, 1))
+        size = sized(read(x, places, places < count, BITS, 1, UNIT))
         top = tl.maximum(top, tl.where(size < 0x7F800000, size, 0) if FINITE else size)
         first += tl.num_programs(0) * BLOCK
     tl.store(tops + tl.program_id(0), tl.max(tl.max(top, axis=1), axis=0))
