@@ -216,7 +216,7 @@ FAULTS = (
          "tests/step/executors/test_triton.py::test_buckets_of_any_dtype_find_their_gradients_in_the_table_of_pass_1",
          "weights of two dtypes would take each other's gradients"),
         ("triton: the capture of another device is asked",
-         "    with triton_source.on(device):  # torch asks the current device's stream\n        return torch.cuda.is_current",
+         "    with on(device):  # torch asks the current device's stream\n        return torch.cuda.is_current",
          "    if True:\n        return torch.cuda.is_current",
          "tests/step/executors/test_triton.py::test_whether_a_graph_is_captured_is_asked_on_the_tensors_device",
          "with several GPUs a graph would read tables that are gone"),

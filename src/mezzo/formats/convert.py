@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError, nearest, shown
-from mezzo.formats import cpp, portable
+from mezzo.formats import cpp, portable, triton
 from mezzo.formats.blocks import BlockFormat, block_format
 from mezzo.formats.table import Format
 from mezzo.tensors import is_transformed
@@ -19,6 +19,8 @@ Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
 #: What is quantised; all of it embeds in FP32.
 QUANTIZABLE: Final = (torch.float16, torch.bfloat16, torch.float32)
+#: What has one kernel for it all, by where tensors are.
+_KERNELS: Final = {"cpu": cpp, "cuda": triton}
 _ROUNDINGS: Final = ("nearest", "stochastic")
 #: The longest line that a tensor with one scale is cut into.
 _LINE: Final = 1 << 12
@@ -75,13 +77,14 @@ class Quantized:
         shape = [*self.shape]
         shape.append(shape.pop(self.dim))
         bands, lines, groups, width = cut = _cut(shape, self.format, self.dim)
+        on_cpu = self.values.device.type == "cpu" and _is_plain(self.values)
         scales = tensor_scale = None
         if is_scaled:
             scales, tensor_scale = self.scales, self.tensor_scale
             scales = scales if scales.dtype == torch.float32 else _bytes(scales)
             if scales.dim():
                 scales = scales.movedim(self.dim, -1).reshape(bands, groups)
-        found = cpp.decoded(moved, scales, tensor_scale, self.format, cut) if _is_plain(self.values) else None
+        found = cpp.decoded(moved, scales, tensor_scale, self.format, cut) if on_cpu else None
         if found is None:
             codes = moved.reshape(bands, lines, groups, width // 2 if self.format.element.dtype is None else width)
             found = portable.decoded(codes, scales, tensor_scale, self.format)
@@ -197,7 +200,8 @@ def quantized(
     down, across = _block(fmt, last_dim + 1, dim, last)
     if amax is not None and amax.dim() and dim != last_dim:
         amax = amax.movedim(dim, -1)
-    found = cpp.encoded(moved, fmt, (down, across), key, amax) if _is_plain(x) else None
+    kernels = _KERNELS.get(x.device.type) if _is_plain(x) else None
+    found = None if kernels is None else kernels.encoded(moved, fmt, (down, across), key, amax)
     if found is None:
         blocks = moved.contiguous().view(_cut(moved.shape, fmt, dim))
         bands, _, groups, _ = blocks.shape
@@ -227,10 +231,9 @@ def quantized(
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether a kernel may read a tensor at its address: on the CPU, not empty, and nothing traces or transforms it."""
+    """Whether a kernel may read a tensor at its address: it is not empty, and nothing traces or transforms it."""
     return (
-        x.device.type == "cpu"
-        and type(x) is Tensor
+        type(x) is Tensor
         and x.numel() > 0
         and not torch.compiler.is_compiling()
         and not is_transformed()

@@ -47,8 +47,8 @@ def encoded(
         tensor; None where there is no kernel, or none for such a tensor.
     """
     lines, width = block
-    places = _places(moved) if lines <= MOST_LINES else None
-    if places is None or (kernel := _kernel(fmt, moved.dtype, key is not None, min(width, 65))) is None:
+    lie = places(moved) if lines <= MOST_LINES else None
+    if lie is None or (kernel := _kernel(fmt, moved.dtype, key is not None, min(width, 65))) is None:
         return None
     count, last = moved.numel(), moved.shape[-1]
     *before, _ = moved.shape
@@ -62,7 +62,7 @@ def encoded(
         amax, each = amax.contiguous(), int(amax.dim() > 0)
     kernel(
         moved,
-        *places,
+        *lie,
         lines,
         width,
         scales,
@@ -76,7 +76,7 @@ def encoded(
     return codes, scales, tensor_scale
 
 
-def _places(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
+def places(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
     """Return where elements lie, as (outer, stride, inner, stride, last, stride); None where that is not enough."""
     if moved.is_contiguous():
         count, last = moved.numel(), moved.shape[-1]

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mezzo.launched import jitted
 from mezzo.scale import LossScale, scaler
 from mezzo.session import engine
 from mezzo.step import passes
@@ -102,7 +103,7 @@ MOST_USED = [("adamw split bf16", 90), ("adamw split bf16, moments", 80), ("adam
 def assert_update_fits(native, name, capability):
     rule_name, storage, dtypes, most = UPDATES[name]
     chosen = rule(rule_name)
-    kernel = source_of.jitted(source_of.update_source(chosen, storage, dtypes), update_name(chosen, storage))
+    kernel = jitted(source_of.update_source(chosen, storage, dtypes), update_name(chosen, storage))
     found = native(kernel, UPDATED, capability, options=tables.options_of(dtypes), BLOCK=tables.BLOCK)
     assert found.registers <= most
     # The largest of a group goes through memory that warps share.
@@ -138,7 +139,7 @@ def test_eight_elements_of_two_bytes_a_thread_are_more_bytes_under_way_than_four
     for elements in (4, 8):
         monkeypatch.setattr(source_of, "elements_of_a_thread", lambda _, elements=elements: elements)
         text, options = source_of.update_source.__wrapped__(chosen, storage, dtypes), tables.options_of(dtypes)
-        kernel = source_of.jitted(text, update_name(chosen, storage))
+        kernel = jitted(text, update_name(chosen, storage))
         found[elements] = under_way(native(kernel, UPDATED, 90, options=options, BLOCK=tables.BLOCK), elements, dtypes)
     assert found[8] > found[4]
 
@@ -152,7 +153,7 @@ def test_so_does_every_other(native):
 
 @pytest.mark.parametrize("dtype, capability", [(BF16, 90), (FP32, 80)])
 def test_pass_1_leaves_room_for_many_threads_and_moves_vectors(native, dtype, capability):
-    squares = source_of.jitted(source_of.norm_source(), "squares")
+    squares = jitted(source_of.norm_source(), "squares")
     arguments = {"addresses": "*i64", "lengths": "*i64", "chunks": "*i32", "partials": "*fp32"}
     constants = {"TYPE": source_of.element_type(dtype), "BITS": dtype == BF16}
     found = native(squares, arguments, capability, CHUNK=tables.CHUNK, BLOCK=tables.NORM_BLOCK, **constants)

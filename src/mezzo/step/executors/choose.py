@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
+from mezzo.launched import has_triton
 from mezzo.step.executors.emit import Pure
 from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.passes import Bucket, BucketUpdate, Executor, NoKernel, Verdict
@@ -123,9 +123,3 @@ def _shared_on(device: torch.device) -> Shared | None:
         logger.info("the few numbers that a step shares are computed one by one on %s, since %s", device, error)
         return None
     return executor.shared
-
-
-@functools.cache
-def has_triton() -> bool:
-    """Whether Triton is there, for NVIDIA's devices: its options for arithmetic as in torch's are theirs."""
-    return torch.version.cuda is not None and importlib.util.find_spec("triton") is not None

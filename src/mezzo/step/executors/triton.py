@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.formats.noise import seeded
+from mezzo.launched import Launch, jitted, on
 from mezzo.step.executors import triton_source
 from mezzo.step.executors.emit import Pure, Spelled, spelled, update_name
 from mezzo.step.executors.portable import (
@@ -27,7 +28,7 @@ from mezzo.step.executors.portable import (
     upload_captured,
     vectors,
 )
-from mezzo.step.executors.triton_source import TRITON, Launch, jitted, on
+from mezzo.step.executors.triton_source import TRITON
 from mezzo.step.passes import Bucket, BucketUpdate, Verdict
 from mezzo.step.update import UpdateRule
 
@@ -273,21 +274,19 @@ class _TritonNorms:
         positions[self.order] = torch.arange(len(kinds), device="cpu")
         # of each gradient's sums, in the order of the launches
         spans = torch.empty(len(kinds), 2, dtype=torch.int32, device="cpu")
-        self.launches: list[tuple[triton_source.Launch, Tensor]] = []
+        self.launches: list[tuple[Launch, Tensor]] = []
         self.total = 0
         for dtype, places, chunks in by_dtype(kinds, CHUNK):
             counts = -(-lengths[places] // CHUNK)
             ends = self.total + counts.cumsum(0)
             spans[places] = torch.stack([ends - counts, ends], 1).int()
             kind = {"TYPE": triton_source.element_type(dtype), "BITS": dtype == torch.bfloat16}
-            squares = triton_source.jitted(triton_source.norm_source(), "squares")
-            launch = triton_source.Launch(squares, _OPTIONS, **kind, CHUNK=CHUNK, BLOCK=NORM_BLOCK)
+            squares = jitted(triton_source.norm_source(), "squares")
+            launch = Launch(squares, _OPTIONS, **kind, CHUNK=CHUNK, BLOCK=NORM_BLOCK)
             chunks[:, 0] = positions[chunks[:, 0]]
             self.launches.append((launch, _uploaded(chunks, device)))
             self.total += len(chunks)
-        self.roots = triton_source.Launch(
-            triton_source.jitted(triton_source.norm_source(), "roots"), _OPTIONS, BLOCK=ROOT_BLOCK
-        )
+        self.roots = Launch(jitted(triton_source.norm_source(), "roots"), _OPTIONS, BLOCK=ROOT_BLOCK)
         self.lengths, self.spans = _uploaded(lengths[self.order], device), _uploaded(spans, device)
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
@@ -297,7 +296,7 @@ class _TritonNorms:
         if _is_capturing(self.device):
             self.kept.append((self.lengths, self.spans, self.launches))
         first = 0
-        with triton_source.on(self.device):
+        with on(self.device):
             for squares, chunks in self.launches:
                 if len(chunks):
                     squares(len(chunks), self.device, table, self.lengths, chunks, partials[first:])
@@ -319,7 +318,7 @@ class _TritonUpdate(TabledUpdate):
         self.shared, self.kept, self.device = shared, kept, bucket.step.device
         self.addresses = _Addresses(len(bucket.weights), self.device, kept, latest)
         self.table = torch.empty(0, dtype=torch.int64, device=self.device)
-        self.kernels: list[tuple[triton_source.Launch, Tensor]] = []
+        self.kernels: list[tuple[Launch, Tensor]] = []
 
     def follow(self, rows: Rows) -> None:
         """See :class:`..tables.TabledUpdate`."""
@@ -328,8 +327,8 @@ class _TritonUpdate(TabledUpdate):
         rule, storage, name = self.bucket.rule, self.bucket.storage, update_name(self.bucket.rule, self.bucket.storage)
         self.kernels = [
             (
-                triton_source.Launch(
-                    triton_source.jitted(triton_source.update_source(rule, storage, dtypes), name),
+                Launch(
+                    jitted(triton_source.update_source(rule, storage, dtypes), name),
                     options_of(dtypes),
                     BLOCK=BLOCK,
                 ),
@@ -355,7 +354,7 @@ class _TritonUpdate(TabledUpdate):
         else:  # not worth a launch
             scalars = bucket.rule.scalars({}, step)
         numbers = scalars, verdict.multiplier, verdict.found_inf, step, seeded(bucket.seed)
-        with triton_source.on(self.device):
+        with on(self.device):
             for kernel, chunks in self.kernels:
                 kernel(len(chunks), self.device, table, self.table, chunks, *numbers)
         return scalars
@@ -467,7 +466,7 @@ def _cure(error: Exception) -> str:
 def _is_capturing(device: torch.device) -> bool:
     if device.type != "cuda":
         return False
-    with triton_source.on(device):  # torch asks the current device's stream
+    with on(device):  # torch asks the current device's stream
         return torch.cuda.is_current_stream_capturing()
 
 
