@@ -435,7 +435,7 @@ FAULTS = (
          'all ranks would wait'),
         ('histories: cleared gradients have been seen',
          '            for memory in self.weights.memories():\n                memory.forget()\n', '',
-         'tests/session/test_products.py::test_histories_are_those_of_lists_whatever_the_loop_does',
+         'tests/session/test_products.py::test_gradients_that_the_session_clears_to_zeros_set_no_scale',
          'what no step used would set scales'),
         ('histories: gradients that optimizers clear have been seen',
          "if memories and not any(window.has_gradients() for window in self.windows):", "if False:",

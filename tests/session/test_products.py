@@ -189,6 +189,17 @@ def test_a_loop_of_ones_own_moves_histories_as_five_lines_do():
     assert max(found[0]["mid.weight"][0]) < 64
 
 
+def test_gradients_that_the_session_clears_to_zeros_set_no_scale():
+    model, _, amp = session()
+    for scale in (64, 1):
+        amp.zero_grad(set_to_none=False)
+        with amp.autocast():
+            loss = model(batch(1) * scale).float().square().mean()
+        amp.backward(loss)
+    amp.step()
+    assert max(histories(amp)["mid.weight"][0]) < 64
+
+
 def test_what_lies_beyond_the_history_saturates_and_is_no_nan(monkeypatch):
     model, _, amp = session()
     train(model, amp, 1)
