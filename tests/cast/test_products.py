@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo import formats
 from mezzo.cast import products
+from mezzo.cast.mode import PolicyMode
 from mezzo.formats.convert import quantized
 
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
@@ -526,6 +527,16 @@ def test_without_a_backward_pass_operands_are_written_down_once(text, written):
                 outs.append(out.detach())
                 assert len(forms) == 2 or context is torch.enable_grad
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_a_region_is_not_asked_about_what_a_product_reads(monkeypatch):
+    """It is for each function, and for each attribute of a tensor, and costs more than many of them."""
+    asked, real = [], PolicyMode._handle
+    monkeypatch.setattr(PolicyMode, "_handle", lambda self, func, *args: asked.append(func) or real(self, func, *args))
+    x, w = grid(32, 96).requires_grad_(), nn.Parameter(grid(32, 96))
+    with mezzo.autocast("O1,dtype=bfloat16,nvfp4=*"):
+        functional.linear(x, w)
+    assert len(asked) < 40
 
 
 @pytest.mark.parametrize("text", SHORT)
