@@ -413,7 +413,7 @@ FAULTS = (
     ),
     *in_file('cast/products.py',
         ("products: regions are asked about all that is read", "with torch._C.DisableTorchFunction():  # a mode",
-         "if True:  # a mode", "tests/cast/test_products.py::test_a_region_is_not_asked_about_what_a_product_reads",
+         "if True:  # a mode", "tests/cast/test_products.py::test_regions_around_are_not_asked_about_what_a_product_reads",
          "a small layer would take twice as long"),
         ('products: gradients are quantised as activations are', 'gradient=TENSORWISE_E5M2,',
          'gradient=TENSORWISE_E4M3,',
