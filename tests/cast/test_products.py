@@ -716,6 +716,23 @@ def test_compiled_functions_have_the_same_bits(text):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
+def test_inductor_leaves_products_as_they_are():
+    def run(x, w):
+        with mezzo.autocast("O1,dtype=bfloat16,nvfp4_tricks=rht+2d,nvfp4=*"):
+            return functional.linear(x, w, w[0])
+
+    w, x, found = nn.Parameter(grid(32, 32) / 8), grid(32, 32, seed=2), []
+    torch._dynamo.reset()
+    for called in (run, torch.compile(run, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        out = called(leaf, w)
+        found.append([out.detach(), *torch.autograd.grad(out, (leaf, w), grid(32, 32, seed=3).bfloat16())])
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=2.0**-8, atol=2.0**-8)  # the bias adds to one row
+
+
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_rotation_made_without_values_is_not_kept():
     """What estimates memory runs models so."""
