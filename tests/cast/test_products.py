@@ -717,6 +717,7 @@ def test_compiled_functions_have_the_same_bits(text):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
+@pytest.mark.slow
 def test_inductor_leaves_products_as_they_are():
     def run(x, w):
         with mezzo.autocast("O1,dtype=bfloat16,nvfp4_tricks=rht+2d,nvfp4=*"):
