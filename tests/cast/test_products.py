@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo import UnsupportedError, formats
 from mezzo.cast import products
+from mezzo.cast.mode import PolicyMode
 from mezzo.formats.convert import quantized
 
 from ..support.refusals import refused
@@ -530,6 +531,17 @@ def test_without_a_backward_pass_operands_are_written_down_once(text, written):
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+def test_regions_around_are_not_asked_about_what_a_product_reads(monkeypatch):
+    """They are for each function, and each attribute of a tensor: a model's region around that of a block."""
+    asked, real = [], PolicyMode._handle
+    monkeypatch.setattr(PolicyMode, "_handle", lambda self, func, *args: asked.append(func) or real(self, func, *args))
+    x, w = grid(32, 96).requires_grad_(), nn.Parameter(grid(32, 96))
+    with mezzo.autocast("O1,dtype=bfloat16,nvfp4=*"), mezzo.autocast("O1,dtype=bfloat16,nvfp4=*"):
+        asked.clear()
+        functional.linear(x, w)
+    assert len(asked) < 40
+
+
 @pytest.mark.parametrize("text", SHORT)
 def test_a_frozen_weight_or_input_has_no_product_for_its_gradient(text, written):
     x, w, g = grid(32, 96), grid(32, 96, seed=2) / 8, grid(32, 32, seed=3).bfloat16()
@@ -704,6 +716,24 @@ def test_compiled_functions_have_the_same_bits(text):
         out = called(leaf, w)
         found.append([out.detach(), *torch.autograd.grad(out.float().square().mean(), (leaf, w))])
     assert all(map(torch.equal, *found))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
+@pytest.mark.slow
+def test_inductor_leaves_products_as_they_are():
+    def run(x, w):
+        with mezzo.autocast("O1,dtype=bfloat16,nvfp4_tricks=rht+2d,nvfp4=*"):
+            return functional.linear(x, w, w[0])
+
+    w, x, found = nn.Parameter(grid(32, 32) / 8), grid(32, 32, seed=2), []
+    torch._dynamo.reset()
+    for called in (run, torch.compile(run, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        out = called(leaf, w)
+        found.append([out.detach(), *torch.autograd.grad(out, (leaf, w), grid(32, 32, seed=3).bfloat16())])
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    torch.testing.assert_close(found[0][2], found[1][2], rtol=2.0**-8, atol=2.0**-8)  # the bias adds to one row
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")

@@ -11,11 +11,14 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo import MixedPrecision, StateError
+from mezzo import MixedPrecision, StateError, optim
 from mezzo.cast import products
 from mezzo.cast.amaxes import ROLES, moved_on
+from mezzo.session.capture import Captured
 
+from ..acceptance.captured import predicated
 from ..support.refusals import bits, refused
+from .capture.host_graph import HostGraph
 from .loops import on_disk
 
 LENGTH = 4
@@ -360,3 +363,28 @@ def test_weights_that_pruning_has_taken_away_are_scaled_by_themselves():
     found = histories(amp)
     assert {*found} == {"again.weight"}
     assert found["again.weight"][0][0] > 0
+
+
+@pytest.mark.parametrize("text", [DELAYED, NVFP4])
+def test_a_captured_step_moves_histories_and_draws_as_others_do(text):
+    found = []
+    for captures in (False, True):
+        model, _, amp = session(text, optimizer=lambda params, lr: optim.AdamW(params, lr=lr))
+
+        def step(x, model=model, amp=amp):
+            with amp.autocast():
+                loss = model(x).float().square().mean()
+            amp.backward(loss)
+            taken = amp.step()
+            amp.zero_grad()
+            return loss.detach(), taken.skipped
+
+        with predicated():
+            called = Captured(step, amp, HostGraph()) if captures else step
+            for number in range(8):
+                x = batch(number) * (float("inf") if number == 5 else 1.0)
+                loss, skipped = called(x)
+                assert bool(skipped) == (number == 5)
+        found.append((loss, amp.state_dict()["products"], model.state_dict()))
+    assert bits(found[0]) == bits(found[1])
+    assert found[0][1]["draws"] == ([0] if text == DELAYED else [32])

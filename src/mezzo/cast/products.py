@@ -702,13 +702,14 @@ def _run(
     rows: Tensor, low_weight: Tensor, bias: Tensor | None, recipe: Recipe, memories: Sequence[Amaxes], weight: Tensor
 ) -> Tensor:
     """Run in Python, and out of graphs where something is known of earlier steps."""
-    memory, slot = None, None
-    if recipe.remembers:
-        first = memories[0] if memories else None  # for weights that are computed, as those of adapters
-        memory = next((each for each in memories if each.knows(weight)), first)
-        slot = memory.slot(weight) if memory is not None and recipe.delayed else None
-    call = ProductCall(weight) if LISTENERS else None
-    if not torch.is_grad_enabled():  # else a weight that trains would be written down for a backward pass as well
-        return forward(rows, low_weight, bias, _Writer(recipe, memory, slot, call), (False, False))[0]
-    out: Tensor = _Product.apply(rows, low_weight, bias, recipe, memory, slot, call)  # type: ignore[no-untyped-call]
+    with torch._C.DisableTorchFunction():  # a mode is asked about every attribute that is read, and there are many
+        memory, slot = None, None
+        if recipe.remembers:
+            first = memories[0] if memories else None  # for weights that are computed, as those of adapters
+            memory = next((each for each in memories if each.knows(weight)), first)
+            slot = memory.slot(weight) if memory is not None and recipe.delayed else None
+        call = ProductCall(weight) if LISTENERS else None
+        if not torch.is_grad_enabled():  # else a weight that trains would be written down for a backward pass as well
+            return forward(rows, low_weight, bias, _Writer(recipe, memory, slot, call), (False, False))[0]
+        out: Tensor = _Product.apply(rows, low_weight, bias, recipe, memory, slot, call)  # type: ignore[no-untyped-call]
     return out
