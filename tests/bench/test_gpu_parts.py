@@ -125,6 +125,13 @@ def test_each_goal_is_read_from_its_row(gpu):
                     for kind, ratio in (("eager", 3.0), ("compiled", 1.02))
                 ]
             },
+            "fp8": {
+                "quantising": [{"share": 0.9}, {"share": 0.7 - worse}],
+                "linear": [
+                    {"kind": "fp8, rowwise", "lacks": "", "speed": 0.1},
+                    {"kind": "fp8, tensorwise", "lacks": "", "speed": 1.3 - worse},
+                ],
+            },
             "edges": {"passed": 1, "failed": [{"test": "t", "message": "m"}] * (worse > 0), "skipped": {}},
         }
 
