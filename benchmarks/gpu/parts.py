@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from . import ceilings, edges, placing, steps, training, variants
+from . import ceilings, edges, placing, quantising, steps, training, variants
 from .plan import Plan
 
 
@@ -45,6 +45,7 @@ PARTS: Final[Mapping[str, Part]] = MappingProxyType(
         "step-bfloat16": _step("gpt2-small", "bfloat16", 120),
         "step-float16": _step("gpt2-small", "float16", 120),
         "step-tiny": _step("200-tiny", "bfloat16", 60),
+        "fp8": Part(measure=quantising.measure, limit_s=120),
         "variants": Part(measure=variants.measure, limit_s=240),
         "train-gpt2": _train("gpt2-small", 150),
         "train-tiny": _train("64-tiny", 90),

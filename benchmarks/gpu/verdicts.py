@@ -87,6 +87,18 @@ def _host(results: Results) -> float:
     return row(results, "step-bfloat16", SPLIT)["host_ms"] / (0.7 + 0.005 * tensors)
 
 
+def _quantising(results: Results) -> float:
+    """Of all formats and calls the least."""
+    return min(each["share"] for each in results["fp8"]["quantising"])
+
+
+def _linear(results: Results) -> float:
+    for each in results["fp8"]["linear"]:
+        if each["kind"] == "fp8, tensorwise" and not each["lacks"]:
+            return float(each["speed"])
+    raise LookupError("this device has no products in FP8")
+
+
 def _failing(results: Results) -> float:
     """How many fail; where none passes either, none has run."""
     return len(results["edges"]["failed"]) if results["edges"]["passed"] else math.inf
@@ -117,6 +129,10 @@ GOALS: Final = (
          value=_speed("train-tiny", "mezzo O2 captured")),
     Goal(what="a block of GPT as planned, compiled, time / torch.autocast's", parts=("plan-gpt",), bound=1.02,
          at="most", value=_planned),
+    Goal(what="quantising a matrix, the least share of the copy's bandwidth", parts=("fp8",), bound=0.7, at="least",
+         value=_quantising),
+    Goal(what="FP8 linear 4096×4096×8192 there and back, speed / BF16's", parts=("fp8",), bound=1.3, at="least",
+         value=_linear),
     Goal(what="host syncs in a training step", parts=("train-gpt2", "train-tiny"), bound=0, at="most", value=_syncs),
     Goal(what="tests that need a GPU and fail", parts=("edges",), bound=0, at="most",
          value=_failing),
@@ -134,7 +150,8 @@ def page(title: str, results: Results, failures: Mapping[str, str]) -> str:
     lines = [f"# {title}", "", "| goal | wanted | measured | verdict |", "|---|---:|---:|---|"]
     lines += [goal.line(results) for goal in GOALS]
     for head, section in (("Not measured", _not_measured(failures)), ("Ceilings", _ceilings(results)),
-                          ("Tests that fail", _edges(results)), ("Kernels of a step", _kernels(results)),
+                          ("Below sixteen bits", _below_sixteen(results)), ("Tests that fail", _edges(results)),
+                          ("Kernels of a step", _kernels(results)),
                           ("Pass 2 in variants", _variants(results))):  # fmt: skip
         if section:
             lines += ["", f"## {head}", "", *section]
@@ -169,6 +186,23 @@ def _edges(results: Results) -> list[str]:
     ]
     failed = [each for part in parts for each in results[part]["failed"]]
     return summary + [f"- `{each['test']}`: {' '.join(each['message'].split())[:200]}" for each in failed]
+
+
+def _below_sixteen(results: Results) -> list[str]:
+    if "fp8" not in results:
+        return []
+    lines = [
+        f"- {each['format']}, {each['call']}: {each['us']:.4g} µs, {each['share']:.0%} of copy"
+        f" ({each['share_p10']:.0%} to {each['share_p90']:.0%})"
+        for each in results["fp8"]["quantising"]
+    ]
+    for each in results["fp8"]["linear"]:
+        told = f"lacking: {each['lacks']}" if each["lacks"] else (
+            f"{each['ms']:.4g} ms, {each['speed']:.3g} × BF16's speed"
+            f" ({each['speed_p10']:.3g} to {each['speed_p90']:.3g})"
+        )  # fmt: skip
+        lines.append(f"- linear, {each['kind']}: {told}")
+    return lines
 
 
 def _kernels(results: Results) -> list[str]:

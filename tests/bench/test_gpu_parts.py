@@ -27,7 +27,7 @@ def command(gpu):
 
 def test_parts_run_dry_and_the_page_has_every_goal(gpu, command, tmp_path, monkeypatch):
     pytest.importorskip("triton", reason="needs Triton")
-    shapes, verdicts, parts = gpu("steps").shapes, gpu("verdicts"), ("ceilings", "step-bfloat16", "variants")
+    shapes, verdicts, parts = gpu("steps").shapes, gpu("verdicts"), ("ceilings", "step-bfloat16", "fp8", "variants")
     for place in ("gpu.steps", "gpu.variants", "stepping.bench"):
         monkeypatch.setattr(f"{place}.shapes", lambda name: shapes(name)[:5])
     assert command.main(["--dry-run", "--out", str(tmp_path), "--parts", *parts, "train-tiny", "plan-gpt"]) == 0
@@ -36,6 +36,11 @@ def test_parts_run_dry_and_the_page_has_every_goal(gpu, command, tmp_path, monke
     assert all(each["dry"] and each["part"] == name and each["seconds"] > 0 for name, each in written.items())
     assert [each["mib"] for each in found["ceilings"]["copies"]] == [1, 2]
     assert all(each["tb_per_s"] > 0 for each in found["ceilings"]["copies"])
+    quantising = gpu("quantising")
+    assert {row["format"] for row in found["fp8"]["quantising"]} == {*quantising.FORMATS}
+    assert all(row["share"] > 0 for row in found["fp8"]["quantising"])
+    assert [row["kind"] for row in found["fp8"]["linear"]] == [*quantising.KINDS]
+    assert all(row["speed"] > 0 for row in found["fp8"]["linear"])
     assert all(row["same_bits"] for row in found["variants"] if row["same_bits"] is not None)
     assert not [row for row in found["variants"] if "error" in row]
     assert {row["name"] for row in found["step-bfloat16"]["rows"]} >= {verdicts.SPLIT}
@@ -119,6 +124,13 @@ def test_each_goal_is_read_from_its_row(gpu):
                     {"kernels": kind, "placement": "cut", "ratio": ratio + worse}
                     for kind, ratio in (("eager", 3.0), ("compiled", 1.02))
                 ]
+            },
+            "fp8": {
+                "quantising": [{"share": 0.9}, {"share": 0.7 - worse}],
+                "linear": [
+                    {"kind": "fp8, rowwise", "lacks": "", "speed": 0.1},
+                    {"kind": "fp8, tensorwise", "lacks": "", "speed": 1.3 - worse},
+                ],
             },
             "edges": {"passed": 1, "failed": [{"test": "t", "message": "m"}] * (worse > 0), "skipped": {}},
         }

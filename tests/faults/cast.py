@@ -4,6 +4,15 @@ from .fault import in_file
 
 # fmt: off
 FAULTS = (
+    *in_file("cast/products.py",
+        ("operands: negative numbers are not noted", "now = torch.maximum(-low, high).float()", "now = high.float()",
+         "tests/cast/test_operands.py::test_the_largest_magnitude_is_noted_whatever_its_sign",
+         "delayed scales would saturate half of what there is"),
+        ("operands: elements are read scaled and scaled again", "return _rows(operand.elements(), dim), scale.view(1, 1)",
+         "return _rows(operand.wide(), dim), scale.view(1, 1)",
+         "tests/cast/test_operands.py::test_an_operand_times_what_its_rows_are_multiplied_by_is_what_it_stands_for",
+         "products would be off by the scales"),
+    ),
     *in_file("cast/emulate.py",
         ("emulation: the gradient's product is low", "gradient = gradients[0].float()  # (..., n, m)",
          "gradient = gradients[0].float().bfloat16().float()",

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from mezzo import UnsupportedError, compiled
+from mezzo import UnsupportedError, compiled, launched
 from mezzo.step.executors import choose, cpp, triton
 from mezzo.step.executors.choose import executor_for, update_of
 from mezzo.step.executors.cpp import Cpp
@@ -79,7 +79,7 @@ def test_accelerators_without_triton_take_torch_s_compiler(monkeypatch, caplog):
 @pytest.mark.parametrize("built, found, triton_s", [("13.0", True, True), ("13.0", False, False), (None, True, False)])
 def test_each_device_takes_its_own_executor_and_keeps_it(monkeypatch, built, found, triton_s):
     monkeypatch.setattr(torch.version, "cuda", built)
-    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: found or None)
+    monkeypatch.setattr(launched.importlib.util, "find_spec", lambda name: found or None)
     monkeypatch.setattr(triton, "_is_capturing", lambda device: False)
     for kind in (triton.Triton, Compiled):
         monkeypatch.setattr(kind, "require", lambda self, device: None)
@@ -93,7 +93,7 @@ def test_each_device_takes_its_own_executor_and_keeps_it(monkeypatch, built, fou
 def cuda(monkeypatch):
     """A CUDA device that nothing is put on, for a torch that has Triton."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(choose.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(launched.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(triton, "_is_capturing", lambda device: False)
     return torch.device("cuda", 0)
 

@@ -249,7 +249,7 @@ def test_triton_without_what_it_builds_launchers_with_is_refused(monkeypatch):
         def launch(*_, failure=failure, **__):
             raise failure
 
-        monkeypatch.setattr(source_of, "jitted", lambda *_, launch=launch: {(1,): launch})
+        monkeypatch.setattr(tables, "jitted", lambda *_, launch=launch: {(1,): launch})
         if why is None:  # memory that runs out says nothing of a compiler
             with pytest.raises(torch.OutOfMemoryError):
                 Triton().require(torch.device("cpu"))
