@@ -6,21 +6,26 @@ import pytest
 import torch
 
 from mezzo.cast import products
-from mezzo.cast.amaxes import ROLES, Slot
+from mezzo.cast.products import ROLES, passes
+from mezzo.cast.products.memory import Slot
+from mezzo.cast.products.operands import Quantiser
 from mezzo.formats import BLOCK_FORMATS, quantized
 from mezzo.policy import Policy
 
 
 def test_the_largest_magnitude_is_noted_whatever_its_sign():
     recipe = products.recipe_of(Policy.parse("O1,bf16,fp8_recipe=delayed,fp8=*"), "fp8")
-    for numbers, largest in (([-3.0, 1.0, 0.5, 0.0], 3.0), ([2.0, -1.0, 0.0, 1.0], 2.0), ([-0.0] * 4, 0.0),
-                             ([1.0, -math.inf, 0.0, 0.0], math.inf), ([1.0, math.nan, 0.0, 0.0], math.nan)):  # fmt: skip
+    rows = (
+        ([-3.0, 1.0, 0.5, 0.0], 3.0), ([2.0, -1.0, 0.0, 1.0], 2.0), ([-0.0] * 4, 0.0),
+        ([1.0, -math.inf, 0.0, 0.0], math.inf), ([1.0, math.nan, 0.0, 0.0], math.nan),
+    )  # fmt: skip
+    for numbers, largest in rows:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             slot = Slot(torch.zeros(3), torch.zeros(3))
-            writer = products._Writer(recipe, None, slot)
+            quantiser = Quantiser(recipe, None, slot)
             for role in ROLES:
-                writer.along(role, torch.tensor([numbers]).to(dtype), 1)
-            noted = torch.stack([writer.noted[role] for role in ROLES])
+                quantiser.along(role, torch.tensor([numbers]).to(dtype), 1)
+            noted = torch.stack([quantiser.noted[role] for role in ROLES])
             assert noted.dtype == torch.float32
             assert torch.equal(noted.nan_to_num(7.0), torch.full((3,), largest).nan_to_num(7.0))
 
@@ -29,7 +34,7 @@ def test_the_largest_magnitude_is_noted_whatever_its_sign():
 def test_an_operand_times_what_its_rows_are_multiplied_by_is_what_it_stands_for(name):
     for dim in (0, 1):
         operand = quantized(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), BLOCK_FORMATS[name], dim)
-        rows, by = products._wide(operand, dim)
+        rows, by = passes._wide(operand, dim)
         wide = operand.wide() if dim == 1 else operand.wide().mT
         assert torch.equal(rows if by is None else rows * by, wide)
         if by is not None:  # elements as they are, which FP8 holds

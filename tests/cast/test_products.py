@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo import UnsupportedError, formats
-from mezzo.cast import products
 from mezzo.cast.mode import PolicyMode
+from mezzo.cast.products import operands
 from mezzo.formats.convert import quantized
 
 from ..support.refusals import refused
@@ -254,13 +254,13 @@ class Written:
 
     def __init__(self, monkeypatch):
         self.calls = []
-        real = products.quantized
+        real = operands.quantized
 
         def quantized(x, form, dim, **options):
             self.calls.append((str(form), dim))
             return real(x, form, dim, **options)
 
-        monkeypatch.setattr(products, "quantized", quantized)
+        monkeypatch.setattr(operands, "quantized", quantized)
 
     def of(self, call):
         """Return the formats that a call has needed, and what it returned."""
@@ -739,7 +739,7 @@ def test_inductor_leaves_products_as_they_are():
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_a_rotation_made_without_values_is_not_kept():
     """What estimates memory runs models so."""
-    products._ROTATIONS.clear()
+    operands._ROTATIONS.clear()
     text = "O1,dtype=bfloat16,nvfp4=*"
     with FakeTensorMode(), mezzo.autocast(text):
         nn.Linear(32, 32)(torch.randn(32, 32)).sum().backward()

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mezzo import MixedPrecision, UnsupportedError
 from mezzo.cast.notes import LISTENERS
-from mezzo.cast.products import rotated
+from mezzo.cast.products.operands import rotated
 from mezzo.formats import E2M1, block_format, quantize, quantized
 from mezzo.numerics import RecordedOperand, Recorder, read_evidence
 from mezzo.numerics.evidence import write

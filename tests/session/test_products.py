@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo import MixedPrecision, StateError, optim
-from mezzo.cast import products
-from mezzo.cast.amaxes import ROLES, moved_on
+from mezzo.cast.products import ROLES, operands
+from mezzo.cast.products.memory import moved_on
 from mezzo.session.capture import Captured
 
 from ..acceptance.captured import predicated
@@ -116,13 +116,13 @@ def test_histories_are_those_of_lists_whatever_the_loop_does(seed, takes, monkey
     draw = random.Random(seed)
     model, optimizer, amp = session(f"fp8_amax={takes},{DELAYED}")
     plain, given = Plainly(model, takes), []
-    real = products.quantized
+    real = operands.quantized
 
     def quantized(x, form, dim, *, key, amax):
         given.append((float(x.abs().max()), float(amax), x.shape))
         return real(x, form, dim, key=key, amax=amax)
 
-    monkeypatch.setattr(products, "quantized", quantized)
+    monkeypatch.setattr(operands, "quantized", quantized)
     for number in range(60):
         action = draw.choice(
             ["pass"] * 4 + ["step"] * 3 + ["skipped step", "eval", "no_grad", "clear", "clear theirs", "part"]
@@ -208,7 +208,7 @@ def test_what_lies_beyond_the_history_saturates_and_is_no_nan(monkeypatch):
     train(model, amp, 1)
     seen = []
     monkeypatch.setattr(
-        products, "quantized", lambda *a, real=products.quantized, **k: seen.append(real(*a, **k)) or seen[-1]
+        operands, "quantized", lambda *a, real=operands.quantized, **k: seen.append(real(*a, **k)) or seen[-1]
     )
     with amp.autocast():
         loss = model(batch(1) * 1024).float().square().mean() * 1024

@@ -16,10 +16,9 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
-from mezzo.cast.amaxes import Amaxes
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
-from mezzo.cast.products import Recipe, recipe_on
+from mezzo.cast.products import Memory, Recipe, recipe_on
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, callables, functions
 
@@ -51,7 +50,7 @@ class Differences:
     handlers: Mapping[Callable[..., Any], Handler]
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
     pinned: Mapping[int, Treatment]
-    memories: tuple[Amaxes, ...]  # what products below sixteen bits remember of earlier steps
+    memories: tuple[Memory, ...]  # what products below sixteen bits remember of earlier steps
     key: str  # equal for equal differences, and for nothing else
 
     def handler(self, function: Callable[..., Any]) -> Handler | None:
@@ -89,7 +88,7 @@ class Known(NamedTuple):
     """
 
     pinned: Mapping[int, Treatment] = types.MappingProxyType({})
-    memories: tuple[Amaxes, ...] = ()
+    memories: tuple[Memory, ...] = ()
 
 
 def find_differences(
@@ -97,7 +96,7 @@ def find_differences(
     device_type: str,
     module: str | None = None,
     pinned: tuple[tuple[int, Treatment], ...] = (),
-    memories: tuple[Amaxes, ...] = (),
+    memories: tuple[Memory, ...] = (),
 ) -> Differences:
     """Find the functions that a policy treats differently from torch on this device.
 

@@ -75,7 +75,7 @@ def without_autocast(device_types: Iterable[str]) -> contextlib.AbstractContextM
     return with_autocast(device_types, False)
 
 
-def _emulated(backward: Callable[..., Any], *, runs_again: bool = False) -> Callable[..., Any]:
+def as_emulation(backward: Callable[..., Any], *, runs_again: bool = False) -> Callable[..., Any]:
     """Make an autograd function's backward pass of one that is given the unpacked tensors as well.
 
     It runs without native autocast, which is still on where it begins inside a region. To unpack the tensors a
@@ -110,7 +110,7 @@ class _MatMul(torch.autograd.Function):
         return (a.float() @ b.float()).to(a.dtype)
 
     @staticmethod
-    @_emulated
+    @as_emulation
     def backward(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         a, b = saved
         gradient = gradients[0].float()  # (..., n, m)
@@ -131,7 +131,7 @@ class _Linear(torch.autograd.Function):
         return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
 
     @staticmethod
-    @_emulated
+    @as_emulation
     def backward(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = saved
         gradient = gradients[0].float()  # (..., out)
@@ -163,7 +163,7 @@ class _Convolution(torch.autograd.Function):
         return out.to(x.dtype)
 
     @staticmethod
-    @_emulated
+    @as_emulation
     def backward(ctx: Any, saved: Any, *gradients: Tensor) -> tuple[Any, ...]:
         x, weight = saved
         mask = [bool(needed) for needed in ctx.needs_input_grad[:3]]
@@ -215,7 +215,7 @@ class _Recomputed(torch.autograd.Function):
         return rounded
 
     @staticmethod
-    @functools.partial(_emulated, runs_again=True)
+    @functools.partial(as_emulation, runs_again=True)
     def backward(ctx: Any, saved: Any, *gradients: Any) -> tuple[Any, ...]:
         needed = [i for i, need in enumerate(ctx.needs_input_grad[3:]) if need]
         # Under create_graph the saved tensors stay connected, so that the result can be differentiated again. Else the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.cast.amaxes import ROLES, Amaxes
+from mezzo.cast.products import ROLES, Memory
 from mezzo.errors import MezzoError, StateError, UnsupportedError, shown, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.optim.state import with_spread_scales
@@ -89,7 +89,7 @@ def save(engine: Engine, policy: Policy, *, weights: bool = True) -> dict[str, A
     }
 
 
-def _remembered(engine: Engine, memories: list[Amaxes]) -> dict[str, Any]:
+def _remembered(engine: Engine, memories: list[Memory]) -> dict[str, Any]:
     """Return what products below sixteen bits remember."""
     names = engine.weights.names()
     pairs = [pair for memory in memories for pair in memory.histories()]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mezzo.cast.amaxes import Amaxes
 from mezzo.cast.model import places
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.model.refusals import preparations_in
+from mezzo.cast.products import Memory
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, StateError
 from mezzo.optim.optimizer import as_one_pass
@@ -152,7 +152,7 @@ class Weights:
         """Return the region to run the models and their losses in."""
         return self.prepared[0].autocast(*self.prepared[1:])
 
-    def memories(self) -> list[Amaxes]:
+    def memories(self) -> list[Memory]:
         """Return what products below sixteen bits remember, of each model that has such."""
         return [memory for prepared in self.prepared if (memory := prepared.params.memory) is not None]
 

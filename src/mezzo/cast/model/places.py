@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from mezzo.cast.amaxes import Amaxes
 from mezzo.cast.differences import Known
-from mezzo.cast.products import recipe_of
+from mezzo.cast.products import Memory, recipe_of
 from mezzo.errors import MezzoError, UnsupportedError, some_of
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
@@ -256,7 +255,7 @@ class RuledParams:
     #: What stands there while parameters that are sharded are gathered, by their part.
     gathered: dict[Tensor, Tensor] = field(default_factory=dict)
     #: What the model's products below sixteen bits remember.
-    memory: Amaxes | None = None
+    memory: Memory | None = None
 
     @classmethod
     def of(cls, model: nn.Module, policy: Policy) -> RuledParams:
@@ -314,7 +313,7 @@ def product_rule(path: str, policy: Policy) -> Rule | None:
     return None if stays else rule
 
 
-def _memory(model: nn.Module, policy: Policy) -> Amaxes | None:
+def _memory(model: nn.Module, policy: Policy) -> Memory | None:
     """Return what the products of a model remember, if a rule gives one a recipe that does."""
     weights, remembers = dict[str, tuple[nn.Module, str]](), False
     for path, module in model.named_modules():
@@ -329,7 +328,7 @@ def _memory(model: nn.Module, policy: Policy) -> Amaxes | None:
             remembers |= any(recipe.remembers for recipe in recipes)
             if any(recipe.delayed for recipe in recipes):
                 weights[whole] = module, name
-    return Amaxes(weights, policy) if remembers else None
+    return Memory(weights, policy) if remembers else None
 
 
 # What stands against a policy in the way in which ``fully_shard`` has sharded a model.

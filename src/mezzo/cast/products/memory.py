@@ -70,7 +70,7 @@ def drawn(device: torch.device) -> Tensor:
     return torch.randint(2**31, (), device=device)
 
 
-class Amaxes:
+class Memory:
     """The histories of a model's weights, and how many random draws were made.
 
     Args:

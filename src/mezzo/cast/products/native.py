@@ -25,7 +25,7 @@ OF_RESULT: Final = 2.0**-8
 OF_SUM: Final = 2.0**-12
 
 
-class Finding(NamedTuple):
+class Support(NamedTuple):
     """What is known of a kind of product on a device.
 
     Attributes:
@@ -111,7 +111,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 @functools.cache
-def found_on(device_type: str, left: BlockFormat, right: BlockFormat, dtype: torch.dtype) -> Finding:
+def found_on(device_type: str, left: BlockFormat, right: BlockFormat, dtype: torch.dtype) -> Support:
     """Find out whether a device has a kind of product.
 
     Args:
@@ -124,11 +124,11 @@ def found_on(device_type: str, left: BlockFormat, right: BlockFormat, dtype: tor
     """
     if device_type != "cuda":
         why = "torch's own on a CPU take longer" if device_type == "cpu" else "torch has none there"
-        return Finding(why, dtype)
+        return Support(why, dtype)
     lacks = _tried(left, right, dtype)
     if lacks and dtype == torch.float16 and not _tried(left, right, torch.bfloat16):
-        return Finding("", torch.bfloat16)
-    return Finding(lacks, dtype)
+        return Support("", torch.bfloat16)
+    return Support(lacks, dtype)
 
 
 def _tried(left: BlockFormat, right: BlockFormat, dtype: torch.dtype) -> str:

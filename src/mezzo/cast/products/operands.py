@@ -1,0 +1,114 @@
+"""Operands of a product, rotated where a recipe says so, and quantised along what is summed over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from mezzo.cast.notes import LISTENERS, WATCHERS, ProductCall, during
+from mezzo.cast.products.memory import Memory, Role, Slot, drawn
+from mezzo.cast.products.recipes import Recipe, depends
+from mezzo.formats import BlockFormat, Quantized, quantized
+
+#: An operand as it is multiplied: quantised, or in the policy's dtype.
+Operand: TypeAlias = Quantized | Tensor
+
+#: The signs of the random rotation, drawn once and the same in every layer and step, as in Transformer Engine
+#: (``transformer_engine/pytorch/tensor/nvfp4_tensor.py``, ``get_wgrad_sign_vector``).
+_SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+#: By device.
+_ROTATIONS: Final[dict[torch.device, Tensor]] = {}
+
+
+def _rotation(device: torch.device) -> Tensor:
+    """Return the 16×16 Hadamard matrix, orthonormal, with signs drawn at random: float32."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return _made_rotation(device)  # without values, which must not outlive the mode
+    if device not in _ROTATIONS:
+        _ROTATIONS[device] = _made_rotation(device)
+    return _ROTATIONS[device]
+
+
+def _made_rotation(device: torch.device) -> Tensor:
+    matrix = torch.ones(1, 1)
+    for _ in range(4):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return (matrix / 4 * torch.tensor(_SIGNS, dtype=torch.float32)).to(device)
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotate each 16 rows of a matrix among themselves, which changes no sum over rows of two that are rotated.
+
+    Args:
+        x: (rows, features).
+
+    Returns:
+        float32 of that shape.
+    """
+    factors = _rotation(x.device), x.float().view(-1, 16, x.shape[1])
+    # To those who watch it is a part of the cast, and no product of the model's.
+    out: Tensor = during("cast", torch.float32, torch.matmul, *factors) if WATCHERS else torch.matmul(*factors)
+    return out.view(x.shape)
+
+
+@dataclass(slots=True)
+class Quantiser:
+    """Quantises the operands of one call of a weight's products, forward and backward.
+
+    Attributes:
+        recipe: How.
+        memory: What is known of earlier steps; ``None`` where a region is of no prepared model.
+        slot: The weight's part of it, where scales are delayed.
+        call: What listeners know the product by; ``None`` where there are none.
+        noted: The largest values that operands had, by their roles.
+    """
+
+    recipe: Recipe
+    memory: Memory | None
+    slot: Slot | None
+    call: ProductCall | None = None
+    noted: dict[Role, Tensor] = field(default_factory=dict)
+
+    def along(self, role: Role, x: Tensor, *dims: int | None) -> list[Any]:
+        """Return a matrix as it is multiplied, for each product that sums over one of its dimensions.
+
+        Args:
+            role: Which operand it is.
+            x: The matrix, in the policy's dtype.
+            *dims: What each product sums over; ``None`` for one that is not computed from it.
+        """
+        form: BlockFormat = getattr(self.recipe, role)
+        made: list[Quantized | None] = []
+        for dim in dims:
+            like = next((each for each in made if each is not None), None)
+            if dim is not None and (like is None or depends(form)):
+                like = self._along(role, x, form, dim)
+            made.append(None if dim is None else like)
+        return made
+
+    def note(self) -> None:
+        """Have what operands had noted for the steps to come, where a backward pass of the session runs."""
+        if self.slot is not None and self.memory is not None and self.memory.counts:
+            for role, now in self.noted.items():
+                self.slot.note(role, now)
+
+    def _along(self, role: Role, x: Tensor, form: BlockFormat, dim: int) -> Quantized:
+        key = amax = None
+        if self.recipe.stochastic and role == "gradient":
+            key = drawn(x.device) if self.memory is None else self.memory.draw()
+        if self.slot is not None:
+            low, high = torch.aminmax(x)  # on a CPU 25 times as fast as a norm
+            now = torch.maximum(-low, high).float()
+            self.noted[role], amax = now, self.slot.amax(role, now)
+        is_rotated = self.recipe.transformed and role != "weight" and dim == 0
+        operand = rotated(x) if is_rotated else x
+        made = quantized(operand, form, dim, key=key, amax=amax)
+        if self.call is not None:
+            for listener in LISTENERS:
+                listener.quantised(self.call, role, operand, made)
+        return made
