@@ -326,8 +326,8 @@ def operand_cells(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     return heads, [
         [
             short(row.policy), row.layer, row.role, row.format,
-            share_text(row.saturated, 1), share_text(row.flushed, 1), number(row.noise, digits=2),
-            "–" if row.below_noise is None else share_text(row.below_noise, 1),
+            share_text(row.saturated, 1), share_text(row.flushed, 1),
+            number(row.noise, digits=2), "–" if row.below_noise is None else share_text(row.below_noise, 1),
         ]
         for row in operand_rows(comparison)
     ]  # fmt: skip
