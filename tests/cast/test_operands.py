@@ -12,14 +12,19 @@ from mezzo.cast.products.operands import Quantiser
 from mezzo.formats import BLOCK_FORMATS, quantized
 from mezzo.policy import Policy
 
+#: Numbers, and the largest magnitude of them.
+NOTED = [
+    ([-3.0, 1.0, 0.5, 0.0], 3.0),
+    ([2.0, -1.0, 0.0, 1.0], 2.0),
+    ([-0.0] * 4, 0.0),
+    ([1.0, -math.inf, 0.0, 0.0], math.inf),
+    ([1.0, math.nan, 0.0, 0.0], math.nan),
+]
+
 
 def test_the_largest_magnitude_is_noted_whatever_its_sign():
     recipe = products.recipe_of(Policy.parse("O1,bf16,fp8_recipe=delayed,fp8=*"), "fp8")
-    rows = (
-        ([-3.0, 1.0, 0.5, 0.0], 3.0), ([2.0, -1.0, 0.0, 1.0], 2.0), ([-0.0] * 4, 0.0),
-        ([1.0, -math.inf, 0.0, 0.0], math.inf), ([1.0, math.nan, 0.0, 0.0], math.nan),
-    )  # fmt: skip
-    for numbers, largest in rows:
+    for numbers, largest in NOTED:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             slot = Slot(torch.zeros(3), torch.zeros(3))
             quantiser = Quantiser(recipe, None, slot)

@@ -112,8 +112,10 @@ def test_kernels_and_torchs_operations_agree(fmt, kernels):
 def test_kernels_read_any_layout(fmt, kernels):
     x = wild((64, 96), 0).view(2, 32, 96)
     x[1, 5, 3], x[0, -1, -1] = math.nan, math.inf
-    for name in ("transposed", "with gaps", "channels last", "broadcast"):
+    for name in ("rows", "transposed", "with gaps", "channels last", "broadcast"):
         assert kernels.agree(LAYOUTS[name](x), fmt, -2) == launched(fmt)
+    part = torch.cat([x, x * 16], -1)[..., :96]
+    assert kernels.agree(part, fmt, -1) == launched(fmt)
     beside = torch.cat([torch.zeros(1), x.flatten()])[1:].view(x.shape)  # at no multiple of 16 bytes
     assert kernels.agree(beside, fmt, -1, key=3) == launched(fmt)
 

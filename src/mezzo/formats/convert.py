@@ -64,7 +64,8 @@ class Quantized:
 
         Returns:
             A new tensor that lies in memory with ``dim`` last. Where scales are E8M0 it is the very values; elsewhere
-            the product with an FP32 scale is rounded once. A block whose scale is NaN is NaN.
+            the product with an FP32 scale is rounded once. A block whose scale is NaN is NaN. On a CPU with a C++
+            compiler one kernel makes it.
         """
         return self._read(is_scaled=True)
 
@@ -142,9 +143,10 @@ def quantize(
     Raises:
         PolicyError: One of these is something else, or a block does not divide its dimension.
 
-    **Cost**: no host sync. On a CPU with a C++ compiler one kernel that reads ``x`` once, or twice where the whole
-    tensor has a scale; the first of a kind takes a second to compile, and is kept on disk. Elsewhere about 30
-    element-wise kernels.
+    **Cost**: no host sync. On a CPU with a C++ compiler, and on NVIDIA's GPUs with Triton, one kernel that reads ``x``
+    once, or twice where the whole tensor has a scale (there two launches); the first of a kind takes a second to
+    compile, and is kept on disk. Elsewhere, and for blocks that are no powers of two on a GPU, about 30 element-wise
+    kernels.
 
     Example:
         >>> found = quantize(torch.linspace(-1, 1, 64).view(2, 32), "mxfp8_e4m3")
