@@ -177,15 +177,15 @@ def below() -> str:
         beside = "" if row.get("difference_to_bf16") is None else f"{row['difference_to_bf16']:+.4f}"
         if row.get("interval_to_bf16"):
             low, high = row["interval_to_bf16"]
-            beside += f" ({low:+.3f} to {high:+.3f})"
+            beside += f" ({low:+.3f}…{high:+.3f})"
         mine = [each for each in result["operands"] if (each["name"], each["layer"]) == (row["name"], "all")]
         lost = {each["role"]: each for each in mine}
         shares = ["/".join(_percent(each[what]) for each in lost.values()) for what in ("saturated", "flushed")]
         noise = lost.get("gradient", {}).get("noise")
-        cells = [row["name"], f"{row['mean']:.4f}", beside, f"{row['saved_bytes'] / base:.2f}×", *shares]
+        name = row["name"] if row["seeds"] == result["seeds"] else f"{row['name']} ({counted(row['seeds'], 'seed')})"
+        cells = [name, f"{row['mean']:.4f}", beside, f"{row['saved_bytes'] / base:.2f}×", *shares]
         lines.append(f"| {' | '.join(cells)} | {'' if noise is None else f'{noise:.2g}'} |")
-    seeds = sorted({row["seeds"] for row in result["rows"]})
-    about = f"docs_lm, O1 in BF16, {' to '.join(map(str, seeds[:1] + seeds[1:][-1:]))} seeds; products emulated"
+    about = f"docs_lm, O1 in BF16, {counted(result['seeds'], 'seed')} where no other number stands; products emulated"
     shares = "Saturated and flushed: activations/weights/gradients in %, means over layers; noise: ‖noise‖ / ‖g‖"
     return "\n".join([*lines, "", f"{about}. {shares}. {where(result)} (`benchmarks/below_sixteen.py`)."])
 
