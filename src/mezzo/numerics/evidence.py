@@ -358,7 +358,7 @@ class Evidence:
             for each in recorded.operands:
                 if places is None or (each.module, None) in places or (each.module, each.name) in places:
                     found.setdefault((each.module, each.name, each.role, each.format), []).append(each)
-            if found and step == "newest":
+            if step == "newest" and found:
                 break
         made = []
         for (path, name, role, form), steps in found.items():
