@@ -59,9 +59,16 @@ EXAMPLES = [path for path in sorted(ROOT.glob("examples/*.py")) if "torchrun" no
 def test_examples_run(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     quick = {"allow_list.py": ["16", "1"], "plan_casts.py": ["aot_eager"]}  # they take a minute without
-    monkeypatch.setattr(sys, "argv", [str(path), *quick.get(path.name, [])])
-    runpy.run_path(str(path), run_name="__main__")
-    assert "loss" in capsys.readouterr().out
+    arguments = [str(path), *quick.get(path.name, [])]
+    if "torch.compile" in path.read_text():  # whose guards read __main__, and keep the first one that a process has had
+        ran = subprocess.run([sys.executable, *arguments], capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+        printed = ran.stdout
+    else:
+        monkeypatch.setattr(sys, "argv", arguments)
+        runpy.run_path(str(path), run_name="__main__")
+        printed = capsys.readouterr().out
+    assert "loss" in printed
 
 
 def anchors(text):

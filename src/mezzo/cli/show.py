@@ -44,7 +44,7 @@ def formats(
 ) -> None:
     """Show the number formats side by side, or the telling bit patterns of one.
 
-    [bold]mezzo show formats[/bold]          range and precision of every format, and blocks of them under scales
+    [bold]mezzo show formats[/bold]          every format and block of them
 
     [bold]mezzo show formats fp16[/bold]     its landmarks, from subnormals to infinity
     """
