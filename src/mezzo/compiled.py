@@ -59,7 +59,7 @@ def built(source: str) -> CppKernel:
     Raises:
         UnsupportedError: There is no compiler, or it fails.
 
-    **Cost**: 0.2 s, or a millisecond where it lies on disk.
+    **Cost**: 0.2 s to a second, or a millisecond where it lies on disk.
     """
     command = _command()
     key = "\0".join([source, shlex.join(command), _asked(tuple(command))])

@@ -150,5 +150,7 @@ FAULTS = (
          "return self._read(is_scaled=True)", f"{Q}::test_every_code_under_every_scale_is_read_as_it_is_defined", "sums of products would be scaled twice"),
         ("blocks: 2-D blocks lie down", "return block if dim == ndim - 1 else (block[1], block[0])", "return block",
          f"{Q}::test_bits_are_those_of_exact_arithmetic", "scales of another block, where blocks are not square"),
+        ("blocks: anything is a generator", "if not isinstance(generator, torch.Generator | None):", "if False:",
+         f"{Q}::test_what_is_refused", "a seed in its place would end in an AttributeError"),
     ),
 )

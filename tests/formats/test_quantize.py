@@ -556,6 +556,8 @@ REFUSED = [
     (lambda: quantize(ONES, "e4m3", rounding=None), ("unknown rounding None",)),
     (lambda: quantize(ONES.to("meta"), "e4m3", generator=torch.Generator()),
      ("a generator on cpu for a tensor on meta",)),
+    (lambda: quantize(ONES, "e4m3", rounding="stochastic", generator=3),
+     ("3 is no generator", 'torch.Generator("cpu").manual_seed(0)')),
     (lambda: BlockFormat(FP16, E8M0, 32), ("these formats make no block format", "element")),
     (lambda: BlockFormat(E4M3, E5M2, 32), ("these formats make no block format", "scales E8M0, E4M3 or FP32")),
     *((lambda block=block: BlockFormat(E4M3, E8M0, block), ("is no block",))

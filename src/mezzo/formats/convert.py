@@ -168,6 +168,12 @@ def quantize(
             write='rounding="nearest" or rounding="stochastic"',
         )
     key = None
+    if not isinstance(generator, torch.Generator | None):
+        raise PolicyError(
+            f"{shown(generator)} is no generator",
+            why="the key of the noise is drawn from one",
+            write=f'generator=torch.Generator("{x.device}").manual_seed(0)',
+        )
     if generator is not None and generator.device != x.device:
         raise PolicyError(
             f"a generator on {generator.device} for a tensor on {x.device}",

@@ -27,7 +27,8 @@ TILE: Final = 1 << 12
 #: Lines of a block that a tile has room for.
 MOST_LINES: Final = 1 << 8
 _INPUTS: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_SCALES: Final = {FP32.name: 0, E8M0.name: 1, E4M3.name: 2}
+#: By what number the source of kernels knows a format of scales.
+SCALES: Final = {FP32.name: 0, E8M0.name: 1, E4M3.name: 2}
 
 
 def encoded(
@@ -119,7 +120,7 @@ def source(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) ->
         "LARGEST": f"{element.max!r}f",
         "NO_NUMBER": element.encode(torch.nan),
         "PACKED": int(element == E2M1),
-        "SCALE": _SCALES[fmt.scale.name],
+        "SCALE": SCALES[fmt.scale.name],
         "LARGEST_SCALE": f"{fmt.scale.max!r}f",
         "FLOORED": int(fmt.floored),
         "WHOLE": int(fmt.block is None),
@@ -187,7 +188,7 @@ def _decoding(fmt: BlockFormat, is_scaled: bool, width: int) -> CppKernel | None
         "SMALLEST": f"{element.smallest_subnormal!r}f",
         "BEYOND": element.encode(element.max) + 1,
         "PACKED": int(element == E2M1),
-        "SCALE": _SCALES[fmt.scale.name] if is_scaled else -1,
+        "SCALE": SCALES[fmt.scale.name] if is_scaled else -1,
         "TENSOR_SCALE": int(fmt.tensor_scale and is_scaled),
         "WIDTH": width,
         "TILE": TILE,

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from mezzo.formats.blocks import BlockFormat
-from mezzo.formats.cpp import places
+from mezzo.formats.cpp import SCALES, places
 from mezzo.formats.portable import SMALLEST_AMAX
-from mezzo.formats.table import E2M1, E4M3, E8M0, FP32
+from mezzo.formats.table import E2M1, FP32
 from mezzo.launched import Launch, has_triton, jitted, on
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ WIDEST: Final = 1 << 9
 LOOKERS: Final = 1 << 9
 #: Places are counted in 32 bits.
 MOST: Final = (1 << 31) - (1 << 16)
-_SCALES: Final = {FP32.name: 0, E8M0.name: 1, E4M3.name: 2}
 #: Arithmetic as in torch's own operations.
 _OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
@@ -220,7 +219,7 @@ def _quantising(fmt: BlockFormat, block: tuple[int, int], dtype: torch.dtype, ca
         "TOP_EXPONENT": math.frexp(element.max)[1] - 1,
         "LARGEST": element.max,
         "NO_NUMBER": element.encode(math.nan),
-        "SCALE": _SCALES[fmt.scale.name],
+        "SCALE": SCALES[fmt.scale.name],
         "FLOORED": fmt.floored,
         "WHOLE": fmt.block is None,
         "TENSOR_SCALE": fmt.tensor_scale,

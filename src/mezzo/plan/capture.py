@@ -74,7 +74,7 @@ class GraphOp:
         decision: What the policy says; None for sources and for what is left alone.
         reason: Why it is of its kind, in words.
         is_wide_inside: Whether its arithmetic is FP32 where it is low: it rounds what it takes, and what it gives.
-        recipe: How it is computed where it is a product below sixteen bits, and what is turned round for it.
+        recipe: Of a product below sixteen bits: how it is computed, and whether its result is transposed.
     """
 
     index: int
@@ -470,10 +470,10 @@ class _Reader:
         return made
 
     def _recipe(self, node: Node, name: str, decision: Decision) -> tuple[Recipe, bool] | None:
-        """Return how a product below sixteen bits is computed, and whether it is turned; None where it stays low."""
+        """Return how a product below sixteen bits is computed, and whether transposed; None where it stays low."""
         graph, treatment = self.graph, decision.treatment
         recipe = recipe_on(graph.device_type, graph.policy, treatment, emulated="products" in graph.emulated)
-        if recipe.delayed or recipe.stochastic:
+        if recipe.remembers:
             what, write = ("delayed scaling", "fp8_recipe=tensorwise") if recipe.delayed else (
                 "stochastic rounding", "nvfp4_tricks=rht+2d"
             )  # fmt: skip

@@ -34,10 +34,10 @@ class OperandLog:
     @contextmanager
     def around(self, models: list[nn.Module]) -> Iterator[None]:
         """Record inside the block."""
-        largest = max(models, key=lambda model: sum(param.numel() for param in model.parameters()))
         if not self._is_asked:
             yield
             return
+        largest = max(models, key=lambda model: sum(param.numel() for param in model.parameters()))
         kinds = (*OPERANDS.values(), "weight_gradients")
         with Recorder(largest, every=EVERY, keep=None, kinds=kinds) as recorder:
             self._recorders.append(recorder)

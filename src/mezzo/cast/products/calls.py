@@ -109,7 +109,7 @@ def product(found: Operands, recipe: Recipe, memories: Sequence[Memory], weight:
     """
     if not torch.compiler.is_compiling() and is_transformed():
         raise not_transformed(recipe)
-    if torch.compiler.is_compiling() and not (memories and (recipe.delayed or recipe.stochastic)):
+    if torch.compiler.is_compiling() and not (memories and recipe.remembers):
         return _by_op(found, recipe.key)
     rows = found.x.reshape(-1, found.x.shape[-1])
     return _returned(_run(rows, found.weight, found.bias, recipe, memories, weight), found)

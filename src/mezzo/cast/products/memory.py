@@ -82,7 +82,7 @@ class Memory:
         counts: Whether a backward pass of the session runs: only what that differentiates is noted, and only its draws
             are counted. Passes that look at a model again, of a replay for instance, leave no trace here.
 
-    **Cost**: 12 bytes for each weight and step of the history; a few kernels a step, no host sync.
+    **Cost**: 12 bytes for each weight, a whole tensor, and step of the history; a few kernels a step, no host sync.
     """
 
     def __init__(self, places: Mapping[str, tuple[nn.Module, str]], policy: Policy) -> None:

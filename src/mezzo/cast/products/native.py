@@ -38,7 +38,7 @@ class Support(NamedTuple):
 
 
 def scaled_mm(a: Quantized, b: Quantized, dims: tuple[int, int], bias: Tensor | None, output: torch.dtype) -> Tensor:
-    """Return the product of two quantised matrices, summed in FP32 by the device.
+    """Return the product of two quantised matrices, summed in FP32 by the device: ``use_fast_accum`` stays off.
 
     Args:
         a: (n, k) or (k, n).
@@ -123,7 +123,7 @@ def found_on(device_type: str, left: BlockFormat, right: BlockFormat, dtype: tor
     **Cost**: on an accelerator a small product the first time, and a wait for it.
     """
     if device_type != "cuda":
-        why = "torch's own on a CPU take longer" if device_type == "cpu" else "torch has none there"
+        why = "torch's own on a CPU take longer than emulation" if device_type == "cpu" else "torch has none there"
         return Support(why, dtype)
     lacks = _tried(left, right, dtype)
     if lacks and dtype == torch.float16 and not _tried(left, right, torch.bfloat16):

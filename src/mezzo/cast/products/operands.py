@@ -20,13 +20,12 @@ Operand: TypeAlias = Quantized | Tensor
 #: (``transformer_engine/pytorch/tensor/nvfp4_tensor.py``, ``get_wgrad_sign_vector``).
 _SIGNS: Final = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
-
-#: By device.
+#: The rotation, on each device that has asked for it.
 _ROTATIONS: Final[dict[torch.device, Tensor]] = {}
 
 
 def _rotation(device: torch.device) -> Tensor:
-    """Return the 16×16 Hadamard matrix, orthonormal, with signs drawn at random: float32."""
+    """Return the 16×16 Hadamard matrix, orthonormal, its columns times the signs: float32."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return _made_rotation(device)  # without values, which must not outlive the mode
     if device not in _ROTATIONS:

@@ -61,7 +61,7 @@ class Recipe:
         return 0 if self.low == "forward" or depends(form) else 1
 
     def found_on(self, device_type: str, dtype: torch.dtype) -> Support:
-        """Find out whether a device has all of its products: see :func:`mezzo.cast.native.found_on`."""
+        """Find out whether a device has all of its products: see :func:`mezzo.cast.products.native.found_on`."""
         pairs = [(self.gradient, self.weight)]
         pairs += [] if self.low == "forward" else [(self.activation, self.weight)]
         pairs += [] if self.low == "wgrad" else [(self.gradient, self.activation)]

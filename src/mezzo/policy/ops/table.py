@@ -174,7 +174,7 @@ Reason = Literal[
 #: The treatments that a rule may ask for.
 TREATMENTS: Final[tuple[Treatment, ...]] = get_args(Treatment)
 
-#: Those of products whose operands have less than sixteen bits, and whose results are low.
+#: Those of products whose operands have fewer than sixteen bits, and whose results are low.
 QUANTISED: Final[tuple[Treatment, ...]] = ("fp8", "mxfp8", "nvfp4")
 #: The products that take them: those of a weight. Attention, recurrent cells and convolutions stay low, as in the
 #: published recipes (Micikevicius et al. 2022; NVIDIA, *Pretraining Large Language Models with NVFP4*, 2025).
