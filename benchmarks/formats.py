@@ -1,22 +1,25 @@
-"""Quantising a tensor to each block format, against reading it once: ``x.abs().max()``.
+"""Quantising a tensor to each block format, against reading it once, and training by emulation, against FP32.
 
-Two parts, both paired: of each pair one call after the other, so that what disturbs the machine disturbs both.
+Three parts, all paired: of each pair one call after the other, so that what disturbs the machine disturbs both.
 
-- *large*: 64 M elements of FP32, along both dimensions, to nearest and at random;
-- *small*: tensors of a small model's size, where a call's own cost counts.
+- *large*: 64 M elements of FP32, along both dimensions, to nearest and at random, beside ``x.abs().max()``;
+- *small*: tensors of a small model's size, where a call's own cost counts;
+- *training*: steps of ``examples/families/docs_lm.py`` whose blocks' products are below sixteen bits.
 
-``OMP_NUM_THREADS=2 python benchmarks/formats.py`` takes three minutes on two cores, and writes one dated JSON file.
+``OMP_NUM_THREADS=2 python benchmarks/formats.py`` takes four minutes on two cores, and writes one dated JSON file.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 import mezzo
 from harness import in_turns, write_dated
@@ -27,6 +30,14 @@ from stepping.timing import against
 ROOT: Final = Path(__file__).parents[1]
 SMALL: Final = ((1024, 128), (1024, 256), (1024, 512))
 DTYPES: Final = (torch.float32, torch.bfloat16)
+#: What docs_lm is trained under: the reference, and what is compared with it.
+TRAINED: Final = (
+    "O0",
+    "O1,bf16",
+    *(f"O1,bf16,fp8_recipe={recipe},fp8_module=blocks.*" for recipe in ("tensorwise", "rowwise", "delayed")),
+    "O1,bf16,mxfp8_module=blocks.*",
+    "O1,bf16,nvfp4_module=blocks.*",
+)
 #: Of small tensors: one scale for all, for a row, for a block, and two levels of them.
 KINDS: Final = ("tensorwise_e4m3", "rowwise_e4m3", "mxfp8_e4m3", "nvfp4")
 
@@ -61,6 +72,40 @@ def measured(x: Tensor, fmt: BlockFormat, repetitions: int) -> dict[str, Any]:
     return row
 
 
+def training(repetitions: int) -> list[dict[str, Any]]:
+    """Time training steps of docs_lm under each policy, and take their ratios to FP32's, step by step."""
+    sys.path.insert(0, str(ROOT / "examples" / "families"))
+    import docs_lm
+
+    given, following = next(docs_lm.batches(torch.tensor(list(docs_lm.divide(docs_lm.topics)[0].encode())), 0))
+
+    def step_of(policy: str) -> Callable[[], object]:
+        torch.manual_seed(0)
+        model = docs_lm.ByteGPT()
+        amp = mezzo.MixedPrecision(model, torch.optim.AdamW(model.parameters(), lr=1e-5), policy)
+
+        def step() -> None:
+            with amp.autocast():
+                loss = functional.cross_entropy(model(given).flatten(0, 1), following.flatten())
+            amp.backward(loss)
+            amp.step()
+            amp.zero_grad()
+
+        for _ in range(3):
+            step()
+        return step
+
+    taken = in_turns({text: (lambda: None, step_of(text)) for text in TRAINED}, torch.device("cpu"), repetitions)
+    rival, rows = taken.pop("O0"), []
+    for text, times in taken.items():
+        ratio = against(times, rival)
+        row = {"policy": text, "ms": 1e3 * min(times), "rival": "O0", "rival_ms": 1e3 * min(rival)}
+        row |= {"ratio": ratio.median, "ratio_p10": ratio.p10, "ratio_p90": ratio.p90}
+        rows.append({**row, "fastest": min(times) / min(rival)})
+        print(f"{text}: {ratio.median:.2f} ({ratio.p10:.2f} to {ratio.p90:.2f}) times FP32's step", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--elements", type=int, default=1 << 26, help="of the large tensor: a square number of them")
@@ -80,6 +125,7 @@ def main() -> None:
         for shape in SMALL
         for name in KINDS
     ]
+    rows["training"] = training(10 * options.repetitions)
     result = {**facts(torch.device("cpu")), "mezzo": mezzo.__version__, "repetitions": options.repetitions, **rows}
     print(f"written to {write_dated(options.out, 'formats', result)}")
 
