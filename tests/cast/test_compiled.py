@@ -215,14 +215,23 @@ def test_an_equal_policy_compiles_nothing_new_and_another_one_does():
     assert counter.frame_count == 4
 
 
-def test_new_tensors_compile_nothing_anew():
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "O2,dtype=float16,emulate=true,fp32_module=norm",
+        "O1,dtype=bfloat16,emulate=true,fp32_param=*.weight",
+        "O1,dtype=bfloat16,fp8_param=*weight",
+    ],
+)
+def test_new_tensors_compile_nothing_anew(policy):
     """Each batch is another tensor: nothing compiled may depend on which one it is."""
-    model, counter, counts = Block(), CompileCounterWithBackend("eager"), []
-    handle = mezzo.prepare(model, "O2,dtype=float16,emulate=true,fp32_module=norm")
+    model, counter, counts, batches = Block(), CompileCounterWithBackend("eager"), [], torch.randn(3, 4, 8).unbind()
+    model.register_buffer("weight", torch.ones(8))  # of which there is no product
+    handle = mezzo.prepare(model, policy)
     compiled = torch.compile(model, backend=counter)
-    for _ in range(3):
+    for batch in batches:  # all of them live, so that no number of an object comes twice
         with handle.autocast():
-            compiled(torch.randn(4, 8)).float().sum().backward()
+            compiled(batch).float().sum().backward()
         counts.append(counter.frame_count)
     assert counts == [counts[0]] * 3
 

@@ -52,6 +52,8 @@ ROWS = [
     (lambda: Rule("fp23", op="exp"), "unknown treatment 'fp23'", "did you mean 'fp32'?"),
     (lambda: Rule("bf16", module="head"), "unknown treatment 'bf16'", "the text low_module=head"),
     # Texts
+    (parse("fp8"), "unknown level 'fp8'", 'write  Policy.O1().fp8("linear"), the text O1,fp8=linear'),
+    (parse("nvfp4_module"), "a level stands first", "the text O1,nvfp4_module=head"),
     (parse("runs/mine.policy"), "unknown level 'runs/mine.policy'", "write  Policy.load(path)"),
     (parse(""), "there is no level", "valid: O0, O1, O2, O3"),
     (parse(None), "a policy's text is not None"),

@@ -93,6 +93,17 @@ def test_names_are_those_of_what_is_viewed_or_cast():
     assert found == ["0.weight", "input 0"]
 
 
+def test_the_rotation_of_an_operand_is_no_product_of_the_model():
+    layer = nn.Linear(32, 64, bias=False)
+    handle = mezzo.prepare(layer, "O1,dtype=bfloat16,nvfp4_param=weight,nvfp4_tricks=rht")
+    with Products(torch.bfloat16) as products:
+        with handle.autocast():
+            loss = layer(torch.ones(16, 32)).sum()
+        loss.backward()
+    # The input needs no gradient: the output and the weight's gradient, and neither of the two rotations.
+    assert products.flops == {"emulated": 2 * 2 * 16 * 32 * 64}
+
+
 def test_operations_of_products_are_counted_by_the_format_that_they_read():
     model, x = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False)), torch.ones(2, 8)
     first, second = 2 * 2 * 8 * 16, 2 * 2 * 16 * 4

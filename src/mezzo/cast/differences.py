@@ -50,6 +50,7 @@ class Differences:
     handlers: Mapping[Callable[..., Any], Handler]
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
     pinned: Mapping[int, Treatment]
+    pins_buffers: bool  # whether one of the pinned tensors is no ``nn.Parameter``
     memories: tuple[Memory, ...]  # what products below sixteen bits remember of earlier steps
     key: str  # equal for equal differences, and for nothing else
 
@@ -85,18 +86,22 @@ class Known(NamedTuple):
     Attributes:
         pinned: Treatment of every op that reads a parameter, by the parameter's ``id``.
         memories: What products below sixteen bits remember, of each model.
+        pins_buffers: Whether one of these parameters is a buffer, or another tensor that is no ``nn.Parameter``.
     """
 
     pinned: Mapping[int, Treatment] = types.MappingProxyType({})
     memories: tuple[Memory, ...] = ()
+    pins_buffers: bool = False
+
+
+_OF_NONE: Final = Known()
 
 
 def find_differences(
     policy: Policy,
     device_type: str,
     module: str | None = None,
-    pinned: tuple[tuple[int, Treatment], ...] = (),
-    memories: tuple[Memory, ...] = (),
+    known: Known = _OF_NONE,
 ) -> Differences:
     """Find the functions that a policy treats differently from torch on this device.
 
@@ -104,8 +109,7 @@ def find_differences(
         policy: The policy.
         device_type: The device.
         module: Path of the module whose region it is, for rules that name one.
-        pinned: Treatment of every op that reads a parameter, by the parameter's ``id``.
-        memories: What products below sixteen bits remember, of each model.
+        known: What is known of the parameters of models.
 
     Raises:
         UnsupportedError: The device has no such arithmetic and ``emulate=False``.
@@ -115,10 +119,10 @@ def find_differences(
     emulated = emulated_families(policy.dtype, device_type, policy.emulate)
     differences = _find(policy, device_type, module, emulated, tuple(rule.reason for rule in policy.rules))
     # Parameters come and go (torch.func.functional_call brings others for one call): such ones are not kept.
-    if not pinned and not memories:
+    if not known.pinned and not known.memories:
         return differences
-    key = f"{differences.key} with {pinned} and {[id(each) for each in memories]}"
-    return dataclasses.replace(differences, pinned=dict(pinned), memories=memories, key=key)
+    key = f"{differences.key} with {tuple(known.pinned.items())} and {[id(each) for each in known.memories]}"
+    return dataclasses.replace(differences, **known._asdict(), key=key)
 
 
 @contextlib.contextmanager
@@ -172,7 +176,7 @@ def _find(
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         gives_back=not policy.autocast and not is_island, handlers=handlers, opened=_concerned(handlers),
-        pinned={}, memories=(),
+        pinned={}, pins_buffers=False, memories=(),
         key=", emulated ".join((f"{policy.region_text()} in {module!r} on {device_type}", *sorted(emulated))),
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces

@@ -479,12 +479,14 @@ def _run(
 
 
 def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None:
-    """Return the first parameter among the arguments, or behind a view among them, that a rule speaks about."""
+    """Return the first parameter among the arguments, or behind a view among them, that a rule speaks about.
+
+    A tensor that cannot be one is not asked who it is: torch.compile would make a graph for that tensor alone.
+    """
     for x in tensors((args, kwargs)):
-        if id(x) in here.pinned:
-            return x
-        if x._base is not None and id(x._base) in here.pinned:
-            return x._base
+        for each in (x, x._base):
+            if isinstance(each, Tensor if here.pins_buffers else nn.Parameter) and id(each) in here.pinned:
+                return each
     return None
 
 

@@ -126,8 +126,7 @@ class Region:
             known: What is known of the model's parameters.
             device_types: The devices to cover.
         """
-        pinned = tuple(known.pinned.items())
-        found = tuple([find_differences(policy, kind, module, pinned, known.memories) for kind in device_types])
+        found = tuple([find_differences(policy, kind, module, known) for kind in device_types])
         return cls(policy=policy, per_device=found)
 
     def with_wide_norm(self) -> Region:

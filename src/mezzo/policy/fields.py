@@ -412,8 +412,16 @@ def _wrong_level(entry: str) -> PolicyError:
     first, *others = re.findall(r"[\w.]+", value or entry) or ("O1",)  # another separator, or level=O1
     level = first.upper() if first.upper() in LEVELS else "O1"
     dtype = next(filter(_is_dtype, others), "bfloat16")
-    written = f"O1,{entry}" if is_entry else level if level == "O0" else f"{level},dtype={dtype}"
+    pair = entry if "=" in entry or _is_dtype(entry) else f"{key}={_example(key)}"
+    written = f"O1,{pair}" if is_entry else level if level == "O0" else f"{level},dtype={dtype}"
     return PolicyError(f"unknown level {shown(entry)}" if entry else "there is no level", why=why, write=both(written))
+
+
+def _example(key: str) -> str:
+    """Give a value that may stand behind a key."""
+    place = "head" if key.endswith("_module") else "head.weight" if key.endswith("_param") else ""
+    example = place or ("linear" if key in QUANTISED else "softmax")
+    return "1024" if key in ("loss_scale", "fp8_history") else next(iter(WORDS[key])) if key in WORDS else example
 
 
 def _no_pair(entry: str, key: str) -> PolicyError:
@@ -422,10 +430,7 @@ def _no_pair(entry: str, key: str) -> PolicyError:
     if entry in LEVELS:
         return PolicyError(f"the level {entry} does not stand first", write=both(f"{entry},dtype=bfloat16"))
     if key in keys:
-        place = "head" if key.endswith("_module") else "head.weight" if key.endswith("_param") else ""
-        example = place or ("linear" if key in QUANTISED else "softmax")
-        value = "1024" if key in ("loss_scale", "fp8_history") else next(iter(WORDS[key])) if key in WORDS else example
-        return PolicyError(f"{shown(entry)} is not key=value", write=both(f"{key}={value}"))
+        return PolicyError(f"{shown(entry)} is not key=value", write=both(f"{key}={_example(key)}"))
     dtype = closest(key, (word for word, each in DTYPES.items() if each in LOW)) or "bfloat16"
     what = f"{shown(entry)} is neither a dtype nor key=value" if entry else "there is nothing between two commas"
     return PolicyError(what, why=nearest(key, [*DTYPES, *keys]), write=both(f"dtype={dtype}"))

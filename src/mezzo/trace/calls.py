@@ -111,6 +111,11 @@ def doing() -> Doing:
     return kind
 
 
+def casting() -> bool:
+    """Whether a cast runs, its products included, such as the rotation before an operand is quantised."""
+    return next((note.kind == "cast" for note in reversed(notes()) if note.kind != "op"), False)
+
+
 def quantised_formats() -> tuple[str, ...]:
     """Name the formats of the operands of the product below sixteen bits that runs; nothing where none does."""
     return next((note.about.formats for note in reversed(notes()) if note.kind == "quantised"), ())

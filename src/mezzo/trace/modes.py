@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.cast.mode import compiled_inside_alone
 from mezzo.cast.notes import watched
 from mezzo.tensors import LOW, dtype_name
-from mezzo.trace.calls import Place, Where, doing, opened_by_region
+from mezzo.trace.calls import Place, Where, casting, doing, opened_by_region
 from mezzo.trace.kernels import flops
 from mezzo.trace.measure import numbered
 
@@ -201,7 +201,7 @@ class Products(KernelWatch):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if (counted := flops(func, args, kwargs, out)) is not None:
+        if not casting() and (counted := flops(func, args, kwargs, out)) is not None:
             self.flops["emulated" if doing() == "emulation" else dtype_name(counted[1])] += counted[0]
         return out
 

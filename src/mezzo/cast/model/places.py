@@ -268,7 +268,11 @@ class RuledParams:
         # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
         shared = {t for t, *_, rule in deciding if t in ruled and (rule is None or rule.param is not None)}
         ruled_places = [(owner, name, _treatment(t, ruled[t])) for t, owner, name, _ in deciding if t in shared]
-        named = [(owner, path, product_rule(path, policy)) for _, path, owner in stored_tensors(model)]
+        # Of a vector that is a buffer, such as a position's frequencies, there is no product.
+        factors = [
+            (path, owner) for t, path, owner in stored_tensors(model) if t.dim() > 1 or isinstance(t, nn.Parameter)
+        ]
+        named = [(owner, path, product_rule(path, policy)) for path, owner in factors]
         ruled_places += [(owner, path.rpartition(".")[2], rule.treatment) for owner, path, rule in named if rule]
         found = cls(tuple(ruled_places), memory=_memory(model, policy))
         found.find_gathered(model)
@@ -299,8 +303,9 @@ class RuledParams:
         for params in every:
             if params.memory is not None:
                 params.memory.follow(params.gathered)
-        pinned = {id(tensor): treatment for params in every for tensor, treatment in params}
-        return Known(pinned, tuple(memories))
+        ruled = [pair for params in every for pair in params]
+        pins_buffers = not all(isinstance(tensor, nn.Parameter) for tensor, _ in ruled)
+        return Known({id(tensor): treatment for tensor, treatment in ruled}, tuple(memories), pins_buffers)
 
 
 def product_rule(path: str, policy: Policy) -> Rule | None:
