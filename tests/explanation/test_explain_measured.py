@@ -221,7 +221,8 @@ def test_what_a_kernel_returns_is_said_where_the_policy_has_another_dtype(monkey
     monkeypatch.setattr(recipes, "found_on", lambda kind, left, right, dtype: Support("", torch.bfloat16))
     monkeypatch.setattr(passes, "scaled_mm", emulated)
     said = "float16 is rounded from bfloat16, which the device's kernel returns"
-    for dtype, emulate, expected in (("float16", "auto", True), ("bfloat16", "auto", False), ("float16", "true", False)):
+    cases = (("float16", "auto", True), ("bfloat16", "auto", False), ("float16", "true", False))
+    for dtype, emulate, expected in cases:
         # A history that no other test has: what devices have is remembered by policy.
         policy = f"O1,dtype={dtype},emulate={emulate},fp8_history=977,fp8_module=1"
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))

@@ -75,7 +75,8 @@ class Recipe:
         found = self.found_on(device_type, policy.dtype)
         if policy.emulate is True or found.lacks or found.output == policy.dtype:
             return ""
-        return f"{dtype_name(policy.dtype)} is rounded from {dtype_name(found.output)}, which the device's kernel returns"
+        wanted, given = dtype_name(policy.dtype), dtype_name(found.output)
+        return f"{wanted} is rounded from {given}, which the device's kernel returns"
 
     @property
     def as_note(self) -> Quantising:
