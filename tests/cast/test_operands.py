@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mezzo.cast import products
-from mezzo.cast.products import ROLES, passes
-from mezzo.cast.products.memory import Slot
+from mezzo.cast.products import ROLES, operands, passes
+from mezzo.cast.products.memory import Memory, Slot
 from mezzo.cast.products.operands import Quantiser
 from mezzo.formats import BLOCK_FORMATS, quantized
 from mezzo.policy import Policy
@@ -33,6 +33,16 @@ def test_the_largest_magnitude_is_noted_whatever_its_sign():
             noted = torch.stack([quantiser.noted[role] for role in ROLES])
             assert noted.dtype == torch.float32
             assert torch.equal(noted.nan_to_num(7.0), torch.full((3,), largest).nan_to_num(7.0))
+
+
+def test_the_key_of_a_noise_is_on_the_device_of_what_is_rounded(monkeypatch):
+    policy, keys = Policy.parse("O1,bf16,nvfp4=*"), []
+    monkeypatch.setattr(operands, "quantized", lambda x, form, dim, *, key, amax: keys.append(key))
+    memory = Memory({}, policy)  # of no weight are there histories, by which it could know a device
+    for memory.counts in (False, True, True):
+        quantiser = Quantiser(products.recipe_of(policy, "nvfp4"), memory, None)
+        quantiser.along("gradient", torch.empty(32, 32, device="meta"), 1)
+    assert [key.device.type for key in keys] == ["meta"] * 3
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)

@@ -463,6 +463,11 @@ def test_the_first_rule_decides_and_ends_stay_low_unless_they_are_named(rules, e
     assert precisions(Model(), f"{level},dtype=bfloat16,{rules}", written) == expected
 
 
+def test_the_only_layer_of_a_model_stays_low_by_one_rule():
+    prepared = mezzo.prepare(nn.Sequential(nn.Linear(32, 32)), "O1,dtype=bfloat16,fp8=linear")
+    assert str(prepared.policy) == "O1,dtype=bfloat16,low=linear@0,fp8=linear"
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_class_that_is_pinned_to_fp32_stays_so(level, written):
     policy = f"{level},dtype=bfloat16,fp8_module=blocks.*"

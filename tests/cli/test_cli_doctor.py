@@ -172,6 +172,9 @@ def test_json_is_json_for_any_reader(capsys, results):
     assert half["checkups"][0]["status"] == "wrong"
     assert half["checkups"][0]["trainings"][0]["weights_error"] == "nan"
     assert brain["checkups"][0]["speeds"]["2048"]["median"] == 2.4
+    below = [(each["products"], each["dtype"], each["native"], each["output"]) for each in cpu["below_sixteen_bits"]]
+    kinds = ("fp8, tensorwise", "fp8, rowwise", "mxfp8", "nvfp4")
+    assert below == [(kind, name, False, name) for name in ("float16", "bfloat16") for kind in kinds]
 
 
 def test_refresh_probes_again(capsys, results):

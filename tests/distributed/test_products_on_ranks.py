@@ -116,7 +116,7 @@ def noise():
     _, amp = session("O1,dtype=bfloat16,nvfp4_module=*1")
     (memory,) = amp.engine.weights.memories()
     memory.counts = True  # as in a backward pass of the session
-    return int(memory.draw())
+    return int(memory.draw(torch.device("cpu")))
 
 
 def everything():

@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from mezzo.cast.products import passes, recipes
+from mezzo.cast.products.native import Support
 from mezzo.explanation import Cast, explain
 
 BF16 = "O1,dtype=bfloat16,emulate=false"
@@ -206,3 +208,23 @@ def test_the_line_is_the_user_s():
     assert lines["square"] == lines["mean"] == f"{__file__}:{first + 4}"
     rows = explain(nn.Sequential(nn.Linear(4, 4)), torch.randn(3, 4), BF16).rows
     assert [row.line for row in rows] == [None]  # without code of the user's
+
+
+# Below sixteen bits ---------------------------------------------------------------------------------
+
+
+def test_what_a_kernel_returns_is_said_where_the_policy_has_another_dtype(monkeypatch):
+    def emulated(a, b, dims, bias, output):
+        left, right = (each.wide() if dim else each.wide().mT for each, dim in zip((a, b), dims, strict=True))
+        return (left @ right.mT + (0 if bias is None else bias.float())).to(output)
+
+    monkeypatch.setattr(recipes, "found_on", lambda kind, left, right, dtype: Support("", torch.bfloat16))
+    monkeypatch.setattr(passes, "scaled_mm", emulated)
+    said = "float16 is rounded from bfloat16, which the device's kernel returns"
+    cases = (("float16", "auto", True), ("bfloat16", "auto", False), ("float16", "true", False))
+    for dtype, emulate, expected in cases:
+        # A history that no other test has: what devices have is remembered by policy.
+        policy = f"O1,dtype={dtype},emulate={emulate},fp8_history=977,fp8_module=1"
+        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+        rows = {row.module: row.reason for row in explain(model, torch.randn(16, 16), policy=policy).rows}
+        assert (said in rows["1"], said in rows["0"]) == (expected, False), rows

@@ -95,3 +95,34 @@ def test_steady_steps_read_nothing(machine, policy, optimizer, way):
 @pytest.mark.parametrize("policy, optimizer, way", OTHERS, ids=map(" / ".join, OTHERS))
 def test_nor_do_those_of_any_other_combination(machine, policy, optimizer, way):
     assert steady(machine, Trained(policy, optimizer, way)).reads == []
+
+
+BELOW = ["fp8_module=1", "fp8_recipe=rowwise,fp8_module=1", "fp8_recipe=delayed,fp8_module=1", "mxfp8_module=1",
+         "nvfp4_module=1"]  # fmt: skip
+
+
+@pytest.mark.parametrize("emulate", ["auto", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rules", BELOW)
+def test_products_below_sixteen_bits_read_nothing_either(machine, rules, emulate):
+    with torch.device("cuda"):
+        model, batch = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), torch.randn(32, 32)
+    amp = mezzo.MixedPrecision(
+        model, mezzo.optim.AdamW(model.parameters()), f"O1,dtype=bfloat16,emulate={emulate},{rules}"
+    )
+
+    def step():
+        with amp.autocast():
+            loss = model(batch).float().square().mean()
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+
+    for _ in range(FIRST):
+        step()
+    with machine.watched() as record:
+        for _ in range(STEADY):
+            step()
+    assert record.reads == []
+    assert [each for each in record.uploads if "step/executors" not in each] == [], (
+        "the optimizer's table alone goes there"
+    )

@@ -247,7 +247,7 @@ def test_each_draw_of_noise_is_another_one_and_the_sessions_own():
     generator = torch.get_rng_state()
     memory = amp.engine.weights.memories()[0]
     memory.counts = True  # as in a backward pass of the session
-    drawn = [int(memory.draw()) for _ in range(100)]
+    drawn = [int(memory.draw(torch.device("cpu"))) for _ in range(100)]
     assert len({*drawn}) == 100
     steps = {(b - a) % 2**32 for a, b in itertools.pairwise(drawn)}
     assert len(steps) == 99  # noise of numbers in a row would be that of the draw before, an element further

@@ -98,8 +98,15 @@ def _told(reports: list[DeviceReport], rows: list[Row]) -> dict[str, Any]:
                 of_family["intention"] = action
             entry["checkups"] = [each.to_dict() for each in mine]
         told["below_sixteen_bits"] = [
-            {"products": name, "native": not found.lacks, "output": dtype_name(found.output), "detail": found.lacks}
-            for name, found in kinds_on(report.device_type, torch.bfloat16).items()
+            {
+                "products": name,
+                "dtype": dtype_name(dtype),
+                "native": not found.lacks,
+                "output": dtype_name(found.output),
+                "detail": found.lacks,
+            }
+            for dtype in report.formats
+            for name, found in kinds_on(report.device_type, dtype).items()
         ]
         devices.append(told)
     return {"verdict": [_verdict(row) for row in rows], **environment(), "devices": devices}

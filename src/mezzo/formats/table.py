@@ -238,8 +238,8 @@ class Format:
                 rounding does not use it.
 
         Returns:
-            A new tensor of the same dtype, shape and device, outside autograd. A result that the input's dtype cannot
-            hold becomes its infinity: only float16 input beyond 65280 in magnitude, where BF16's next number is 65536.
+            A new tensor of the same dtype, shape and device, outside autograd. What float16 input cannot hold of the
+            results is its infinity, 65536 of BF16 and E8M0, or its zero, the smallest numbers of E8M0.
 
         Raises:
             PolicyError: It is no tensor, or one of an integer, complex, bool or 8-bit dtype.

@@ -155,6 +155,8 @@ class Decider:
             why = read if isinstance(read, str) else "low_products=forward" if recipe.low == "forward" else ""
             if why:
                 decision = replace(decision, treatment="low", reason=f"{decision.reason}; it stays low: {why}")
+            elif why := recipe.output_note(device_type, self.policy):
+                decision = replace(decision, reason=f"{decision.reason}; {why}")
         return OpCall(
             op=op,
             decision=decision,

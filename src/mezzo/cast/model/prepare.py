@@ -421,16 +421,16 @@ def with_low_ends(model: nn.Module, policy: Policy) -> Policy:
     if not any(rule.treatment in QUANTISED for rule in policy.rules):
         return policy
     layers = [path for path, module in model.named_modules() if path and any(p.dim() > 1 for p in owned(module))]
+    ends = {layers[-1]: "last", layers[0]: "first"} if layers else {}
     rules = []
-    for end, path in {"last": layers[-1:], "first": layers[:1]}.items():
-        for layer in path:
-            names = [name for name, _ in model.get_submodule(layer).named_parameters(layer, recurse=False)]
-            by_param = [rule for name in names if (rule := policy.product_rule(name)) is not None]
-            deciding = {op: policy.explain(op, layer).rule for op in QUANTISABLE}
-            asked = [*by_param, *(rule for rule in deciding.values() if rule and rule.treatment in QUANTISED)]
-            if all(rule.module in (None, "*") and rule.param in (None, "*") for rule in asked):
-                why = f"the {end} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
-                low = [op for op, rule in deciding.items() if by_param or rule in asked]
-                rules += [Rule("low", op=op, module=layer, reason=why) for op in low]
+    for layer, end in ends.items():
+        names = [name for name, _ in model.get_submodule(layer).named_parameters(layer, recurse=False)]
+        by_param = [rule for name in names if (rule := policy.product_rule(name)) is not None]
+        deciding = {op: policy.explain(op, layer).rule for op in QUANTISABLE}
+        asked = [*by_param, *(rule for rule in deciding.values() if rule and rule.treatment in QUANTISED)]
+        if all(rule.module in (None, "*") and rule.param in (None, "*") for rule in asked):
+            why = f"the {end} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
+            low = [op for op, rule in deciding.items() if by_param or rule in asked]
+            rules += [Rule("low", op=op, module=layer, reason=why) for op in low]
     said = {rule.selector for rule in policy.rules}
     return policy.evolve(rules=(*(rule for rule in rules if rule.selector not in said), *policy.rules))

@@ -108,9 +108,9 @@ class Memory:
         weights = [(number, weight) for number, weight in enumerate(now) if weight is not None]
         self._numbers = {id(each): number for number, each in weights}
         self._numbers |= {id(gathered[each]): number for number, each in weights if each in gathered}
-        device = weights[0][1].device if weights else self.draws.device
-        if device != self.draws.device:
-            for name in ("history", "kept", "window", "draws"):
+        device = weights[0][1].device if weights else self.history.device
+        if device != self.history.device:
+            for name in ("history", "kept", "window"):
                 setattr(self, name, getattr(self, name).to(device))
 
     def knows(self, weight: Tensor) -> bool:
@@ -126,10 +126,16 @@ class Memory:
         number = self._number(weight)
         return None if number is None else Slot(self.kept[number], self.window[number])
 
-    def draw(self) -> Tensor:
-        """Return the key of the next noise, 0-d: on each rank another one; outside of the session's passes torch's."""
+    def draw(self, device: torch.device) -> Tensor:
+        """Return the key of the next noise, 0-d: on each rank another one; outside of the session's passes torch's.
+
+        Args:
+            device: Where the noise is made: a kernel there reads the key.
+        """
         if not self.counts:
-            return drawn(self.draws.device)
+            return drawn(device)
+        if self.draws.device != device:
+            self.draws = self.draws.to(device)
         self.draws += 1
         # A hash of the number: noise adds the key to elements' numbers, and that of the next draw would be this one's,
         # shifted by an element. Ranks round other gradients of one weight, whose errors are to average out.

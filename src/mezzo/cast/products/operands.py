@@ -99,7 +99,7 @@ class Quantiser:
     def _along(self, role: Role, x: Tensor, form: BlockFormat, dim: int) -> Quantized:
         key = amax = None
         if self.recipe.stochastic and role == "gradient":
-            key = drawn(x.device) if self.memory is None else self.memory.draw()
+            key = drawn(x.device) if self.memory is None else self.memory.draw(x.device)
         if self.slot is not None:
             low, high = torch.aminmax(x)  # on a CPU 25 times as fast as a norm
             now = torch.maximum(-low, high).float()

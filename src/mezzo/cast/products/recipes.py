@@ -15,6 +15,7 @@ from mezzo.errors import UnsupportedError
 from mezzo.formats import MXFP8_E4M3, NVFP4, NVFP4_2D, ROWWISE_E4M3, TENSORWISE_E4M3, TENSORWISE_E5M2, BlockFormat
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import QUANTISED
+from mezzo.tensors import dtype_name
 
 
 def depends(form: BlockFormat) -> bool:
@@ -68,6 +69,14 @@ class Recipe:
         found = [found_on(device_type, *pair, dtype) for pair in pairs]
         lacking = next((each for each in found if each.lacks), None)
         return lacking or next((each for each in found if each.output != dtype), found[0])
+
+    def output_note(self, device_type: str, policy: Policy) -> str:
+        """Say what a device's kernels return where that is another dtype than the policy's; nothing elsewhere."""
+        found = self.found_on(device_type, policy.dtype)
+        if policy.emulate is True or found.lacks or found.output == policy.dtype:
+            return ""
+        wanted, given = dtype_name(policy.dtype), dtype_name(found.output)
+        return f"{wanted} is rounded from {given}, which the device's kernel returns"
 
     @property
     def as_note(self) -> Quantising:
