@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo import UnsupportedError, formats
 from mezzo.cast.mode import PolicyMode
-from mezzo.cast.products import operands
+from mezzo.cast.products import native, operands, recipes
 from mezzo.formats.convert import quantized
 
 from ..support.refusals import refused
@@ -792,3 +792,17 @@ def test_what_no_device_here_has_is_refused_where_emulation_is():
         model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
         with refused(UnsupportedError, *words, parts=[model]):
             mezzo.prepare(model, f"O1,dtype=bfloat16,emulate=false,{text}")
+
+
+def test_products_of_the_device_are_explained_as_such(monkeypatch):
+    """A CPU's own products of tensor-wise FP8, which are slow, stand for a GPU's."""
+    monkeypatch.setattr(recipes, "found_on", lambda device_type, left, right, dtype: native.Support("", dtype))
+    policy = "O1,dtype=bfloat16,fp8_history=77,fp8_module=*"  # what is found out of it is kept: no other test has it
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    explanation = mezzo.explain(model, torch.randn(32, 64), policy)
+    (mine,) = (each for each in explanation.products if each.dtype == "float8_e4m3fn")
+    assert (mine.module, mine.count, mine.flops) == ("1", 1, 2 * 32 * 64 * 64)
+    (row,) = (each for each in explanation.rows if each.module == "1")
+    assert (row.computes_in, row.returns, row.emulated) == (("float8_e4m3fn",), ("bfloat16",), False)
+    assert explanation.emulated == ()
+    assert not [finding for finding in explanation.findings if finding.kind == "disagreement"]

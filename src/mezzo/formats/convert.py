@@ -26,7 +26,7 @@ _ROUNDINGS: Final = ("nearest", "stochastic")
 _LINE: Final = 1 << 12
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Quantized:
     """A tensor in a block format: element × scale, × the tensor's scale.
 

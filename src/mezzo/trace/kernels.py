@@ -152,6 +152,11 @@ def factors(kernel: Any, args: tuple[Any, ...]) -> list[Tensor]:
     return list(tensors(args[1:3] if name in _ADDING else args[:last]))
 
 
+def _scaled_flops(args: tuple[Any, ...]) -> int:
+    a, b = args[:2]  # (n, k), (k, m); where two elements share a byte, k is half as long
+    return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1]) * (2 if a.dtype == torch.float4_e2m1fn_x2 else 1)
+
+
 def _grouped_flops(args: tuple[Any, ...]) -> int:
     a, b = args[:2]  # the groups lie along the first dimension, or one after the other along rows or along K
     groups = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
@@ -165,6 +170,7 @@ def _recurrent_flops(args: tuple[Any, ...]) -> int:
 
 _FLOPS: Final[Mapping[str, Callable[[tuple[Any, ...]], int]]] = {
     "_grouped_mm": _grouped_flops,
+    "_scaled_mm_v2": _scaled_flops,
     **dict.fromkeys(("mv", "dot", "vdot"), lambda args: 2 * args[0].numel()),
     "addmv": lambda args: 2 * args[1].numel(),
     "addr": lambda args: 2 * args[1].numel() * args[2].numel(),
@@ -204,7 +210,7 @@ def _recurrent(args: tuple[Any, ...]) -> Shape:
 
 # By aten kernel: the position of the operand whose dtype counts, and what reads the dimensions from it and the rest.
 _PRODUCTS: Final[Mapping[str, tuple[int, Callable[[tuple[Any, ...]], Shape]]]] = {
-    **dict.fromkeys(("mm", "bmm", "_scaled_mm"), (0, _matrices)),
+    **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_scaled_mm_v2"), (0, _matrices)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm"), (1, _matrices)),
     "convolution": (1, _convolution),
     "attention": (0, _attention),

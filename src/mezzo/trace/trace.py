@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction
 
 from mezzo.tensors import LOW, dtype_name, has_fraction, tensors
 from mezzo.trace import kernels
-from mezzo.trace.calls import Decider, Doing, Place, Where, doing, kernel_name, quantised_formats
+from mezzo.trace.calls import Decider, Doing, Place, Where, casting, doing, kernel_name, quantised_formats
 from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import LostIntegers, lost_integers
 
@@ -155,7 +155,7 @@ class Trace:
                     self._follow(kernel, args, kwargs, out, place)
                 self._labels.put(tensors(out), self._new_label(), replace=False)
                 self.moved_bytes += kernels.moved_bytes(kernel, args, kwargs, out, self.dtype if emulated else None)
-                if not self.where.is_backward and made_by != "cast":
+                if not self.where.is_backward and not casting():
                     self._product(kernel, args, kwargs, out, place, emulated=emulated)
             if place.call is not None:
                 place.call.kernel(kernel, args, kwargs, out, emulated=emulated)
