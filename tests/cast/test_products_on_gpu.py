@@ -135,22 +135,18 @@ def stepped(model, amp, x):
     return loss
 
 
-WORDS = {
-    "fp8, tensorwise": "fp8_module=1", "fp8, rowwise": "fp8_recipe=rowwise,fp8_module=1", "mxfp8": "mxfp8_module=1",
-    "nvfp4": "nvfp4_module=1",
-}  # fmt: skip
+#: By the device's kernels where it has them, emulated where it does not.
+WORDS = (
+    "fp8_module=1", "fp8_recipe=rowwise,fp8_module=1", "fp8_recipe=delayed,fp8_module=1", "mxfp8_module=1",
+    "nvfp4_module=1",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(
-    "words", [*WORDS.items(), ("fp8, tensorwise", "fp8_recipe=delayed,fp8_module=1")], ids="-".join
-)
+@pytest.mark.parametrize("words", WORDS)
 def test_captured_steps_are_eager_ones(words, level, computing):
     """Histories of delayed scaling and draws of NVFP4's noise move in the graph, too."""
-    kind, text = words
-    if lacks := products.kinds_on("cuda", torch.bfloat16)[kind].lacks:
-        pytest.skip(f"needs a device that has {kind}: {lacks}")
-    (eager, one), (other, two) = (session(f"{level},dtype=bfloat16,emulate=false,{text}") for _ in range(2))
+    (eager, one), (other, two) = (session(f"{level},dtype=bfloat16,{words}") for _ in range(2))
     captured = mezzo.capture(functools.partial(stepped, other, two), two)
     for number in range(8):
         x = torch.randn(64, 128, generator=torch.Generator().manual_seed(number)).cuda() * 2.0**number
