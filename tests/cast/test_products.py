@@ -21,6 +21,7 @@ from mezzo import UnsupportedError, formats
 from mezzo.cast.mode import PolicyMode
 from mezzo.cast.products import native, operands, recipes
 from mezzo.formats.convert import quantized
+from mezzo.formats.noise import drawn
 
 from ..support.refusals import refused
 
@@ -118,7 +119,7 @@ def assert_off(found, other):
 
 def seeded_keys():
     generator = torch.Generator().manual_seed(5)
-    return lambda: torch.randint(2**31, (), generator=generator)
+    return lambda: drawn(torch.device("cpu"), generator)
 
 
 def run(text, dtype, call, *operands, gradient=None):
@@ -232,8 +233,8 @@ def test_gradients_that_are_rounded_at_random_are_right_on_average():
     text, leaves = "nvfp4_tricks=stochastic,nvfp4=*", (nn.Parameter(x), nn.Parameter(w))
     with mezzo.autocast(f"O1,dtype=bfloat16,{text}"):
         out = functional.linear(*leaves)
-    drawn = [torch.autograd.grad(out, leaves[0], g.bfloat16(), retain_graph=True)[0] for _ in range(400)]
-    mean, spread = torch.stack(drawn).double().mean(0), torch.stack(drawn).double().std(0)
+    found = [torch.autograd.grad(out, leaves[0], g.bfloat16(), retain_graph=True)[0] for _ in range(400)]
+    mean, spread = torch.stack(found).double().mean(0), torch.stack(found).double().std(0)
     kept = formats.quantize(w, "nvfp4", 0).wide().double()
     off = (mean - g.double() @ kept).abs() / (spread / 20 + 1e-3)
     assert spread.min() > 0

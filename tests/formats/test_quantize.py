@@ -242,8 +242,9 @@ def test_shapes_memory_dtypes_and_bytes(fmt):
         assert found.scales.dtype == fmt.scale.dtype
         assert (found.dim, found.format) == (dim % 3, fmt)
         assert found.values.movedim(dim, -1).is_contiguous()
-        per_scale = found.scales.numel() * (fmt.scale.num_bits // 8)
-        assert found.num_bytes == x.numel() * fmt.element.num_bits // 8 + per_scale + 4 * fmt.tensor_scale
+        assert found.values.nbytes == x.numel() * fmt.element.num_bits // 8
+        assert found.scales.nbytes == found.scales.numel() * (fmt.scale.num_bits // 8)
+        assert (found.tensor_scale is not None) == fmt.tensor_scale
         back = found.dequantize()
         assert (back.dtype, back.shape, back.requires_grad) == (x.dtype, x.shape, False)
         assert torch.equal(back, found.wide().bfloat16())

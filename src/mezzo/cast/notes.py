@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from mezzo.formats import Quantized
@@ -74,6 +75,12 @@ def during(kind: Kind, about: Any, run: Callable[..., Any], *args: Any) -> Any:
         return run(*args)
     finally:
         _STACK.notes.pop()
+
+
+def product_beside(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply two matrices; to those who watch a pass it is a part of a cast, and no product of the model's."""
+    out: Tensor = during("cast", torch.float32, torch.matmul, a, b) if WATCHERS else torch.matmul(a, b)
+    return out
 
 
 def notes() -> list[Note]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from mezzo.errors import PolicyError, nearest, shown
 from mezzo.formats import cpp, portable, triton
 from mezzo.formats.blocks import BlockFormat, block_format
+from mezzo.formats.noise import drawn
 from mezzo.formats.table import Format
 from mezzo.tensors import is_transformed
 
@@ -52,12 +53,6 @@ class Quantized:
     dim: int
     shape: torch.Size
     dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values and of all scales."""
-        parts = [self.values, self.scales, *([] if self.tensor_scale is None else [self.tensor_scale])]
-        return sum(part.numel() * part.element_size() for part in parts)
 
     def wide(self) -> Tensor:
         """Return the values in FP32.
@@ -181,8 +176,7 @@ def quantize(
             write=f'generator=torch.Generator("{x.device}")',
         )
     if rounding == "stochastic":
-        limits = -(1 << 31), 1 << 31
-        key = torch.randint(*limits, (), dtype=torch.int64, device=x.device, generator=generator)
+        key = drawn(x.device, generator)
     return quantized(x, target, dim, key=key)
 
 

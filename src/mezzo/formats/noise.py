@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+import torch
 from torch import Tensor
 
 #: 2^32 / golden ratio, as int32: multiples of it are far apart.
@@ -33,6 +34,16 @@ def noise(index: Tensor, key: Tensor, slot: int = 0) -> Tensor:
     mixed = (mixed ^ ((mixed >> 16) & 0xFFFF)) * 0x7FEB_352D
     mixed = (mixed ^ ((mixed >> 15) & 0x1_FFFF)) * _wrapped(0x846C_A68B)
     return mixed ^ ((mixed >> 16) & 0xFFFF)
+
+
+def drawn(device: torch.device, generator: torch.Generator | None = None) -> Tensor:
+    """Draw a key of noise, 0-d int64 with 32 random bits.
+
+    Args:
+        device: Where the noise is made.
+        generator: On that device; torch's own when omitted.
+    """
+    return torch.randint(-(1 << 31), 1 << 31, (), dtype=torch.int64, device=device, generator=generator)
 
 
 def seeded(seed: int) -> int:

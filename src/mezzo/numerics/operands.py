@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mezzo.cast.notes import WATCHERS, ProductCall, during, listening
+from mezzo.cast.notes import ProductCall, listening, product_beside
 from mezzo.formats import E2M1, Quantized
 from mezzo.numerics.evidence import OPERANDS, RecordedOperand
 from mezzo.numerics.subject import Subject
@@ -68,14 +68,7 @@ def noise(operand: Tensor, made: Quantized, kept: Quantized | Tensor) -> tuple[T
     **Cost**: two products in FP32.
     """
     exact, x = operand.detach().float(), kept.wide() if isinstance(kept, Quantized) else kept.detach().float()
-    return _product(exact, x), _product(made.wide() - exact, x)
-
-
-def _product(gradient: Tensor, x: Tensor) -> Tensor:
-    # To those who count the model's products it is none of them.
-    factors = gradient.mT, x
-    out: Tensor = during("cast", torch.float32, torch.matmul, *factors) if WATCHERS else torch.matmul(*factors)
-    return out
+    return product_beside(exact.mT, x), product_beside((made.wide() - exact).mT, x)
 
 
 @dataclass(eq=False, slots=True)

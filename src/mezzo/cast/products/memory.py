@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Final, Literal, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from mezzo.formats.noise import noise, seeded
+from mezzo.formats.noise import drawn, noise, seeded
 from mezzo.policy import Policy
 
 #: The operands of a product of a weight, in the order in which their largest values are kept.
@@ -65,11 +66,6 @@ class Slot:
         self.window[at] = torch.maximum(self.window[at], now)
 
 
-def drawn(device: torch.device) -> Tensor:
-    """Draw a key of noise from torch's own generator, 0-d int64."""
-    return torch.randint(2**31, (), device=device)
-
-
 class Memory:
     """The histories of a model's weights, and how many random draws were made.
 
@@ -94,6 +90,7 @@ class Memory:
         self.draws = torch.zeros((), dtype=torch.int64)
         self.counts = False
         self._numbers: dict[int, int] = {}
+        self._known: list[nn.Parameter | None] = []
         self._parts: dict[Tensor, Tensor] = {}
         self.follow({})
 
@@ -103,12 +100,15 @@ class Memory:
         Args:
             gathered: What stands in the places of sharded parameters while they are gathered, by their part.
         """
-        self._parts = {whole: part for part, whole in gathered.items()}
         now = [module._parameters.get(name) for module, name in self._places]  # pruning takes weights away
+        device = next((weight.device for weight in now if weight is not None), self.history.device)
+        is_known = len(now) == len(self._known) and all(map(is_, now, self._known))
+        if is_known and not gathered and device == self.history.device:
+            return  # as at nearly every region of a module
+        self._known, self._parts = now, {whole: part for part, whole in gathered.items()}
         weights = [(number, weight) for number, weight in enumerate(now) if weight is not None]
         self._numbers = {id(each): number for number, each in weights}
         self._numbers |= {id(gathered[each]): number for number, each in weights if each in gathered}
-        device = weights[0][1].device if weights else self.history.device
         if device != self.history.device:
             for name in ("history", "kept", "window"):
                 setattr(self, name, getattr(self, name).to(device))

@@ -8,10 +8,11 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from mezzo.cast.notes import LISTENERS, WATCHERS, ProductCall, during
-from mezzo.cast.products.memory import Memory, Role, Slot, drawn
+from mezzo.cast.notes import LISTENERS, ProductCall, product_beside
+from mezzo.cast.products.memory import Memory, Role, Slot
 from mezzo.cast.products.recipes import Recipe, depends
 from mezzo.formats import BlockFormat, Quantized, quantized
+from mezzo.formats.noise import drawn
 
 #: An operand as it is multiplied: quantised, or in the policy's dtype.
 Operand: TypeAlias = Quantized | Tensor
@@ -49,10 +50,8 @@ def rotated(x: Tensor) -> Tensor:
     Returns:
         float32 of that shape.
     """
-    factors = _rotation(x.device), x.float().view(-1, 16, x.shape[1])
-    # To those who watch it is a part of the cast, and no product of the model's.
-    out: Tensor = during("cast", torch.float32, torch.matmul, *factors) if WATCHERS else torch.matmul(*factors)
-    return out.view(x.shape)
+    groups = x.float().view(-1, 16, x.shape[1])
+    return product_beside(_rotation(x.device), groups).view(x.shape)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,8 @@ def multiplied(
         a: (n, k) or (k, n).
         b: (m, k) or (k, m).
         dims: Which dimension of each is k.
-        bias: What is added before the rounding; it broadcasts with (n, m).
+        bias: What is added before the rounding; it broadcasts with (n, m). A device's kernel takes a vector in the
+            dtype that it returns; another is added to the rounded sum.
         dtype: What the sum is rounded to.
         recipe: Whether the device has the product.
 
