@@ -24,7 +24,7 @@ help:  ## list the commands
 
 $(VERSIONS): constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VERSIONS)
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; /^triton==/d)' constraints.txt > $(VERSIONS)
 
 $(DEMO): pyproject.toml $(VERSIONS)
 	$(INSTALL) '.[demo]'
