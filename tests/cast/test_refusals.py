@@ -10,6 +10,7 @@ import mezzo
 from mezzo import MixedPrecision, PolicyError, StateError, UnsupportedError
 
 from ..support.refusals import refused
+from ..support.releases import torchscript
 
 CONVERTING = ["O2,emulate=true", "O2,dtype=bfloat16,emulate=true", "O3,dtype=bfloat16,emulate=true"]
 
@@ -78,7 +79,8 @@ ROWS = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:Lazy modules")
+@torchscript
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("name", ROWS)
 def test_what_no_model_can_be_prepared_with(name):
     build, policy, error, words = ROWS[name]

@@ -1,6 +1,5 @@
 """What cannot be explained says what to write, and nothing of the user's is changed."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -8,6 +7,7 @@ from mezzo import PolicyError, UnsupportedError
 from mezzo.explanation import explain
 
 from ..support.refusals import refused
+from ..support.releases import torchscript
 
 
 class Calling(nn.Module):
@@ -35,7 +35,7 @@ def crossing(x):
     return nn.functional.binary_cross_entropy(x.sigmoid(), torch.ones(3, 1))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@torchscript
 def test_what_cannot_be_explained(two_layers):
     model, x = two_layers
     scripted = nn.Sequential(torch.jit.trace(nn.Linear(4, 4), torch.ones(1, 4), check_trace=False))

@@ -13,6 +13,7 @@ from mezzo.numerics import Recorder, SwallowedUpdates, diagnose, exponent_histog
 from mezzo.numerics.evidence import FILE, kind_of, write
 
 from ..support.refusals import refused
+from ..support.releases import torchscript
 from .test_evidence import SPECIAL, example
 from .test_recorder import adamw, backward, batches, is_bare, net, session, two_layers
 from .test_tune import batches as data_of_tune
@@ -178,7 +179,7 @@ def test_a_scaler_that_the_recorder_does_not_know_is_refused_where_its_scale_is_
     assert not any(map(torch.equal, model.parameters(), weights))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@torchscript
 def test_compiled_modules_where_activations_alone_are_wanted():
     inside = net(two_layers)
     inside[2].compile(backend="eager")
@@ -217,7 +218,7 @@ def locked():
         yield model
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@torchscript
 def test_what_cannot_be_tuned():
     model, data = net_of_tune(), data_of_tune()
     still, scripted = net_of_tune().requires_grad_(False), nn.Sequential(torch.jit.script(nn.Linear(16, 4)))

@@ -22,6 +22,7 @@ _BY_HAND = {
     "norm.Scalar": "append dtype", "norm.ScalarOpt_dim": "append dtype", "norm.names_ScalarOpt_dim": "append dtype",
     "binary_cross_entropy": "ban",
     "cudnn_convolution": "low", "cudnn_convolution_transpose": "low", "_cudnn_rnn": "low",
+    "linalg_matrix_sqrth": "fp32",  # from torch 2.14 on
 }  # fmt: skip
 
 

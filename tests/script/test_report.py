@@ -4,6 +4,8 @@ import pytest
 
 from mezzo.script import Program, run
 
+from ..support.releases import torchscript
+
 BF16 = "O1,dtype=bfloat16"
 O2 = "O2,dtype=bfloat16"
 
@@ -56,7 +58,7 @@ WHY_NOT = {
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torchscript
 def test_a_run_in_which_nothing_ran_low_says_why_and_what_to_do(ran):
     for name, (text, policy, why, write) in WHY_NOT.items():
         report = ran(text, policy)
@@ -126,7 +128,7 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torchscript
 def test_what_is_left_alone_is_named_with_the_reason_and_trains_as_it_does_by_itself(ran, name, capsys):
     text, policy, what, why, besides = LEFT_ALONE[name]
     report = ran(text, policy)

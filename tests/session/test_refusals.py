@@ -14,6 +14,7 @@ import mezzo
 from mezzo import MixedPrecision, NumericsError, PolicyError, StateError, UnsupportedError
 
 from ..support.refusals import refused
+from ..support.releases import torchscript
 from .loops import (
     O3,
     Weights,
@@ -33,7 +34,7 @@ FP16, BF16 = "O1,emulate=true,loss_scale=1024", "O1,dtype=bfloat16,emulate=true"
 O2 = "O2,emulate=true,loss_scale=dynamic(init=1024)"
 pytestmark = [
     pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters"),
-    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    torchscript,
 ]
 
 
