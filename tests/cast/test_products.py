@@ -24,6 +24,7 @@ from mezzo.formats.convert import quantized
 from mezzo.formats.noise import drawn
 
 from ..support.refusals import refused
+from ..support.releases import SCALED_MM_ON_CPU
 
 SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 DTYPES = [torch.bfloat16, torch.float16]
@@ -795,6 +796,7 @@ def test_what_no_device_here_has_is_refused_where_emulation_is():
             mezzo.prepare(model, f"O1,dtype=bfloat16,emulate=false,{text}")
 
 
+@pytest.mark.skipif(not SCALED_MM_ON_CPU, reason="needs a torch with scaled_mm on a CPU")
 def test_products_of_the_device_are_explained_as_such(monkeypatch):
     """A CPU's own products of tensor-wise FP8, which are slow, stand for a GPU's."""
     monkeypatch.setattr(recipes, "found_on", lambda device_type, left, right, dtype: native.Support("", dtype))

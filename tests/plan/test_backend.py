@@ -13,6 +13,7 @@ import mezzo
 from mezzo.cast.mode import PolicyMode
 from mezzo.errors import PolicyError, UnsupportedError
 
+from ..support.releases import CAPTURES_BEHIND_BREAKS, EAGER_GRAPHS_CHECKPOINT
 from .models import (
     CASES,
     GPT,
@@ -179,6 +180,8 @@ KEPT = (
 def test_the_low_format_is_kept_for_the_backward_pass():
     """What torch keeps, counted by its own hooks; weights and inputs in FP32 are there anyway."""
     for name in KEPT:
+        if "checkpoints" in name and not EAGER_GRAPHS_CHECKPOINT:
+            continue
         case = CASES[name]
         kept = {}
         for objective in ("time", "memory"):
@@ -301,10 +304,10 @@ def test_what_is_left_to_python_is_the_regions():
         out = compiled(torch.randn(4, 8))
     assert out.dtype == torch.bfloat16
     linear = {module: dtype for op, module, dtype in told(backend.plans) if op == "linear"}
-    assert linear["halves.1.b"] == "float32"
-    assert {dtype for module, dtype in linear.items() if module != "halves.1.b"} == {"bfloat16"}
+    assert linear.pop("halves.1.b", None) == ("float32" if CAPTURES_BEHIND_BREAKS else None)
+    assert set(linear.values()) == {"bfloat16"}
     assert all(set(ran.read) in ({torch.bfloat16}, {torch.float32}) for ran in seen.calls if ran.name == "linear")
-    assert [ran.read[0] for ran in seen.calls if ran.name == "linear"].count(torch.float32) == 1
+    assert [ran.read[0] for ran in seen.calls if ran.name == "linear"].count(torch.float32) == CAPTURES_BEHIND_BREAKS
 
 
 def test_no_python_of_a_region_runs_inside(monkeypatch):
@@ -389,7 +392,8 @@ def test_a_session_trains_as_without_a_plan(policy, compiles):
     if "fp16" not in policy:  # whose products are emulated by casts
         assert seen.casts == [plan.totals["plan"].casts for plan in backend.plans] * 6
     if "fp32_module" in policy:
-        assert [dtype for op, module, dtype in told(backend.plans) if module == "out"] == ["float32"]
+        planned = [dtype for op, module, dtype in told(backend.plans) if module == "out"]
+        assert planned == ["float32"] * CAPTURES_BEHIND_BREAKS  # otherwise the region carries the rule out
 
 
 def test_a_region_around_makes_no_casts_of_its_own():

@@ -23,3 +23,12 @@ torchscript = pytest.mark.filterwarnings(rf"ignore:.?torch\.jit\.\w+. is depreca
 #: Registers of a thread of pass 1 over FP32 gradients on capability 8.0, by the release of Triton. Up to 64 leave room
 #: for 1,024 threads a multiprocessor.
 FP32_NORM_REGISTERS = {(3, 6): 56, (3, 8): 64}
+
+#: Whether ``torch.func.vmap`` knows ``Tensor.view(dtype)``.
+BITS_UNDER_VMAP = since({(2, 11): False, (2, 13): True})
+#: Whether a CPU has ``torch.nn.functional.scaled_mm``.
+SCALED_MM_ON_CPU = since({(2, 11): False, (2, 13): True})
+#: Whether Dynamo captures a module with hooks that a graph break has left to Python; else it runs uncompiled.
+CAPTURES_BEHIND_BREAKS = since({(2, 11): False, (2, 13): True})
+#: Whether a checkpoint in a graph is one where the graph is run by the backend ``eager``; else all of it is kept.
+EAGER_GRAPHS_CHECKPOINT = since({(2, 11): False, (2, 13): True})
