@@ -1,8 +1,11 @@
 # Two commands do all set-up on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
-# `make test TORCH=2.11.0`: with another version of torch than constraints.txt, in an environment of its own.
+# `make test TORCH=2.11.0`: with another version of torch than constraints.txt, in an environment of its own;
+# `TORCH=newest`: the newest that mezzo was tested with. `PYTHON=python3.13`: with another Python, in one of its own, too.
 TORCH ?=
-VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+NEWEST := $(shell sed -n 's/^NEWEST_TESTED.*"\(.*\)"/\1/p' src/mezzo/releases.py)
+RELEASE := $(TORCH:newest=$(NEWEST))
+VENV := .venv$(RELEASE:%=-torch-%)$(patsubst %,-%,$(filter-out python3,$(notdir $(PYTHON))))
 BIN := $(VENV)/bin
 VERSIONS := $(VENV)/constraints.txt
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint $(VERSIONS) --editable
@@ -24,7 +27,7 @@ help:  ## list the commands
 
 $(VERSIONS): constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; /^triton==/d)' constraints.txt > $(VERSIONS)
+	sed '$(if $(RELEASE),s/^torch==.*/torch==$(RELEASE)/; /^triton==/d)' constraints.txt > $(VERSIONS)
 
 $(DEMO): pyproject.toml $(VERSIONS)
 	$(INSTALL) '.[demo]'
@@ -94,4 +97,4 @@ gpu:  ## measure what only a GPU can tell, and hold it against the goals; again 
 	PYTHONPATH=src:benchmarks $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m gpu $(if $(OUT),--out $(OUT)) $(GPU)
 
 clean:  ## remove the environment and results
-	rm -rf .venv .venv-torch-* runs dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-* runs dist docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
