@@ -121,7 +121,7 @@ def _rank(connection, rank, count, store, backend):
                 init_method=f"file://{store}",
                 rank=rank,
                 world_size=count,
-                timeout=timedelta(seconds=60),
+                timeout=timedelta(seconds=300),
             )
         with contextlib.suppress(EOFError, OSError):
             while True:

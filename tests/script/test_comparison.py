@@ -317,7 +317,7 @@ def test_a_signal_keeps_what_has_finished_and_is_passed_on(tmp_path):
             assert process.poll() is None
             time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "Not run: O1,bf16." in out
     assert "the same command with --out goes on there" in err

@@ -16,7 +16,7 @@ def ran(folder, name, *mezzo, arguments=()):
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", *mezzo,
          str(SCRIPTS / f"{name}.py"), str(folder), *arguments],
-        capture_output=True, text=True, timeout=60, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout, [torch.load(folder / f"{rank}.pt") for rank in range(2)], done.stderr
