@@ -191,7 +191,7 @@ def set_to(name, value):
     [
         without("ops"), without("totals"), without("base"), set_to("more", 1), set_to("base", "O9"),
         set_to("ops", [{"op": "linear"}]), set_to("casts", 3), set_to("rules", "nonsense"), set_to("totals", []),
-        set_to("rates", {"bytes_per_s": 1}),
+        set_to("balance", {"bytes_per_s": 1}),
     ],
 )  # fmt: skip
 def test_what_is_no_plan(change, made):
