@@ -349,7 +349,9 @@ def cuda_report() -> DeviceReport:
             formats[dtype] = FormatSupport.alike("unsupported", "torch only imitates it on this device")
         else:
             claim = claims.of_cuda(capability, dtype)
-            formats[dtype] = FormatSupport.alike("right", claim.words, claim=claim)
+            formats[dtype] = FormatSupport.alike(
+                "right", "the device is made for it" if claim.has else claim.words, claim=claim
+            )
     return DeviceReport(device_type="cuda", name=torch.cuda.get_device_name(), formats=formats)
 
 
