@@ -211,7 +211,7 @@ def _cells(row: Row, widths: Sequence[int]) -> Iterator[tuple[str, ...]]:
 
 
 def _because(support: FamilySupport) -> str:
-    """Say what decided: that a family is not right, else what the device says of itself, or the speed that overrules it."""
+    """Say what decided: that it is not right, else what the device says of itself, or the speed that overrules it."""
     if support.status != "right":
         return support.detail
     why = support.why if support.fast else f"slow; {support.why}"

@@ -32,8 +32,8 @@ class Balance:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A line of the table.
+class Sheet:
+    """What data sheets say of a device, a line of the table.
 
     Attributes:
         name: What the device has for the format, as it says of itself: ``Claim.has`` of :mod:`mezzo.cast.device`.
@@ -59,19 +59,19 @@ DEFAULT_SPEEDUP: Final = 2.0
 
 #: Of several things that a device has, the first row counts.
 TABLE: Final = (
-    Row("amx_bf16", 64, 1024, 0, "Intel 64 Optimization Manual, AMX: 1024 BF16 operations a cycle; 2 AVX-512 ports"),
-    Row("avx512_bf16", 64, 128, 0, "Intel SDM 2, VDPBF16PS: two products in a lane"),
-    Row("avx512_fp16", 64, 128, 0, "Intel SDM 2, VFMADD132PH: twice the lanes"),
-    Row("bf16", 32, 128, 0, "Arm Neoverse V1 Optimization Guide: BFMMLA as often as FMLA, four times the products"),
-    Row("asimdhp", 32, 64, 0, "Arm Neoverse V1 Optimization Guide: FMLA of twice the lanes"),
-    Row("sm_70", 15.7, 125, 900, "NVIDIA V100 SXM2 data sheet"),
-    Row("sm_75", 8.1, 65, 320, "NVIDIA T4 data sheet"),
-    Row("sm_80", 19.5, 312, 2039, "NVIDIA A100 80GB SXM data sheet; 1555 GB/s with 40 GB"),
-    Row("sm_86", 31.2, 125, 600, "NVIDIA A10 data sheet"),
-    Row("sm_89", 30.3, 121, 300, "NVIDIA L4 data sheet; an L40S has 91.6, 362 and 864"),
-    Row("sm_90", 67, 989, 3350, "NVIDIA H100 SXM data sheet; an H200 has 4800 GB/s"),
-    Row("sm_100", 75, 2250, 8000, "NVIDIA HGX B200 data sheet, an eighth of it"),
-    Row("sm_120", 104.8, 209.5, 1792, "NVIDIA RTX Blackwell architecture, GeForce RTX 5090"),
+    Sheet("amx_bf16", 64, 1024, 0, "Intel 64 Optimization Manual, AMX: 1024 BF16 operations a cycle; 2 AVX-512 ports"),
+    Sheet("avx512_bf16", 64, 128, 0, "Intel SDM 2, VDPBF16PS: two products in a lane"),
+    Sheet("avx512_fp16", 64, 128, 0, "Intel SDM 2, VFMADD132PH: twice the lanes"),
+    Sheet("bf16", 32, 128, 0, "Arm Neoverse V1 Optimization Guide: BFMMLA as often as FMLA, four times the products"),
+    Sheet("asimdhp", 32, 64, 0, "Arm Neoverse V1 Optimization Guide: FMLA of twice the lanes"),
+    Sheet("sm_70", 15.7, 125, 900, "NVIDIA V100 SXM2 data sheet"),
+    Sheet("sm_75", 8.1, 65, 320, "NVIDIA T4 data sheet"),
+    Sheet("sm_80", 19.5, 312, 2039, "NVIDIA A100 80GB SXM data sheet; 1555 GB/s with 40 GB"),
+    Sheet("sm_86", 31.2, 125, 600, "NVIDIA A10 data sheet"),
+    Sheet("sm_89", 30.3, 121, 300, "NVIDIA L4 data sheet; an L40S has 91.6, 362 and 864"),
+    Sheet("sm_90", 67, 989, 3350, "NVIDIA H100 SXM data sheet; an H200 has 4800 GB/s"),
+    Sheet("sm_100", 75, 2250, 8000, "NVIDIA HGX B200 data sheet, an eighth of it"),
+    Sheet("sm_120", 104.8, 209.5, 1792, "NVIDIA RTX Blackwell architecture, GeForce RTX 5090"),
 )
 
 
@@ -94,7 +94,7 @@ def balance(has: tuple[str, ...], *, emulated: bool = False) -> Balance:
     return Balance(fp32_flops_per_byte=per_byte, low_speedup=DEFAULT_SPEEDUP if emulated else row.low / row.fp32)
 
 
-def _older(name: str) -> Row | None:
+def _older(name: str) -> Sheet | None:
     """Return the row of the next older GPU of a generation: names that differ in the last digit."""
     return next((row for row in reversed(TABLE) if row.name[:-1] == name[:-1] and row.name <= name), None)
 
