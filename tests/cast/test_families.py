@@ -183,6 +183,9 @@ def test_a_death_is_the_whole_devices_and_what_its_cure_leaves_wrong_is_emulated
         monkeypatch.setattr(decide, "_revived", {})
         monkeypatch.setattr(decide, "survives_here", lambda dtype, survives=survives: survives)
         assert [choice.action for choice in arithmetic(LOW).values()] == actions
+        lacking = ": attention\n" if survives else "\n"
+        with refused(UnsupportedError, f"bfloat16 cannot be computed natively on this cpu{lacking}"):
+            arithmetic(LOW, "cpu", False)
 
 
 def test_a_pin_inside_emulates_what_the_region_around_it_does(told):
