@@ -63,7 +63,7 @@ def compile_backend(
         PolicyError: The policy casts no op, or the objective is none.
         UnsupportedError: scipy is not installed.
 
-    **Cost**: seconds for a graph of some hundred ops of different kinds; of alike ones each kind is measured once.
+    **Cost**: seconds for a graph of some hundred ops of different kinds; of alike ones each kind is counted once.
 
     Example:
         >>> import mezzo, torch

@@ -140,7 +140,8 @@ def arithmetic(
     cure = f"{ISA_VARIABLE}={probing.ISA_LIMIT} python …" if report.needs_isa_limit else ""
     if emulate is True:
         return dict.fromkeys(FAMILIES, Choice(action="emulate", reason="emulate=True asks for it"))
-    are_alike = len(set(families.values())) == 1
+    reasons = {(each.status, each.why if each.is_usable else each.detail) for each in families.values()}
+    are_alike = len(reasons) == 1
     called = {family: name if are_alike else f"{name} in {family}" for family in families}
     choices = {family: _safe(families[family], called[family], device_type, revived) for family in families}
     lacking = [family for family, choice in choices.items() if choice.action == "emulate"]
@@ -159,11 +160,9 @@ def arithmetic(
         why = "; ".join(dict.fromkeys(choices[family].reason for family in loud))
         _say_once(f"{which} on this {device_type}", why, cure)
     slow = {
-        family: Choice(
-            action="emulate", reason=f"{called[family]} on this {device_type} is slow: {families[family].why}"
-        )
-        for family in families
-        if family not in lacking and not families[family].fast
+        family: Choice(action="emulate", reason=f"{called[family]} on this {device_type} is slow: {each.why}")
+        for family, each in families.items()
+        if family not in lacking and not each.fast
     }
     return choices | slow
 
