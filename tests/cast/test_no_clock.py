@@ -177,6 +177,7 @@ def test_what_a_limit_on_onednn_masks_does_not_count():
         ("ALL", ("avx512_bf16", "amx_bf16"), ("avx512_fp16",)),
         ("avx512_core_amx", ("avx512_bf16", "amx_bf16"), ("avx512_fp16",)),
         (ISA_LIMIT, ("avx512_bf16",), ("avx512_fp16",)),
+        ("AVX10_1_512", ("avx512_bf16",), ("avx512_fp16",)),
         ("AVX512_CORE_BF16", ("avx512_bf16",), ()),
         ("AVX2", (), ()),
     ):

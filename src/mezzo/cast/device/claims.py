@@ -65,7 +65,8 @@ INSTRUCTIONS: Final = (
 #: Limits on oneDNN, each with all before it (oneDNN, "CPU Dispatcher Control"). A limit of another name masks nothing.
 _LIMITS: Final = tuple(
     """
-    SSE41 AVX AVX2 AVX2_VNNI AVX2_VNNI_2 AVX512_CORE AVX512_CORE_VNNI AVX512_CORE_BF16 AVX512_CORE_FP16 AVX512_CORE_AMX
+    SSE41 AVX AVX2 AVX2_VNNI AVX2_VNNI_2 AVX512_CORE AVX512_CORE_VNNI AVX512_CORE_BF16 AVX512_CORE_FP16 AVX10_1_512
+    AVX512_CORE_AMX
     """.split()
 )
 
