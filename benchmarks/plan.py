@@ -37,9 +37,10 @@ from harness import DEVICE, WARM_UP, in_turns, write_dated
 from mezzo.numerics.footprint import SavedBytes
 from mezzo.plan import heuristics
 from mezzo.plan import run as planning
+from mezzo.plan.balance import balance_of
 from mezzo.plan.capture import Graph, capture, read
 from mezzo.plan.carry_out import carry_out
-from mezzo.plan.costs import Costs, rates
+from mezzo.plan.costs import Costs
 from mezzo.plan.cut import place
 from mezzo.policy import Policy
 from stepping.facts import facts
@@ -255,8 +256,8 @@ class Placed:
 
 
 def account_of(graph: Graph, inner: str) -> Costs:
-    speed = rates(graph.device_type, graph.policy.dtype, emulated="products" in graph.emulated)
-    return Costs(graph, speed, objective=0.0, fused=inner == "inductor")
+    balance = balance_of(graph.device_type, graph.policy.dtype, emulated="products" in graph.emulated)
+    return Costs(graph, balance, objective=0.0, fused=inner == "inductor")
 
 
 def counted(name: str, size: Size, policy: Policy) -> dict[str, Any]:
@@ -267,7 +268,6 @@ def counted(name: str, size: Size, policy: Policy) -> dict[str, Any]:
     found: dict[str, Any] = {
         "policy": str(policy), "capture_s": time.perf_counter() - start, "ops": len(graph.ops),
     }  # fmt: skip
-    rates(graph.device_type, policy.dtype, emulated="products" in graph.emulated)  # measured once on a machine
     for kernels, inner in KERNELS.items():
         start = time.perf_counter()
         costs = account_of(graph, inner)
@@ -443,7 +443,7 @@ def main() -> None:
         rows += found
         result = {
             **facts(torch.device(DEVICE)), "mezzo": mezzo.__version__, "size": options.size,
-            "repetitions": options.repetitions, "rates": asdict(rates(DEVICE, torch.bfloat16, emulated=False)),
+            "repetitions": options.repetitions, "balance": asdict(balance_of(DEVICE, torch.bfloat16, emulated=False)),
             "gpt2_small": gpt2, "counts": counts, "rows": rows,
         }  # fmt: skip
         print(f"written to {write_dated(options.out, 'plan', result)}")  # after each model: they take minutes

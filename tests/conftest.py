@@ -29,7 +29,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from mezzo.cast.device import FormatSupport, decide
+from mezzo.cast.device import Claim, decide
 
 from .gpus import FAKE, opened
 from .processor import tell
@@ -91,15 +91,11 @@ def swept():
 
 @pytest.fixture(scope="session")
 def emulated():
-    """A processor on which neither 16-bit format is fast: both are emulated, which costs what FP32 does everywhere."""
-    told = decide._reports["cpu"]
-    slow = {
-        dtype: FormatSupport(
-            families={family: dataclasses.replace(each, speed_ratio=0.1) for family, each in support.families.items()}
-        )
-        for dtype, support in told.formats.items()
-    }
-    return dataclasses.replace(told, formats=slow)
+    """A processor that has neither 16-bit format: both are emulated, which costs what FP32 does everywhere."""
+    told, nothing = decide._reports["cpu"], Claim(words="as the tests are told")
+    return dataclasses.replace(
+        told, formats={dtype: support.claiming(nothing) for dtype, support in told.formats.items()}
+    )
 
 
 @pytest.fixture

@@ -2,20 +2,23 @@
 
 import torch
 
-from mezzo.cast.device import DeviceReport, FormatSupport, decide
+from mezzo.cast.device import Claim, DeviceReport, FormatSupport, decide
 
 __all__ = ["tell"]
 
 
 def tell():
-    """Say that BF16 is fast and FP16 slow; tests of the probe forget it.
+    """Say that it has BF16 and not FP16; tests of the probe forget it.
 
-    What is fast decides what `emulate="auto"` does, and is a clock's answer: on a busy machine, or an older one, tests
-    would run in other arithmetic.
+    What a processor has decides what `emulate="auto"` does and where plans place casts: on another one tests would run
+    in other arithmetic.
     """
-    speeds = {torch.float16: 0.1, torch.bfloat16: 1.0}
+    has = {torch.float16: (), torch.bfloat16: ("avx512_bf16",)}
     decide._reports["cpu"] = DeviceReport(
         device_type="cpu",
         name="a CPU as the tests are told",
-        formats={dtype: FormatSupport.alike("right", "", each) for dtype, each in speeds.items()},
+        formats={
+            dtype: FormatSupport.alike("right", "", claim=Claim(has=each, words="as the tests are told"))
+            for dtype, each in has.items()
+        },
     )

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mezzo import files
-from mezzo.cast.device import arithmetic, child, decide, devices, fast_format, intended, probe, probing
+from mezzo.cast.device import Claim, arithmetic, child, claims, decide, devices, fast_format, intended, probe, probing
 from mezzo.cast.device.child import FAMILIES
 from mezzo.cast.device.probing import FORMATS, ISA_LIMIT, DeviceReport, FamilySupport, FormatSupport
 from mezzo.errors import PolicyError, UnsupportedError
@@ -27,6 +27,7 @@ VARIABLE = "ONEDNN_MAX_CPU_ISA"
 CAN_FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no fork")
 ONE = {"status": "right", "speed_ratio": 2.0, "detail": "slowest: matmul"}
 RIGHT = dict.fromkeys(FAMILIES, ONE)
+HAS, LACKS = Claim(has=("it",), words="it has it"), Claim(words="it has no such thing")
 DEAD = -signal.SIGILL
 #: Where this run of the suite keeps what the probe has found: it asks once.
 SHARED = os.environ["XDG_CACHE_HOME"]
@@ -114,9 +115,8 @@ def test_a_product_that_is_further_from_fp32s_than_rounding_is_wrong(small, monk
 
 
 def test_the_slowest_product_decides_what_is_fast(small, monkeypatch):
-    # FP32 and the format, by turns: linear, matmul, convolution, attention, lstm, gru
-    times = iter([1.0, 0.5, 1.0, 4.0, 1.0, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0, 10.0])
-    monkeypatch.setattr(child, "_seconds", lambda work, device: next(times))
+    ratios = iter([2.0, 0.25, 0.5, 3.0, 1.0, 0.1])  # linear, matmul, convolution, attention, lstm, gru
+    monkeypatch.setattr(child, "_speed_ratio", lambda *_: next(ratios))
     found = [(each["speed_ratio"], each["detail"]) for each in child.examined(BFLOAT16).values()]
     assert found == [
         (0.25, "slowest: matmul"), (0.5, "slowest: convolution"), (3.0, "slowest: attention"), (0.1, "slowest: gru")
@@ -126,6 +126,30 @@ def test_the_slowest_product_decides_what_is_fast(small, monkeypatch):
 def test_what_other_programs_take_of_the_processor_makes_no_format_slow():
     """A child that waits is measured as one that does not: a busy machine's verdict would be kept for good."""
     assert child._seconds(lambda: time.sleep(0.02), "cpu") < 0.01
+
+
+def test_fp32_and_the_format_are_timed_by_turns_and_the_least_of_each_counts(monkeypatch):
+    asked = []
+
+    def ratio(*times):
+        """Of pairs: FP32's time, and the format's."""
+        asked.clear()
+        told = (each for pair in times for each in pair)
+        monkeypatch.setattr(child, "_seconds", lambda work, device: asked.append(work) or next(told))
+        return child._speed_ratio("fp32", "format", "cpu")
+
+    assert ratio((1.0, 9.0), (3.0, 2.0), (3.0, 9.0), (9.0, 9.0), (9.0, 9.0)) == 0.5
+    assert asked == ["fp32", "format"] * child.MIN_TURNS
+    assert ratio((1.0, 101.0)) == 1 / 101, "which is known after the first"
+    assert ratio(*[(0.001, 0.002)] * child.MAX_TURNS) == 0.5
+    assert len(asked) == 2 * child.MAX_TURNS
+    assert ratio(*[(0.0, 1.0), (1.0, -1.0)] * 3) == 1.0, "a coarse clock, or one that was set back"
+    assert ratio(*[(0.0, 1.0)] * child.MIN_TURNS) is None
+    monkeypatch.setattr(child, "WIDTHS", (32,))
+    monkeypatch.setattr(child, "_seconds", lambda work, device: 0.0)
+    found = child.examined(BFLOAT16)
+    for each in found.values():
+        assert each == {"status": "right", "speed_ratio": None, "detail": "too short for this clock"}
 
 
 # What the parent makes of it ----------------------------------------------------------------------------
@@ -146,6 +170,7 @@ def children(monkeypatch):
 
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(claims, "of_processor", lambda facts, dtype, limit: HAS)
     return ends, asked
 
 
@@ -154,8 +179,8 @@ def test_a_healthy_cpu_is_asked_once_for_each_format(children, cache):
     lacking = {"status": "unsupported", "speed_ratio": None, "detail": "linear: no kernel"}
     ends["float16", None] = RIGHT | {"products": lacking}
     report = probing.cpu_report()
-    right = FamilySupport(**ONE)
-    half = FormatSupport(families=dict.fromkeys(FAMILIES, right) | {"products": FamilySupport(**lacking)})
+    right = FamilySupport(**ONE, claim=HAS)
+    half = FormatSupport(families=dict.fromkeys(FAMILIES, right) | {"products": FamilySupport(**lacking, claim=HAS)})
     formats = {FLOAT16: half, BFLOAT16: FormatSupport(families=dict.fromkeys(FAMILIES, right))}
     assert (half.status, half.worst.detail) == ("unsupported", "linear: no kernel")
     assert report == DeviceReport(device_type="cpu", name=probing.processor()["name"], formats=formats)
@@ -167,6 +192,8 @@ def test_a_healthy_cpu_is_asked_once_for_each_format(children, cache):
     assert probing.cpu_report(refresh=True) == report
     assert len(asked) == 4
     assert list(cache.iterdir()) == [file]
+    kept = json.loads(file.read_text())
+    assert kept == {"float16": RIGHT | {"products": lacking}, "bfloat16": RIGHT}, "what was tried, and no claim"
 
 
 def test_a_death_is_asked_again_under_the_limit(children):
@@ -185,6 +212,7 @@ def test_a_death_is_asked_again_under_the_limit(children):
     ends["bfloat16", ISA_LIMIT] = RIGHT | {"convolution": wrong}  # which the limit cures but for one family
     support = probing.cpu_report(refresh=True).formats[BFLOAT16]
     assert [each.speed_ratio for each in support.families.values()] == [2.0, None, 2.0, 2.0]
+    assert [each.is_usable for each in support.families.values()] == [True, False, True, True]
     assert support.families["convolution"].detail == f"{died}; wrong (off) with {VARIABLE}={ISA_LIMIT}"
     assert support.status == "dead"
     for end in (DEAD, 1, dict.fromkeys(FAMILIES, wrong)):  # which it does not cure
@@ -217,7 +245,7 @@ def test_under_the_users_own_limit_a_death_stays_one(children, monkeypatch):
     assert (report.formats[BFLOAT16].status, report.formats[BFLOAT16].worst.speed_ratio) == ("dead", 2.0)
     assert report.needs_isa_limit
     ends["bfloat16", "AVX2"] = DEAD
-    assert probing.cpu_report(refresh=True).formats[BFLOAT16].worst.speed_ratio is None
+    assert not probing.cpu_report(refresh=True).formats[BFLOAT16].worst.is_usable
 
 
 def test_a_child_that_says_nothing_is_asked_again_by_the_next_process(children):
@@ -341,7 +369,7 @@ def test_a_copy_that_survives(capfd):
 @CAN_FORK
 def test_a_copy_that_does_not(monkeypatch, capfd):
     """Handlers and masks of the user's hide neither a death nor an endless wait."""
-    monkeypatch.setattr(probing, "TRIAL_TIMEOUT_S", 1)
+    monkeypatch.setattr(probing, "TRIAL_TIMEOUTS_S", (1,))
     threads = torch.get_num_threads()
     before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGILL, signal.SIGALRM)}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
@@ -356,6 +384,24 @@ def test_a_copy_that_does_not(monkeypatch, capfd):
             signal.signal(number, handler)
     assert torch.get_num_threads() == threads
     assert capfd.readouterr() == ("", ""), "a death that was expected is nobody's business"
+
+
+@CAN_FORK
+def test_a_copy_that_does_not_end_is_no_answer(monkeypatch, tmp_path):
+    """On a busy machine, or behind a lock that another thread held: another copy is made, and has longer."""
+    monkeypatch.setattr(probing, "TRIAL_TIMEOUTS_S", (1, 60, 60))
+    here = tmp_path / "tried"
+
+    def slow_at_first(dtype):
+        if not here.exists():
+            here.touch()
+            time.sleep(60)
+
+    monkeypatch.setattr(child, "products", slow_at_first)
+    assert probing.survives_here(BFLOAT16)
+    here.unlink()
+    monkeypatch.setattr(child, "products", lambda dtype: slow_at_first(dtype) or die())
+    assert not probing.survives_here(BFLOAT16)
 
 
 @CAN_FORK
@@ -381,15 +427,23 @@ def test_no_answer_is_no_survival(monkeypatch):
 # Decisions ------------------------------------------------------------------------------------------------
 
 
-def report(float16=("right", 0.02), bfloat16=("right", 2.0), *, needs_isa_limit=False):
+def support(status, claim=LACKS, ratio=None):
+    """What a family is; one that is cured is dead."""
+    is_cured = status == "cured"
+    told = {"status": "dead" if is_cured else status, "is_cured": is_cured, "detail": "as told"}
+    return FamilySupport(**told, claim=claim, speed_ratio=ratio)
+
+
+def report(float16=("right", LACKS), bfloat16=("right", HAS), *, needs_isa_limit=False):
+    """A report of which one thing holds for all families of a format: status, claim and speed."""
     formats = {
-        dtype: FormatSupport.alike(status, "as told", ratio)
-        for dtype, (status, ratio) in zip(FORMATS, (float16, bfloat16), strict=True)
+        dtype: FormatSupport(families=dict.fromkeys(FAMILIES, support(*said)))
+        for dtype, said in zip(FORMATS, (float16, bfloat16), strict=True)
     }
     return DeviceReport(device_type="cpu", name="a CPU", formats=formats, needs_isa_limit=needs_isa_limit)
 
 
-CURED = report(bfloat16=("dead", 2.0), needs_isa_limit=True)
+CURED = report(bfloat16=("cured", HAS), needs_isa_limit=True)
 
 
 @pytest.fixture
@@ -458,17 +512,23 @@ def of_all(choices):
 
 
 DECISIONS = [
-    (("right", 2.0), "auto", "native", "bfloat16 on this cpu is right"),
-    (("right", 0.5), "auto", "native", "is right"),
-    (("right", 0.499), "auto", "emulate", "bfloat16 on this cpu is slow: speed 0.5 times float32's, as told"),
-    (("right", 0.02), False, "native", "is right"),
-    (("right", 2.0), True, "emulate", "emulate=True asks for it"),
-    (("wrong", None), "auto", "emulate", "bfloat16 on this cpu is wrong (as told)"),
-    (("unsupported", None), "auto", "emulate", "bfloat16 on this cpu is unsupported (as told)"),
-    (("unknown", None), "auto", "emulate", "bfloat16 on this cpu is unknown (as told)"),
-    (("dead", None), "auto", "emulate", "bfloat16 kills the process on this CPU (as told)"),
-    (("dead", None), True, "emulate", "emulate=True asks for it"),
-]
+    (("right", HAS), "auto", "native", "bfloat16 on this cpu is right (it has it)"),
+    (("right", HAS, 0.125), "auto", "native", "bfloat16 on this cpu is right (it has it)"),
+    (("right", HAS, 0.124), "auto", "emulate",
+     "bfloat16 on this cpu is slow: it was measured at 0.12 times float32's speed (as told), although it has it"),
+    (("right", LACKS), "auto", "emulate", "bfloat16 on this cpu is slow: it has no such thing"),
+    (("right", LACKS, 2.0), "auto", "emulate", "bfloat16 on this cpu is slow: it has no such thing"),
+    (("right", LACKS, 2.1), "auto", "native",
+     "is right (it was measured at 2.1 times float32's speed (as told), although it has no such thing)"),
+    (("right", LACKS), False, "native", "is right"),
+    (("right", HAS, 0.02), False, "native", "is right"),
+    (("right", HAS), True, "emulate", "emulate=True asks for it"),
+    (("wrong", HAS), "auto", "emulate", "bfloat16 on this cpu is wrong (as told)"),
+    (("unsupported", HAS), "auto", "emulate", "bfloat16 on this cpu is unsupported (as told)"),
+    (("unknown", HAS), "auto", "emulate", "bfloat16 on this cpu is unknown (as told)"),
+    (("dead", HAS), "auto", "emulate", "bfloat16 kills the process on this CPU (as told)"),
+    (("dead", HAS), True, "emulate", "emulate=True asks for it"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("found, emulate, action, reason", DECISIONS)
@@ -485,7 +545,7 @@ def test_what_is_not_right_or_slow_is_emulated(told, caplog, found, emulate, act
 
 def test_native_arithmetic_that_is_not_right_is_refused(told, monkeypatch):
     for status in ("wrong", "unsupported", "unknown"):
-        told(report(bfloat16=(status, None)))
+        told(report(bfloat16=(status, HAS)))
         monkeypatch.setattr(decide, "_reports", {})
         with pytest.raises(UnsupportedError) as caught:
             arithmetic(BFLOAT16, "cpu", False)
@@ -549,9 +609,8 @@ def all_do(action):
 
 def some_are(dtype, **families):
     """A report in which some families of a format are as said, and the others right and fast."""
-    told = report(("right", 2.0), ("right", 2.0))
-    others = {family: FamilySupport(status=status, speed_ratio=ratio, detail="as told")
-              for family, (status, ratio) in families.items()}  # fmt: skip
+    told = report(("right", HAS), ("right", HAS))
+    others = {family: support(*said) for family, said in families.items()}
     formats = told.formats | {dtype: FormatSupport(families={**told.formats[dtype].families, **others})}
     return dataclasses.replace(told, formats=formats)
 
@@ -560,8 +619,8 @@ def test_intentions_are_said_without_being_carried_out(monkeypatch):
     assert [intended(CURED, dtype) for dtype in (BFLOAT16, FLOAT16)] == [all_do("limit"), all_do("emulate")]
     assert intended(report(), BFLOAT16) == all_do("native")
     for status in ("wrong", "dead", "unsupported", "unknown"):
-        assert intended(report(bfloat16=(status, None)), BFLOAT16) == all_do("emulate")
-    some = some_are(FLOAT16, convolution=("right", 0.1), attention=("wrong", None))
+        assert intended(report(bfloat16=(status, HAS)), BFLOAT16) == all_do("emulate")
+    some = some_are(FLOAT16, convolution=("right", HAS, 0.1), attention=("wrong", HAS))
     assert intended(some, FLOAT16) == all_do("native") | {"convolution": "emulate", "attention": "emulate"}
     assert not os.environ[VARIABLE]
     monkeypatch.setenv(VARIABLE, ISA_LIMIT)
@@ -569,7 +628,7 @@ def test_intentions_are_said_without_being_carried_out(monkeypatch):
 
 
 def test_a_format_that_is_cured_but_slow_is_emulated(told, tried):
-    told(report(float16=("dead", 0.1), needs_isa_limit=True))
+    told(report(float16=("cured", LACKS), needs_isa_limit=True))
     tried(survives=True)
     actions = [of_all(arithmetic(FLOAT16, "cpu", emulate)).action for emulate in ("auto", False)]
     assert actions == ["emulate", "limit"]
@@ -578,13 +637,14 @@ def test_a_format_that_is_cured_but_slow_is_emulated(told, tried):
 # Other devices --------------------------------------------------------------------------------------------
 
 
-def present(monkeypatch, device_type, *, has_bfloat16=True):
+def present(monkeypatch, device_type, *, has_bfloat16=True, capability=(9, 0)):
     accelerator = torch.device(device_type) if device_type else None
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: accelerator)
     # A bfloat16 that torch imitates is not native.
     supported = lambda including_emulation=True: has_bfloat16 or including_emulation  # noqa: E731
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
 
 
 def test_the_devices_are_the_cpu_and_the_accelerator_which_a_bare_region_covers(monkeypatch):
@@ -614,6 +674,16 @@ def test_cuda_is_asked_and_not_measured(monkeypatch):
         assert of_all(arithmetic(BFLOAT16, "cuda")).action == action
         assert of_all(arithmetic(FLOAT16, "cuda")).action == "native"
         assert of_all(arithmetic(BFLOAT16, "cuda", True)).action == "emulate"
+    for capability, action in (((7, 0), "native"), ((7, 5), "native"), ((6, 1), "emulate")):
+        present(monkeypatch, "cuda", has_bfloat16=False, capability=capability)
+        probe("cuda", refresh=True)
+        assert of_all(arithmetic(FLOAT16, "cuda")).action == action
+        assert of_all(arithmetic(FLOAT16, "cuda", False)).action == "native"
+    assert of_all(arithmetic(FLOAT16, "cuda")).reason == (
+        "float16 on this cuda is slow: it is sm_61, and float16 is fast from sm_70 on"
+    )
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert probe("cuda", refresh=True).formats[FLOAT16].worst.claim.has == ("ROCm",)
     with refused(UnsupportedError, "bfloat16 cannot be computed natively on this cuda"):
         arithmetic(BFLOAT16, "cuda", False)
 
@@ -629,12 +699,12 @@ def test_other_accelerators_are_examined_in_this_process(monkeypatch):
 
 
 FAST = [
-    (None, True, {"cpu"}, report(("right", 4.0), ("right", 2.0)), BFLOAT16),
-    (None, True, {"cpu"}, report(("right", 4.0), ("right", 0.1)), FLOAT16),
-    (None, True, {"cpu"}, report(("right", 0.1), ("right", 0.1)), BFLOAT16),
-    (None, True, {"cpu"}, report(("right", 4.0), ("dead", 2.0)), BFLOAT16),
-    (None, True, {"cpu"}, report(("right", 4.0), ("dead", None)), FLOAT16),
-    (None, True, set(), report(("right", 4.0), ("right", 0.1)), FLOAT16),
+    (None, True, {"cpu"}, report(("right", HAS), ("right", HAS)), BFLOAT16),
+    (None, True, {"cpu"}, report(("right", HAS), ("right", LACKS)), FLOAT16),
+    (None, True, {"cpu"}, report(("right", LACKS), ("right", LACKS)), BFLOAT16),
+    (None, True, {"cpu"}, report(("right", HAS), ("cured", HAS)), BFLOAT16),
+    (None, True, {"cpu"}, report(("right", HAS), ("dead", HAS)), FLOAT16),
+    (None, True, set(), report(("right", HAS), ("right", LACKS)), FLOAT16),
     ("cuda", True, {"cpu", "cuda"}, None, BFLOAT16),
     ("cuda", False, {"cpu", "cuda"}, None, FLOAT16),
     ("cuda", False, {"cpu"}, report(), BFLOAT16),
@@ -701,7 +771,8 @@ def test_an_environment_that_is_put_back_does_not_take_the_limit_away():
         from mezzo.cast.device import arithmetic, decide, probing
 
         probing.ISA_LIMIT = "SSE41"  # under which it offers no bfloat16
-        dead = probing.FormatSupport.alike("dead", "as told", 2.0)
+        claim = probing.Claim(has=("it",), words="it has it")
+        dead = probing.FormatSupport.alike("dead", "as told", claim=claim, is_cured=True)
         formats = dict.fromkeys(probing.FORMATS, dead)
         decide._reports["cpu"] = probing.DeviceReport(
             device_type="cpu", name="a CPU", formats=formats, needs_isa_limit=True

@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo.cast.device import FAMILIES, DeviceReport, FamilySupport, FormatSupport, arithmetic, decide
+from mezzo.cast.device import FAMILIES, Claim, DeviceReport, FamilySupport, FormatSupport, arithmetic, decide
 from mezzo.cast.device.probing import FORMATS
 from mezzo.cast.emulate import EMULATED, family_of
 from mezzo.errors import UnsupportedError
@@ -45,17 +45,20 @@ class Kernels(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+HAS = Claim(has=("it",), words="it has it")
+RIGHT = FamilySupport(status="right", detail="as told", claim=HAS)
+SLOW = dataclasses.replace(RIGHT, speed_ratio=0.1)
+WRONG, UNSUPPORTED, DEAD = (dataclasses.replace(RIGHT, status=each) for each in ("wrong", "unsupported", "dead"))
+WHY = "it was measured at 0.1 times float32's speed (as told), although it has it"
+
+
 @pytest.fixture
 def told(monkeypatch):
     """Return a function that tells what a processor is in each format: right and fast but for what is said."""
     monkeypatch.setattr(decide, "_said", set())
 
     def tell(**families):
-        support = {family: FamilySupport(status="right", speed_ratio=2.0, detail="as told") for family in FAMILIES}
-        support |= {
-            family: FamilySupport(status=status, speed_ratio=ratio, detail="as told")
-            for family, (status, ratio) in families.items()
-        }
+        support = dict.fromkeys(FAMILIES, RIGHT) | families
         formats = dict.fromkeys(FORMATS, FormatSupport(families=support))
         monkeypatch.setitem(
             decide._reports,
@@ -64,9 +67,6 @@ def told(monkeypatch):
         )
 
     return tell
-
-
-SLOW, WRONG = ("right", 0.1), ("wrong", None)
 
 
 def drawn(*shapes):
@@ -155,19 +155,17 @@ def test_false_refuses_what_is_not_right_and_true_emulates_all(told):
     told(convolution=SLOW)
     assert {choice.action for choice in arithmetic(LOW, "cpu", False).values()} == {"native"}
     assert {choice.action for choice in arithmetic(LOW, "cpu", True).values()} == {"emulate"}
-    told(recurrent=("unsupported", None), attention=WRONG)
+    told(recurrent=UNSUPPORTED, attention=WRONG)
     why = "bfloat16 in attention on this cpu is wrong (as told); bfloat16 in recurrent on this cpu is unsupported"
     with refused(UnsupportedError, "bfloat16 cannot be computed natively on this cpu: attention, recurrent\n", why):
         arithmetic(LOW, "cpu", False)
 
 
 def test_what_is_wrong_is_said_and_what_is_slow_or_missing_is_not(told, caplog):
-    told(convolution=SLOW, recurrent=("unsupported", None))
+    told(convolution=SLOW, recurrent=UNSUPPORTED)
     choices = arithmetic(LOW)
     assert [choices[family].action for family in FAMILIES] == ["native", "emulate", "native", "emulate"]
-    assert choices["convolution"].reason == (
-        "bfloat16 in convolution on this cpu is slow: speed 0.1 times float32's, as told"
-    )
+    assert choices["convolution"].reason == f"bfloat16 in convolution on this cpu is slow: {WHY}"
     assert not caplog.records
     told(convolution=WRONG, attention=WRONG)
     arithmetic(LOW)
@@ -176,13 +174,18 @@ def test_what_is_wrong_is_said_and_what_is_slow_or_missing_is_not(told, caplog):
 
 
 def test_a_death_is_the_whole_devices_and_what_its_cure_leaves_wrong_is_emulated(told, monkeypatch):
-    told(**dict.fromkeys(FAMILIES, ("dead", 2.0)) | {"attention": ("dead", None), "recurrent": ("dead", 0.1)})
+    cured = dataclasses.replace(DEAD, is_cured=True)
+    slow = dataclasses.replace(cured, speed_ratio=0.1)
+    told(products=cured, convolution=cured, attention=DEAD, recurrent=slow)
     monkeypatch.setattr(decide, "_revived", {})
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
     for survives, actions in ((True, ["native", "native", "emulate", "emulate"]), (False, ["emulate"] * 4)):
         monkeypatch.setattr(decide, "_revived", {})
         monkeypatch.setattr(decide, "survives_here", lambda dtype, survives=survives: survives)
         assert [choice.action for choice in arithmetic(LOW).values()] == actions
+        lacking = ": attention\n" if survives else "\n"
+        with refused(UnsupportedError, f"bfloat16 cannot be computed natively on this cpu{lacking}"):
+            arithmetic(LOW, "cpu", False)
 
 
 def test_a_pin_inside_emulates_what_the_region_around_it_does(told):
@@ -235,7 +238,7 @@ def test_a_session_and_an_explanation_say_which_family(told):
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(288, 8))
     found = mezzo.explain(model, torch.ones(2, 4, 8, 8), "O1,dtype=bfloat16")
     assert {row.op: row.emulated for row in found.rows if row.op in EMULATED} == {"conv2d": True, "linear": False}
-    why = "bfloat16 in convolution on this cpu is slow: speed 0.1 times float32's, as told"
+    why = f"bfloat16 in convolution on this cpu is slow: {WHY}"
     assert [dataclasses.astuple(each) for each in found.emulated] == [("convolution", why)]
     assert f"convolution emulated in FP32 ({why}), torch" in " ".join(str(found).split())
     assert found.to_dict()["emulated"] == [{"family": "convolution", "why": why}]

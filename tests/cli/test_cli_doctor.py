@@ -7,10 +7,15 @@ from typing import get_args
 import pytest
 import torch
 
-from mezzo.cast.device import FAMILIES, Action, DeviceReport, FamilySupport, FormatSupport, decide, probing
+from mezzo.cast.device import FAMILIES, Action, Claim, DeviceReport, FamilySupport, FormatSupport, decide, probing
 from mezzo.checkup import Checkup, FormatTraining, Speed
 from mezzo.cli import doctor as doctor_module
 from mezzo.cli import main
+
+HAS = {
+    dtype: Claim(has=(name,), words=f"it has {name}")
+    for dtype, name in ((torch.float16, "avx512_fp16"), (torch.bfloat16, "avx512_bf16"))
+}
 
 CRASHING = DeviceReport(
     device_type="cpu",
@@ -23,8 +28,10 @@ CRASHING = DeviceReport(
                 "attention": FamilySupport(status="wrong", detail="attention at width 128 is off by 0.3 of its norm"),
                 "recurrent": FamilySupport(status="right", speed_ratio=1.5, detail="slowest: gru"),
             }
+        ).claiming(HAS[torch.float16]),
+        torch.bfloat16: FormatSupport.alike(
+            "dead", "it was [killed] by SIGILL", speed_ratio=2.1, claim=HAS[torch.bfloat16], is_cured=True
         ),
-        torch.bfloat16: FormatSupport.alike("dead", "it was [killed] by SIGILL", 2.1),
     },
     needs_isa_limit=True,
 )
@@ -140,13 +147,17 @@ def test_each_family_has_a_row_which_says_what_is_done_about_it(capsys):
     _, out = run(capsys, "--quick")
     rows = [line.split() for line in out.splitlines() if any(f" {family} " in line for family in FAMILIES)]
     lines = [" ".join(row) for row in rows]
-    assert any("convolution right 0.027× emulate in FP32 slow; slowest: convolution" in each for each in lines)
+    assert any("convolution right 0.027× emulate in FP32 slow; it was measured at 0.027" in each for each in lines)
     assert any("attention wrong – emulate in FP32 attention at width" in each for each in lines)
-    assert any("recurrent right 1.5× compute natively slowest: gru" in each for each in lines)
+    assert any("recurrent right 1.5× compute natively it has avx512_fp16" in each for each in lines)
+    words = " ".join(out.split())
+    assert "slowest: gru" in words
+    assert "although it has avx512_fp16" in words
 
 
 def test_what_holds_for_all_families_is_said_once(capsys, monkeypatch):
-    formats = {torch.float16: FormatSupport.alike("right", "the device is made for it"),
+    sm_75 = Claim(has=("sm_75",), words="it is sm_75")
+    formats = {torch.float16: FormatSupport.alike("right", "the device is made for it", claim=sm_75),
                torch.bfloat16: FormatSupport.alike("unsupported", "torch only imitates it on this device")}  # fmt: skip
     made = DeviceReport(device_type="cpu", name="a GPU", formats=formats)
     monkeypatch.setattr(probing, "cpu_report", lambda *, refresh: made)

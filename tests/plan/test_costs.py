@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from mezzo.plan import Rates
+from mezzo.plan.balance import DEFAULT_SPEEDUP, TABLE, Balance, balance
 from mezzo.plan.capture import capture
 from mezzo.plan.costs import Costs
 from mezzo.plan.cut import place
@@ -18,9 +18,9 @@ from mezzo.policy import Policy
 from .models import CASES, built
 
 #: Arithmetic takes no time: what counts is what is moved.
-EVEN = Rates(bytes_per_s=1.0, flops_fp32=1e30, flops_low=1e30)
+EVEN = Balance(fp32_flops_per_byte=1e30, low_speedup=1.0)
 #: The low format multiplies ten times as fast, and products outlast what they move.
-SLOW = Rates(bytes_per_s=1.0, flops_fp32=0.01, flops_low=0.1)
+SLOW = Balance(fp32_flops_per_byte=0.01, low_speedup=10.0)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated"),  # Dynamo, of autograd functions
@@ -40,14 +40,14 @@ class Call(nn.Module):
         return self.function(*inputs, *(self.weights[place] for place in range(len(self.weights))))
 
 
-def counted(model, *inputs, policy="O1,bf16", objective=0.0, fused=False, rates=EVEN):
+def counted(model, *inputs, policy="O1,bf16", objective=0.0, fused=False, on=EVEN):
     graph = capture(model, inputs, {}, Policy.parse(policy))
-    return Costs(graph, rates, objective=objective, fused=fused)
+    return Costs(graph, on, objective=objective, fused=fused)
 
 
-def moved(model, *inputs, is_low, policy="O1,bf16", rates=EVEN):
+def moved(model, *inputs, is_low, policy="O1,bf16", on=EVEN):
     """Return what a model moves whose sources are FP32, and whose ops are all low or all FP32."""
-    account = counted(model, *inputs, policy=policy, rates=rates)
+    account = counted(model, *inputs, policy=policy, on=on)
     low = [op.kind != "source" and is_low for op in account.graph.ops]
     totals = account.totals(low)
     return totals.moved_bytes - totals.cast_bytes, totals.cast_bytes, totals.kept_bytes
@@ -125,7 +125,7 @@ def test_products_take_as_long_as_their_arithmetic():
     multiplications = 6 * 8 * 4
     for policy, flops in (("O1,bf16", 0.1), ("O1,bf16,fp32=linear", 0.01)):
         with torch.no_grad():
-            account = counted(nn.Linear(8, 4), torch.randn(6, 8), policy=policy, rates=SLOW)
+            account = counted(nn.Linear(8, 4), torch.randn(6, 8), policy=policy, on=SLOW)
         low = place(account.problem).low[: len(account.graph.ops)]
         totals = account.totals(low)
         assert totals.cost - totals.cast_bytes == pytest.approx(2 * multiplications / flops)
@@ -234,3 +234,34 @@ def test_no_rival_is_cheaper():
             assert math.isfinite(own)
             assert all(own <= each.cost * (1 + 1e-12) for each in rivals.values()), (name, objective, fused)
             assert math.isfinite(rivals["torch.autocast"].cost)
+
+
+# What arithmetic costs ---------------------------------------------------------------------------------------------
+
+
+def test_the_balance_is_what_data_sheets_say():
+    """By hand: TFLOP/s over TB/s of FP32, and by how much the low format is faster."""
+    for has, per_byte, speedup in (
+        (("sm_70",), 15.7 / 0.9, 125 / 15.7),
+        (("sm_80",), 19.5 / 2.039, 16),
+        (("sm_87",), 31.2 / 0.6, 125 / 31.2),  # as sm_86
+        (("sm_90",), 20, 989 / 67),
+        (("sm_103",), 75 / 8, 30),  # as sm_100
+        (("avx512_bf16", "amx_bf16"), 20, 16),
+        (("avx512_bf16",), 20, 2),
+        (("avx512_fp16",), 20, 2),
+        (("bf16",), 20, 4),
+        ((), 20, DEFAULT_SPEEDUP),
+        (("sm_60",), 20, DEFAULT_SPEEDUP),
+        (("sm_200",), 20, DEFAULT_SPEEDUP),
+        (("xpu",), 20, DEFAULT_SPEEDUP),
+    ):
+        found = balance(has)
+        assert found.fp32_flops_per_byte == pytest.approx(per_byte), has
+        assert found.low_speedup == pytest.approx(speedup), has
+        emulated = balance(has, emulated=True)
+        assert emulated.low_speedup == DEFAULT_SPEEDUP
+        assert emulated.fp32_flops_per_byte == found.fp32_flops_per_byte
+    for row in TABLE:
+        assert row.low >= 2 * row.fp32 * 0.999
+        assert row.source

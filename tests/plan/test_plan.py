@@ -1,15 +1,21 @@
 """Plans: what they say, that nothing runs for them, and that they come back from JSON as they were."""
 
+import itertools
 import json
 import logging
 import math
+import random
 import re
+import time
 
 import pytest
 import torch
 from torch import nn
 
 import mezzo
+from mezzo import files
+from mezzo.cast.device import Claim, DeviceReport, FormatSupport, decide
+from mezzo.cast.device.probing import FORMATS
 from mezzo.errors import PolicyError, StateError
 from mezzo.plan import Plan, differences, plan
 
@@ -57,6 +63,29 @@ def test_nothing_runs_and_nothing_changes():
     assert torch.equal(torch.get_rng_state(), state)
     with torch.autocast("cpu", torch.bfloat16), mezzo.autocast("O1,bf16"):  # of what is around, nothing is planned for
         assert plan(model, x, policy="O1,bf16") == first
+
+
+def test_no_clock_decides_a_plan(made, monkeypatch):
+    """Nor a file: the same plan where clocks lie, and no folder of a cache is made."""
+    for seed in range(3):
+        rng, told = random.Random(seed), itertools.count()
+        for name in ("perf_counter", "process_time", "monotonic", "thread_time"):
+            monkeypatch.setattr(time, name, lambda rng=rng, told=told: next(told) * rng.uniform(0.3, 3))
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "keep", lambda *_: pytest.fail("a file is kept"))
+            patch.setattr(files, "kept", lambda *_: pytest.fail("a file is read"))
+            assert of("several") == made["several"]
+
+
+def test_where_products_are_emulated_plans_are_the_same_on_every_processor(monkeypatch):
+    plans, model, x = set(), nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Softmax(-1)), torch.randn(4, 8)
+    for has in ((), ("avx512_bf16",), ("avx512_bf16", "amx_bf16"), ("bf16",)):
+        formats = dict.fromkeys(FORMATS, FormatSupport.alike("right", "", claim=Claim(has=has, words="as told")))
+        monkeypatch.setitem(decide._reports, "cpu", DeviceReport(device_type="cpu", name="a CPU", formats=formats))
+        plans.add(plan(model, x, policy="O1,bf16,emulate=true").to_json())
+        native = plan(model, x, policy="O1,bf16,emulate=false")
+        assert native.balance.low_speedup == {(): 2, ("avx512_bf16",): 2, ("bf16",): 4}.get(has, 16)
+    assert len(plans) == 1
 
 
 def test_what_a_plan_says_of_each_op():
@@ -191,7 +220,7 @@ def set_to(name, value):
     [
         without("ops"), without("totals"), without("base"), set_to("more", 1), set_to("base", "O9"),
         set_to("ops", [{"op": "linear"}]), set_to("casts", 3), set_to("rules", "nonsense"), set_to("totals", []),
-        set_to("rates", {"bytes_per_s": 1}),
+        set_to("balance", {"bytes_per_s": 1}),
     ],
 )  # fmt: skip
 def test_what_is_no_plan(change, made):

@@ -6,10 +6,11 @@ its costs are counted, and a placement is carried out in it; nothing here casts 
 """
 
 from mezzo.plan.backend import Backend, compile_backend
-from mezzo.plan.costs import Rates, Totals
+from mezzo.plan.balance import Balance
+from mezzo.plan.costs import Totals
 from mezzo.plan.planned import Plan, PlannedCast, PlannedOp
 from mezzo.plan.run import differences, plan
 
 __all__ = [
-    "Backend", "Plan", "PlannedCast", "PlannedOp", "Rates", "Totals", "compile_backend", "differences", "plan",
+    "Backend", "Balance", "Plan", "PlannedCast", "PlannedOp", "Totals", "compile_backend", "differences", "plan",
 ]  # fmt: skip

@@ -14,9 +14,10 @@ from torch import fx, nn
 
 from mezzo.cast.model.prepare import with_low_ends
 from mezzo.errors import PolicyError, nearest, require_extra, shown
+from mezzo.plan.balance import balance_of
 from mezzo.plan.capture import Graph, read, require_choice
 from mezzo.plan.carry_out import carry_out
-from mezzo.plan.costs import Costs, rates
+from mezzo.plan.costs import Costs
 from mezzo.plan.cut import place
 from mezzo.plan.planned import Plan
 from mezzo.plan.run import objective_number, planned
@@ -62,7 +63,7 @@ def compile_backend(
         PolicyError: The policy casts no op, or the objective is none.
         UnsupportedError: scipy is not installed.
 
-    **Cost**: seconds for a graph of some hundred ops of different kinds; of alike ones each kind is measured once.
+    **Cost**: seconds for a graph of some hundred ops of different kinds; of alike ones each kind is counted once.
 
     Example:
         >>> import mezzo, torch
@@ -120,7 +121,7 @@ class Backend:
         graph = read(module, policy, self._roots.path)
         costs = Costs(
             graph,
-            rates(graph.device_type, self.policy.dtype, emulated="products" in graph.emulated),
+            balance_of(graph.device_type, self.policy.dtype, emulated="products" in graph.emulated),
             objective=self._objective,
             fused=self._fused,
         )

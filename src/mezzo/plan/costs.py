@@ -7,13 +7,9 @@ and backward; its kernels are what is counted. So there is no table of ops here:
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -24,98 +20,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from mezzo import files
-from mezzo.cast.device.probing import processor
+from mezzo.plan.balance import Balance
 from mezzo.plan.capture import Graph, GraphOp, hint, is_floating, memory_of, num_elements, trains, value_of
 from mezzo.plan.cut import Edge, Problem, cost
 from mezzo.policy.ops import OPS
-from mezzo.tensors import dtype_name, tensors
+from mezzo.tensors import tensors
 from mezzo.trace.kernels import is_allocation, is_view
-
-# How fast a device is: what a product's arithmetic costs, in bytes. -----------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """How fast a device copies and multiplies.
-
-    Attributes:
-        bytes_per_s: Read and written by a copy.
-        flops_fp32: Operations per second of an FP32 product.
-        flops_low: Of one in the low format.
-    """
-
-    bytes_per_s: float
-    flops_fp32: float
-    flops_low: float
-
-    def work(self, num_bytes: int, num_flops: int, *, low: bool) -> float:
-        """Return the bytes that could be moved while a kernel runs: its own, or more if it computes longer."""
-        return max(num_bytes, num_flops * self.bytes_per_s / (self.flops_low if low else self.flops_fp32))
-
 
 #: What the other of time and memory counts for, where one alone is asked for: it decides between what is equal.
 _HARDLY: Final = 2.0**-20
-#: Elements of the copy, and rows of the product, that are timed.
-_COPIED: Final = 1 << 24
-_ROWS: Final = 1024
-_VERSION: Final = 1
-
-
-@functools.lru_cache(maxsize=16)
-def rates(device_type: str, dtype: torch.dtype, *, emulated: bool) -> Rates:
-    """Measure how fast a device copies and multiplies, or read what was measured before.
-
-    What was measured is kept in mezzo's cache folder, so that plans on one machine are alike from run to run.
-
-    Args:
-        device_type: The device.
-        dtype: The low format.
-        emulated: Whether products are emulated in it here: such a format counts as twice as fast as FP32.
-
-    **Cost**: once on a machine some 0.2 s, with synchronisations.
-    """
-    named = processor() if device_type == "cpu" else {"name": torch.get_device_module(device_type).get_device_name()}
-    about = {**named, "torch": torch.__version__, "threads": torch.get_num_threads(), "version": _VERSION}
-    about |= {"device": device_type, "dtype": dtype_name(dtype), "emulated": emulated}
-    file = f"rates-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
-    try:
-        return Rates(**{name: float(value) for name, value in json.loads(files.kept(file)).items()})
-    except (OSError, RuntimeError, ValueError, TypeError, AttributeError):
-        found = _measured(device_type, dtype, emulated)
-    with suppress(OSError, RuntimeError):  # it is measured again the next time
-        files.keep(file, json.dumps(asdict(found)).encode())
-    return found
-
-
-def _measured(device_type: str, dtype: torch.dtype, emulated: bool) -> Rates:
-    device = torch.device(device_type)
-    wide = torch.empty(_COPIED, device=device)
-    target = torch.empty_like(wide)
-    matrix = torch.ones(_ROWS, _ROWS, device=device)
-    flops = 2.0 * _ROWS**3
-    fp32 = flops / _seconds(lambda: matrix @ matrix, device_type)
-    narrow = matrix.to(dtype)
-    return Rates(
-        bytes_per_s=2.0 * wide.nbytes / _seconds(lambda: target.copy_(wide), device_type),
-        flops_fp32=fp32,
-        flops_low=2 * fp32 if emulated else flops / _seconds(lambda: narrow @ narrow, device_type),
-    )
-
-
-def _seconds(call: Callable[[], Any], device_type: str) -> float:
-    """Return the shortest time of several calls: what else runs on the machine makes others longer."""
-    wait = (lambda: None) if device_type == "cpu" else torch.get_device_module(device_type).synchronize
-    times = []
-    with torch.no_grad(), torch.autocast(device_type, enabled=False):
-        for _ in range(6):
-            wait()
-            start = time.perf_counter()
-            call()
-            wait()
-            times.append(time.perf_counter() - start)
-    return min(times[1:])
-
 
 # What one call moves ---------------------------------------------------------------------------------------------
 
@@ -146,9 +59,9 @@ class Moved:
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count what kernels read, write and compute."""
 
-    def __init__(self, rates: Rates, *, low: bool) -> None:
+    def __init__(self, balance: Balance, *, low: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.rates, self.low = rates, low
+        self.balance, self.low = balance, low
         self.num_bytes, self.work, self.is_product = 0, 0.0, False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,7 +72,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counter = flop_registry.get(func._overloadpacket)
         flops = 0 if counter is None else int(counter(*args, **(kwargs or {}), out_val=out))
         self.num_bytes += moved
-        self.work += self.rates.work(moved, flops, low=self.low)
+        self.work += self.balance.work(moved, flops, low=self.low)
         self.is_product |= flops > 0
         return out
 
@@ -185,11 +98,11 @@ class Meter:
 
     Args:
         graph: The graph.
-        rates: How fast its device is.
+        balance: What arithmetic costs on its device.
     """
 
-    def __init__(self, graph: Graph, rates: Rates) -> None:
-        self.graph, self.rates = graph, rates
+    def __init__(self, graph: Graph, balance: Balance) -> None:
+        self.graph, self.balance = graph, balance
         self._fake = FakeTensorMode()
         self._known: dict[Any, Moved | Exception] = {}
 
@@ -218,7 +131,7 @@ class Meter:
     def _measure(self, op: GraphOp, node: Node, low: bool) -> Moved:
         dtype = self.graph.policy.dtype if low else torch.float32
         reads = {id(each) for each in op.reads}
-        counter, packed = _Kernels(self.rates, low=low or op.kind == "inside"), list[Tensor]()
+        counter, packed = _Kernels(self.balance, low=low or op.kind == "inside"), list[Tensor]()
 
         def pack(tensor: Tensor) -> Tensor:
             packed.append(tensor)
@@ -362,7 +275,7 @@ class Costs:
 
     Args:
         graph: The graph; what its ops may be is corrected by what they do.
-        rates: How fast its device is.
+        balance: What arithmetic costs on its device.
         objective: What to make small: 0 is the time of a step, 1 what it keeps for the backward pass. Of placements
             that are equal in the one, the one that is better in the other.
         fused: Whether a compiler fuses what lies between products: what is made and read there is not written, and a
@@ -372,9 +285,9 @@ class Costs:
         problem: What to solve; the last two of its ops are no ops, and always FP32 and low.
     """
 
-    def __init__(self, graph: Graph, rates: Rates, *, objective: float, fused: bool) -> None:
-        self.graph, self.rates, self.fused = graph, rates, fused
-        meter = Meter(graph, rates)
+    def __init__(self, graph: Graph, balance: Balance, *, objective: float, fused: bool) -> None:
+        self.graph, self.balance, self.fused = graph, balance, fused
+        meter = Meter(graph, balance)
         self._moved = [_both(meter, op) for op in graph.ops]
         self._kept = tuple(_kept(graph, self._moved))
         self._crossings = tuple(_crossings(graph))

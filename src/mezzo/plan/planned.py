@@ -18,7 +18,8 @@ from mezzo.errors import StateError, printable
 from mezzo.explanation.explanation import WIDEST, plain, table
 from mezzo.explanation.rows import byte_text, counted, folded, format_text, share_text
 from mezzo.files import json_text
-from mezzo.plan.costs import Rates, Totals
+from mezzo.plan.balance import Balance
+from mezzo.plan.costs import Totals
 from mezzo.policy import Policy
 from mezzo.tensors import dtype_name
 
@@ -95,7 +96,7 @@ class Plan:
         device_type: Where it runs.
         emulated: Whether any family of products is emulated there; costs are those of native kernels all the same.
         torch: The torch version.
-        rates: How fast the device was measured to be.
+        balance: What arithmetic costs beside moving bytes on a device of this kind.
         ops: The ops, in the order in which they run.
         casts: The casts that are kernels of their own, in the order of first use.
         totals: What it comes to in a step: ``"plan"``; and for comparison ``"torch.autocast"``, ``"Paddle"``, whose
@@ -114,7 +115,7 @@ class Plan:
     device_type: str
     emulated: bool
     torch: str
-    rates: Rates
+    balance: Balance
     ops: tuple[PlannedOp, ...]
     casts: tuple[PlannedCast, ...]
     totals: Mapping[str, Totals]
@@ -158,7 +159,7 @@ class Plan:
             made = cls(
                 **found
                 | {
-                    "rates": Rates(**found["rates"]),
+                    "balance": Balance(**found["balance"]),
                     "totals": {name: Totals(**_numbers(each)) for name, each in found["totals"].items()},
                     "ops": tuple(PlannedOp(**each | {"reads": tuple(each["reads"])}) for each in found["ops"]),
                     "casts": tuple(

@@ -15,8 +15,9 @@ from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, require_extra, shown
 from mezzo.explanation.run import arguments
 from mezzo.plan import heuristics
+from mezzo.plan.balance import balance_of
 from mezzo.plan.capture import Graph, GraphOp, capture, require_choice, value_of
-from mezzo.plan.costs import Costs, Crossing, rates
+from mezzo.plan.costs import Costs, Crossing
 from mezzo.plan.cut import place
 from mezzo.plan.export import rules_for
 from mezzo.plan.planned import Decider, Plan, PlannedCast, PlannedOp
@@ -40,7 +41,8 @@ def plan(
     The policy's rules and lists hold: what must be low is low, what must be FP32 is FP32. All else (sums, activations,
     pooling, norms that compute in FP32 inside) may be either, and each tensor that is wanted in the other precision is
     cast once. Costs are counted by running each op on fake tensors of the real shapes, forward and, where gradients are
-    on, backward: what its kernels read and write, and of products the time that their arithmetic takes on this device.
+    on, backward: what its kernels read and write, and what the arithmetic of products takes beside that on a device
+    of this kind, from a table (:mod:`mezzo.plan.balance`). No clock is asked: the same machine gives the same plan.
 
     Nothing of the model runs, and nothing of it is changed. A dtype that the program reads from a tensor
     (``h.to(x.dtype)``) counts as what it is without a policy, FP32; in a region it may be low.
@@ -85,8 +87,8 @@ def plan(
     args, kwargs = arguments(inputs, "mezzo.plan.plan")
     with autocast("O0"):  # what is around the call is not planned for
         graph = capture(model, args, kwargs, asked)
-        speed = rates(graph.device_type, asked.dtype, emulated="products" in graph.emulated)
-        costs = Costs(graph, speed, objective=number, fused=fused)
+        balance = balance_of(graph.device_type, asked.dtype, emulated="products" in graph.emulated)
+        costs = Costs(graph, balance, objective=number, fused=fused)
     low = place(costs.problem).low[: len(graph.ops)]
     made = planned(costs, low, objective=number, name=type(model).__name__)
     return replace(made, weights=_weights(model), inputs=_described((args, kwargs)))
@@ -150,7 +152,7 @@ def planned(costs: Costs, low: Sequence[bool], *, objective: float, name: str) -
     return Plan(
         model=name, weights="", inputs=(), base=str(graph.policy), objective=objective, fused=costs.fused,
         is_dynamic=any(isinstance(size, torch.SymInt) for node in graph.makers for size in _sizes(value_of(node))),
-        device_type=graph.device_type, emulated=bool(graph.emulated), torch=torch.__version__, rates=costs.rates,
+        device_type=graph.device_type, emulated=bool(graph.emulated), torch=torch.__version__, balance=costs.balance,
         ops=tuple(_row(graph, op, low, placements["torch.autocast"], places) for op in shown_ops),
         casts=tuple(_cast(graph, each, low) for each in costs.casts(low)),
         totals={whose: costs.totals(each) for whose, each in placements.items()},

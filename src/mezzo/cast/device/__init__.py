@@ -1,10 +1,11 @@
 """What this device can really do, found out once, and what mezzo does about it.
 
-A fresh interpreter for each format that may die, what it answered and where that is kept, and the decision. Which
-precision an op gets is not decided here: that is :class:`mezzo.Policy`'s.
+A fresh interpreter for each format that may die, what it answered and where that is kept, what the device says of
+itself, and the decision. Which precision an op gets is not decided here: that is :class:`mezzo.Policy`'s.
 """
 
 from mezzo.cast.device.child import FAMILIES, Family
+from mezzo.cast.device.claims import Claim
 from mezzo.cast.device.decide import Action, Choice, arithmetic, emulated_families, fast_format, intended, probe
 from mezzo.cast.device.probing import (
     ISA_LIMIT,
@@ -19,6 +20,16 @@ from mezzo.cast.device.probing import (
     processor,
 )
 
-__all__ = ["FAMILIES", "ISA_LIMIT", "ISA_VARIABLE", "Action", "Choice", "DeviceReport", "Family", "FamilySupport"]
+__all__ = [
+    "FAMILIES",
+    "ISA_LIMIT",
+    "ISA_VARIABLE",
+    "Action",
+    "Choice",
+    "Claim",
+    "DeviceReport",
+    "Family",
+    "FamilySupport",
+]
 __all__ += ["FormatSupport", "Kinds", "arithmetic", "default_kinds", "devices", "emulated_families", "fast_format"]
 __all__ += ["intended", "isa_setting", "probe", "processor"]

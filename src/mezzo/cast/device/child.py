@@ -1,5 +1,7 @@
 """A few products in a format, and whether they are right: on a CPU the work of a fresh interpreter, which it may kill.
 
+How fast they are is measured to inform a user; it decides only what lies far from any doubt (``probing.FAR``).
+
 ``probing`` starts this file as a program of its own. It imports nothing of mezzo: it must run in a bare interpreter, in
 which nothing has used oneDNN before.
 """
@@ -32,9 +34,12 @@ WIDTHS: Final = (128, 512)
 #: what attention's backward pass rounds on its way to 0.6, eight steps of a recurrent layer to 1.2; sums of 512 in the
 #: format itself to 5.
 TOLERANCE: Final = 4
-#: A time is the least of some; one that is a hundred times FP32's is known after the first.
-TIME_BUDGET_S: Final = 0.1
-MAX_REPEATS: Final = 24
+#: FP32 and the format are timed by turns: so often at least, and as long as the budget lasts.
+MIN_TURNS: Final = 5
+MAX_TURNS: Final = 24
+TIME_BUDGET_S: Final = 0.2
+#: A format that takes so many times FP32's time is known after the first turn.
+HOPELESS: Final = 100
 
 #: What torch raises where a device has no kernel for a format, or cannot even hold it.
 _REFUSALS: Final = (RuntimeError, TypeError, AttributeError)
@@ -93,7 +98,7 @@ def examined(dtype: torch.dtype, device: str = "cpu") -> dict[Family, Answer]:
     Returns:
         For each family ``status``: ``"right"`` where all agree with FP32's from the same rounded operands, ``"wrong"``,
         or ``"unsupported"`` where torch has no kernel. ``speed_ratio``: the time of FP32 over that of the format in the
-        slowest product; None but for ``"right"``. ``detail``: a phrase that says why.
+        slowest product; None but for ``"right"``, and where a clock is too coarse. ``detail``: a phrase that says why.
 
     Cost:
         Two seconds on a CPU, and four where the format is slow; synchronises an accelerator.
@@ -128,7 +133,10 @@ def _of_family(names: list[str], dtype: torch.dtype, device: str) -> Answer:
                 if not off <= TOLERANCE * torch.finfo(dtype).eps:  # nor is a NaN
                     detail = f"{name} at width {width} is off by {off:.2g} of its norm"
                     return {"status": "wrong", "speed_ratio": None, "detail": detail}
-        speeds[name] = _seconds(in_fp32, device) / _seconds(in_format, device)
+        if (ratio := _speed_ratio(in_fp32, in_format, device)) is not None:
+            speeds[name] = ratio
+    if not speeds:
+        return {"status": "right", "speed_ratio": None, "detail": "too short for this clock"}
     slowest = min(speeds, key=speeds.__getitem__)
     return {"status": "right", "speed_ratio": speeds[slowest], "detail": f"slowest: {slowest}"}
 
@@ -179,17 +187,31 @@ def _forward_and_backward(
     return [output.detach(), *torch.autograd.grad(output, leaves, slope.to(device, dtype))]
 
 
+def _speed_ratio(in_fp32: Callable[[], object], in_format: Callable[[], object], device: str) -> float | None:
+    """Return the time of FP32 over that of the format: of each the least of some, taken by turns.
+
+    By turns, what slows the machine for a while slows both; and of several times the least is nearest to the work.
+    """
+    times: tuple[list[float], list[float]] = [], []
+    for turn in range(MAX_TURNS):
+        for work, taken in zip((in_fp32, in_format), times, strict=True):
+            taken.append(_seconds(work, device))
+        wide, low = (min((each for each in taken if each > 0), default=None) for taken in times)
+        if wide is not None and low is not None and low > HOPELESS * wide:
+            break
+        if turn + 1 >= MIN_TURNS and sum(map(sum, times)) > TIME_BUDGET_S:
+            break
+    return wide / low if wide is not None and low is not None else None
+
+
 def _seconds(work: Callable[[], object], device: str) -> float:
     """Time some work: in seconds of the processor on a CPU, as what other programs take of it makes no format slow."""
     clock = time.process_time if device == "cpu" else time.perf_counter
-    times: list[float] = []
-    while sum(times) < TIME_BUDGET_S and len(times) < MAX_REPEATS:
-        start = clock()
-        work()
-        if device != "cpu":
-            torch.accelerator.synchronize()
-        times.append(clock() - start)
-    return min(times)
+    start = clock()
+    work()
+    if device != "cpu":
+        torch.accelerator.synchronize()
+    return clock() - start
 
 
 def main(name: str) -> None:

@@ -56,7 +56,7 @@ class Choice:
 
 
 def probe(device_type: str = "cpu", *, refresh: bool = False) -> DeviceReport:
-    """Find out which formats a device computes in, and how fast.
+    """Find out which formats a device computes in rightly, what it says of itself, and how fast they are.
 
     A CPU is asked in fresh interpreters, one for each format, so that neither a crash nor the first use of oneDNN
     happens in this process. Their answers are kept in ``$XDG_CACHE_HOME/mezzo`` (or ``~/.cache/mezzo``), in one file
@@ -107,7 +107,10 @@ def arithmetic(
         dtype: The compute format of a policy.
         device_type: ``"cpu"`` or an accelerator that is present.
         emulate: ``"auto"`` emulates a family where the device lacks the format for it, computes it wrongly, would
-            crash, or takes more than twice the time that it takes in FP32. ``True`` always does, ``False`` never.
+            crash, or says of itself that it has nothing that computes in the format (``claims.py``). A measured speed
+            overrules what it says only far from ``FAST_ENOUGH``: a format that it has and that takes eight times FP32's
+            time is emulated, one that it does not name and that is twice as fast is not. ``True`` always emulates,
+            ``False`` never does.
 
     Returns:
         For each family the decision and its reason. FP32 is never emulated.
@@ -137,7 +140,8 @@ def arithmetic(
     cure = f"{ISA_VARIABLE}={probing.ISA_LIMIT} python …" if report.needs_isa_limit else ""
     if emulate is True:
         return dict.fromkeys(FAMILIES, Choice(action="emulate", reason="emulate=True asks for it"))
-    are_alike = len({(each.status, each.speed_ratio, each.detail) for each in families.values()}) == 1
+    reasons = {(each.status, each.why if each.is_usable else each.detail) for each in families.values()}
+    are_alike = len(reasons) == 1
     called = {family: name if are_alike else f"{name} in {family}" for family in families}
     choices = {family: _safe(families[family], called[family], device_type, revived) for family in families}
     lacking = [family for family, choice in choices.items() if choice.action == "emulate"]
@@ -156,9 +160,9 @@ def arithmetic(
         why = "; ".join(dict.fromkeys(choices[family].reason for family in loud))
         _say_once(f"{which} on this {device_type}", why, cure)
     slow = {
-        family: Choice(action="emulate", reason=_slow(called[family], device_type, families[family]))
-        for family in families
-        if family not in lacking and not families[family].fast
+        family: Choice(action="emulate", reason=f"{called[family]} on this {device_type} is slow: {each.why}")
+        for family, each in families.items()
+        if family not in lacking and not each.fast
     }
     return choices | slow
 
@@ -179,21 +183,18 @@ def emulated_families(
 def _safe(support: FamilySupport, what: str, device_type: str, revived: Choice | None) -> Choice:
     """Say how a family is computed natively, and if it cannot be, that it is emulated."""
     if revived is not None:
-        unsafe = revived.action != "emulate" and support.speed_ratio is None  # not right under the limit
+        unsafe = revived.action != "emulate" and not support.is_usable  # not right under the limit
         return Choice(action="emulate", reason=f"{what}: {support.detail}") if unsafe else revived
-    said = f"{what} on this {device_type} is {support.status} ({support.detail})"
-    return Choice(action="native" if support.status == "right" else "emulate", reason=said)
-
-
-def _slow(what: str, device_type: str, support: FamilySupport) -> str:
-    return f"{what} on this {device_type} is slow: speed {support.speed_ratio:.2g} times float32's, {support.detail}"
+    is_right = support.status == "right"
+    said = f"{what} on this {device_type} is {support.status} ({support.why if is_right else support.detail})"
+    return Choice(action="native" if is_right else "emulate", reason=said)
 
 
 def _revive(dtype: torch.dtype, report: DeviceReport) -> Choice:
     """Make native computation safe in a format that kills processes on this CPU, or say why it must not happen."""
     name, own, support = dtype_name(dtype), isa_setting(), report.formats[dtype]
     dies = f"{name} kills the process on this CPU ({support.families['products'].detail})"
-    if all(each.speed_ratio is None for each in support.families.values()):  # under the limit, too
+    if not any(each.is_usable for each in support.families.values()):  # under the limit, too
         return Choice(action="emulate", reason=dies)
     limit = own or probing.ISA_LIMIT
     if own is None:
@@ -245,6 +246,8 @@ def intended(report: DeviceReport, dtype: torch.dtype) -> Mapping[Family, Action
 
 def fast_format(kinds: Container[str]) -> torch.dtype:
     """Return the low format to train in where none is chosen: BF16, or FP16 where the device is fast in that alone.
+
+    What the device says of itself decides, as for :func:`arithmetic`: the same machine gives the same format.
 
     The family of linear layers and matrix products decides: nearly every model spends its time there.
 

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from mezzo import files
-from mezzo.cast.device import child
+from mezzo.cast.device import child, claims
 from mezzo.cast.device.child import FAMILIES, Family
+from mezzo.cast.device.claims import NOTHING, Claim
 from mezzo.errors import PolicyError, UnsupportedError, nearest
 from mezzo.tensors import dtype_name
 
@@ -107,28 +108,34 @@ ISA_VARIABLE: Final = "ONEDNN_MAX_CPU_ISA"
 #: All of AVX-512 with FP16 and BF16, but not AMX.
 ISA_LIMIT = "AVX512_CORE_FP16"
 
-#: A format counts as fast from this share of FP32's speed on. Emulation costs an FP32 product and the rounding of its
-#: operands and result, and native storage halves the memory, so a somewhat slower native product is still the better
-#: bargain; one that takes more than twice FP32's time no longer is.
+#: A format pays from this share of FP32's speed on. Emulation costs an FP32 product and the rounding of its operands
+#: and result, and native storage halves the memory, so a somewhat slower native product is still the better bargain;
+#: one that takes more than twice FP32's time no longer is.
 FAST_ENOUGH: Final = 0.5
+#: A measured speed overrules what the device says of itself only where it lies beyond this factor from ``FAST_ENOUGH``:
+#: nearer to it a busy machine would decide, now so and now otherwise.
+FAR: Final = 4
 
 #: The program that examines a format, whose name it gets. ``-P`` keeps the folder of this file off its import path; no
 #: warning filter of the user's turns a deprecation inside torch into a failed probe.
 CHILD_COMMAND = [sys.executable, "-P", "-W", "ignore", str(Path(child.__file__))]
-#: It needs a few seconds, and on a busy machine many times that.
-CHILD_TIMEOUT_S = 300.0
+#: It needs a few seconds, and on a busy machine many times that. What ends here is a child that hangs.
+CHILD_TIMEOUT_S = 1800.0
 
-#: A copy of this process that waits for a lock which another thread held would do so for ever; it needs some 20 ms.
-TRIAL_TIMEOUT_S = 20
+#: A copy of this process that waits for a lock which another thread held would do so for ever; it needs some 20 ms. One
+#: that does not end is no answer: a new copy is made, and has longer.
+TRIAL_TIMEOUTS_S = (20, 60, 180)
 
 #: Counted up whenever the products or the meaning of an answer change.
-_VERSION: Final = 6
+_VERSION: Final = 7
 #: What /proc/cpuinfo calls the things that decide which kernels run; the rest varies, like the clock.
 _IDENTIFYING: Final = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features", "CPU part")
 
 Status = Literal["right", "wrong", "dead", "unsupported", "unknown"]
 
 
+#: What a child says of a family.
+_TOLD: Final = ("status", "speed_ratio", "detail")
 #: From the best to the worst.
 _WORSE: Final = ("right", "unknown", "unsupported", "wrong", "dead")
 
@@ -142,19 +149,43 @@ class FamilySupport:
             ``"dead"``: products kill the process, whichever of them; ``"unsupported"``: torch has no kernel;
             ``"unknown"``: it could not be asked.
         speed_ratio: Time of FP32 over time of this format in the slowest product, above 1 is faster; None where that
-            was not measured. A dead format has one only if it is right under the limit on oneDNN that it will be used
-            with.
+            was not measured.
         detail: Why, in words.
+        claim: What the device says of itself about the format.
+        is_cured: Of a dead format, whether it is right under the limit on oneDNN that it will be used with.
     """
 
     status: Status
     speed_ratio: float | None = None
     detail: str
+    claim: Claim = NOTHING
+    is_cured: bool = False
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it is right, if need be under the limit."""
+        return self.status == "right" or self.is_cured
+
+    @property
+    def overrules(self) -> bool:
+        """Whether the measured speed lies so far from ``FAST_ENOUGH`` that it decides, and not the device's claim."""
+        ratio = self.speed_ratio
+        if ratio is None:
+            return False
+        return ratio > FAR * FAST_ENOUGH if not self.claim.has else FAR * ratio < FAST_ENOUGH
 
     @property
     def fast(self) -> bool:
-        """Whether :attr:`speed_ratio` reaches ``FAST_ENOUGH``, or the device is made for the format."""
-        return self.status == "right" if self.speed_ratio is None else self.speed_ratio >= FAST_ENOUGH
+        """Whether it is right, and the device says that it has the format, unless the measured speed overrules that."""
+        return self.is_usable and bool(self.claim.has) != self.overrules
+
+    @property
+    def why(self) -> str:
+        """What decided whether it is fast, in words: the device's claim, or the measured speed."""
+        if not self.overrules:
+            return self.claim.words
+        measured = f"it was measured at {self.speed_ratio:.2g} times float32's speed ({self.detail})"
+        return f"{measured}, although {self.claim.words}"
 
     @property
     def is_whole(self) -> bool:
@@ -174,10 +205,9 @@ class FormatSupport:
     families: Mapping[Family, FamilySupport] = field(hash=False)
 
     @classmethod
-    def alike(cls, status: Status, detail: str, speed_ratio: float | None = None) -> FormatSupport:
-        """Make the support of a format of which one thing holds for every family."""
-        one = FamilySupport(status=status, speed_ratio=speed_ratio, detail=detail)
-        return cls(families=dict.fromkeys(FAMILIES, one))
+    def alike(cls, status: Status, detail: str, **more: Any) -> FormatSupport:
+        """Make the support of a format of which one thing holds for every family: what :class:`FamilySupport` takes."""
+        return cls(families=dict.fromkeys(FAMILIES, FamilySupport(status=status, detail=detail, **more)))
 
     @classmethod
     def told(cls, said: Mapping[Family, Mapping[str, Any]]) -> FormatSupport:
@@ -186,10 +216,18 @@ class FormatSupport:
         Raises:
             TypeError, ValueError, KeyError, AttributeError: It is not that.
         """
-        families = {family: FamilySupport(**said[family]) for family in FAMILIES}
+        families = {family: FamilySupport(**{name: said[family][name] for name in _TOLD}) for family in FAMILIES}
         if odd := [each for each in families.values() if not each.is_whole]:
             raise ValueError(f"its file says {odd[0]}")
         return cls(families=families)
+
+    def to_tell(self) -> dict[Family, dict[str, Any]]:
+        """Return what :meth:`told` reads: what was tried, without what the device says of itself."""
+        return {family: {name: getattr(each, name) for name in _TOLD} for family, each in self.families.items()}
+
+    def claiming(self, claim: Claim) -> FormatSupport:
+        """Return the same with what the device says of itself."""
+        return FormatSupport(families={family: replace(each, claim=claim) for family, each in self.families.items()})
 
     @property
     def worst(self) -> FamilySupport:
@@ -206,7 +244,8 @@ class FormatSupport:
     def to_list(self) -> list[dict[str, Any]]:
         """Return the families as JSON can hold them."""
         return [
-            {"family": family, **asdict(support), "fast": support.fast} for family, support in self.families.items()
+            {"family": family, **asdict(support), "fast": support.fast, "why": support.why}
+            for family, support in self.families.items()
         ]
 
 
@@ -275,14 +314,15 @@ def cpu_report(*, refresh: bool = False) -> DeviceReport:
         free = asked(dtype, None)
         dies = free.status == "dead"
         cured = dies and any(each.status == "right" for each in asked(dtype, ISA_LIMIT).families.values())
-        used = asked(dtype, own or (ISA_LIMIT if cured else None))
+        limit = own or (ISA_LIMIT if cured else None)
+        used = asked(dtype, limit).claiming(claims.of_processor(cpu, dtype, limit))
         formats[dtype] = _dead(used, free.worst.detail, cured) if dies else used
         needs_isa_limit |= cured
     # What could not be asked, on a machine that is too busy for instance, may answer the next time.
     lasting = {key: support for key, support in known.items() if support.status != "unknown"}
     if lasting != kept:
         try:
-            kept_now = {key: asdict(support)["families"] for key, support in lasting.items()}
+            kept_now = {key: support.to_tell() for key, support in lasting.items()}
             files.keep(file, json.dumps(kept_now, indent=1).encode())
         except (OSError, RuntimeError) as fault:
             logger.info("what was found out of this CPU could not be kept: %s", fault)
@@ -295,16 +335,23 @@ def _dead(used: FormatSupport, died: str, cured: bool) -> FormatSupport:
     for family, each in used.families.items():
         under = "" if each.status == "right" else f" ({each.detail})"
         cure = f"; {each.status}{under} with {ISA_VARIABLE}={ISA_LIMIT}" if cured else ""
-        families[family] = replace(each, status="dead", detail=died + cure)
+        families[family] = replace(each, status="dead", detail=died + cure, is_cured=each.status == "right")
     return FormatSupport(families=families)
 
 
 def cuda_report() -> DeviceReport:
     """Ask a GPU: nothing is measured, so that a training run does not begin with a benchmark."""
-    native = FormatSupport.alike("right", "the device is made for it")
-    imitated = FormatSupport.alike("unsupported", "torch only imitates it on this device")
+    capability = None if torch.version.hip else torch.cuda.get_device_capability()
     has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    formats = {torch.float16: native, torch.bfloat16: native if has_bfloat16 else imitated}
+    formats = {}
+    for dtype in FORMATS:
+        if dtype is torch.bfloat16 and not has_bfloat16:
+            formats[dtype] = FormatSupport.alike("unsupported", "torch only imitates it on this device")
+        else:
+            claim = claims.of_cuda(capability, dtype)
+            formats[dtype] = FormatSupport.alike(
+                "right", "the device is made for it" if claim.has else claim.words, claim=claim
+            )
     return DeviceReport(device_type="cuda", name=torch.cuda.get_device_name(), formats=formats)
 
 
@@ -315,7 +362,8 @@ def accelerator_report(device_type: str) -> DeviceReport:
         A second or two, with synchronisations.
     """
     named = getattr(torch.get_device_module(device_type), "get_device_name", None)
-    formats = {dtype: FormatSupport.told(child.examined(dtype, device_type)) for dtype in FORMATS}
+    claim = claims.of_accelerator(device_type)
+    formats = {dtype: FormatSupport.told(child.examined(dtype, device_type)).claiming(claim) for dtype in FORMATS}
     return DeviceReport(device_type=device_type, name=named() if named else device_type, formats=formats)
 
 
@@ -385,19 +433,27 @@ def survives_here(dtype: torch.dtype) -> bool:
         return False
     with suppress(OSError), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the threads that a fork leaves behind: the copy needs none of them
-        copy = os.fork()
-        if copy == 0:
-            code = 1
-            try:
-                child.die_quietly()
-                signal.alarm(TRIAL_TIMEOUT_S)
-                torch.set_num_threads(1)  # the threads of the pool are not copied
-                child.products(dtype)
-                code = 0
-            finally:
-                os._exit(code)  # no exit handlers, no flushing of buffers that belong to the parent
-        return os.waitpid(copy, 0)[1] == 0
+        for limit_s in TRIAL_TIMEOUTS_S:
+            ended = os.waitpid(_copy_that_tries(dtype, limit_s), 0)[1]
+            if not (os.WIFSIGNALED(ended) and os.WTERMSIG(ended) == signal.SIGALRM):
+                return ended == 0
     return False
+
+
+def _copy_that_tries(dtype: torch.dtype, limit_s: int) -> int:
+    """Start a copy of this process that tries products and ends, at the latest after some seconds; return its id."""
+    copy = os.fork()
+    if copy == 0:
+        code = 1
+        try:
+            child.die_quietly()
+            signal.alarm(limit_s)
+            torch.set_num_threads(1)  # the threads of the pool are not copied
+            child.products(dtype)
+            code = 0
+        finally:
+            os._exit(code)  # no exit handlers, no flushing of buffers that belong to the parent
+    return copy
 
 
 def processor() -> dict[str, str]:
