@@ -6,12 +6,11 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import sys
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +19,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 
+from mezzo.backward import node_of
 from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
+from mezzo.compiling import casts_are_placed, compiled_inside_alone
 from mezzo.errors import UnsupportedError
 from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
@@ -149,7 +150,7 @@ class _FurtherUse(torch.autograd.Function):
 
 def is_further_use(node: Any) -> bool:
     """Whether an autograd node connects a cast with its parameter once more: its gradient is the parameter's."""
-    return getattr(node, "_forward_cls", None) is _FurtherUse
+    return isinstance(node, node_of(_FurtherUse))
 
 
 class WeightCasts:
@@ -215,53 +216,6 @@ _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
 #: What begins a backward pass; torch.func differentiates by the last of them.
 _DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-
-
-def compiled_inside_alone(function: C) -> C:
-    """Have a function compiled inside the functions that call it, and never by itself; what it calls then neither.
-
-    Where torch.compile leaves a function to Python, it compiles each function that this one calls by itself. One that
-    takes torch's functions as arguments, as a mode's does, must not be: torch 2.13 guards no method of C's among them,
-    and ``x.square()`` ran what was compiled for ``x.float()``, without an error.
-    """
-    return _with_strategy(function, "SKIP")
-
-
-def compiled_inside(function: C) -> C:
-    """As :func:`compiled_inside_alone`, but for what it calls, which is compiled as anything else."""
-    return _with_strategy(function, "DEFAULT")
-
-
-def _with_strategy(function: C, calls: Literal["SKIP", "DEFAULT"]) -> C:
-    dynamo = torch._C._dynamo.eval_frame  # which has it without torch._dynamo, a second of imports
-    strategy = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, getattr(dynamo._FrameAction, calls))
-    dynamo.set_code_exec_strategy(function.__code__, strategy)
-    return function
-
-
-def forget_compiled() -> None:
-    """Drop what torch.compile has made so far: hooks were put on modules, or taken off, and torch guards none of them.
-
-    **Cost**: what is called again is compiled again.
-    """
-    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
-        dynamo.reset_code_caches()
-
-
-def casts_are_placed() -> bool:
-    """Whether the backend for which torch.compile traces now places casts itself, in the graph that it is given."""
-    dynamo = sys.modules["torch._dynamo.symbolic_convert"]  # which is at work
-    backend = dynamo.InstructionTranslator.current_tx().output.compiler_fn
-    while not hasattr(backend, "places_casts"):
-        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
-        if inner is None:
-            return False
-        backend = inner
-    return bool(backend.places_casts)
-
-
-# What torch._dynamo.assume_constant_result sets: it is a fact about the graph. Torch guards which backend one is for.
-casts_are_placed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class PolicyMode(TorchFunctionMode):

@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
+from mezzo.compiling import never_compiled
 from mezzo.errors import DistributedError, PolicyError, StateError, UnsupportedError, some_of
 from mezzo.hooks import OwnHook
 from mezzo.tensors import LOW, is_distributed
@@ -412,7 +412,7 @@ class Wrappers:
                 inner = model.module if isinstance(model, DistributedDataParallel) else model
                 yield inner.register_forward_pre_hook(OwnHook(self._enter)).remove
 
-    @_disable_dynamo
+    @never_compiled
     def _enter(self, model: nn.Module, *_: Any) -> None:
         wrapper = DistributedDataParallel._active_ddp_module
         if not torch.is_grad_enabled():

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.backward import runs_backward
 from mezzo.errors import PolicyError, StateError, shown
 from mezzo.formats import Format
 from mezzo.hooks import OwnHook
@@ -345,7 +346,7 @@ class PassWatch:
         known = self._outputs.get(id(tensor))
         if known is None or known.tensor() is not tensor or known.mark != mark(tensor):
             # Evaluation without no_grad, and what checkpointing runs again, get no gradients.
-            counts = self._model.training and torch._C._current_graph_task_id() == -1
+            counts = self._model.training and not runs_backward()
             if not counts and not tensor.requires_grad:
                 return
             row = self._tally.count(tensor) if "activations" in self._kinds else None

@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from mezzo.compiling import never_compiled
 from mezzo.errors import StateError, UnsupportedError, raise_together, some_of
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.state import (
@@ -170,7 +170,7 @@ class OnePassOptimizer(Optimizer):
         check_group({**self.defaults, **given})
         super().add_param_group(given)
 
-    @_disable_dynamo
+    @never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients.
 
@@ -182,7 +182,7 @@ class OnePassOptimizer(Optimizer):
         else:
             clear_to_zeros(self._params())
 
-    @_disable_dynamo  # addresses and kernels of its own are nothing to trace: torch.compile breaks the graph here
+    @never_compiled  # addresses and kernels of its own are nothing to trace: torch.compile breaks the graph here
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, or none, as the verdict or ``found_inf`` says.

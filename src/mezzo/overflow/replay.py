@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.backward import number_of_pass
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, shown
 from mezzo.hooks import OwnHook
@@ -345,7 +346,7 @@ class CallKeeper:
         self.events.append(Event(call, None))
 
     def _arrive(self, call: KeptCall, graph: _Graph, number: int, gradient: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = number_of_pass()
         if not any(event.call is call for event in self.events):
             self.events.append(Event(call, None))  # forgotten meanwhile, and used again
         if task not in call.arrivals:

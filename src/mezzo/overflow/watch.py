@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from mezzo.backward import current_node
 from mezzo.cast.notes import notes
 from mezzo.overflow.diagnose import BOUNDED, SOFTMAX, Context, Origin, Phase, Reader
 from mezzo.policy import Policy
@@ -126,7 +127,7 @@ class Watch:
 
     def _asker(self) -> Any:
         """Return what two kernels of one call share: the call, or the autograd node."""
-        return torch._C._current_autograd_node() if self.where.is_backward else self.where.now
+        return current_node() if self.where.is_backward else self.where.now
 
     def _origin(self, ran: _Ran) -> Origin:
         """Return where the result that is not finite has it from."""
@@ -239,7 +240,7 @@ class Watch:
         )
         self.origins.append(origin)
         self._from.put([tensor], origin)
-        node: Any = torch._C._current_autograd_node()
+        node = current_node()
         if phase == "backward" and node is not None:
             self._name_later(origin, node, self._arguments.get(id(place), (place, {}))[1])
         return origin

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from mezzo.backward import innermost_saving_hooks
 from mezzo.explanation.rows import counted, format_text, scale_text, share_text
 from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 from mezzo.policy import Policy
@@ -253,7 +254,7 @@ class StepLog:
 
     def _stop_saving(self) -> None:
         saved, self._saved = self._saved, None
-        top = None if saved is None else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = None if saved is None else innermost_saving_hooks()
         if saved is not None and top is not None and top[0] == saved.pack_hook:  # and not below some of the script's
             saved.__exit__(None, None, None)
             self._report.saved_bytes = saved.total or None

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from mezzo.cast import prepare
 from mezzo.cast.model import places
 from mezzo.cast.model.refusals import preparations_in
+from mezzo.compiling import INSIDE
 from mezzo.errors import MezzoError, PolicyError, StateError, raise_together
 from mezzo.explanation.rows import counted
 from mezzo.policy import Policy
@@ -340,7 +341,7 @@ def convert_before_wrapping(policy: Policy, report: ScriptReport, seams: Seams) 
 
 def name_of(model: nn.Module) -> str:
     """Return a model's class, without what was wrapped around it."""
-    while isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
+    while isinstance(inner := getattr(model, INSIDE, None) or getattr(model, "module", None), nn.Module):
         model = inner
     return type(model).__name__
 

@@ -16,6 +16,7 @@ from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.model.refusals import preparations_in
 from mezzo.cast.products import Memory
 from mezzo.cast.region import autocast
+from mezzo.compiling import INSIDE, inside
 from mezzo.errors import PolicyError, StateError
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
@@ -226,6 +227,6 @@ def widen_states(optimizers: Iterable[Optimizer]) -> None:
 
 def _plain_name(model: nn.Module, name: str) -> str:
     """Return a name as it is without the wrappers of ``torch.compile`` and data parallelism."""
-    inner = getattr(model, "_orig_mod", model)
-    name = name.replace("_orig_mod.", "")
+    inner = inside(model)
+    name = name.replace(f"{INSIDE}.", "")
     return name.removeprefix("module.") if isinstance(inner, DistributedDataParallel) else name

@@ -11,13 +11,13 @@ from typing import Any, Final, Protocol, TypeAlias
 from weakref import ref
 
 import torch
-from torch import _C, Tensor, empty, is_grad_enabled, nn, ones
-from torch._compile import _disable_dynamo
-from torch.autograd import Function, Variable
+from torch import Tensor, empty, is_grad_enabled, nn, ones
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
-from torch.utils.checkpoint import CheckpointFunction
 
+from mezzo.backward import call_at_end, runs_another, will_run
+from mezzo.compiling import never_compiled
 from mezzo.errors import StateError, some_of
 from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
@@ -353,8 +353,6 @@ def multiply(gradients: list[Tensor], factor: Tensor) -> None:
 
 #: What in a graph accumulates the gradient of a leaf.
 _ACCUMULATES: Final = type(get_gradient_edge(ones(1, requires_grad=True)).node)
-#: What in a graph runs a pass of its own, over parameters of which the graph says nothing.
-_RUNS_ANOTHER: Final = CheckpointFunction._backward_cls
 _EDGES: Final = attrgetter("next_functions")
 
 
@@ -371,7 +369,7 @@ class Walk:
 
     def __init__(self, leaves: list[Tensor], nodes: list[Any]) -> None:
         self.leaves, self.nodes = leaves, nodes
-        self.runs_others = any(issubclass(kind, _RUNS_ANOTHER) for kind in set(map(type, nodes)))
+        self.runs_others = any(map(runs_another, set(map(type, nodes))))
 
 
 def walked(roots: Iterable[Any]) -> Walk:
@@ -480,7 +478,7 @@ class Opens(Protocol):
         """Put back what made way for a pass that has raised."""
 
 
-@_disable_dynamo  # what it does, it does while autograd's own engine runs
+@never_compiled  # what it does, it does while autograd's own engine runs
 def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
     """Return a loss through which a backward pass is the session's, whoever runs it.
 
@@ -509,16 +507,16 @@ class _Entry(Function):
         return loss.view_as(loss)
 
     @staticmethod
-    @_disable_dynamo
+    @never_compiled
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Begin the pass, or join the one that is under way."""
         loss, leaf = ctx.next_functions[:2]
         walk, under_way = walked([GradientEdge(*loss)]), ctx.engine.under_way
-        if ctx.scale is not None and not _C._will_engine_execute_node(leaf[0]):
+        if ctx.scale is not None and not will_run(leaf[0]):
             _refuse_stops(walk)
         if under_way is None:
             begun = ScaledPass(ctx.engine, ctx.scale)
-            Variable._execution_engine.queue_callback(begun)
+            call_at_end(begun)
             begun.join(ctx.loss, walk)
         elif isinstance(under_way, ref) and isinstance(joined := under_way(), ScaledPass):
             joined.join(ctx.loss, walk)
@@ -542,7 +540,7 @@ def _refuse_stops(walk: Walk) -> None:
 def _runs(node: Any) -> bool:
     """Whether the pass under way runs a node of its graph."""
     try:
-        return _C._will_engine_execute_node(node)
+        return will_run(node)
     except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
         return True
 
@@ -589,12 +587,12 @@ class ScaledPass:
         self._hooked.update(map(id, others))
         self._hooks.enter_context(unscaled(others, self._scale))
 
-    @_disable_dynamo
+    @never_compiled
     def __call__(self) -> None:
         """End the pass: at its very end, since wrappers finish their reductions in such calls too."""
         if not self._is_last:
             self._is_last = True
-            Variable._execution_engine.queue_callback(self)
+            call_at_end(self)
             return
         with uninterrupted():  # a pass that is over has been told of
             self._is_open = False

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.cast.mode import compiled_inside_alone
 from mezzo.cast.notes import watched
+from mezzo.compiling import compiled_inside_alone
 from mezzo.tensors import LOW, dtype_name
 from mezzo.trace.calls import Place, Where, casting, doing, opened_by_region
 from mezzo.trace.kernels import flops

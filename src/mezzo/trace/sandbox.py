@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mezzo.compiling import uncompiled
 from mezzo.errors import PolicyError, UnsupportedError, some_of
 
 
@@ -109,10 +109,8 @@ def as_training_runs(devices: Iterable[torch.device]) -> Iterator[None]:
         devices: The devices that hold the model.
     """
     states = RandomStates.now(devices)
-    # Nothing is compiled where dynamo is not loaded, and loading it takes a second.
-    uncompiled = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        with torch.inference_mode(False), torch.enable_grad(), uncompiled:
+        with torch.inference_mode(False), torch.enable_grad(), uncompiled():
             yield
     finally:
         states.restore()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from mezzo.backward import current_node, next_number, number_of
 from mezzo.tensors import LOW, dtype_name, has_fraction, tensors
 from mezzo.trace import kernels
 from mezzo.trace.calls import Decider, Doing, Place, Where, casting, doing, kernel_name, quantised_formats
@@ -189,10 +190,10 @@ class Trace:
         line = None if call is None else call.line
         if made_by == "emulation":
             return Account("emulation", place, line)
-        node: Any = torch._C._current_autograd_node() if self.where.is_gradient else None
+        node = current_node() if self.where.is_gradient else None
         if node is not None:
             # The gradient of a cast is cast back on the same account; others follow from mixed dtypes.
-            account = self._accounts.get(node._sequence_nr()) if node.name() == "ToCopyBackward0" else None
+            account = self._accounts.get(number_of(node)) if node.name() == "ToCopyBackward0" else None
             return account or Account("model" if isinstance(node, BackwardCFunction) else "torch", place, line)
         if made_by == "cast" or (call is not None and (call.hidden or call.asks_for(before, after))):
             by = "policy"
@@ -201,7 +202,7 @@ class Trace:
         # Autograd numbers the node of a cast just before the kernel runs. A cast without a node comes after the owner
         # of the last number, which therefore is not overwritten.
         account = Account(by, place, line)
-        self._accounts.setdefault(torch._C._autograd._get_sequence_nr() - 1, account)
+        self._accounts.setdefault(next_number() - 1, account)
         return account
 
     def _rounding(self, before: Tensor, after: Tensor, account: Account) -> Integers | None:

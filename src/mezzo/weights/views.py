@@ -15,11 +15,11 @@ from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from mezzo.compiling import never_compiled
 from mezzo.errors import MezzoError, StateError, UnsupportedError, raise_together, some_of
 from mezzo.step.gradients import Exchange, alike
 from mezzo.tensors import LOW, described, dtype_name, is_distributed, local, moved, placed, tensors, versions
@@ -254,14 +254,14 @@ class Views:
 
         return evaluate
 
-    @_disable_dynamo
+    @never_compiled
     def _take(self, part: _Part) -> None:
         self._open = part
         part.take(self.multiplier, self.found_inf)
         _exchange(part.lists, 2)
         self._rekey(part.pairs)
 
-    @_disable_dynamo
+    @never_compiled
     def _close(self) -> None:
         """Store what the views hold, and put the parameters back."""
         part, self._open = self._open, None

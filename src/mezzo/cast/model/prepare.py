@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import compiled_inside_alone, forget_compiled
 from mezzo.cast.model import places
 from mezzo.cast.model.buffers import Buffers, Frozen
 from mezzo.cast.model.calls import GivesOut, MadeLow, TakesIn, Within
@@ -34,6 +33,7 @@ from mezzo.cast.model.places import (
 from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
+from mezzo.compiling import compiled_inside_alone, forget_compiled
 from mezzo.errors import StateError, printable, raise_together
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED

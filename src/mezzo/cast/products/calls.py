@@ -8,13 +8,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from mezzo.cast.notes import LISTENERS, ProductCall
 from mezzo.cast.products.memory import Memory
 from mezzo.cast.products.operands import Quantiser
 from mezzo.cast.products.passes import differentiable, not_transformed
 from mezzo.cast.products.recipes import Recipe
+from mezzo.compiling import never_compiled
 from mezzo.tensors import is_transformed
 
 
@@ -139,7 +139,7 @@ def _returned(out: Tensor, found: Operands) -> Tensor:
     return out.mT if found.is_turned else out.view(*found.x.shape[:-1], found.weight.shape[0])
 
 
-@_disable_dynamo
+@never_compiled
 def _run(
     rows: Tensor, low_weight: Tensor, bias: Tensor | None, recipe: Recipe, memories: Sequence[Memory], weight: Tensor
 ) -> Tensor:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mezzo.compiling import for_any_length
 from mezzo.errors import UnsupportedError
 from mezzo.step.moments import GROUP, elements, in_groups
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, scales_among, updated
@@ -324,8 +325,6 @@ def _is_compiled(example: Tensor) -> Tensor:
 
 def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callable[..., Any]:
     """Compile a function of vectors for any length, by a call with some."""
-    import torch._dynamo
-
     # A code object of its own: torch counts recompilations by code object, and gives up after eight.
     code = function.__code__.replace(co_name=name)
     own = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
@@ -333,7 +332,7 @@ def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callab
     for example in examples:
         for tensor in example if isinstance(example, list) else (example,):
             if tensor.numel() >= EXAMPLE // GROUP:
-                torch._dynamo.mark_dynamic(tensor, 0)
+                for_any_length(tensor)
     try:
         with torch.no_grad():
             compiled(*examples)
