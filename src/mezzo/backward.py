@@ -70,6 +70,6 @@ def door() -> tuple[Any, str]:
 
 
 def innermost_saving_hooks() -> tuple[Any, Any] | None:
-    """Return the innermost pair of hooks on tensors that are saved for backward passes; ``None`` where there is none."""
+    """Return the innermost pair of hooks on tensors that are saved for backward passes, if there is one."""
     found: tuple[Any, Any] | None = private("torch._C._autograd._top_saved_tensors_default_hooks")(True)
     return found

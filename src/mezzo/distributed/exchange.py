@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo.compiling import never_compiled
 from mezzo.errors import DistributedError, PolicyError, StateError, UnsupportedError, some_of
 from mezzo.hooks import OwnHook
-from mezzo.tensors import LOW, is_distributed
+from mezzo.sharded import is_distributed
+from mezzo.tensors import LOW
 from mezzo.weights import Halves
 
 #: Squared norms above this are infinite in FP32, in which each tensor's own sum is.

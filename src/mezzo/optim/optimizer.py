@@ -31,13 +31,14 @@ from mezzo.optim.state import (
     saved,
     wrong_weights,
 )
+from mezzo.sharded import local, locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.moments import is_coded, zeros
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
-from mezzo.tensors import LOW, described, dtype_name, local, locals_of, number_of_shard, placed, sharding
+from mezzo.tensors import LOW, described, dtype_name
 from mezzo.weights.halves import Halves, owner_of
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]

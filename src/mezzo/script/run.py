@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mezzo import sharded
 from mezzo.cast import prepare
-from mezzo.cast.model import places
 from mezzo.cast.model.refusals import preparations_in
 from mezzo.compiling import INSIDE
 from mezzo.errors import MezzoError, PolicyError, StateError, raise_together
@@ -204,7 +204,7 @@ class Gathering:
     def _trains(self, module: nn.Module) -> bool:
         if module in self._known_not or not self._may_begin():
             return False
-        places.reshard(places.units(module))  # an evaluation may have left whole parameters in their places
+        sharded.reshard(sharded.units(module))  # an evaluation may have left whole parameters in their places
         if any(id(param) in self._awaited for param in module.parameters()):
             return True
         self._known_not.add(module)
@@ -362,7 +362,7 @@ def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     for module in modules:
         # An outermost one, in which an evaluation may have left whole parameters; half of a copy that failed has none.
         if id(module) not in parents and "_modules" in vars(module):
-            places.reshard(places.units(module))
+            sharded.reshard(sharded.units(module))
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:
         for param in (vars(module).get("_parameters") or {}).values():

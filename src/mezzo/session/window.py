@@ -22,10 +22,11 @@ from mezzo.errors import StateError, some_of
 from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
 from mezzo.session.weights import Weights
+from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, norms, with_gradients
 from mezzo.step.passes import not_finite
-from mezzo.tensors import LOW, is_distributed, marks, moved
+from mezzo.tensors import LOW, marks, moved
 
 Average: TypeAlias = Callable[[list[Tensor], dict[Tensor, Tensor]], dict[Tensor, Tensor]]
 

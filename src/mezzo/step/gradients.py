@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from mezzo import tensors
+from mezzo.sharded import is_distributed, local
 from mezzo.step.executors.choose import executor_for, portable, update_of
 from mezzo.step.passes import Bucket, NoKernel, Verdict
 from mezzo.step.storage import READ, SPLIT, Storage
 from mezzo.step.update import Scalars, States, UpdateRule
-from mezzo.tensors import LOW, is_distributed, local, moved
+from mezzo.tensors import LOW, moved
 
 Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]

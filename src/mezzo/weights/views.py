@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from mezzo.compiling import never_compiled
 from mezzo.errors import MezzoError, StateError, UnsupportedError, raise_together, some_of
+from mezzo.sharded import is_distributed, local, placed
 from mezzo.step.gradients import Exchange, alike
-from mezzo.tensors import LOW, described, dtype_name, is_distributed, local, moved, placed, tensors, versions
+from mezzo.tensors import LOW, described, dtype_name, moved, tensors, versions
 from mezzo.weights.halves import Halves, owner_of
 
 #: Elements that are FP32 at a time, where a step goes in parts: on CPUs such as stay in a cache, elsewhere as many as

@@ -16,7 +16,7 @@ from torch.jit import ScriptModule
 from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.cast.model.calls import GivesOut, Within
-from mezzo.cast.model.places import Shard, flags_of_all, makes_weight, sharded_otherwise, stored_tensors
+from mezzo.cast.model.places import makes_weight, sharded_otherwise, stored_tensors
 from mezzo.errors import (
     MezzoError,
     PolicyError,
@@ -31,7 +31,8 @@ from mezzo.hooks import owner_of
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED, callables, functions
 from mezzo.policy.rules import both
-from mezzo.tensors import dtype_name, local
+from mezzo.sharded import Shard, flags_of_all, local
+from mezzo.tensors import dtype_name
 
 # The autograd nodes that add up a parameter's gradients, and whether anything but the parameter keeps one.
 
