@@ -54,7 +54,7 @@ def number_of(node: Any) -> int:
 def node_of(function: type[Function]) -> type:
     """Return the class of the nodes that an autograd function puts in a graph."""
     require("torch.autograd.Function._backward_cls")
-    kind: type = function._backward_cls  # type: ignore[attr-defined]
+    kind: type = function._backward_cls
     return kind
 
 

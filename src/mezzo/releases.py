@@ -142,7 +142,11 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._fused_adamw_": "update with torch's own kernel",
         "torch._fused_sgd_": "update with torch's own kernel",
     },
+    "session/attach.py": {
+        "torch.optim.lr_scheduler.LRScheduler._is_initial": "tell a scheduler's first step from the loop's",
+    },
     "session/capture.py": {
+        "torch.optim.lr_scheduler.LRScheduler._opt_called": "have no warning about schedulers after a replay",
         "torch.optim.Optimizer._warned_capturable_if_run_uncaptured": "have no warning about steps before a capture",
     },
     "cast/model/places.py": {
@@ -321,6 +325,6 @@ def _words_of(owner: Any) -> Iterator[str]:
     kinds = owner.__mro__ if isinstance(owner, type) else ()
     for value in [owner, *(each for kind in kinds for each in vars(kind).values())]:
         if isinstance(code := getattr(value, "__code__", None), CodeType):
-            yield from code.co_names
+            yield from (*code.co_names, *(each for each in code.co_consts if isinstance(each, str)))
     for kind in kinds:
         yield from getattr(kind, "__annotations__", ())

@@ -121,7 +121,7 @@ def _cut(tensor: Any) -> Sequence[int]:
 
 
 def hold_as(tensor: Any, other: Any) -> None:
-    """Have a DTensor hold the shard that another one holds, in its dtype: ``tensor.data = other`` changes neither."""
+    """Have a DTensor hold the shard that another one holds; ``tensor.data = other`` gives it the dtype alone."""
     require(*_OF_DTENSOR)
     tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+
+from mezzo.releases import private
 
 #: The dtypes of low-precision weights and arithmetic.
 LOW: Final = (torch.float16, torch.bfloat16)
@@ -24,6 +25,22 @@ DTYPES: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 _VERSION: Final = attrgetter("_version")
+
+#: torch's own functions of nested containers, also of those that programs have registered.
+tree_flatten: Final[Callable[..., tuple[list[Any], Any]]] = private("torch.utils._pytree.tree_flatten")
+tree_is_leaf: Final[Callable[..., bool]] = private("torch.utils._pytree.tree_is_leaf")
+tree_leaves: Final[Callable[..., list[Any]]] = private("torch.utils._pytree.tree_leaves")
+tree_map: Final[Callable[..., Any]] = private("torch.utils._pytree.tree_map")
+tree_map_only: Final[Callable[..., Any]] = private("torch.utils._pytree.tree_map_only")
+tree_unflatten: Final[Callable[..., Any]] = private("torch.utils._pytree.tree_unflatten")
+
+#: torch's own functions of many tensors at once, as few kernels as there are devices and dtypes.
+foreach_copy_: Final[Callable[..., None]] = private("torch._foreach_copy_")
+foreach_div_: Final[Callable[..., None]] = private("torch._foreach_div_")
+foreach_mul: Final[Callable[..., list[Tensor]]] = private("torch._foreach_mul")
+foreach_mul_: Final[Callable[..., None]] = private("torch._foreach_mul_")
+foreach_norm: Final[Callable[..., list[Tensor]]] = private("torch._foreach_norm")
+foreach_zero_: Final[Callable[..., None]] = private("torch._foreach_zero_")
 
 
 # Dtypes -----------------------------------------------------------------------------------------------
@@ -59,11 +76,6 @@ def overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
     if torch.finfo(dtype).max >= torch.finfo(tensor.dtype).max:
         return False
     return bool((tensor.isfinite() & ~tensor.to(dtype).isfinite()).any())
-
-
-def is_transformed() -> bool:
-    """Whether ``torch.func`` or forward-mode AD is at work, which see into no autograd function of Python's."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
 def described(tensor: Tensor) -> str:

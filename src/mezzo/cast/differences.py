@@ -13,13 +13,13 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
 from mezzo.compiling import constant_in_graphs, differentiated_plainly
+from mezzo.dispatch import OpOverload, OpOverloadPacket
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, callables, functions
 

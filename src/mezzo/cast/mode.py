@@ -14,10 +14,8 @@ from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import _pytree as pytree
+from torch.overrides import TorchFunctionMode
 
 from mezzo.backward import node_of
 from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
@@ -25,10 +23,19 @@ from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
 from mezzo.compiling import casts_are_placed, compiled_inside_alone
+from mezzo.dispatch import (
+    OpOverload,
+    OpOverloadPacket,
+    function_modes,
+    innermost_function_mode,
+    is_batched,
+    is_transformed,
+    unwrapped,
+)
 from mezzo.errors import UnsupportedError
 from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, dtype_name, is_transformed, mark, tensors
+from mezzo.tensors import CASTABLE, dtype_name, mark, tensors, tree_is_leaf, tree_map
 
 # Casting what a user passes around: tensors in nested containers, dataclasses and mappings.
 
@@ -96,8 +103,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return kind([mapped(item, change) for item in value])
     if kind is dict:
         return {key: mapped(item, change) for key, item in value.items()}
-    if not pytree.tree_is_leaf(value):  # named tuples, and what programs have registered
-        return pytree.tree_map(lambda leaf: mapped(leaf, change), value)
+    if not tree_is_leaf(value):  # named tuples, and what programs have registered
+        return tree_map(lambda leaf: mapped(leaf, change), value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         given = {name: getattr(value, name) for name in names}
@@ -295,7 +302,7 @@ class PolicyMode(TorchFunctionMode):
 @contextlib.contextmanager
 def shadowed() -> Iterator[list[PolicyMode]]:
     """Silence the regions around this one, and give their modes."""
-    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    active = function_modes()
     outer = [mode for mode in active if isinstance(mode, PolicyMode)]
     for mode in outer:
         mode.shadows += 1
@@ -317,16 +324,13 @@ def acting(per_device: Sequence[Differences]) -> Iterator[None]:
 
 def acting_modes() -> list[PolicyMode]:
     """Return the modes of the active regions, the innermost last, without those that another one replaces."""
-    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    active = function_modes()
     return [mode for mode in active if isinstance(mode, PolicyMode) and not mode.shadows]
 
 
 def acts_here() -> bool:
     """Whether the innermost mode of all is that of a region, in a forward pass."""
-    depth = torch._C._len_torch_function_stack()
-    if not depth:
-        return False
-    mode: Any = torch._C._get_function_stack_at(depth - 1)
+    mode = innermost_function_mode()
     return type(mode) is PolicyMode and not mode.shadows and not mode.recomputing
 
 
@@ -454,16 +458,14 @@ def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, fu
     out = _carry_out(handler, here, casts, func, args, kwargs)
     if not here.gives_back or not isinstance(out, Tensor) or _storage(out) == _storage(param):
         return out
-    if handler.treatment == "promote" and out.shape == param.shape and not torch._C._functorch.is_batchedtensor(out):
+    if handler.treatment == "promote" and out.shape == param.shape and not is_batched(out):
         return out  # that of a buffer
     return _cast(out, here.dtype)
 
 
 def _storage(x: Tensor) -> Any:
     """Name a tensor's memory; what torch.func wraps tensors in has none of its own."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x.untyped_storage()._cdata
+    return unwrapped(x).untyped_storage()._cdata
 
 
 def _floats(args: Any, kwargs: Any) -> list[Tensor]:

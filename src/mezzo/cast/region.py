@@ -83,17 +83,17 @@ def _require_off(policy: str) -> bool:
 
 def reductions() -> list[tuple[bool, bool]]:
     """Return for FP16 and BF16 whether GEMMs may accumulate in reduced precision, and whether they may split k."""
-    # torch.backends has a name for the first half alone, and sets the second to True with it.
+    flags: Any = torch.backends.cuda.matmul
     return [
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        (flags.allow_fp16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction_split_k),
+        (flags.allow_bf16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction_split_k),
     ]
 
 
 def set_reductions(pairs: list[tuple[bool, bool]]) -> None:
     """Set what :func:`reductions` returns."""
-    torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*pairs[0])
-    torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*pairs[1])
+    flags: Any = torch.backends.cuda.matmul
+    flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = pairs
 
 
 #: As :data:`OPENED_BACKWARD`, for ``torch.autograd.grad``.

@@ -24,7 +24,7 @@ from mezzo.compiling import never_compiled
 from mezzo.errors import DistributedError, PolicyError, StateError, UnsupportedError, some_of
 from mezzo.hooks import OwnHook
 from mezzo.sharded import is_distributed
-from mezzo.tensors import LOW
+from mezzo.tensors import LOW, foreach_copy_, foreach_div_
 from mezzo.weights import Halves
 
 #: Squared norms above this are infinite in FP32, in which each tensor's own sum is.
@@ -350,8 +350,8 @@ def average(params: Sequence[Tensor], sums: Mapping[Tensor, Tensor], group: dist
         flat = torch.cat([*map(torch.flatten, parts), counts])
         dist.all_reduce(flat, group=group)
         *means, counts = torch.split(flat, [*map(torch.numel, parts), len(here)])
-        torch._foreach_copy_(parts, [mean.view_as(part) for mean, part in zip(means, parts, strict=True)])
-        torch._foreach_div_(parts, group.size())
+        foreach_copy_(parts, [mean.view_as(part) for mean, part in zip(means, parts, strict=True)])
+        foreach_div_(parts, group.size())
         is_there = [True] * len(here) if all(param in sums for param in here) else (counts > 0).tolist()
         found |= {param: part for param, part, has_sum in zip(here, parts, is_there, strict=True) if has_sum}
     return found

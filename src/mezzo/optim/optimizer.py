@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from mezzo.compiling import never_compiled
 from mezzo.errors import StateError, UnsupportedError, raise_together, some_of
+from mezzo.hooks import loading_hooks, saving_hooks
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.state import (
     Group,
@@ -38,7 +39,7 @@ from mezzo.step.moments import is_coded, zeros
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
-from mezzo.tensors import LOW, described, dtype_name
+from mezzo.tensors import LOW, described, dtype_name, foreach_copy_
 from mezzo.weights.halves import Halves, owner_of
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -274,7 +275,7 @@ class OnePassOptimizer(Optimizer):
         # weight, that it has changed.
         increment_version(prepared.params)
         if prepared.steps:
-            torch._foreach_copy_(prepared.steps, prepared.counts)
+            foreach_copy_(prepared.steps, prepared.counts)
         self.updates += 1
 
     def _verdict_of_flags(self, device: torch.device) -> Verdict:
@@ -441,11 +442,12 @@ class OnePassOptimizer(Optimizer):
         to no parameter are saved as they are. NumPy's numbers among the options become Python's, which
         ``torch.load(weights_only=True)`` reads.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        before, after = saving_hooks(self)
+        for hook in before:
+            hook(self)
         found = saved(self.param_groups, self.state)
-        for after in self._optimizer_state_dict_post_hooks.values():
-            replaced = after(self, found)
+        for hook in after:
+            replaced = hook(self, found)
             found = found if replaced is None else replaced
         return found
 
@@ -466,8 +468,9 @@ class OnePassOptimizer(Optimizer):
         """
         # Hooks may delete from what they get; what is no mapping at all is refused after them.
         given: Mapping[str, Any] = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-        for ahead in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = ahead(self, given)  # type: ignore[arg-type]
+        before, after = loading_hooks(self)
+        for hook in before:
+            replaced = hook(self, given)
             given = given if replaced is None else replaced
         check_state(given, self._rule)
         state, groups = restored(given, self.param_groups, self.rule_of)
@@ -475,8 +478,8 @@ class OnePassOptimizer(Optimizer):
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
         self._ready.clear()
         self._hypers.clear()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        for hook in after:
+            hook(self)
 
 
 def as_one_pass(optimizer: Optimizer) -> OnePassOptimizer | None:

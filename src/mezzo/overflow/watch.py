@@ -15,6 +15,7 @@ from torch.autograd.function import BackwardCFunction
 
 from mezzo.backward import current_node
 from mezzo.cast.notes import notes
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.overflow.diagnose import BOUNDED, SOFTMAX, Context, Origin, Phase, Reader
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
@@ -75,7 +76,7 @@ class Watch:
 
     def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
         """Be in a call, and remember what its gradients will be gradients of."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             # A region above the mode that tells may have taken apart what the user's code calls.
             ops = [note.about for note in notes() if note.kind == "op"]
             around = self.where.now
@@ -112,7 +113,7 @@ class Watch:
         results = [tensor for tensor in tensors(out) if has_fraction(tensor.dtype)]
         if not results or is_view(kernel) or is_allocation(kernel):
             return
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             bad = [number for number, result in enumerate(results) if not measure.is_finite(result)]
             ran = _Ran(kernel, args, kwargs, before, results, bad[0] if bad else 0)
             if bad:

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from mezzo.cast.model.prepare import with_low_ends
 from mezzo.compiling import backend_of, backends, traced_variable
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError, nearest, require_extra, shown
 from mezzo.plan.capture import Graph, read, require_choice
 from mezzo.plan.carry_out import carry_out
@@ -138,7 +139,7 @@ class Backend:
 
         def run(*args: Any) -> Any:
             # Nor is the region's mode, which Dynamo has followed, asked about each op again.
-            with torch.autocast(kind, enabled=False), torch._C.DisableTorchFunction():
+            with torch.autocast(kind, enabled=False), DisableTorchFunction():
                 return compiled(*args)
 
         return run

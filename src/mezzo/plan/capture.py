@@ -27,6 +27,7 @@ from mezzo.cast.model.prepare import with_low_ends
 from mezzo.cast.model.refusals import wanted_storage
 from mezzo.cast.products import Operands, Recipe, asked, recipe_on
 from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, as_given, capture_errors
+from mezzo.dispatch import HigherOrderOperator, OpOverload, OpOverloadPacket
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Decision, Policy
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED
@@ -542,7 +543,7 @@ class _Reader:
         known = (*CASTABLE[:1], self.policy.dtype)
         if own := next(filter(None, reversed(self.autocasts)), ""):
             return own
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             return "it is a program in itself"
         if any(value_of(each).dtype not in known for each in given if is_floating(each)):
             return "it reads another dtype"
@@ -637,9 +638,7 @@ def _name(node: Node) -> str:
 def _is_torchs(node: Node) -> bool:
     """Whether a call is of torch's own function, which takes any floating dtype if it gives no floating numbers."""
     of = getattr(node.target, "__module__", None) or ""
-    is_custom = isinstance(
-        node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
-    )
+    is_custom = isinstance(node.target, OpOverload | OpOverloadPacket | HigherOrderOperator)
     return node.op == "call_method" or (not is_custom and of.partition(".")[0] in ("torch", "_operator"))
 
 

@@ -31,7 +31,7 @@ from mezzo.session.window import Walk, Window, entered, hooked
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.passes import Verdict, as_fused, decided, not_finite
-from mezzo.tensors import moved
+from mezzo.tensors import foreach_norm, moved
 from mezzo.weights.views import views_of
 
 #: How a loop with a ``GradScaler`` calls it.
@@ -544,7 +544,7 @@ class Engine(Writes):
         wide = [g if g is None else g * moved(back, g.device) for g in wide]
         there = [g.detach() for g in wide if g is not None]
         if there:  # by their largest values: a norm of finite ones may be infinite
-            sizes = [moved(size, self.device, torch.float32) for size in torch._foreach_norm(there, float("inf"))]
+            sizes = [moved(size, self.device, torch.float32) for size in foreach_norm(there, float("inf"))]
             flag = not_finite(torch.stack(sizes).sum())
             self._inner = flag if self._inner is None else self._inner | flag
         return tuple(wide)

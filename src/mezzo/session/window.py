@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, chain
@@ -19,6 +18,7 @@ from torch.optim import Optimizer
 from mezzo.backward import call_at_end, runs_another, will_run
 from mezzo.compiling import never_compiled
 from mezzo.errors import StateError, some_of
+from mezzo.hooks import has_gradient_hooks, run_first
 from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
 from mezzo.session.weights import Weights
@@ -26,7 +26,7 @@ from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, norms, with_gradients
 from mezzo.step.passes import not_finite
-from mezzo.tensors import LOW, marks, moved
+from mezzo.tensors import LOW, foreach_copy_, foreach_mul_, marks, moved
 
 Average: TypeAlias = Callable[[list[Tensor], dict[Tensor, Tensor]], dict[Tensor, Tensor]]
 
@@ -325,7 +325,7 @@ def _widen(leaves: list[Tensor]) -> None:
         gradients = [leaf.grad for leaf in now if leaf.grad is not None]
         wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
         for places in alike(gradients).values():
-            torch._foreach_copy_([wide[place] for place in places], [gradients[place] for place in places])
+            foreach_copy_([wide[place] for place in places], [gradients[place] for place in places])
         for leaf, gradient in zip(now, wide, strict=True):
             leaf.grad, leaf.grad_dtype = None, torch.float32
             leaf.grad = gradient
@@ -347,7 +347,7 @@ def found_with(norms: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
 def multiply(gradients: list[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by a number on a device, in as few kernels as there are devices and dtypes."""
     for (device, _), places in alike(gradients).items():
-        torch._foreach_mul_([gradients[place] for place in places], moved(factor, device))
+        foreach_mul_([gradients[place] for place in places], moved(factor, device))
 
 
 # Backward passes that carry a scale: which parameters they reach, where they begin, and where they end.
@@ -447,10 +447,7 @@ def unscaled(leaves: list[Tensor], scale: Tensor | None) -> Iterator[None]:
         for leaf in leaves:
             handle = leaf.register_hook(unscale)  # type: ignore[no-untyped-call]
             handles.callback(handle.remove)
-            # Before hooks of the user's: C runs them in the order in which they lie in memory.
-            hooks: Any = leaf._backward_hooks
-            keys = [key for key in hooks if key != handle.id]
-            deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
+            run_first(leaf, handle)  # before hooks of the user's
         yield
 
 
@@ -609,8 +606,4 @@ class ScaledPass:
 
 def hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that have hooks of the user's, which run inside the pass."""
-    return [
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, nn.Parameter) and (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-    ]
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and has_gradient_hooks(leaf)]

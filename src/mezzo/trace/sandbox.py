@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mezzo.compiling import uncompiled
 from mezzo.errors import PolicyError, UnsupportedError, some_of
+from mezzo.hooks import without_accumulation_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,18 +141,15 @@ def gradients_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
 
     Hooks that run once a gradient is accumulated, as optimizers in the backward pass do, are off meanwhile.
     """
-    kept = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in leaves]
-    try:
-        for leaf, _, hooks in kept:
-            leaf.grad = None
-            if hooks:
-                leaf._post_accumulate_grad_hooks = {}  # None would leave the hooks where they run
-        yield
-    finally:
-        for leaf, gradient, hooks in kept:
-            leaf.grad = gradient
-            if hooks:
-                leaf._post_accumulate_grad_hooks = hooks
+    kept = [(leaf, leaf.grad) for leaf in leaves]
+    with without_accumulation_hooks(leaf for leaf, _ in kept):
+        try:
+            for leaf, _ in kept:
+                leaf.grad = None
+            yield
+        finally:
+            for leaf, gradient in kept:
+                leaf.grad = gradient
 
 
 def leaves_of(starts: Iterable[Any]) -> Iterator[Tensor]:

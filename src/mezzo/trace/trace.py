@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from mezzo.backward import current_node, next_number, number_of
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.tensors import LOW, dtype_name, has_fraction, tensors
 from mezzo.trace import kernels
 from mezzo.trace.calls import Decider, Doing, Place, Where, casting, doing, kernel_name, quantised_formats
 from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import LostIntegers, lost_integers
-
-_NO_TORCH_FUNCTION: Final = torch._C.DisableTorchFunction
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +104,7 @@ class Trace:
 
     def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
         """Count what happens from now on to one call, until it is left."""
-        with _NO_TORCH_FUNCTION():
+        with DisableTorchFunction():
             around = self.where.now
             call = self.decider.call(function, args, kwargs, around.path)
             made_by = doing()
@@ -123,7 +122,7 @@ class Trace:
         call = place.call
         if call is None or self.where.is_backward or call.hidden or not call.has_run:
             return
-        with _NO_TORCH_FUNCTION():
+        with DisableTorchFunction():
             row = call.row(place.module, out)
         if row is not None:
             self.rows[row] += 1
@@ -136,7 +135,7 @@ class Trace:
 
     def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: Any) -> None:
         """Take note of one kernel."""
-        with _NO_TORCH_FUNCTION():
+        with DisableTorchFunction():
             place = self.where.place()
             made_by = doing()
             if made_by == "buffer":  # from the next pass on the call is given FP32

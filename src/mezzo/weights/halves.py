@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import StateError
 from mezzo.sharded import hold_as, is_distributed, local, placed, sharded_as
 from mezzo.step.storage import decode, encode_into, refuse_beyond
@@ -264,7 +265,7 @@ class Halves:
 
         **Cost**: 0.05 µs a tensor where nothing was swapped.
         """
-        with torch._C.DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
+        with DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
             is_settled = not self._are_away and list(map(_DTYPE, self._held)) == self._lows
         if not is_settled:
             self._settle()

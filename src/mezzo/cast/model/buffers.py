@@ -13,14 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.compiling import compiled_inside, compiled_inside_alone, is_at_work
 from mezzo.errors import message, some_of
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, LOW, mark, tensors
+from mezzo.tensors import CASTABLE, LOW, mark, tensors, tree_map_only
 from mezzo.weights.halves import Halves
 
 logger = logging.getLogger(__name__)

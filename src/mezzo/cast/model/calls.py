@@ -18,6 +18,7 @@ from mezzo.cast.mode import acting_modes, acts_here, any_off, cast_floating, map
 from mezzo.cast.model.places import RuledParams
 from mezzo.cast.region import Region, autocast
 from mezzo.compiling import compiled_inside_alone, never_compiled
+from mezzo.dispatch import DisableTorchFunction, num_function_modes
 from mezzo.policy import Policy
 from mezzo.tensors import CASTABLE, each_tensor
 
@@ -39,10 +40,10 @@ class TakesIn:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments, cast, or ``None`` where nothing has to be."""
         given = (*args, *kwargs.values()) if kwargs else args
-        if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
+        if torch.compiler.is_compiling() or not num_function_modes():
             is_off = any_off(given, self._others)
         else:
-            with torch._C.DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
+            with DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
                 is_off = any_off(given, self._others)
         return cast_floating((args, kwargs), self.dtype) if is_off else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,15 @@ from mezzo import sharded
 from mezzo.cast.differences import Known
 from mezzo.cast.products import Memory, recipe_of
 from mezzo.errors import MezzoError, UnsupportedError, some_of
+from mezzo.hooks import has_gradient_hooks
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
+from mezzo.releases import private
 from mezzo.sharded import Shard, is_distributed
 from mezzo.tensors import CASTABLE, dtype_name
+
+#: What normalises by statistics of its input: batch norm and instance norm.
+NORM: Final = private("torch.nn.modules.batchnorm._NormBase")
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
@@ -219,10 +224,10 @@ def sharded_otherwise(
                 else f"fully_shard(model.{few[0].rpartition('.')[0]}) without param_dtype, before that of {module}"
             ),
         )
-    alone = [
+    alone = [  # a user's hook may average a gradient by hand
         name
         for name, param in model.named_parameters()
-        if param.requires_grad and param not in parts and not is_distributed(param) and not _has_hooks(param)
+        if param.requires_grad and param not in parts and not is_distributed(param) and not has_gradient_hooks(param)
     ]
     if alone:
         yield UnsupportedError(
@@ -231,8 +236,3 @@ def sharded_otherwise(
             why="no module that was given to fully_shard holds them, so that ranks would drift apart",
             write="fully_shard(model) last, after that of the modules inside it: it takes all that are left",
         )
-
-
-def _has_hooks(param: Any) -> bool:
-    """Whether a user looks after a parameter's gradient, to average it by hand for instance."""
-    return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -21,6 +20,7 @@ from mezzo.cast.model.buffers import Buffers, Frozen
 from mezzo.cast.model.calls import GivesOut, MadeLow, TakesIn, Within
 from mezzo.cast.model.mismatch import explain
 from mezzo.cast.model.places import (
+    NORM,
     RuledParams,
     called,
     made_weights,
@@ -197,7 +197,7 @@ class Prepared:
         low = self.policy.param_dtype != torch.float32
         for path, module in called(self.model):
             is_own = paths[path] == path and (path != "" or len(self.params) > 0)
-            widens = low and not self.policy.keep_batchnorm_fp32 and isinstance(module, _NormBase)
+            widens = low and not self.policy.keep_batchnorm_fp32 and isinstance(module, NORM)
             rule = self.policy.module_rule(path) if paths[path] else None
             dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
             within = Within(

@@ -15,7 +15,7 @@ from mezzo.cast.products.operands import Quantiser
 from mezzo.cast.products.passes import differentiable, not_transformed
 from mezzo.cast.products.recipes import Recipe
 from mezzo.compiling import never_compiled
-from mezzo.tensors import is_transformed
+from mezzo.dispatch import DisableTorchFunction, is_transformed
 
 
 class Operands(NamedTuple):
@@ -144,7 +144,7 @@ def _run(
     rows: Tensor, low_weight: Tensor, bias: Tensor | None, recipe: Recipe, memories: Sequence[Memory], weight: Tensor
 ) -> Tensor:
     """Run in Python, and out of graphs where something is known of earlier steps."""
-    with torch._C.DisableTorchFunction():  # a mode is asked about every attribute that is read, and there are many
+    with DisableTorchFunction():  # a mode is asked about every attribute that is read, and there are many
         memory, slot = None, None
         if recipe.remembers:
             first = memories[0] if memories else None  # for weights that are computed, as those of adapters

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
-import torch
+from mezzo import dispatch
 
 # Other people's op lists and names: torch's autocast, which is asked; apex, Fleet and Paddle, as they wrote them.
 #
@@ -73,7 +73,7 @@ def registered(device: Literal["CUDA", "CPU"]) -> frozenset[str]:
         >>> "conv2d" in registered("CPU"), "relu" in registered("CPU")
         (True, False)
     """
-    overloads = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
+    overloads = dispatch.registered(f"Autocast{device}")
     return frozenset(name.removeprefix("aten::").split(".")[0] for name in overloads if name.startswith("aten::"))
 
 

@@ -25,7 +25,7 @@ from mezzo.step.moments import GROUP, elements, in_groups
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, scales_among, updated
 from mezzo.step.storage import Storage, keys
 from mezzo.step.update import Scalars, States, UpdateRule
-from mezzo.tensors import CASTABLE, flat
+from mezzo.tensors import CASTABLE, flat, foreach_norm
 
 #: Elements in a block. Smaller ones stay nearer to the cores, but each operation costs 2 µs of dispatch: on a Zen 4
 #: with 1 MiB of second-level cache a core, 2^15 takes twice as long and 2^18 1.1 times.
@@ -59,7 +59,7 @@ class Portable:
         if not gradients:
             return torch.zeros(0)
         if gradients[0].device.type != "cpu":
-            return torch.stack(torch._foreach_norm([each.detach() for each in gradients], 2, torch.float32))
+            return torch.stack(foreach_norm([each.detach() for each in gradients], 2, torch.float32))
         return torch.stack([_squares(gradient).sqrt() for gradient in gradients])
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
