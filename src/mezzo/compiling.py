@@ -22,6 +22,11 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 # How functions of mezzo's are compiled -------------------------------------------------------------------
 
+_STRATEGIES: Final = (
+    "torch._C._dynamo.eval_frame._FrameAction",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+)
 _DISABLE: Final = private("torch._compile._disable_dynamo", public=torch.compiler.disable)
 
 
@@ -59,13 +64,11 @@ def compiled_inside(function: C) -> C:
 
 
 def _with_strategy(function: C, calls: Literal["SKIP", "DEFAULT"]) -> C:
-    names = [f"torch._C._dynamo.eval_frame.{name}" for name in ("_FrameAction", "_FrameExecStrategy")]
     try:
-        require(*names, "torch._C._dynamo.eval_frame.set_code_exec_strategy")
+        require(*_STRATEGIES)
     except UnsupportedError as error:
         return _refusing_to_compile(function, error)
-    action, strategy = map(private, names)
-    set_strategy = private("torch._C._dynamo.eval_frame.set_code_exec_strategy")
+    action, strategy, set_strategy = map(private, _STRATEGIES)
     set_strategy(function.__code__, strategy(action.SKIP, getattr(action, calls)))
     return function
 
@@ -201,11 +204,13 @@ def as_given(left_out: Iterable[Callable[..., Any]]) -> contextlib.AbstractConte
 
 def capture_errors() -> tuple[type[Exception], type[Exception]]:
     """Return what Dynamo raises: any error of its own, and the kind that passes on an error of the program."""
+    require("torch._dynamo.exc.TorchDynamoException", "torch._dynamo.exc.TorchRuntimeError")  # except takes no stand-in
     return private("torch._dynamo.exc.TorchDynamoException"), private("torch._dynamo.exc.TorchRuntimeError")
 
 
 def backend_of(name: str) -> Any:
     """Return the backend of torch.compile that a name stands for; ``None`` where there is none."""
+    require("torch._dynamo.exc.InvalidBackend", "torch._dynamo.lookup_backend")  # except takes no stand-in
     unknown: type[Exception] = private("torch._dynamo.exc.InvalidBackend")
     try:
         return private("torch._dynamo.lookup_backend")(name)

@@ -15,6 +15,7 @@ from types import CodeType
 from typing import Any, Final, NoReturn
 
 import torch
+import torch.distributed
 
 from mezzo.errors import UnsupportedError, version_numbers
 
@@ -249,24 +250,35 @@ def require_all(file: str) -> None:
     require(*PRIVATE[file])
 
 
-def lacking() -> list[str]:
-    """Return the private names that the installed torch does not have.
+def lacking() -> dict[str, str]:
+    """Return the private names that the installed torch does not have, and what mezzo takes each to do.
 
     **Cost**: imports of Dynamo and of FSDP2, some seconds once a process.
     """
-    return [name for names in PRIVATE.values() for name in names if not _stands(name)]
+    has_ranks = torch.distributed.is_available()
+    return {
+        name: use
+        for names in PRIVATE.values()
+        for name, use in names.items()
+        if (has_ranks or not _is_of_ranks(name)) and not _stands(name)
+    }
 
 
 def missing(name: str) -> UnsupportedError:
     """Return the error of a private name that torch does not have."""
-    file, use = next(((file, names[name]) for file, names in PRIVATE.items() if name in names), ("", ""))
+    file, use = next((file, names[name]) for file, names in PRIVATE.items() if name in names)
     newer = is_newer_than_tested()
     return UnsupportedError(
         f"torch {torch.__version__} has no {name.replace('|', ' or ')}",
-        where=f"mezzo/{file}" if file not in ("", ANYWHERE) else "",
+        where="" if file == ANYWHERE else f"mezzo/{file}",
         why=f"mezzo takes it to {use}; the newest torch that mezzo was tested with is {NEWEST_TESTED}",
         write=f'pip install "torch<={NEWEST_TESTED}", or a newer mezzo' if newer else "pip install -U mezzo",
     )
+
+
+def _is_of_ranks(name: str) -> bool:
+    """Whether a build of torch without ``torch.distributed`` has not what a name stands for."""
+    return name.startswith(("torch.distributed.", "torch.nn.parallel.DistributedDataParallel"))
 
 
 class _Missing:
