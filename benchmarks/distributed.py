@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mezzo
 from harness import write_dated
 from mezzo.numerics.footprint import state_bytes
-from mezzo.tensors import local
+from mezzo.sharded import local
 from mezzo.trace.kernels import is_cast
 from stepping.facts import facts
 from stepping.timing import against, rounds, seconds

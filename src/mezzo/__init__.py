@@ -7,6 +7,10 @@ repository: ``docs/start.md`` to begin, ``docs/nan.md`` where a loss is NaN, ``d
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from mezzo.releases import require_oldest
+
+require_oldest()  # before what an older torch does not have is taken of it
+
 from mezzo import formats
 from mezzo.cast import Prepared, autocast, checkpoint_contexts, fp32, low, prepare
 from mezzo.errors import (

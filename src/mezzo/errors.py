@@ -256,9 +256,15 @@ def _too_old(asked: Mapping[str, str]) -> Iterator[str]:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-        if _numbers(version) < _numbers(oldest):
+        if version_numbers(version) < version_numbers(oldest):
             yield f"{name} {version}, and {oldest} is the oldest that will do"
 
 
-def _numbers(version: str) -> list[int]:
+def version_numbers(version: str) -> list[int]:
+    """Return what releases are compared by.
+
+    Example:
+        >>> version_numbers("2.14.1+cu130")
+        [2, 14, 1]
+    """
     return [int(number) for number in re.findall(r"\d+", version)[:3]]

@@ -1,9 +1,19 @@
-"""Hooks of models and optimizers that belong to what has put them there."""
+"""Hooks of models, tensors and optimizers: mezzo's own, and the tables in which torch keeps them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from mezzo.releases import PRIVATE, private, require
+
+_OF_TENSORS: Final = tuple(name for name in PRIVATE["hooks.py"] if name.startswith("torch.Tensor."))
+_OF_OPTIMIZERS: Final = tuple(name for name in PRIVATE["hooks.py"] if ".Optimizer." in name)
 
 
 class OwnHook:
@@ -34,3 +44,67 @@ def owner_of(hook: Any) -> Any:
 def is_ours(hook: Any) -> bool:
     """Whether this package has put a hook where it is."""
     return type(owner_of(hook)).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+# torch's own tables of hooks, which are in the order in which they run ---------------------------------------
+
+
+def has_gradient_hooks(leaf: Any) -> bool:
+    """Whether hooks run with a leaf's gradient, or once it is accumulated."""
+    require(*_OF_TENSORS)
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+def run_first(leaf: Any, handle: RemovableHandle) -> None:
+    """Have a hook on a tensor run before all others: C runs them in the order in which they lie in memory."""
+    require(*_OF_TENSORS)
+    hooks = leaf._backward_hooks
+    keys = [key for key in hooks if key != handle.id]
+    deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
+
+
+@contextmanager
+def without_accumulation_hooks(leaves: Iterable[Any]) -> Iterator[None]:
+    """Silence inside the block the hooks that run once a gradient is accumulated, as optimizers in the pass do."""
+    require(*_OF_TENSORS)
+    kept = [(leaf, leaf._post_accumulate_grad_hooks) for leaf in leaves if leaf._post_accumulate_grad_hooks]
+    try:
+        for leaf, _ in kept:
+            leaf._post_accumulate_grad_hooks = {}  # None would leave the hooks where they run
+        yield
+    finally:
+        for leaf, hooks in kept:
+            leaf._post_accumulate_grad_hooks = hooks
+
+
+def step_hooks(optimizer: Optimizer) -> list[Any]:
+    """Return the hooks that run before an optimizer's step."""
+    require(*_OF_OPTIMIZERS)
+    return [*optimizer._optimizer_step_pre_hooks.values()]
+
+
+def hooks_of_every_step() -> list[Any]:
+    """Return the hooks that run before each step of any optimizer."""
+    return [*private("torch.optim.optimizer._global_optimizer_pre_hooks").values()]
+
+
+def run_innermost(optimizer: Any, pre: RemovableHandle, post: RemovableHandle) -> None:
+    """Have two hooks run nearest to an optimizer's step: the last before it, and the first after it."""
+    require(*_OF_OPTIMIZERS)
+    if pre.id in optimizer._optimizer_step_pre_hooks:
+        optimizer._optimizer_step_pre_hooks.move_to_end(pre.id)
+        optimizer._optimizer_step_post_hooks.move_to_end(post.id, last=False)
+
+
+def saving_hooks(optimizer: Optimizer) -> tuple[Iterable[Any], Iterable[Any]]:
+    """Return the hooks that run before and after an optimizer's ``state_dict``."""
+    require(*_OF_OPTIMIZERS)
+    before, after = optimizer._optimizer_state_dict_pre_hooks, optimizer._optimizer_state_dict_post_hooks
+    return before.values(), after.values()
+
+
+def loading_hooks(optimizer: Optimizer) -> tuple[Iterable[Any], Iterable[Any]]:
+    """Return the hooks that run before and after an optimizer's ``load_state_dict``."""
+    require(*_OF_OPTIMIZERS)
+    before, after = optimizer._optimizer_load_state_dict_pre_hooks, optimizer._optimizer_load_state_dict_post_hooks
+    return before.values(), after.values()

@@ -15,6 +15,7 @@ import mezzo
 from mezzo.cast.device import processor
 from mezzo.compiled import compiler
 from mezzo.errors import UnsupportedError
+from mezzo.releases import NEWEST_TESTED, lacking
 
 #: Variables that change what is computed, by which kernel, on which device or rank. No other one is shown: what is
 #: pasted into an issue must hold no secret.
@@ -80,10 +81,10 @@ def environment() -> dict[str, Any]:
 
     Returns:
         ``machine`` as :func:`describe` says it, torch's own report under ``torch_collect_env``, and what it leaves out:
-        the C++ compiler of kernels, packages, TF32, and those of :data:`VARIABLES` that are set, with ``~``
-        for the home folder.
+        private names that mezzo takes of torch and this release lacks, the C++ compiler of kernels, packages, TF32, and
+        those of :data:`VARIABLES` that are set, with ``~`` for the home folder.
 
-    **Cost**: a second or two, for programs that torch asks for their versions.
+    **Cost**: some seconds, for programs that torch asks for their versions, and for imports of Dynamo and FSDP2.
 
     Example:
         >>> environment()["machine"]["torch"] == torch.__version__
@@ -97,6 +98,8 @@ def environment() -> dict[str, Any]:
         "machine": describe(torch.device("cpu")),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "compiler": cpp,
+        "newest_torch_tested": NEWEST_TESTED,
+        "torch_lacks": lacking(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "tf32": tf32() if torch.cuda.is_available() else None,
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},

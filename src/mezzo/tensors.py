@@ -1,16 +1,16 @@
-"""What all rooms say of tensors: dtypes and their names, tensors in containers and in shards, memory order, writes."""
+"""What all rooms say of tensors: dtypes and their names, tensors in containers, memory order, writes."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from operator import attrgetter, is_
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
-from torch.autograd import forward_ad
+from torch import Tensor
+
+from mezzo.releases import private
 
 #: The dtypes of low-precision weights and arithmetic.
 LOW: Final = (torch.float16, torch.bfloat16)
@@ -25,6 +25,22 @@ DTYPES: Final[dict[str, Any]] = {
 }  # fmt: skip
 
 _VERSION: Final = attrgetter("_version")
+
+#: torch's own functions of nested containers, also of those that programs have registered.
+tree_flatten: Final[Callable[..., tuple[list[Any], Any]]] = private("torch.utils._pytree.tree_flatten")
+tree_is_leaf: Final[Callable[..., bool]] = private("torch.utils._pytree.tree_is_leaf")
+tree_leaves: Final[Callable[..., list[Any]]] = private("torch.utils._pytree.tree_leaves")
+tree_map: Final[Callable[..., Any]] = private("torch.utils._pytree.tree_map")
+tree_map_only: Final[Callable[..., Any]] = private("torch.utils._pytree.tree_map_only")
+tree_unflatten: Final[Callable[..., Any]] = private("torch.utils._pytree.tree_unflatten")
+
+#: torch's own functions of many tensors at once, as few kernels as there are devices and dtypes.
+foreach_copy_: Final[Callable[..., None]] = private("torch._foreach_copy_")
+foreach_div_: Final[Callable[..., None]] = private("torch._foreach_div_")
+foreach_mul: Final[Callable[..., list[Tensor]]] = private("torch._foreach_mul")
+foreach_mul_: Final[Callable[..., None]] = private("torch._foreach_mul_")
+foreach_norm: Final[Callable[..., list[Tensor]]] = private("torch._foreach_norm")
+foreach_zero_: Final[Callable[..., None]] = private("torch._foreach_zero_")
 
 
 # Dtypes -----------------------------------------------------------------------------------------------
@@ -62,11 +78,6 @@ def overflows(tensor: Tensor, dtype: torch.dtype) -> bool:
     return bool((tensor.isfinite() & ~tensor.to(dtype).isfinite()).any())
 
 
-def is_transformed() -> bool:
-    """Whether ``torch.func`` or forward-mode AD is at work, which see into no autograd function of Python's."""
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
 def described(tensor: Tensor) -> str:
     """Write a tensor's dtype and shape.
 
@@ -75,31 +86,6 @@ def described(tensor: Tensor) -> str:
         'float32 [4, 3]'
     """
     return f"{dtype_name(tensor.dtype)} {list(tensor.shape)}"
-
-
-# Shards -----------------------------------------------------------------------------------------------
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a ``DTensor``, of which each rank holds a shard."""
-    # A program that has none need not import them, which takes half a second.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a ``DTensor``, in the same memory, without communication; any other as it is."""
-    if not is_distributed(tensor):
-        return tensor
-    held: Any = tensor
-    shard: Tensor = held._local_tensor
-    return shard if type(shard) is Tensor else _arrived(shard)
-
-
-def _arrived(shard: Any) -> Tensor:
-    """Wait for a shard that a collective is still writing."""
-    found: Tensor = shard.trigger_wait() if hasattr(shard, "trigger_wait") else shard
-    return found
 
 
 # Containers -------------------------------------------------------------------------------------------
@@ -199,79 +185,3 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
         https://github.com/pytorch/pytorch/issues/86264
     """
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
-
-
-# Tensors that lie in shards on several ranks (``torch.distributed.tensor.DTensor``): how they lie, and making them.
-
-_PLAIN: Final = {Tensor, nn.Parameter}
-
-
-def locals_of(tensors: list[Tensor]) -> list[Tensor]:
-    """Return :func:`mezzo.tensors.local` of each of many tensors: the same list where none is a DTensor."""
-    if {*map(type, tensors)} <= _PLAIN:
-        return tensors
-    found = list(map(local, tensors))
-    return tensors if all(map(is_, found, tensors)) else found
-
-
-def sharded_as(shard: Tensor, whole: Tensor) -> Tensor:
-    """Return a tensor that is sharded over ranks as another one is, from this rank's shard of it.
-
-    Args:
-        shard: Of any dtype, in the shape of ``local(whole)``.
-        whole: Any tensor; where it is no DTensor the shard is all there is.
-
-    **Cost**: a copy of the shard, where ``whole`` is a DTensor. No communication.
-    """
-    if not is_distributed(whole):
-        return shard
-    made = torch.empty_like(whole, dtype=shard.dtype, requires_grad=False)
-    local(made).copy_(shard)
-    return made
-
-
-def placed(value: Any, whole: Any) -> Tensor:
-    """Return a tensor that lies over the ranks as another one of its shape does.
-
-    Args:
-        value: A DTensor, or the whole tensor on every rank.
-        whole: Any tensor.
-
-    **Cost**: communication only where ``value`` is a DTensor that lies otherwise.
-    """
-    found: Tensor = value
-    meets = is_distributed(value) and is_distributed(whole) and value.device_mesh == whole.device_mesh
-    if meets and value.placements == whole.placements:
-        return found
-    if is_distributed(value) and value.dtype == torch.int16:  # which neither gloo nor NCCL sends
-        return placed(value.view(torch.float16), whole).view(torch.int16)
-    if meets:
-        found = value.redistribute(placements=whole.placements)
-    elif is_distributed(value):
-        found = value.full_tensor()
-    if meets or not is_distributed(whole):
-        return found
-    from torch.distributed.tensor import distribute_tensor
-
-    # Every rank has all of it: none sends its own to the others.
-    mesh = whole.device_mesh
-    return distribute_tensor(found.detach().to(mesh.device_type), mesh, whole.placements, src_data_rank=None)
-
-
-def sharding(tensor: Any) -> Hashable:
-    """Return what tells apart how tensors are cut into shards, the same on all ranks: ``None`` of a plain tensor."""
-    return (tensor.device_mesh, tuple(_cut(tensor))) if is_distributed(tensor) else None
-
-
-def number_of_shard(tensor: Any) -> int:
-    """Return the number of this rank's shard: copies of one shard have the same; 0 of a plain tensor."""
-    number = 0
-    if is_distributed(tensor) and (coordinate := tensor.device_mesh.get_coordinate()) is not None:
-        for dim in _cut(tensor):
-            number = number * tensor.device_mesh.size(dim) + coordinate[dim]
-    return number
-
-
-def _cut(tensor: Any) -> Sequence[int]:
-    """Return the dims of the mesh along which a DTensor is cut."""
-    return [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]

@@ -7,6 +7,7 @@ from typing import get_args
 import pytest
 import torch
 
+from mezzo import releases
 from mezzo.cast.device import FAMILIES, Action, Claim, DeviceReport, FamilySupport, FormatSupport, decide, probing
 from mezzo.checkup import Checkup, FormatTraining, Speed
 from mezzo.cli import doctor as doctor_module
@@ -127,6 +128,21 @@ def test_a_format_that_fails_is_told_and_ends_with_its_code(capsys, results):
 def test_what_is_wrong_weighs_more_than_what_died(capsys, results):
     results |= {"float16": DEAD, "bfloat16": WRONG}
     assert run(capsys)[0] == 4
+
+
+def test_a_torch_that_is_newer_than_those_tested_is_said_to_be_with_what_it_lacks(capsys, monkeypatch):
+    monkeypatch.setattr(releases, "NEWEST_TESTED", torch.__version__)
+    assert "newer" not in run(capsys)[1]
+    monkeypatch.setattr(torch, "__version__", "99.0.1+cpu")
+    words = " ".join(run(capsys)[1].split())
+    newest = doctor_module.NEWEST_TESTED
+    assert f"newer than what was tested, {newest}: it has every private name that mezzo takes cpu:" in words
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    words = " ".join(run(capsys)[1].split())
+    assert (
+        f"newer than what was tested, {newest}: it lacks what these need "
+        "torch._C._current_graph_task_id, to tell whether a backward pass runs cpu:"
+    ) in words
 
 
 def test_quick_trains_nothing(capsys, monkeypatch):

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.tensors import local, tensors
+from mezzo.sharded import local
+from mezzo.tensors import tensors
 
 from .ranks import on_ranks
 

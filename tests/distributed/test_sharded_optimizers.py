@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from mezzo import optim
 from mezzo.optim import optimizer as optimizer_file
+from mezzo.sharded import local
 from mezzo.step.executors.portable import Portable
 from mezzo.step.moments import decode, fit
-from mezzo.tensors import local
 from mezzo.weights import Halves
 
 from .ranks import on_ranks

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo.tensors import local
+from mezzo.sharded import local
 
 from .ranks import RankError, on_ranks, text_of
 

@@ -1,4 +1,4 @@
-"""Faults of ``distributed/`` and of ``tensors.py``."""
+"""Faults of ``distributed/`` and of ``sharded.py``."""
 
 from .fault import in_file
 
@@ -51,7 +51,7 @@ FAULTS = (
         ("ranks: who steps alone shares gradients", "        if group.size() > 1:\n", "        if False:\n",
          "tests/distributed/test_exchange.py::test_what_does_not_fit_the_group_is_refused",
          "an overflow on one rank would not be seen on the others"),
-        ("ddp: sums of micro-batches are not divided", "        torch._foreach_div_(parts, group.size())\n", "",
+        ("ddp: sums of micro-batches are not divided", "        foreach_div_(parts, group.size())\n", "",
          "tests/distributed/test_exchange.py::test_sums_that_wait_beside_a_wrapper_are_averaged_whoever_has_them",
          "accumulated gradients would be as many times too large as there are ranks"),
         ("ddp: a sum that only another rank has is lost here", "else (counts > 0).tolist()",
@@ -87,7 +87,7 @@ FAULTS = (
          "tests/distributed/test_sharded_refusals.py::test_what_cannot_be_sharded_stays_as_it_is",
          "parameters would be gathered in another dtype than their modules compute in"),
     ),
-    *in_file("tensors.py",
+    *in_file("sharded.py",
         ("shards: all are rounded alike",
          "            number = number * tensor.device_mesh.size(dim) + coordinate[dim]\n", "            number = 0\n",
          "tests/distributed/test_four_ranks.py::test_copies_of_a_shard_are_rounded_alike_at_random_and_shards_are_not",

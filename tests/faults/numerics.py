@@ -105,12 +105,12 @@ FAULTS = (
          "tests/numerics/test_recorder.py::test_a_loop_of_torchs_scaler_is_recorded_unscaled",
          "what FP16 would lose is asked of gradients that carry the scale"),
         ("recorder: evaluation is counted",
-         "counts = self._model.training and torch._C._current_graph_task_id() == -1",
-         "counts = torch._C._current_graph_task_id() == -1",
+         "counts = self._model.training and not runs_backward()",
+         "counts = not runs_backward()",
          "tests/numerics/test_recorder.py::test_evaluation_is_not_counted_whether_gradients_are_off_or_not",
          "activations of an evaluation would be added to those of training"),
         ("recorder: what a checkpoint runs again is counted twice",
-         "counts = self._model.training and torch._C._current_graph_task_id() == -1", "counts = self._model.training",
+         "counts = self._model.training and not runs_backward()", "counts = self._model.training",
          "tests/numerics/test_recorder.py::test_what_checkpointing_runs_again_is_counted_once",
          "each activation of a checkpointed block would count twice"),
         ("recorder: weights are their low halves",
@@ -185,10 +185,10 @@ FAULTS = (
          "self._noise[place][at].copy_(part)",
          "tests/numerics/test_operands.py::test_gradient_and_noise_are_those_of_float64_summed_over_passes_and_unscaled",
          "the gradient of a step would be that of its last pass"),
-        ("operands: evaluation counts", "        with torch.no_grad(), torch._C.DisableTorchFunction():\n"
+        ("operands: evaluation counts", "        with torch.no_grad(), DisableTorchFunction():\n"
          "            for role, form, counts in known.counted:\n",
          "        for each in self._calls.values():\n            known.counted += each.counted\n"
-         "        with torch.no_grad(), torch._C.DisableTorchFunction():\n"
+         "        with torch.no_grad(), DisableTorchFunction():\n"
          "            for role, form, counts in known.counted:\n",
          "tests/numerics/test_operands.py::test_calls_count_once_where_gradients_come_back_through_them_whatever_runs_again",
          "what no gradient comes from would be told as lost in training"),

@@ -7,18 +7,19 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import functional
 
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
+from mezzo.compiling import constant_in_graphs, differentiated_plainly
+from mezzo.dispatch import OpOverload, OpOverloadPacket
 from mezzo.policy import Policy, Treatment
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, callables, functions
 
@@ -77,7 +78,7 @@ class Differences:
             return torch.autocast(self.device_type, enabled=False)
         own = torch.autocast(self.device_type, dtype=self.dtype)
         differs = self.handlers or self.pinned
-        return _with_plain_backward(own) if differs and not torch.compiler.is_compiling() else own
+        return differentiated_plainly(own) if differs and not torch.compiler.is_compiling() else own
 
 
 class Known(NamedTuple):
@@ -123,24 +124,6 @@ def find_differences(
         return differences
     key = f"{differences.key} with {tuple(known.pinned.items())} and {[id(each) for each in known.memories]}"
     return dataclasses.replace(differences, **known._asdict(), key=key)
-
-
-@contextlib.contextmanager
-def _with_plain_backward(own: torch.autocast) -> Iterator[None]:
-    """Let torch.compile differentiate without autocast, as eager does.
-
-    Torch 2.13 traces the backward pass under the autocast around the call, where the gradient of a product that is
-    pinned to FP32 would be computed in low precision: https://github.com/pytorch/pytorch/issues/179804.
-    """
-    from torch._functorch import config  # a setting of this thread
-
-    before = config.backward_pass_autocast
-    config.backward_pass_autocast = "off" if before in ("same_as_forward", "default") else before
-    try:
-        with own:
-            yield
-    finally:
-        config.backward_pass_autocast = before
 
 
 @functools.lru_cache(maxsize=256)
@@ -258,15 +241,12 @@ def remember(differences: Differences) -> str:
     return differences.key
 
 
+@constant_in_graphs
 def traced(key: str, function: Callable[..., Any]) -> Traced:
     """Look a function up in differences, as a constant of the graph: it is guarded by their key alone."""
     own = _KNOWN[key]
     opened = _name(own.opened.get(function))
     return Traced(own.dtype, own.device_type, own.autocast, own.handler(function), opened)
-
-
-# What torch._dynamo.assume_constant_result sets, without a second of imports.
-traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def open_function(function: types.FunctionType) -> Callable[..., Any]:

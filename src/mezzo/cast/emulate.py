@@ -19,11 +19,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from mezzo.cast.device import Family
 from mezzo.cast.notes import WATCHERS, during
-from mezzo.tensors import LOW, is_transformed, tensors
+from mezzo.dispatch import DisableTorchFunction, is_transformed
+from mezzo.tensors import LOW, tensors, tree_flatten, tree_map_only, tree_unflatten
 
 
 def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,7 +93,7 @@ def as_emulation(backward: Callable[..., Any], *, runs_again: bool = False) -> C
             return backward(ctx, ctx.saved_tensors, *gradients)
         with without_autocast([kind]):
             saved = ctx.saved_tensors
-            with contextlib.nullcontext() if runs_again else torch._C.DisableTorchFunction():
+            with contextlib.nullcontext() if runs_again else DisableTorchFunction():
                 if WATCHERS:
                     return during("emulation", ctx, backward, ctx, saved, *gradients)
                 return backward(ctx, saved, *gradients)
@@ -336,8 +336,8 @@ def _batched(dims: int, x: Tensor, weight: Tensor, bias: Tensor | None, options:
 def _in_steps(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Widen, compute, round: for torch.func and torch.compile, which differentiate and save as they see fit."""
     args, kwargs, dtype = _result_dtype(args, kwargs)
-    wide_args, wide_kwargs = pytree.tree_map_only(Tensor, _widen, (args, kwargs))
-    return pytree.tree_map_only(Tensor, lambda x: _narrow(x, dtype), function(*wide_args, **wide_kwargs))
+    wide_args, wide_kwargs = tree_map_only(Tensor, _widen, (args, kwargs))
+    return tree_map_only(Tensor, lambda x: _narrow(x, dtype), function(*wide_args, **wide_kwargs))
 
 
 def _result_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype]:
@@ -353,7 +353,7 @@ def _rerun(function: Callable[..., Any], *args: Any, draws: bool = False, **kwar
     if torch.compiler.is_compiling():
         return _in_steps(function, args, kwargs)
     args, kwargs, dtype = _result_dtype(args, kwargs)
-    leaves, layout = pytree.tree_flatten((args, kwargs))
+    leaves, layout = tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     shape: list[Any] = []
 
@@ -361,8 +361,8 @@ def _rerun(function: Callable[..., Any], *args: Any, draws: bool = False, **kwar
         filled = list(leaves)
         for place, operand in zip(places, operands, strict=True):
             filled[place] = operand
-        now_args, now_kwargs = pytree.tree_unflatten(filled, layout)
-        outputs, spec = pytree.tree_flatten(function(*now_args, **now_kwargs))
+        now_args, now_kwargs = tree_unflatten(filled, layout)
+        outputs, spec = tree_flatten(function(*now_args, **now_kwargs))
         shape[:] = [spec]
         return outputs
 
@@ -371,7 +371,7 @@ def _rerun(function: Callable[..., Any], *args: Any, draws: bool = False, **kwar
         leaves[place] = None  # only the autograd node keeps operands alive
     state = _RandomState.now(operands[0].device) if draws and _drops(args, kwargs) else None
     outputs = _Recomputed.apply(run, state, dtype, *operands)  # type: ignore[no-untyped-call]
-    return pytree.tree_unflatten(list(outputs), shape[0])
+    return tree_unflatten(list(outputs), shape[0])
 
 
 def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -476,4 +476,4 @@ def with_dtypes_of_states(op: str, args: tuple[Any, ...], out: Any, low: torch.d
     if op == "lstm" and not packed:
         projects = states[0].shape[-1] != states[1].shape[-1]
         return (*out[:-1], out[-1].float()) if projects else out
-    return pytree.tree_map_only(Tensor, lambda x: x.float() if x.dtype == low else x, out)
+    return tree_map_only(Tensor, lambda x: x.float() if x.dtype == low else x, out)

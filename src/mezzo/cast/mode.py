@@ -6,28 +6,36 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import sys
 import types
 from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import _pytree as pytree
+from torch.overrides import TorchFunctionMode
 
+from mezzo.backward import node_of
 from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
+from mezzo.compiling import casts_are_placed, compiled_inside_alone
+from mezzo.dispatch import (
+    OpOverload,
+    OpOverloadPacket,
+    function_modes,
+    innermost_function_mode,
+    is_batched,
+    is_transformed,
+    unwrapped,
+)
 from mezzo.errors import UnsupportedError
 from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, dtype_name, is_transformed, mark, tensors
+from mezzo.tensors import CASTABLE, dtype_name, mark, tensors, tree_is_leaf, tree_map
 
 # Casting what a user passes around: tensors in nested containers, dataclasses and mappings.
 
@@ -95,8 +103,8 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return kind([mapped(item, change) for item in value])
     if kind is dict:
         return {key: mapped(item, change) for key, item in value.items()}
-    if not pytree.tree_is_leaf(value):  # named tuples, and what programs have registered
-        return pytree.tree_map(lambda leaf: mapped(leaf, change), value)
+    if not tree_is_leaf(value):  # named tuples, and what programs have registered
+        return tree_map(lambda leaf: mapped(leaf, change), value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         given = {name: getattr(value, name) for name in names}
@@ -149,7 +157,7 @@ class _FurtherUse(torch.autograd.Function):
 
 def is_further_use(node: Any) -> bool:
     """Whether an autograd node connects a cast with its parameter once more: its gradient is the parameter's."""
-    return getattr(node, "_forward_cls", None) is _FurtherUse
+    return isinstance(node, node_of(_FurtherUse))
 
 
 class WeightCasts:
@@ -215,53 +223,6 @@ _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
 #: What begins a backward pass; torch.func differentiates by the last of them.
 _DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
-
-
-def compiled_inside_alone(function: C) -> C:
-    """Have a function compiled inside the functions that call it, and never by itself; what it calls then neither.
-
-    Where torch.compile leaves a function to Python, it compiles each function that this one calls by itself. One that
-    takes torch's functions as arguments, as a mode's does, must not be: torch 2.13 guards no method of C's among them,
-    and ``x.square()`` ran what was compiled for ``x.float()``, without an error.
-    """
-    return _with_strategy(function, "SKIP")
-
-
-def compiled_inside(function: C) -> C:
-    """As :func:`compiled_inside_alone`, but for what it calls, which is compiled as anything else."""
-    return _with_strategy(function, "DEFAULT")
-
-
-def _with_strategy(function: C, calls: Literal["SKIP", "DEFAULT"]) -> C:
-    dynamo = torch._C._dynamo.eval_frame  # which has it without torch._dynamo, a second of imports
-    strategy = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, getattr(dynamo._FrameAction, calls))
-    dynamo.set_code_exec_strategy(function.__code__, strategy)
-    return function
-
-
-def forget_compiled() -> None:
-    """Drop what torch.compile has made so far: hooks were put on modules, or taken off, and torch guards none of them.
-
-    **Cost**: what is called again is compiled again.
-    """
-    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
-        dynamo.reset_code_caches()
-
-
-def casts_are_placed() -> bool:
-    """Whether the backend for which torch.compile traces now places casts itself, in the graph that it is given."""
-    dynamo = sys.modules["torch._dynamo.symbolic_convert"]  # which is at work
-    backend = dynamo.InstructionTranslator.current_tx().output.compiler_fn
-    while not hasattr(backend, "places_casts"):
-        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
-        if inner is None:
-            return False
-        backend = inner
-    return bool(backend.places_casts)
-
-
-# What torch._dynamo.assume_constant_result sets: it is a fact about the graph. Torch guards which backend one is for.
-casts_are_placed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class PolicyMode(TorchFunctionMode):
@@ -341,7 +302,7 @@ class PolicyMode(TorchFunctionMode):
 @contextlib.contextmanager
 def shadowed() -> Iterator[list[PolicyMode]]:
     """Silence the regions around this one, and give their modes."""
-    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    active = function_modes()
     outer = [mode for mode in active if isinstance(mode, PolicyMode)]
     for mode in outer:
         mode.shadows += 1
@@ -363,16 +324,13 @@ def acting(per_device: Sequence[Differences]) -> Iterator[None]:
 
 def acting_modes() -> list[PolicyMode]:
     """Return the modes of the active regions, the innermost last, without those that another one replaces."""
-    active = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    active = function_modes()
     return [mode for mode in active if isinstance(mode, PolicyMode) and not mode.shadows]
 
 
 def acts_here() -> bool:
     """Whether the innermost mode of all is that of a region, in a forward pass."""
-    depth = torch._C._len_torch_function_stack()
-    if not depth:
-        return False
-    mode: Any = torch._C._get_function_stack_at(depth - 1)
+    mode = innermost_function_mode()
     return type(mode) is PolicyMode and not mode.shadows and not mode.recomputing
 
 
@@ -500,16 +458,14 @@ def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, fu
     out = _carry_out(handler, here, casts, func, args, kwargs)
     if not here.gives_back or not isinstance(out, Tensor) or _storage(out) == _storage(param):
         return out
-    if handler.treatment == "promote" and out.shape == param.shape and not torch._C._functorch.is_batchedtensor(out):
+    if handler.treatment == "promote" and out.shape == param.shape and not is_batched(out):
         return out  # that of a buffer
     return _cast(out, here.dtype)
 
 
 def _storage(x: Tensor) -> Any:
     """Name a tensor's memory; what torch.func wraps tensors in has none of its own."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x.untyped_storage()._cdata
+    return unwrapped(x).untyped_storage()._cdata
 
 
 def _floats(args: Any, kwargs: Any) -> list[Tensor]:

@@ -8,13 +8,12 @@ from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from mezzo.cast.mode import cast_floating
 from mezzo.cast.region import autocast, emulates_here
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy, Rule
-from mezzo.tensors import CASTABLE
+from mezzo.tensors import CASTABLE, tree_leaves
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -83,7 +82,7 @@ def _pin(target: Target, treatment: Literal["low", "fp32"]) -> Target:
 def _pinned(function: Callable[..., Any], treatment: Literal["low", "fp32"]) -> Callable[..., Any]:
     @functools.wraps(function)
     def pinned(*args: Any, **kwargs: Any) -> Any:
-        floats = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in CASTABLE]
+        floats = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in CASTABLE]
         kind = floats[0].device.type if floats else "cpu"
         autocasting = torch.is_autocast_enabled(kind)
         if treatment == "low":

@@ -22,7 +22,8 @@ from torch import Tensor
 from mezzo.cast.device import FAMILIES, default_kinds
 from mezzo.cast.differences import Differences, Handler, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
-from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, compiled_inside_alone, shadowed
+from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
+from mezzo.compiling import compiled_inside_alone, constant_in_graphs
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy
 from mezzo.policy.ops import functions
@@ -61,6 +62,7 @@ def accumulation(policy: Policy, per_device: tuple[Differences, ...]) -> Iterato
         set_reductions(before)
 
 
+@constant_in_graphs
 def _require_off(policy: str) -> bool:
     """Refuse to be compiled where GEMMs may accumulate in reduced precision; Dynamo itself guards that it stays so."""
     dtypes = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -79,23 +81,19 @@ def _require_off(policy: str) -> bool:
     return True
 
 
-# As `_resolve`: it runs while the function is traced.
-_require_off._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def reductions() -> list[tuple[bool, bool]]:
     """Return for FP16 and BF16 whether GEMMs may accumulate in reduced precision, and whether they may split k."""
-    # torch.backends has a name for the first half alone, and sets the second to True with it.
+    flags: Any = torch.backends.cuda.matmul
     return [
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        (flags.allow_fp16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction_split_k),
+        (flags.allow_bf16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction_split_k),
     ]
 
 
 def set_reductions(pairs: list[tuple[bool, bool]]) -> None:
     """Set what :func:`reductions` returns."""
-    torch._C._set_cublas_allow_fp16_reduced_precision_reduction(*pairs[0])
-    torch._C._set_cublas_allow_bf16_reduced_precision_reduction(*pairs[1])
+    flags: Any = torch.backends.cuda.matmul
+    flags.allow_fp16_reduced_precision_reduction, flags.allow_bf16_reduced_precision_reduction = pairs
 
 
 #: As :data:`OPENED_BACKWARD`, for ``torch.autograd.grad``.
@@ -378,6 +376,7 @@ def emulates_here(device_type: str) -> Literal["auto"] | bool:
 _RESOLVED: Final[dict[str, Region]] = {}
 
 
+@constant_in_graphs  # a region entered inside a compiled function is resolved while that is traced
 def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> str:
     value = Policy.of(policy)
     kinds = (device_type,) if device_type else default_kinds()
@@ -385,8 +384,3 @@ def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -
     key = f"{value} {[rule.reason for rule in value.rules]} as {' + '.join(each.key for each in found)}"
     _RESOLVED.setdefault(key, Region(policy=value, per_device=found))
     return key
-
-
-# What torch._dynamo.assume_constant_result sets, without a second of imports: a region entered inside a compiled
-# function is resolved while it is traced.
-_resolve._dynamo_marked_constant = True  # type: ignore[attr-defined]

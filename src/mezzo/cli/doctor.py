@@ -28,6 +28,7 @@ from mezzo.cli.app import ALERT, app, console_for, show_json
 from mezzo.errors import printable
 from mezzo.explanation.explanation import table
 from mezzo.machine import describe, environment, tf32
+from mezzo.releases import NEWEST_TESTED, is_newer_than_tested, lacking
 from mezzo.tensors import dtype_name
 
 WHAT_MEZZO_DOES: dict[Action, str] = {
@@ -151,6 +152,8 @@ def _show(reports: list[DeviceReport], rows: list[Row], full: bool) -> None:
         console.print(f"\n{number}. {printable(fault)}", markup=False, highlight=False)
     here, limit = describe(torch.device("cpu")), device.isa_setting()
     console.print(f"\ntorch {here['torch']}, python {here['python']}, {here['threads']} threads", highlight=False)
+    for line in _of_release():
+        console.print(printable(line), markup=False, highlight=False)
     for report in reports:
         console.print(f"{report.device_type}: {report.name}", markup=False, highlight=False)
     if limit:
@@ -165,6 +168,15 @@ def _show(reports: list[DeviceReport], rows: list[Row], full: bool) -> None:
     if full:
         console.print()
         console.print(_trainings([each for _, _, each in rows if each is not None]))
+
+
+def _of_release() -> Iterator[str]:
+    """Yield what is to be known of a torch that is newer than those that mezzo was tested with."""
+    if is_newer_than_tested():
+        gone = lacking()
+        has = "it lacks what these need" if gone else "it has every private name that mezzo takes"
+        yield f"this torch is newer than what was tested, {NEWEST_TESTED}: {has}"
+        yield from (f"  {name}, to {use}" for name, use in gone.items())
 
 
 def _below_sixteen(reports: list[DeviceReport]) -> Table:

@@ -18,12 +18,13 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
+from mezzo.compiling import never_compiled
 from mezzo.errors import DistributedError, PolicyError, StateError, UnsupportedError, some_of
 from mezzo.hooks import OwnHook
-from mezzo.tensors import LOW, is_distributed
+from mezzo.sharded import is_distributed
+from mezzo.tensors import LOW, foreach_copy_, foreach_div_
 from mezzo.weights import Halves
 
 #: Squared norms above this are infinite in FP32, in which each tensor's own sum is.
@@ -349,8 +350,8 @@ def average(params: Sequence[Tensor], sums: Mapping[Tensor, Tensor], group: dist
         flat = torch.cat([*map(torch.flatten, parts), counts])
         dist.all_reduce(flat, group=group)
         *means, counts = torch.split(flat, [*map(torch.numel, parts), len(here)])
-        torch._foreach_copy_(parts, [mean.view_as(part) for mean, part in zip(means, parts, strict=True)])
-        torch._foreach_div_(parts, group.size())
+        foreach_copy_(parts, [mean.view_as(part) for mean, part in zip(means, parts, strict=True)])
+        foreach_div_(parts, group.size())
         is_there = [True] * len(here) if all(param in sums for param in here) else (counts > 0).tolist()
         found |= {param: part for param, part, has_sum in zip(here, parts, is_there, strict=True) if has_sum}
     return found
@@ -412,7 +413,7 @@ class Wrappers:
                 inner = model.module if isinstance(model, DistributedDataParallel) else model
                 yield inner.register_forward_pre_hook(OwnHook(self._enter)).remove
 
-    @_disable_dynamo
+    @never_compiled
     def _enter(self, model: nn.Module, *_: Any) -> None:
         wrapper = DistributedDataParallel._active_ddp_module
         if not torch.is_grad_enabled():

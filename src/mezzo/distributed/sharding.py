@@ -10,12 +10,13 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mezzo.cast.model.places import has_forward, units
+from mezzo.cast.model.places import has_forward
 from mezzo.cast.model.prepare import Prepared, with_pinned_classes
 from mezzo.cast.model.refusals import preparations_in, require_module, wanted_storage
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.policy import Policy
 from mezzo.policy.rules import both
+from mezzo.sharded import units
 from mezzo.tensors import LOW, dtype_name
 
 M = TypeVar("M", bound=nn.Module)

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from mezzo.cast.device import arithmetic
 from mezzo.cast.emulate import family_of
@@ -22,7 +21,7 @@ from mezzo.explanation.findings import findings
 from mezzo.explanation.rows import Cast, Emulated, Misaligned, Product, Row
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISED
-from mezzo.tensors import LOW, each_tensor
+from mezzo.tensors import LOW, each_tensor, tree_leaves, tree_map_only
 from mezzo.trace.calls import Decider, Where, here
 from mezzo.trace.measure import LostIntegers, lost_integers
 from mezzo.trace.modes import hooked, watching
@@ -89,7 +88,7 @@ def explain(
     args, kwargs = arguments(inputs, "mezzo.explain")
     if not isinstance(model, nn.Module):
         raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="mezzo.explain(model, …)")
-    given = (leaf.device for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    given = (leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
     devices = list(dict.fromkeys((*devices_of([model]), *given)))
     _check_runs(model, devices)
     # A region that is active where explain is called would act on top of the policy's.
@@ -174,7 +173,7 @@ def own(inputs: Any) -> Any:
     def copy(tensor: Tensor) -> Tensor:
         return known.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
-    return pytree.tree_map_only(Tensor, copy, inputs)
+    return tree_map_only(Tensor, copy, inputs)
 
 
 def _check_runs(model: nn.Module, devices: list[torch.device]) -> None:

@@ -9,12 +9,12 @@ from typing import Final, Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from mezzo.dispatch import is_transformed, num_dispatch_modes
 from mezzo.errors import PolicyError, nearest, shown
 from mezzo.formats import cpp, portable, triton
 from mezzo.formats.blocks import BlockFormat, block_format
 from mezzo.formats.noise import drawn
 from mezzo.formats.table import Format
-from mezzo.tensors import is_transformed
 
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 
@@ -239,7 +239,7 @@ def _is_plain(x: Tensor) -> bool:
         and x.numel() > 0
         and not torch.compiler.is_compiling()
         and not is_transformed()
-        and torch._C._len_torch_dispatch_stack() == 0
+        and num_dispatch_modes() == 0
     )
 
 

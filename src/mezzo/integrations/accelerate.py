@@ -13,8 +13,8 @@ from weakref import ref
 from torch import nn
 from torch.optim import Optimizer
 
+from mezzo import sharded
 from mezzo.cast import autocast
-from mezzo.cast.model import places
 from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
@@ -117,7 +117,7 @@ def refuse(accelerator: Accelerator, models: Iterable[nn.Module] = ()) -> None:
             why="it owns backward passes and steps, or shards what the session has converted",
             write=f"{_DDP}; or mezzo.fully_shard(model, policy) in a loop of your own",
         )
-    if any(map(places.units, models)):
+    if any(map(sharded.units, models)):
         raise UnsupportedError(
             "the model is sharded",
             why="Accelerate's checkpoints would hold the parts of one rank",

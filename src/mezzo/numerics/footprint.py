@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.tensors import local, tensors
+from mezzo.sharded import local
+from mezzo.tensors import tensors
 from mezzo.weights.models import halves_in
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from mezzo.cast.notes import ProductCall, listening, product_beside
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.formats import E2M1, Quantized
 from mezzo.numerics.evidence import OPERANDS, RecordedOperand
 from mezzo.numerics.subject import Subject
@@ -112,7 +113,7 @@ class OperandWatch:
         """Count an operand, and keep the last gradient for :meth:`differentiated`."""
         if self._place(call) is None or is_watched():
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             known = self._calls.setdefault(call, _Call())
             if role in self._roles:
                 known.counted.append((role, str(made.format), losses(operand, made)))
@@ -124,7 +125,7 @@ class OperandWatch:
         place, known = self._place(call), self._calls.pop(call, None)
         if place is None or known is None or is_watched():
             return
-        with torch.no_grad(), torch._C.DisableTorchFunction():
+        with torch.no_grad(), DisableTorchFunction():
             for role, form, counts in known.counted:
                 key = (*place, role, form)
                 if key not in self._rows:

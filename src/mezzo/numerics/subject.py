@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from mezzo.compiling import INSIDE, inside, is_compiled
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.formats import Format
 from mezzo.numerics.evidence import RecordedModule, kind_of
@@ -20,8 +21,6 @@ from mezzo.numerics.histogram import standing_alone
 from mezzo.scale.state import inverse
 from mezzo.tensors import dtype_name
 
-#: What torch.compile calls the module that it wraps.
-_INSIDE: Final = "_orig_mod"
 WHY_UNSEEN: Final = "compiled code does not call the modules, and keeps few of the tensors between them"
 
 
@@ -64,8 +63,8 @@ class Subject:
                 f"a recorder watches a torch.nn.Module, not {type(model).__name__}",
                 write="Recorder(model, optimizer)",
             )
-        is_compiled = hasattr(model, _INSIDE)
-        model = getattr(model, _INSIDE, model)
+        was_compiled = hasattr(model, INSIDE)
+        model = inside(model)
         if next(model.parameters(), None) is None:
             raise PolicyError(
                 "there is nothing to record of a model without parameters",
@@ -80,9 +79,9 @@ class Subject:
                 write="model(example_batch), then Recorder(model, optimizer)",
             )
         everything = [
-            (path.replace(f"{_INSIDE}.", "").removesuffix(f".{_INSIDE}"), module)
+            (path.replace(f"{INSIDE}.", "").removesuffix(f".{INSIDE}"), module)
             for path, module in model.named_modules(remove_duplicate=False)
-            if not hasattr(module, _INSIDE)
+            if not hasattr(module, INSIDE)
         ]
         wanted = {path for path, _ in everything if globs is None or any(_matches(path, glob) for glob in globs)}
         unmatched = [glob for glob in globs or () if not any(_matches(path, glob) for path, _ in everything)]
@@ -116,15 +115,11 @@ class Subject:
                     tied=tied,
                 )
             )
-        return cls(model, paths, params, tuple(modules), is_compiled)
+        return cls(model, paths, params, tuple(modules), was_compiled)
 
     def hidden(self) -> tuple[str, str] | None:
         """Return which modules are compiled, so that their hooks may not run, and by what; ``None`` for none."""
-        compiled = [
-            path or type(module).__name__
-            for path, module in self.model.named_modules()
-            if module._compiled_call_impl is not None or hasattr(module, _INSIDE)
-        ]
+        compiled = [path or type(module).__name__ for path, module in self.model.named_modules() if is_compiled(module)]
         if compiled or self.is_compiled:
             return some_of(compiled) or type(self.model).__name__, "torch.compile"
         scripted = [path or type(m).__name__ for m, path in self.paths.items() if isinstance(m, torch.jit.ScriptModule)]

@@ -11,9 +11,10 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.backward import runs_backward
+from mezzo.dispatch import DisableTorchFunction, holds_tensors, is_wrapped
 from mezzo.errors import PolicyError, StateError, shown
 from mezzo.formats import Format
 from mezzo.hooks import OwnHook
@@ -176,8 +177,8 @@ def is_countable(tensor: Tensor) -> bool:
         and tensor.layout in (torch.strided, torch.sparse_coo)
         and not tensor.is_nested
         and tensor.device.type != "meta"
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not is_traceable_wrapper_subclass(tensor)
+        and not is_wrapped(tensor)
+        and not holds_tensors(tensor)
     )
 
 
@@ -270,7 +271,6 @@ class Tally:
 Places = dict[tuple[str, str, str], tuple[str, list[int]]]
 
 #: Hooks run under the policy's mode, which would look at each operation that counting takes.
-_NO_TORCH_FUNCTION: Final = torch._C.DisableTorchFunction
 
 
 @dataclass(eq=False, slots=True)
@@ -336,7 +336,7 @@ class PassWatch:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or is_watched():
             return
         self.called[path] = None
-        with _NO_TORCH_FUNCTION():
+        with DisableTorchFunction():
             for place, tensor in each_tensor(output):
                 if is_countable(tensor) and tensor.numel():
                     self._count(tensor, path, f"output{place}")
@@ -345,7 +345,7 @@ class PassWatch:
         known = self._outputs.get(id(tensor))
         if known is None or known.tensor() is not tensor or known.mark != mark(tensor):
             # Evaluation without no_grad, and what checkpointing runs again, get no gradients.
-            counts = self._model.training and torch._C._current_graph_task_id() == -1
+            counts = self._model.training and not runs_backward()
             if not counts and not tensor.requires_grad:
                 return
             row = self._tally.count(tensor) if "activations" in self._kinds else None
@@ -362,7 +362,7 @@ class PassWatch:
         """Count the gradient of an output, which then has been part of training."""
         if not self._handles or gradient is None or is_watched():
             return
-        with _NO_TORCH_FUNCTION():
+        with DisableTorchFunction():
             tensor = output.tensor()
             if not output.counts:
                 output.counts = True

@@ -9,11 +9,12 @@ from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from mezzo.compiling import never_compiled
 from mezzo.errors import StateError, UnsupportedError, raise_together, some_of
+from mezzo.hooks import loading_hooks, saving_hooks
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.state import (
     Group,
@@ -31,13 +32,14 @@ from mezzo.optim.state import (
     saved,
     wrong_weights,
 )
+from mezzo.sharded import local, locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.moments import is_coded, zeros
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
-from mezzo.tensors import LOW, described, dtype_name, local, locals_of, number_of_shard, placed, sharding
+from mezzo.tensors import LOW, described, dtype_name, foreach_copy_
 from mezzo.weights.halves import Halves, owner_of
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -170,7 +172,7 @@ class OnePassOptimizer(Optimizer):
         check_group({**self.defaults, **given})
         super().add_param_group(given)
 
-    @_disable_dynamo
+    @never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients.
 
@@ -182,7 +184,7 @@ class OnePassOptimizer(Optimizer):
         else:
             clear_to_zeros(self._params())
 
-    @_disable_dynamo  # addresses and kernels of its own are nothing to trace: torch.compile breaks the graph here
+    @never_compiled  # addresses and kernels of its own are nothing to trace: torch.compile breaks the graph here
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient, or none, as the verdict or ``found_inf`` says.
@@ -273,7 +275,7 @@ class OnePassOptimizer(Optimizer):
         # weight, that it has changed.
         increment_version(prepared.params)
         if prepared.steps:
-            torch._foreach_copy_(prepared.steps, prepared.counts)
+            foreach_copy_(prepared.steps, prepared.counts)
         self.updates += 1
 
     def _verdict_of_flags(self, device: torch.device) -> Verdict:
@@ -440,11 +442,12 @@ class OnePassOptimizer(Optimizer):
         to no parameter are saved as they are. NumPy's numbers among the options become Python's, which
         ``torch.load(weights_only=True)`` reads.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
+        before, after = saving_hooks(self)
+        for hook in before:
+            hook(self)
         found = saved(self.param_groups, self.state)
-        for after in self._optimizer_state_dict_post_hooks.values():
-            replaced = after(self, found)
+        for hook in after:
+            replaced = hook(self, found)
             found = found if replaced is None else replaced
         return found
 
@@ -465,8 +468,9 @@ class OnePassOptimizer(Optimizer):
         """
         # Hooks may delete from what they get; what is no mapping at all is refused after them.
         given: Mapping[str, Any] = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
-        for ahead in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = ahead(self, given)  # type: ignore[arg-type]
+        before, after = loading_hooks(self)
+        for hook in before:
+            replaced = hook(self, given)
             given = given if replaced is None else replaced
         check_state(given, self._rule)
         state, groups = restored(given, self.param_groups, self.rule_of)
@@ -474,8 +478,8 @@ class OnePassOptimizer(Optimizer):
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
         self._ready.clear()
         self._hypers.clear()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        for hook in after:
+            hook(self)
 
 
 def as_one_pass(optimizer: Optimizer) -> OnePassOptimizer | None:

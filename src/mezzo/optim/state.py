@@ -19,22 +19,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.cast.model.places import flags_of_all
 from mezzo.errors import PolicyError, StateError, closest, message, nearest, raise_together, shown, some_of
+from mezzo.sharded import flags_of_all, is_distributed, local, placed, sharded_as, sharding
 from mezzo.step import moments
 from mezzo.step.update import RULES, UpdateRule
-from mezzo.tensors import (
-    CASTABLE,
-    described,
-    dtype_name,
-    dtype_of,
-    flat,
-    is_distributed,
-    local,
-    placed,
-    sharded_as,
-    sharding,
-)
+from mezzo.tensors import CASTABLE, described, dtype_name, dtype_of, flat
 
 # What no optimizer can work with, found before anything is changed.
 

@@ -20,7 +20,7 @@ from mezzo.errors import PolicyError, message, printable
 from mezzo.files import jsonable
 from mezzo.policy import Policy, Rule
 from mezzo.policy.fields import FIELDS, level_fields
-from mezzo.policy.ops import NORMS, OPS
+from mezzo.policy.ops import NORMS, named_for
 from mezzo.policy.rules import assignment
 from mezzo.scale import LossScale
 from mezzo.tensors import dtype_name
@@ -46,7 +46,7 @@ BOUNDED: Final = (
     clamp_max clamp_min hardtanh relu6 hardsigmoid softsign atan sin cos sign nan_to_num argmax log log2 log10 log1p
     sqrt""".split()
     )
-    | frozenset(name for name, op in OPS.items() if op.reason == "loss")
+    | named_for("loss")
 )
 
 

@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from mezzo.backward import number_of_pass
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, shown
 from mezzo.hooks import OwnHook
 from mezzo.overflow.diagnose import Changed, Context, Overflow, diagnose, highest_scale, outside_models
 from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
-from mezzo.tensors import LOW, dtype_name, each_tensor, mark
+from mezzo.tensors import LOW, dtype_name, each_tensor, mark, tree_map
 from mezzo.trace.calls import Where, here, user_line
 from mezzo.trace.measure import is_finite, named_inputs, numbered, shape_text
 from mezzo.trace.modes import hooked, is_watched, watching
@@ -321,7 +321,7 @@ class CallKeeper:
         if opened or not torch.is_grad_enabled() or is_watched():
             opened.append(None)
             return
-        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
+        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
         inputs = [Kept.of(tensor, name) for name, tensor in named_inputs(args, kwargs)]
         opened.append(KeptCall(module, args, kwargs, inputs, RandomStates.now(self._devices), user_line()))
 
@@ -345,7 +345,7 @@ class CallKeeper:
         self.events.append(Event(call, None))
 
     def _arrive(self, call: KeptCall, graph: _Graph, number: int, gradient: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
+        task = number_of_pass()
         if not any(event.call is call for event in self.events):
             self.events.append(Event(call, None))  # forgotten meanwhile, and used again
         if task not in call.arrivals:
@@ -464,7 +464,7 @@ class _Replayed:
 
     def _forward(self, search: Search, call: KeptCall) -> list[Tensor]:
         """Run a call on its inputs as new leaves, and return the outputs in the order in which they were kept."""
-        args, kwargs = pytree.tree_map(_leaf, (call.args, call.kwargs))
+        args, kwargs = tree_map(_leaf, (call.args, call.kwargs))
         call.states.restore()
         with self.region():
             output = search.forward(lambda: call.module(*args, **kwargs))

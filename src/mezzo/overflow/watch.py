@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from mezzo.backward import current_node
 from mezzo.cast.notes import notes
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.overflow.diagnose import BOUNDED, SOFTMAX, Context, Origin, Phase, Reader
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
@@ -74,7 +76,7 @@ class Watch:
 
     def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
         """Be in a call, and remember what its gradients will be gradients of."""
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             # A region above the mode that tells may have taken apart what the user's code calls.
             ops = [note.about for note in notes() if note.kind == "op"]
             around = self.where.now
@@ -111,7 +113,7 @@ class Watch:
         results = [tensor for tensor in tensors(out) if has_fraction(tensor.dtype)]
         if not results or is_view(kernel) or is_allocation(kernel):
             return
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             bad = [number for number, result in enumerate(results) if not measure.is_finite(result)]
             ran = _Ran(kernel, args, kwargs, before, results, bad[0] if bad else 0)
             if bad:
@@ -126,7 +128,7 @@ class Watch:
 
     def _asker(self) -> Any:
         """Return what two kernels of one call share: the call, or the autograd node."""
-        return torch._C._current_autograd_node() if self.where.is_backward else self.where.now
+        return current_node() if self.where.is_backward else self.where.now
 
     def _origin(self, ran: _Ran) -> Origin:
         """Return where the result that is not finite has it from."""
@@ -239,7 +241,7 @@ class Watch:
         )
         self.origins.append(origin)
         self._from.put([tensor], origin)
-        node: Any = torch._C._current_autograd_node()
+        node = current_node()
         if phase == "backward" and node is not None:
             self._name_later(origin, node, self._arguments.get(id(place), (place, {}))[1])
         return origin

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -13,6 +12,8 @@ import torch
 from torch import fx, nn
 
 from mezzo.cast.model.prepare import with_low_ends
+from mezzo.compiling import backend_of, backends, traced_variable
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError, nearest, require_extra, shown
 from mezzo.plan.balance import balance_of
 from mezzo.plan.capture import Graph, read, require_choice
@@ -95,16 +96,10 @@ class Backend:
         require_choice(policy)
         require_extra("plan", "a plan needs scipy", "scipy.sparse.csgraph")
         if isinstance(inner, str):
-            from torch._dynamo import list_backends, lookup_backend
-            from torch._dynamo.exc import InvalidBackend
-
-            try:
-                inner_: Any = lookup_backend(inner)
-            except InvalidBackend as error:
-                why = nearest(inner, list_backends())
-                raise PolicyError(
-                    f"torch.compile has no backend {inner!r}", why=why, write='inner="inductor"'
-                ) from error
+            inner_: Any = backend_of(inner)
+            if inner_ is None:
+                why = nearest(inner, backends())
+                raise PolicyError(f"torch.compile has no backend {inner!r}", why=why, write='inner="inductor"')
         else:
             inner_ = inner
         self.policy = policy
@@ -145,7 +140,7 @@ class Backend:
 
         def run(*args: Any) -> Any:
             # Nor is the region's mode, which Dynamo has followed, asked about each op again.
-            with torch.autocast(kind, enabled=False), torch._C.DisableTorchFunction():
+            with torch.autocast(kind, enabled=False), DisableTorchFunction():
                 return compiled(*args)
 
         return run
@@ -159,8 +154,7 @@ class _Roots:
 
     def path(self, variable: str) -> str:
         """Return the path of the module that a local variable holds: in the model, or else the first one captured."""
-        frame: Any = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
-        module = frame.f_locals.get(variable, frame.f_globals.get(variable))
+        module = traced_variable(variable)
         if not isinstance(module, nn.Module):
             return ""
         model = compiled_model() or (self._model() if self._model is not None else None)

@@ -26,6 +26,8 @@ from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.model.prepare import with_low_ends
 from mezzo.cast.model.refusals import wanted_storage
 from mezzo.cast.products import Operands, Recipe, asked, recipe_on
+from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, as_given, capture_errors
+from mezzo.dispatch import HigherOrderOperator, OpOverload, OpOverloadPacket
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Decision, Policy
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED
@@ -53,8 +55,6 @@ _LIKE: Final = frozenset("zeros_like ones_like full_like empty_like new_zeros ne
 #: Where code lies that is not the program's.
 _INSTALLED: Final = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
 _CHECKPOINT: Final = torch.ops.higher_order.tag_activation_checkpoint
-ENTER: Final = torch.amp.autocast_mode._enter_autocast
-EXIT: Final = torch.amp.autocast_mode._exit_autocast
 
 
 @dataclass(slots=True, eq=False)
@@ -230,8 +230,6 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
         StateError: The model is prepared.
         UnsupportedError: Dynamo cannot capture it as one graph.
     """
-    import torch._dynamo as dynamo  # a second of imports
-
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -260,12 +258,13 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     # Dynamo keeps what it has compiled by a function's code, and gives up after some variants of one.
     call.__code__ = call.__code__.replace()
     # Sizes are those of these inputs, whatever other models were called with before; what is logged is no op.
-    with dynamo.config.patch(allow_rnn=True, automatic_dynamic_shapes=False, ignore_logger_methods=_logging()):
+    dynamos, programs = capture_errors()
+    with as_given(left_out=_logging()):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*args, **kwargs)
-        except dynamo.exc.TorchDynamoException as error:
+        except dynamos as error:
             where, why = _user_line(str(error)), _why(str(error))
-            if not found and isinstance(error, dynamo.exc.TorchRuntimeError):  # the program's own, as without Dynamo
+            if not found and isinstance(error, programs):  # the program's own, as without Dynamo
                 what = f"{type(model).__name__} does not run with these inputs"
                 raise PolicyError(what, where=where, why=why, write="inputs as it is trained with") from error
             if not found:
@@ -379,7 +378,7 @@ class _Reader:
             elif node.op in ("placeholder", "get_attr"):
                 if is_floating(node):
                     self._begin(node, "source", self._source_path(node))
-            elif node.target in (ENTER, EXIT):
+            elif node.target in (ENTER_AUTOCAST, EXIT_AUTOCAST):
                 self._autocast(node)
             elif node.target is _CHECKPOINT:
                 self._checkpoint(module, node)
@@ -389,7 +388,7 @@ class _Reader:
                 self._call(node)
 
     def _autocast(self, node: Node) -> None:
-        if node.target is EXIT:
+        if node.target is EXIT_AUTOCAST:
             if not self.autocasts.pop():
                 self.graph.dropped.append(node)
             return
@@ -544,7 +543,7 @@ class _Reader:
         known = (*CASTABLE[:1], self.policy.dtype)
         if own := next(filter(None, reversed(self.autocasts)), ""):
             return own
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
+        if isinstance(node.target, HigherOrderOperator):
             return "it is a program in itself"
         if any(value_of(each).dtype not in known for each in given if is_floating(each)):
             return "it reads another dtype"
@@ -639,9 +638,7 @@ def _name(node: Node) -> str:
 def _is_torchs(node: Node) -> bool:
     """Whether a call is of torch's own function, which takes any floating dtype if it gives no floating numbers."""
     of = getattr(node.target, "__module__", None) or ""
-    is_custom = isinstance(
-        node.target, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch._ops.HigherOrderOperator
-    )
+    is_custom = isinstance(node.target, OpOverload | OpOverloadPacket | HigherOrderOperator)
     return node.op == "call_method" or (not is_custom and of.partition(".")[0] in ("torch", "_operator"))
 
 

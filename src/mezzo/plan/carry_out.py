@@ -10,7 +10,8 @@ from torch import Tensor, fx
 from torch.fx import Node
 
 from mezzo.cast.products import placed
-from mezzo.plan.capture import ENTER, EXIT, Graph, GraphOp, is_floating, value_of
+from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
+from mezzo.plan.capture import Graph, GraphOp, is_floating, value_of
 
 
 def carry_out(graph: Graph, low: Sequence[bool]) -> fx.GraphModule:
@@ -48,7 +49,7 @@ class _Writer:
         for module in dict.fromkeys(graph.parents.values()):
             off: Node | None = None
             for node in module.graph.nodes:
-                if node.target is torch._C._set_grad_enabled:
+                if node.target is SET_GRAD_ENABLED:
                     off = None if node.args[0] else off or node
                 elif off is not None:
                     self.without_grad[node] = off
@@ -140,9 +141,11 @@ class _Writer:
     def _with_autocast(self, node: Node) -> None:
         """Let torch's own autocast cast what a function is made of."""
         with node.graph.inserting_before(node):
-            entered = node.graph.call_function(ENTER, (self.graph.device_type, self.graph.policy.dtype, True, None))
+            entered = node.graph.call_function(
+                ENTER_AUTOCAST, (self.graph.device_type, self.graph.policy.dtype, True, None)
+            )
         with node.graph.inserting_after(node):
-            node.graph.call_function(EXIT, (entered,))
+            node.graph.call_function(EXIT_AUTOCAST, (entered,))
 
 
 def _results(node: Node) -> Iterator[Node]:

@@ -14,17 +14,15 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from mezzo.dispatch import FakeTensorMode, TorchDispatchMode
 from mezzo.plan.balance import Balance
 from mezzo.plan.capture import Graph, GraphOp, hint, is_floating, memory_of, num_elements, trains, value_of
 from mezzo.plan.cut import Edge, Problem, cost
 from mezzo.policy.ops import OPS
-from mezzo.tensors import tensors
+from mezzo.tensors import tensors, tree_map
 from mezzo.trace.kernels import is_allocation, is_view
 
 #: What the other of time and memory counts for, where one alone is asked for: it decides between what is equal.
@@ -213,12 +211,12 @@ def _run(node: Node, made: Mapping[Node, Any], rounds_to: torch.dtype | None) ->
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     if rounds_to is not None:
-        args, kwargs = pytree.tree_map(functools.partial(widened, dtype=torch.float32), (args, kwargs))
+        args, kwargs = tree_map(functools.partial(widened, dtype=torch.float32), (args, kwargs))
     if node.op == "call_method":
         out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
     else:
         out = node.target(*args, **kwargs)  # type: ignore[operator]
-    return out if rounds_to is None else pytree.tree_map(functools.partial(widened, dtype=rounds_to), out)
+    return out if rounds_to is None else tree_map(functools.partial(widened, dtype=rounds_to), out)
 
 
 # The problem ---------------------------------------------------------------------------------------------------------

@@ -295,6 +295,7 @@ _FIELDS: Final[Mapping[str, _Range]] = MappingProxyType(
         "backoff": _Range(lambda x: 0 < x < 1, "only a factor between 0 and 1 lowers the scale", "backoff=0.5"),
         "interval": _counting("steps", "interval=2000"),
         "hysteresis": _counting("overflows", "hysteresis=1"),
+        # No REFILLS.__contains__, which torch 2.11 does not trace.
         "refill": _Range(lambda word: word in REFILLS, "it is a word", "refill=clean", words=REFILLS),
         "floor": _Range(_normal, "a scale is a normal float32 number, from 2**-126", "floor=1"),
         "ceiling": _Range(_normal, "a scale is a finite float32 number", "ceiling=None", is_optional=True),

@@ -10,8 +10,9 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from mezzo.backward import innermost_saving_hooks
+from mezzo.dispatch import dispatch_modes
 from mezzo.explanation.rows import counted, format_text, scale_text, share_text
 from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 from mezzo.policy import Policy
@@ -198,7 +199,7 @@ class StepLog:
 
     def count(self) -> None:
         """Count products from now on; in a block of a mode of the script's own, from a later step on."""
-        if not (self._is_over or self._is_counting or _get_current_dispatch_mode_stack()):
+        if not (self._is_over or self._is_counting or dispatch_modes()):
             self._products.__enter__()
             self._is_counting = True
 
@@ -253,7 +254,7 @@ class StepLog:
 
     def _stop_saving(self) -> None:
         saved, self._saved = self._saved, None
-        top = None if saved is None else torch._C._autograd._top_saved_tensors_default_hooks(True)
+        top = None if saved is None else innermost_saving_hooks()
         if saved is not None and top is not None and top[0] == saved.pack_hook:  # and not below some of the script's
             saved.__exit__(None, None, None)
             self._report.saved_bytes = saved.total or None
@@ -265,7 +266,7 @@ class StepLog:
                 self._report.measured_steps -= 1
                 self._products.flops -= self._first
             self._report.flops, self._report.low_share = dict(self._products.flops), self._products.low_share
-        stack = _get_current_dispatch_mode_stack()
+        stack = dispatch_modes()
         if self._is_counting and stack and stack[-1] is self._products:  # and not below one of the script's
             self._products.__exit__(None, None, None)
             self._is_counting = False

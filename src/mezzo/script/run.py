@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from mezzo import sharded
 from mezzo.cast import prepare
-from mezzo.cast.model import places
 from mezzo.cast.model.refusals import preparations_in
+from mezzo.compiling import INSIDE
 from mezzo.errors import MezzoError, PolicyError, StateError, raise_together
 from mezzo.explanation.rows import counted
 from mezzo.policy import Policy
@@ -203,7 +204,7 @@ class Gathering:
     def _trains(self, module: nn.Module) -> bool:
         if module in self._known_not or not self._may_begin():
             return False
-        places.reshard(places.units(module))  # an evaluation may have left whole parameters in their places
+        sharded.reshard(sharded.units(module))  # an evaluation may have left whole parameters in their places
         if any(id(param) in self._awaited for param in module.parameters()):
             return True
         self._known_not.add(module)
@@ -340,7 +341,7 @@ def convert_before_wrapping(policy: Policy, report: ScriptReport, seams: Seams) 
 
 def name_of(model: nn.Module) -> str:
     """Return a model's class, without what was wrapped around it."""
-    while isinstance(inner := getattr(model, "_orig_mod", None) or getattr(model, "module", None), nn.Module):
+    while isinstance(inner := getattr(model, INSIDE, None) or getattr(model, "module", None), nn.Module):
         model = inner
     return type(model).__name__
 
@@ -361,7 +362,7 @@ def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     for module in modules:
         # An outermost one, in which an evaluation may have left whole parameters; half of a copy that failed has none.
         if id(module) not in parents and "_modules" in vars(module):
-            places.reshard(places.units(module))
+            sharded.reshard(sharded.units(module))
     owners: dict[int, list[nn.Module]] = {}
     for module in modules:
         for param in (vars(module).get("_parameters") or {}).values():

@@ -22,9 +22,9 @@ from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from mezzo.backward import door, runs_backward
 from mezzo.cast import Prepared
 from mezzo.cast.device import fast_format
-from mezzo.cast.model.calls import runs_backward
 from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.policy import Policy
 from mezzo.session import state
@@ -171,7 +171,7 @@ class AttachedPrecision(MixedPrecision):
                 calls = Calls(self.weights.models, self.policy, self.autocast, before=self.weights.settle)
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
-                self._bind_torchs(torch.autograd, "_engine_run_backward", _run)
+                self._bind_torchs(*door(), _run)
             if "schedulers" in self._binds and hold_schedulers:
                 self._schedules = _Schedules()
                 for kind in dict.fromkeys(_kinds(LRScheduler)):

@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
+from mezzo.backward import runs_backward
 from mezzo.cast import autocast
-from mezzo.cast.mode import cast_floating, compiled_inside
-from mezzo.cast.model.calls import GivesOut, Within, runs_backward
+from mezzo.cast.mode import cast_floating
+from mezzo.cast.model.calls import GivesOut, Within
+from mezzo.compiling import compiled_inside, never_compiled
 from mezzo.hooks import owner_of
 from mezzo.policy import Policy
 from mezzo.tensors import tensors
@@ -129,7 +130,7 @@ def _owner(hooks: Mapping[int, Any], kind: type[K]) -> K | None:
     return next((owner for owner in map(owner_of, hooks.values()) if isinstance(owner, kind)), None)
 
 
-@_disable_dynamo
+@never_compiled
 def _leave_graph() -> None:
     """Have the call that is traced run in Python."""
 
@@ -167,7 +168,7 @@ class Binding:
         self._place, self._name, self._plain = place, name, plain
         self._through: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []
 
-        @_disable_dynamo  # which would trace what decides on the host
+        @never_compiled  # which would trace what decides on the host
         @functools.wraps(plain)
         def bound(*args: Any, **kwargs: Any) -> Any:
             call = plain

@@ -18,7 +18,6 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, message, raise_together, shown
 from mezzo.optim.optimizer import as_one_pass, one_pass
@@ -27,7 +26,7 @@ from mezzo.session.observers import Judged, Watched, observing, watching
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.portable import uploaded_once
-from mezzo.tensors import addresses, described, tensors
+from mezzo.tensors import addresses, described, tensors, tree_flatten, tree_map, tree_unflatten
 from mezzo.weights.views import views_of
 
 R = TypeVar("R")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mezzo.cast.model import places
+from mezzo import sharded
 from mezzo.distributed.exchange import Ranks, Wrappers
 from mezzo.errors import StateError, UnsupportedError, message, some_of
 from mezzo.interrupts import uninterrupted
@@ -31,7 +31,7 @@ from mezzo.session.window import Walk, Window, entered, hooked
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.passes import Verdict, as_fused, decided, not_finite
-from mezzo.tensors import moved
+from mezzo.tensors import foreach_norm, moved
 from mezzo.weights.views import views_of
 
 #: How a loop with a ``GradScaler`` calls it.
@@ -122,7 +122,7 @@ class Engine(Writes):
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
         known = set[int]().union(*(window.ids() for window in self.windows))
         found = [leaf for leaf in leaves if id(leaf) not in known]
-        parts = places.parts_of(self.weights.units) if self.weights.units else {}
+        parts = sharded.parts_of(self.weights.units) if self.weights.units else {}
         return [leaf for leaf in found if not (leaf in parts and id(parts[leaf]) in known)] if parts else found
 
     def watch(self, optimizers: Collection[Optimizer]) -> Iterator[Callable[[], None]]:
@@ -405,7 +405,7 @@ class Engine(Writes):
 
         **Cost**: one pass that reads them, and one launch. No host sync.
         """
-        if self.weights.units and places.has_unreduced(self.weights.units):
+        if self.weights.units and sharded.has_unreduced(self.weights.units):
             raise StateError(
                 "gradients wait for a backward pass that reduces them over ranks",
                 why="this step would not see them, and the next would take them for its own",
@@ -483,7 +483,7 @@ class Engine(Writes):
             params=judged.params,
         )
         self.account.note(outcome)
-        places.reshard(self.weights.units)
+        sharded.reshard(self.weights.units)
         return Step(
             skipped=verdict.found_inf,
             scale=now if made_with is None else made_with,
@@ -524,7 +524,7 @@ class Engine(Writes):
             for memory in self.weights.memories():
                 memory.forget()
             self._inner = None
-            places.forget_gradients(self.weights.units)
+            sharded.forget_gradients(self.weights.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
         """Differentiate scaled outputs, and return unscaled gradients, at least in FP32.
@@ -544,7 +544,7 @@ class Engine(Writes):
         wide = [g if g is None else g * moved(back, g.device) for g in wide]
         there = [g.detach() for g in wide if g is not None]
         if there:  # by their largest values: a norm of finite ones may be infinite
-            sizes = [moved(size, self.device, torch.float32) for size in torch._foreach_norm(there, float("inf"))]
+            sizes = [moved(size, self.device, torch.float32) for size in foreach_norm(there, float("inf"))]
             flag = not_finite(torch.stack(sizes).sum())
             self._inner = flag if self._inner is None else self._inner | flag
         return tuple(wide)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer, sgd
 
 from mezzo.cast import Prepared
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, raise_together, some_of, unknown_word
-from mezzo.hooks import is_ours, owner_of
+from mezzo.hooks import is_ours, owner_of, step_hooks
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name
@@ -226,7 +226,7 @@ def _is_on_meta(of: _Subject) -> MezzoError | None:
 
 
 def _is_taken(of: _Subject) -> MezzoError | None:
-    hooks = of.optimizer._optimizer_step_pre_hooks.values()
+    hooks = step_hooks(of.optimizer)
     if not any(is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks):
         return None
     return StateError(

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from mezzo.compiling import never_compiled
 from mezzo.errors import PolicyError, raise_together
 from mezzo.interrupts import uninterrupted
 from mezzo.scale import LossScale
@@ -95,7 +95,7 @@ class EngineScaler(torch.amp.GradScaler):
         scaled = map(self.scale, outputs)
         return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
-    @_disable_dynamo
+    @never_compiled
     def unscale_(self, optimizer: Optimizer) -> None:
         """Make an optimizer's gradients FP32 and plain, so that they can be looked at or clipped; no host sync.
 
@@ -110,7 +110,7 @@ class EngineScaler(torch.amp.GradScaler):
                 self._open(optimizer)
                 engine.unscale_([optimizer])
 
-    @_disable_dynamo
+    @never_compiled
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step with the optimizer, or skip; what its ``step`` was replaced by is called.
 

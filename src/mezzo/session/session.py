@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from mezzo.cast import Prepared, region
-from mezzo.cast.mode import compiled_inside_alone
+from mezzo.compiling import compiled_inside_alone, never_compiled
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, raise_together
 from mezzo.policy import Policy
@@ -340,7 +339,7 @@ class MixedPrecision:
         self._require_open("unscale_")
         self.engine.unscale_(chosen(optimizers, self.weights.optimizers))
 
-    @_disable_dynamo  # the check and the update decide on the host: torch.compile breaks the graph here
+    @never_compiled  # the check and the update decide on the host: torch.compile breaks the graph here
     def step(
         self,
         optimizers: Optimizer | Iterable[Optimizer] | None = None,

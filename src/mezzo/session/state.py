@@ -24,8 +24,9 @@ from mezzo.scale import LossScale
 from mezzo.scale.config import one_number
 from mezzo.scale.state import VALUES, is_count
 from mezzo.session.stats import Stats
+from mezzo.sharded import local, placed, sharded_as
 from mezzo.step.moments import is_coded
-from mezzo.tensors import described, dtype_name, local, overflows, placed, sharded_as, tensors
+from mezzo.tensors import described, dtype_name, overflows, tensors
 from mezzo.weights import Halves
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_map
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import PolicyError, StateError, some_of
+from mezzo.hooks import hooks_of_every_step, step_hooks
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.optim.state import Look, changes_nothing
@@ -26,7 +26,7 @@ from mezzo.session.window import Window, multiply
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import dense
 from mezzo.step.passes import as_fused
-from mezzo.tensors import LOW
+from mezzo.tensors import LOW, tree_map
 from mezzo.weights.halves import owner_of
 from mezzo.weights.views import inner_optimizers, views_of
 
@@ -232,9 +232,7 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
 
 def _has_other_hooks(optimizer: Optimizer, own: int) -> bool:
     """Whether hooks run before an optimizer's step, besides so many of the session's."""
-    return len(optimizer._optimizer_step_pre_hooks) > own or any(
-        not isinstance(hook, Look) for hook in _global_optimizer_pre_hooks.values()
-    )
+    return len(step_hooks(optimizer)) > own or any(not isinstance(hook, Look) for hook in hooks_of_every_step())
 
 
 @contextmanager

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mezzo.cast.model import places
+from mezzo import sharded
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.model.refusals import preparations_in
 from mezzo.cast.products import Memory
 from mezzo.cast.region import autocast
+from mezzo.compiling import INSIDE, inside
 from mezzo.errors import PolicyError, StateError
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
@@ -85,7 +86,7 @@ class Weights:
     def __init__(self, models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, handles: Handles) -> None:
         self.models, self.optimizers, self.policy, self._handles = models, optimizers, policy, handles
         self.prepared: list[Prepared] = []
-        self.units = [unit for model in models for unit in places.units(model)]
+        self.units = [unit for model in models for unit in sharded.units(model)]
         self.device = torch.device("cpu")
         self.are_low = policy.param_dtype in LOW
         self._undo = contextlib.ExitStack()
@@ -203,7 +204,7 @@ class Weights:
     def _named(self, each: Mapping[nn.Module, Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
         for number, model in enumerate(self.models):
             prefix = f"{number}." if len(self.models) > 1 else ""
-            parts = places.parts_of(places.units(model))  # a forward pass leaves the root gathered
+            parts = sharded.parts_of(sharded.units(model))  # a forward pass leaves the root gathered
             for name, value in each[model]:
                 here = parts.get(value, value) if isinstance(value, Tensor) else value
                 yield prefix + _plain_name(model, name), here
@@ -226,6 +227,6 @@ def widen_states(optimizers: Iterable[Optimizer]) -> None:
 
 def _plain_name(model: nn.Module, name: str) -> str:
     """Return a name as it is without the wrappers of ``torch.compile`` and data parallelism."""
-    inner = getattr(model, "_orig_mod", model)
-    name = name.replace("_orig_mod.", "")
+    inner = inside(model)
+    name = name.replace(f"{INSIDE}.", "")
     return name.removeprefix("module.") if isinstance(inner, DistributedDataParallel) else name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, chain
@@ -11,21 +10,23 @@ from typing import Any, Final, Protocol, TypeAlias
 from weakref import ref
 
 import torch
-from torch import _C, Tensor, empty, is_grad_enabled, nn, ones
-from torch._compile import _disable_dynamo
-from torch.autograd import Function, Variable
+from torch import Tensor, empty, is_grad_enabled, nn, ones
+from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.optim import Optimizer
-from torch.utils.checkpoint import CheckpointFunction
 
+from mezzo.backward import call_at_end, runs_another, will_run
+from mezzo.compiling import never_compiled
 from mezzo.errors import StateError, some_of
+from mezzo.hooks import has_gradient_hooks, run_first
 from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
 from mezzo.session.weights import Weights
+from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, norms, with_gradients
 from mezzo.step.passes import not_finite
-from mezzo.tensors import LOW, is_distributed, marks, moved
+from mezzo.tensors import LOW, foreach_copy_, foreach_mul_, marks, moved
 
 Average: TypeAlias = Callable[[list[Tensor], dict[Tensor, Tensor]], dict[Tensor, Tensor]]
 
@@ -324,7 +325,7 @@ def _widen(leaves: list[Tensor]) -> None:
         gradients = [leaf.grad for leaf in now if leaf.grad is not None]
         wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
         for places in alike(gradients).values():
-            torch._foreach_copy_([wide[place] for place in places], [gradients[place] for place in places])
+            foreach_copy_([wide[place] for place in places], [gradients[place] for place in places])
         for leaf, gradient in zip(now, wide, strict=True):
             leaf.grad, leaf.grad_dtype = None, torch.float32
             leaf.grad = gradient
@@ -346,15 +347,13 @@ def found_with(norms: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
 def multiply(gradients: list[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by a number on a device, in as few kernels as there are devices and dtypes."""
     for (device, _), places in alike(gradients).items():
-        torch._foreach_mul_([gradients[place] for place in places], moved(factor, device))
+        foreach_mul_([gradients[place] for place in places], moved(factor, device))
 
 
 # Backward passes that carry a scale: which parameters they reach, where they begin, and where they end.
 
 #: What in a graph accumulates the gradient of a leaf.
 _ACCUMULATES: Final = type(get_gradient_edge(ones(1, requires_grad=True)).node)
-#: What in a graph runs a pass of its own, over parameters of which the graph says nothing.
-_RUNS_ANOTHER: Final = CheckpointFunction._backward_cls
 _EDGES: Final = attrgetter("next_functions")
 
 
@@ -371,7 +370,7 @@ class Walk:
 
     def __init__(self, leaves: list[Tensor], nodes: list[Any]) -> None:
         self.leaves, self.nodes = leaves, nodes
-        self.runs_others = any(issubclass(kind, _RUNS_ANOTHER) for kind in set(map(type, nodes)))
+        self.runs_others = any(map(runs_another, set(map(type, nodes))))
 
 
 def walked(roots: Iterable[Any]) -> Walk:
@@ -448,10 +447,7 @@ def unscaled(leaves: list[Tensor], scale: Tensor | None) -> Iterator[None]:
         for leaf in leaves:
             handle = leaf.register_hook(unscale)  # type: ignore[no-untyped-call]
             handles.callback(handle.remove)
-            # Before hooks of the user's: C runs them in the order in which they lie in memory.
-            hooks: Any = leaf._backward_hooks
-            keys = [key for key in hooks if key != handle.id]
-            deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
+            run_first(leaf, handle)  # before hooks of the user's
         yield
 
 
@@ -480,7 +476,7 @@ class Opens(Protocol):
         """Put back what made way for a pass that has raised."""
 
 
-@_disable_dynamo  # what it does, it does while autograd's own engine runs
+@never_compiled  # what it does, it does while autograd's own engine runs
 def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
     """Return a loss through which a backward pass is the session's, whoever runs it.
 
@@ -509,16 +505,16 @@ class _Entry(Function):
         return loss.view_as(loss)
 
     @staticmethod
-    @_disable_dynamo
+    @never_compiled
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Begin the pass, or join the one that is under way."""
         loss, leaf = ctx.next_functions[:2]
         walk, under_way = walked([GradientEdge(*loss)]), ctx.engine.under_way
-        if ctx.scale is not None and not _C._will_engine_execute_node(leaf[0]):
+        if ctx.scale is not None and not will_run(leaf[0]):
             _refuse_stops(walk)
         if under_way is None:
             begun = ScaledPass(ctx.engine, ctx.scale)
-            Variable._execution_engine.queue_callback(begun)
+            call_at_end(begun)
             begun.join(ctx.loss, walk)
         elif isinstance(under_way, ref) and isinstance(joined := under_way(), ScaledPass):
             joined.join(ctx.loss, walk)
@@ -542,7 +538,7 @@ def _refuse_stops(walk: Walk) -> None:
 def _runs(node: Any) -> bool:
     """Whether the pass under way runs a node of its graph."""
     try:
-        return _C._will_engine_execute_node(node)
+        return will_run(node)
     except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
         return True
 
@@ -589,12 +585,12 @@ class ScaledPass:
         self._hooked.update(map(id, others))
         self._hooks.enter_context(unscaled(others, self._scale))
 
-    @_disable_dynamo
+    @never_compiled
     def __call__(self) -> None:
         """End the pass: at its very end, since wrappers finish their reductions in such calls too."""
         if not self._is_last:
             self._is_last = True
-            Variable._execution_engine.queue_callback(self)
+            call_at_end(self)
             return
         with uninterrupted():  # a pass that is over has been told of
             self._is_open = False
@@ -610,8 +606,4 @@ class ScaledPass:
 
 def hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that have hooks of the user's, which run inside the pass."""
-    return [
-        leaf
-        for leaf in leaves
-        if isinstance(leaf, nn.Parameter) and (leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-    ]
+    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and has_gradient_hooks(leaf)]

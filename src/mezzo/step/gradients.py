@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from mezzo import tensors
+from mezzo.sharded import is_distributed, local
 from mezzo.step.executors.choose import executor_for, portable, update_of
 from mezzo.step.passes import Bucket, NoKernel, Verdict
 from mezzo.step.storage import READ, SPLIT, Storage
 from mezzo.step.update import Scalars, States, UpdateRule
-from mezzo.tensors import LOW, is_distributed, local, moved
+from mezzo.tensors import LOW, foreach_norm, foreach_zero_, moved
 
 Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
@@ -157,8 +158,8 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor | Sequence[T
         except NoKernel as error:
             return portable(error).norms(values)
     if values[0].dtype == torch.float64:
-        return torch.stack(torch._foreach_norm(values, 2)).float()
-    return torch._foreach_norm(values, 2, dtype=torch.float32)
+        return torch.stack(foreach_norm(values, 2)).float()
+    return foreach_norm(values, 2, dtype=torch.float32)
 
 
 @torch.no_grad()
@@ -175,7 +176,7 @@ def clear_to_zeros(params: Iterable[Tensor]) -> None:
         else:
             gradient.zero_()
     for places in alike(together).values():
-        torch._foreach_zero_([together[place] for place in places])
+        foreach_zero_([together[place] for place in places])
 
 
 def alike(tensors: list[Tensor]) -> Alike:

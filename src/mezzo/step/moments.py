@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError
+from mezzo.sharded import local
 from mezzo.step.storage import SIGN, stochastic
 from mezzo.step.update import SQUARES
-from mezzo.tensors import described, flat, local
+from mezzo.tensors import described, flat
 
 #: What is kept of one moment: the moment itself, or its codes and their scales.
 Kept: TypeAlias = tuple[Tensor, ...]

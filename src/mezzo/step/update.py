@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError, nearest
+from mezzo.releases import private
 
 States: TypeAlias = tuple[Tensor, ...]
 Scalars: TypeAlias = Mapping[str, Tensor]
@@ -188,6 +189,11 @@ def _lion(gradient: Tensor, weight: Tensor, states: States, numbers: Scalars) ->
     return weight, (momentum * numbers["beta2"] + numbers["gain2"] * gradient,)
 
 
+_ADAM_KERNEL, _ADAMW_KERNEL, _SGD_KERNEL = map(
+    private, ("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
+)
+
+
 def _native_adam(
     gradient: Tensor,
     weight: Tensor,
@@ -205,7 +211,7 @@ def _native_adam(
 def _native_sgd(gradient: Tensor, weight: Tensor, states: States, hypers: Numbers, step: Tensor, **on: bool) -> None:
     momentum, is_first_step = hypers["momentum"] if states else 0.0, bool(states) and int(step) <= 1
     flags: dict[str, Any] = {"nesterov": False, **on, "momentum": momentum, "maximize": False}
-    torch._fused_sgd_([weight], [gradient], list(states), is_first_step=is_first_step, **{**hypers, **flags})
+    _SGD_KERNEL([weight], [gradient], list(states), is_first_step=is_first_step, **{**hypers, **flags})
 
 
 _ADAM: Final[dict[str, Any]] = {
@@ -226,14 +232,14 @@ RULES: Final[Mapping[str, UpdateRule]] = MappingProxyType(
             **_ADAM,
             numbers_of=partial(_numbers_of_adam, decoupled=True),
             apply=partial(_adam, decoupled=True),
-            native=partial(_native_adam, kernel=torch._fused_adamw_),
+            native=partial(_native_adam, kernel=_ADAMW_KERNEL),
         ),
         "adam": UpdateRule(
             name="adam",
             **_ADAM,
             numbers_of=partial(_numbers_of_adam, decoupled=False),
             apply=partial(_adam, decoupled=False),
-            native=partial(_native_adam, kernel=torch._fused_adam_),
+            native=partial(_native_adam, kernel=_ADAM_KERNEL),
         ),
         "sgd": UpdateRule(
             name="sgd",

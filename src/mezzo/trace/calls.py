@@ -17,10 +17,12 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from mezzo.backward import current_node, next_number, number_of
 from mezzo.cast.differences import OPENED
 from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.cast.notes import notes
 from mezzo.cast.products import asked, recipe_of
+from mezzo.compiling import inside, is_compiled
 from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule, Treatment
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, resolve
@@ -448,7 +450,7 @@ class Where:
 
     def _mark(self) -> None:
         """Note from which autograd node on the program is in this place."""
-        number = torch._C._autograd._get_sequence_nr()
+        number = next_number()
         if self._timeline and self._timeline[-1][0] == number:
             self._timeline.pop()
         self._timeline.append((number, self._places[-1]))
@@ -474,7 +476,7 @@ class Where:
         """Return where a kernel belongs: to the running module, or to the one whose backward pass runs."""
         if not self.is_backward or len(self._places) > self._level:
             return self.now
-        node: Any = torch._C._current_autograd_node()
+        node = current_node()
         if node is None:
             return self.now
         if (variable := getattr(node, "variable", None)) is not None:
@@ -483,7 +485,7 @@ class Where:
 
     def of_node(self, node: Any) -> Place:
         """Return where an autograd node was made."""
-        found = bisect_right(self._timeline, node._sequence_nr(), key=lambda mark: mark[0])
+        found = bisect_right(self._timeline, number_of(node), key=lambda mark: mark[0])
         return self._timeline[found - 1][1] if found else self.now
 
 
@@ -497,14 +499,11 @@ def compiled_model() -> nn.Module | None:
     Returns:
         The outermost such model; None where what was compiled is a function.
     """
-    optimized = sys.modules["torch._dynamo"].OptimizedModule
     frame: FrameType | None = sys._getframe()
     found: nn.Module | None = None
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
-        if isinstance(module, optimized):
-            found = module._orig_mod
-        elif isinstance(module, nn.Module) and module._compiled_call_impl is not None:
-            found = module
+        if isinstance(module, nn.Module) and is_compiled(module):
+            found = inside(module)
         frame = frame.f_back
     return found

@@ -9,10 +9,9 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from mezzo.cast.mode import is_further_use
-from mezzo.tensors import dtype_name, each_tensor, has_fraction, tensors
+from mezzo.tensors import dtype_name, each_tensor, has_fraction, tensors, tree_leaves, tree_map
 
 #: In-place kernels that do not read what they write to, which may be memory that nothing was written to before.
 _OVERWRITING: Final = frozenset(
@@ -205,7 +204,7 @@ def operands(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 def has_literal(args: Any, kwargs: Any) -> bool:
     """Whether the call itself names an infinity or NaN, as ``masked_fill(mask, -inf)`` does."""
-    return any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+    return any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in tree_leaves((args, kwargs)))
 
 
 def largest_in(
@@ -236,7 +235,7 @@ def largest_in(
         return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
     try:
-        results = kernel(*pytree.tree_map(widen, args), **pytree.tree_map(widen, kwargs))
+        results = kernel(*tree_map(widen, args), **tree_map(widen, kwargs))
         result = [each for each in tensors(results) if has_fraction(each.dtype)][position]
     except Exception:  # a user's kernel refuses a format in its own way, an assert or a KeyError; the report goes on
         return None

@@ -13,12 +13,12 @@ from typing import Any, Final, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from mezzo.cast.mode import compiled_inside_alone
 from mezzo.cast.notes import watched
+from mezzo.compiling import compiled_inside_alone
+from mezzo.dispatch import TorchDispatchMode, dispatch_modes, function_modes
 from mezzo.tensors import LOW, dtype_name
 from mezzo.trace.calls import Place, Where, casting, doing, opened_by_region
 from mezzo.trace.kernels import flops
@@ -59,7 +59,7 @@ def watching(observer: Observer, *, backward: bool = False) -> Iterator[None]:
 
 def is_watched() -> bool:
     """Whether the current code is watched."""
-    return any(isinstance(mode, KernelMode) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, KernelMode) for mode in dispatch_modes())
 
 
 class _ModuleHooks:
@@ -93,7 +93,7 @@ class _ModuleHooks:
         self._observer.where.enter(self._entered[-1])
 
     def _push(self, module: nn.Module, args: Any) -> None:
-        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        stack = function_modes()
         mode = None if stack and isinstance(stack[-1], CallMode) else CallMode(self._observer)
         if mode is not None:
             mode.__enter__()  # type: ignore[no-untyped-call]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mezzo.compiling import uncompiled
 from mezzo.errors import PolicyError, UnsupportedError, some_of
+from mezzo.hooks import without_accumulation_hooks
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +110,8 @@ def as_training_runs(devices: Iterable[torch.device]) -> Iterator[None]:
         devices: The devices that hold the model.
     """
     states = RandomStates.now(devices)
-    # Nothing is compiled where dynamo is not loaded, and loading it takes a second.
-    uncompiled = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        with torch.inference_mode(False), torch.enable_grad(), uncompiled:
+        with torch.inference_mode(False), torch.enable_grad(), uncompiled():
             yield
     finally:
         states.restore()
@@ -142,18 +141,15 @@ def gradients_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
 
     Hooks that run once a gradient is accumulated, as optimizers in the backward pass do, are off meanwhile.
     """
-    kept = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks) for leaf in leaves]
-    try:
-        for leaf, _, hooks in kept:
-            leaf.grad = None
-            if hooks:
-                leaf._post_accumulate_grad_hooks = {}  # None would leave the hooks where they run
-        yield
-    finally:
-        for leaf, gradient, hooks in kept:
-            leaf.grad = gradient
-            if hooks:
-                leaf._post_accumulate_grad_hooks = hooks
+    kept = [(leaf, leaf.grad) for leaf in leaves]
+    with without_accumulation_hooks(leaf for leaf, _ in kept):
+        try:
+            for leaf, _ in kept:
+                leaf.grad = None
+            yield
+        finally:
+            for leaf, gradient in kept:
+                leaf.grad = gradient
 
 
 def leaves_of(starts: Iterable[Any]) -> Iterator[Tensor]:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from mezzo.backward import current_node, next_number, number_of
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.tensors import LOW, dtype_name, has_fraction, tensors
 from mezzo.trace import kernels
 from mezzo.trace.calls import Decider, Doing, Place, Where, casting, doing, kernel_name, quantised_formats
 from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import LostIntegers, lost_integers
-
-_NO_TORCH_FUNCTION: Final = torch._C.DisableTorchFunction
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +104,7 @@ class Trace:
 
     def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
         """Count what happens from now on to one call, until it is left."""
-        with _NO_TORCH_FUNCTION():
+        with DisableTorchFunction():
             around = self.where.now
             call = self.decider.call(function, args, kwargs, around.path)
             made_by = doing()
@@ -122,7 +122,7 @@ class Trace:
         call = place.call
         if call is None or self.where.is_backward or call.hidden or not call.has_run:
             return
-        with _NO_TORCH_FUNCTION():
+        with DisableTorchFunction():
             row = call.row(place.module, out)
         if row is not None:
             self.rows[row] += 1
@@ -135,7 +135,7 @@ class Trace:
 
     def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: Any) -> None:
         """Take note of one kernel."""
-        with _NO_TORCH_FUNCTION():
+        with DisableTorchFunction():
             place = self.where.place()
             made_by = doing()
             if made_by == "buffer":  # from the next pass on the call is given FP32
@@ -189,10 +189,10 @@ class Trace:
         line = None if call is None else call.line
         if made_by == "emulation":
             return Account("emulation", place, line)
-        node: Any = torch._C._current_autograd_node() if self.where.is_gradient else None
+        node = current_node() if self.where.is_gradient else None
         if node is not None:
             # The gradient of a cast is cast back on the same account; others follow from mixed dtypes.
-            account = self._accounts.get(node._sequence_nr()) if node.name() == "ToCopyBackward0" else None
+            account = self._accounts.get(number_of(node)) if node.name() == "ToCopyBackward0" else None
             return account or Account("model" if isinstance(node, BackwardCFunction) else "torch", place, line)
         if made_by == "cast" or (call is not None and (call.hidden or call.asks_for(before, after))):
             by = "policy"
@@ -201,7 +201,7 @@ class Trace:
         # Autograd numbers the node of a cast just before the kernel runs. A cast without a node comes after the owner
         # of the last number, which therefore is not overwritten.
         account = Account(by, place, line)
-        self._accounts.setdefault(torch._C._autograd._get_sequence_nr() - 1, account)
+        self._accounts.setdefault(next_number() - 1, account)
         return account
 
     def _rounding(self, before: Tensor, after: Tensor, account: Account) -> Integers | None:

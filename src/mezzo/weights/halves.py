@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import StateError
+from mezzo.sharded import hold_as, is_distributed, local, placed, sharded_as
 from mezzo.step.storage import decode, encode_into, refuse_beyond
-from mezzo.tensors import LOW, described, is_distributed, local, placed, sharded_as
+from mezzo.tensors import LOW, described
 
 #: A storage, which is not kept alive, and where in it.
 _Memory: TypeAlias = tuple[StorageWeakRef, int | torch.SymInt]
@@ -263,7 +265,7 @@ class Halves:
 
         **Cost**: 0.05 µs a tensor where nothing was swapped.
         """
-        with torch._C.DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
+        with DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
             is_settled = not self._are_away and list(map(_DTYPE, self._held)) == self._lows
         if not is_settled:
             self._settle()
@@ -314,7 +316,7 @@ def give(tensor: Any, data: Tensor, *, with_gradients: bool = True) -> None:
     whole: Any = sharded_as(data, tensor) if is_distributed(tensor) and not is_distributed(data) else data
     tensor.data = whole
     if is_distributed(tensor):  # torch gives it the other's dtype, but not what it holds
-        tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+        hold_as(tensor, whole)
     if follows and tensor.grad_dtype != data.dtype:  # torch keeps one that was ever set, whatever the tensor becomes
         tensor.grad_dtype = data.dtype
 

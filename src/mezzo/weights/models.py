@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from mezzo.errors import MezzoError, NumericsError, StateError, raise_together, some_of
 from mezzo.hooks import is_ours
 from mezzo.policy.rules import both
+from mezzo.sharded import local
 from mezzo.step.storage import is_beyond
-from mezzo.tensors import dtype_name, local
+from mezzo.tensors import dtype_name
 from mezzo.weights.halves import Halves
 
 _HOOKS: Final = (

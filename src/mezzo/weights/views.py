@@ -15,14 +15,16 @@ from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 
+from mezzo.compiling import never_compiled
 from mezzo.errors import MezzoError, StateError, UnsupportedError, raise_together, some_of
+from mezzo.hooks import run_innermost
+from mezzo.sharded import is_distributed, local, placed
 from mezzo.step.gradients import Exchange, alike
-from mezzo.tensors import LOW, described, dtype_name, is_distributed, local, moved, placed, tensors, versions
+from mezzo.tensors import LOW, described, dtype_name, foreach_mul, moved, tensors, versions
 from mezzo.weights.halves import Halves, owner_of
 
 #: Elements that are FP32 at a time, where a step goes in parts: on CPUs such as stay in a cache, elsewhere as many as
@@ -151,11 +153,7 @@ class Views:
         @functools.wraps(plain_step)
         def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
             is_outermost = self._depth == 0
-            pres: Any = optimizer._optimizer_step_pre_hooks
-            posts: Any = optimizer._optimizer_step_post_hooks
-            if pre.id in pres:  # hooks of programs see the model's parameters, before and after
-                pres.move_to_end(pre.id)
-                posts.move_to_end(post.id, last=False)
+            run_innermost(optimizer, pre, post)  # hooks of programs see the model's parameters, before and after
             try:
                 return plain_step(*args, **kwargs)
             finally:
@@ -254,14 +252,14 @@ class Views:
 
         return evaluate
 
-    @_disable_dynamo
+    @never_compiled
     def _take(self, part: _Part) -> None:
         self._open = part
         part.take(self.multiplier, self.found_inf)
         _exchange(part.lists, 2)
         self._rekey(part.pairs)
 
-    @_disable_dynamo
+    @never_compiled
     def _close(self) -> None:
         """Store what the views hold, and put the parameters back."""
         part, self._open = self._open, None
@@ -503,7 +501,7 @@ class _Part:
         gradients = list(map(_GRADIENT, self._wide))
         for (device, _), places in alike(gradients).items():
             assert multiplier is not None, "a part is made for whether there is one"
-            multiplied = torch._foreach_mul([gradients[place] for place in places], moved(multiplier, device))
+            multiplied = foreach_mul([gradients[place] for place in places], moved(multiplier, device))
             for place, made in zip(places, multiplied, strict=True):
                 self._wide[place].grad = made
                 self._before.append((self._wide[place], gradients[place], made))

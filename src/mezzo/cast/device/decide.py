@@ -28,6 +28,7 @@ from mezzo.cast.device.probing import (
     survives_here,
 )
 from mezzo.errors import UnsupportedError, message
+from mezzo.releases import private
 from mezzo.tensors import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -200,7 +201,7 @@ def _revive(dtype: torch.dtype, report: DeviceReport) -> Choice:
     if own is None:
         os.environ[ISA_VARIABLE] = limit
     # oneDNN reads it now, and obeys it whatever the environment becomes: unless it has read another before.
-    torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    private("torch.ops.mkldnn._is_mkldnn_bf16_supported")()
     if survives_here(dtype):
         whose = f"and {ISA_VARIABLE}={limit} is set" if own else f"so mezzo has set {ISA_VARIABLE}={limit}"
         return Choice(action="native" if own else "limit", reason=f"{dies}, {whose}")

@@ -13,14 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mezzo.cast.mode import compiled_inside, compiled_inside_alone
 from mezzo.cast.notes import WATCHERS, during
+from mezzo.compiling import compiled_inside, compiled_inside_alone, is_at_work
 from mezzo.errors import message, some_of
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, LOW, mark, tensors
+from mezzo.tensors import CASTABLE, LOW, mark, tensors, tree_map_only
 from mezzo.weights.halves import Halves
 
 logger = logging.getLogger(__name__)
@@ -101,8 +100,7 @@ class Buffers:
     def enter(self, module: nn.Module, _: Any) -> None:
         """Begin to watch a pass, where there is something to find out: a forward pre-hook."""
         if not torch.compiler.is_compiling():
-            callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
-            self._begin(module, is_compiled=callback not in (None, False))
+            self._begin(module, is_compiled=is_at_work())
 
     @compiled_inside_alone
     def _begin(self, module: nn.Module, *, is_compiled: bool) -> None:

@@ -10,25 +10,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from mezzo.backward import runs_backward
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import acting_modes, acts_here, any_off, cast_floating, compiled_inside_alone, mapped
+from mezzo.cast.mode import acting_modes, acts_here, any_off, cast_floating, mapped
 from mezzo.cast.model.places import RuledParams
 from mezzo.cast.region import Region, autocast
+from mezzo.compiling import compiled_inside_alone, never_compiled
+from mezzo.dispatch import DisableTorchFunction, num_function_modes
 from mezzo.policy import Policy
 from mezzo.tensors import CASTABLE, each_tensor
-
-
-def runs_backward() -> bool:
-    """Whether autograd runs in this thread: a module that is called then is recomputed."""
-    return torch._C._current_graph_task_id() != -1
-
-
-# What torch._dynamo.assume_constant_result sets, without a second of imports. While it traces, torch.compile asks once:
-# a module that is compiled by itself and recomputed is traced for its forward pass before.
-runs_backward._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class TakesIn:
@@ -48,10 +40,10 @@ class TakesIn:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments, cast, or ``None`` where nothing has to be."""
         given = (*args, *kwargs.values()) if kwargs else args
-        if torch.compiler.is_compiling() or not torch._C._len_torch_function_stack():
+        if torch.compiler.is_compiling() or not num_function_modes():
             is_off = any_off(given, self._others)
         else:
-            with torch._C.DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
+            with DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
                 is_off = any_off(given, self._others)
         return cast_floating((args, kwargs), self.dtype) if is_off else None
 
@@ -238,7 +230,7 @@ class Within:
 
     # A region cannot be entered in one compiled frame and left in another: these calls stay in Python.
     # (torch.compiler.disable is the public name, and costs a second of imports where it is only mentioned.)
-    @_disable_dynamo
+    @never_compiled
     def _enter_region(self) -> None:
         region = autocast.of(self.region())
         region.__enter__()
@@ -257,7 +249,7 @@ class Within:
         if self._entered:  # not in a graph
             self._leave_region()
 
-    @_disable_dynamo
+    @never_compiled
     def _leave_region(self) -> None:
         thread = threading.get_ident()
         if not (stack := self._entered.get(thread)):

@@ -10,18 +10,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList, is_parametrized
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from mezzo import sharded
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import compiled_inside_alone, forget_compiled
-from mezzo.cast.model import places
 from mezzo.cast.model.buffers import Buffers, Frozen
 from mezzo.cast.model.calls import GivesOut, MadeLow, TakesIn, Within
 from mezzo.cast.model.mismatch import explain
 from mezzo.cast.model.places import (
+    NORM,
     RuledParams,
     called,
     made_weights,
@@ -34,6 +33,7 @@ from mezzo.cast.model.places import (
 from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
+from mezzo.compiling import compiled_inside_alone, forget_compiled
 from mezzo.errors import StateError, printable, raise_together
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
@@ -122,8 +122,8 @@ class Prepared:
         self.asked, self.in_session, self._is_removed = policy, False, False
         policy = with_low_ends(model, with_pinned_classes(model, policy))
         self.model, self.policy = model, policy
-        places.reshard(places.units(model))
-        self._parts: dict[Tensor, places.Shard] = {part.param: part for part in places.shards(model)}
+        sharded.reshard(sharded.units(model))
+        self._parts: dict[Tensor, sharded.Shard] = {part.param: part for part in sharded.shards(model)}
         storage = wanted_storage(model, policy, self._parts, waits=waits)
         self._storage = storage
         self._places = {t: (module, path.rpartition(".")[2]) for t, path, module in stored_tensors(model)}
@@ -161,7 +161,7 @@ class Prepared:
         frozen = ((name, p) for name, p in self.model.named_parameters() if p in low and not p.requires_grad)
         self.frozen = Frozen(dict(frozen))
         if not low.keys().isdisjoint(self._parts):
-            places.refresh(self.model)
+            sharded.refresh(self.model)
         self._undo.callback(show_fp32(self.model, self.halves))
         for module in self.model.modules():
             if isinstance(module, nn.RNNBase) and low:
@@ -197,7 +197,7 @@ class Prepared:
         low = self.policy.param_dtype != torch.float32
         for path, module in called(self.model):
             is_own = paths[path] == path and (path != "" or len(self.params) > 0)
-            widens = low and not self.policy.keep_batchnorm_fp32 and isinstance(module, _NormBase)
+            widens = low and not self.policy.keep_batchnorm_fp32 and isinstance(module, NORM)
             rule = self.policy.module_rule(path) if paths[path] else None
             dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
             within = Within(
@@ -297,7 +297,7 @@ class Prepared:
             raise StateError(
                 "the prepared model belongs to a session", where=kind, write="amp.close() of that one first"
             )
-        places.reshard(places.units(self.model))
+        sharded.reshard(sharded.units(self.model))
         self.follow()
         self.halves.settle()
         raise_together(changes_since(self.model, self.policy, self._storage))
@@ -310,7 +310,7 @@ class Prepared:
 
         **Cost**: the first time, a copy of each part's low half.
         """
-        parts: dict[Tensor, places.Shard] = {part.param: part for part in places.shards(self.model)}
+        parts: dict[Tensor, sharded.Shard] = {part.param: part for part in sharded.shards(self.model)}
         now = {t: module._parameters.get(name) for t, (module, name) in self._places.items()}
         moved = {t: part for t, part in now.items() if part is not None and part is not t and part in parts}
         if not moved:
@@ -359,7 +359,7 @@ class Prepared:
             give_back(tensor, tensor.data.to(dtype))
         self._widened.clear()
         if is_sharded:
-            places.refresh(self.model)
+            sharded.refresh(self.model)
 
 
 class _ModelRegion(autocast):

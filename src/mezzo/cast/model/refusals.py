@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.jit import ScriptModule
-from torch.nn.modules.batchnorm import _NormBase
 
 from mezzo.cast.model.calls import GivesOut, Within
-from mezzo.cast.model.places import Shard, flags_of_all, makes_weight, sharded_otherwise, stored_tensors
+from mezzo.cast.model.places import NORM, makes_weight, sharded_otherwise, stored_tensors
 from mezzo.errors import (
     MezzoError,
     PolicyError,
@@ -31,7 +30,8 @@ from mezzo.hooks import owner_of
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED, callables, functions
 from mezzo.policy.rules import both
-from mezzo.tensors import dtype_name, local
+from mezzo.sharded import Shard, flags_of_all, local
+from mezzo.tensors import dtype_name
 
 # The autograd nodes that add up a parameter's gradients, and whether anything but the parameter keeps one.
 
@@ -111,7 +111,7 @@ def wanted_storage(
     storage: dict[Tensor, torch.dtype] = {}
     deciding: dict[Tensor, tuple[Rule | None, str]] = {}
     for tensor, path, module in stored_tensors(model):
-        is_norm = isinstance(module, _NormBase)
+        is_norm = isinstance(module, NORM)
         if is_norm and not isinstance(tensor, nn.Parameter):
             continue  # running statistics stay FP32
         dtype, rule = policy.storage(path, path.rpartition(".")[0], is_norm=is_norm)

@@ -8,14 +8,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from mezzo.cast.notes import LISTENERS, ProductCall
 from mezzo.cast.products.memory import Memory
 from mezzo.cast.products.operands import Quantiser
 from mezzo.cast.products.passes import differentiable, not_transformed
 from mezzo.cast.products.recipes import Recipe
-from mezzo.tensors import is_transformed
+from mezzo.compiling import never_compiled
+from mezzo.dispatch import DisableTorchFunction, is_transformed
 
 
 class Operands(NamedTuple):
@@ -139,12 +139,12 @@ def _returned(out: Tensor, found: Operands) -> Tensor:
     return out.mT if found.is_turned else out.view(*found.x.shape[:-1], found.weight.shape[0])
 
 
-@_disable_dynamo
+@never_compiled
 def _run(
     rows: Tensor, low_weight: Tensor, bias: Tensor | None, recipe: Recipe, memories: Sequence[Memory], weight: Tensor
 ) -> Tensor:
     """Run in Python, and out of graphs where something is known of earlier steps."""
-    with torch._C.DisableTorchFunction():  # a mode is asked about every attribute that is read, and there are many
+    with DisableTorchFunction():  # a mode is asked about every attribute that is read, and there are many
         memory, slot = None, None
         if recipe.remembers:
             first = memories[0] if memories else None  # for weights that are computed, as those of adapters

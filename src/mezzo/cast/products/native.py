@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.functional import ScalingType, SwizzleType
 
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.formats import BlockFormat, Quantized, quantized
 from mezzo.formats.table import E2M1
 
@@ -135,7 +136,7 @@ def _tried(left: BlockFormat, right: BlockFormat, dtype: torch.dtype) -> str:
     """Return why a product is not there, or not right; nothing where it is."""
     generator = torch.Generator().manual_seed(0)
     drawn = [torch.randn(_SIZE, _SIZE, generator=generator).cuda() for _ in range(2)]
-    with torch._C.DisableTorchFunction(), torch.no_grad():
+    with DisableTorchFunction(), torch.no_grad():
         a, b = (quantized(x, form, 1) for x, form in zip(drawn, (left, right), strict=True))
         try:
             got = scaled_mm(a, b, (1, 1), None, dtype).double()

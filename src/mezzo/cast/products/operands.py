@@ -11,6 +11,7 @@ from torch import Tensor
 from mezzo.cast.notes import LISTENERS, ProductCall, product_beside
 from mezzo.cast.products.memory import Memory, Role, Slot
 from mezzo.cast.products.recipes import Recipe, depends
+from mezzo.dispatch import makes_fake
 from mezzo.formats import BlockFormat, Quantized, quantized
 from mezzo.formats.noise import drawn
 
@@ -27,7 +28,7 @@ _ROTATIONS: Final[dict[torch.device, Tensor]] = {}
 
 def _rotation(device: torch.device) -> Tensor:
     """Return the 16×16 Hadamard matrix, orthonormal, its columns times the signs: float32."""
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+    if makes_fake():
         return _made_rotation(device)  # without values, which must not outlive the mode
     if device not in _ROTATIONS:
         _ROTATIONS[device] = _made_rotation(device)

@@ -14,6 +14,7 @@ from mezzo.cast.notes import LISTENERS
 from mezzo.cast.products.native import scaled_mm
 from mezzo.cast.products.operands import Operand, Quantiser
 from mezzo.cast.products.recipes import BY_KEY, Recipe
+from mezzo.dispatch import is_batch_of_gradients
 from mezzo.errors import UnsupportedError
 from mezzo.formats import BlockFormat, Quantized
 from mezzo.policy import Treatment
@@ -175,7 +176,7 @@ def _differentiated_once(backward: Any) -> Any:
     """Let a backward pass be differentiated no further: what asks for it raises."""
 
     def run(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if torch._C._functorch.is_batchedtensor(gradient) or torch._C._functorch.is_legacy_batchedtensor(gradient):
+        if is_batch_of_gradients(gradient):
             raise not_transformed(ctx.recipe)
         with torch.no_grad():
             grads: tuple[Any, ...] = backward(ctx, gradient)

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
+from mezzo.compiling import never_compiled
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, UnsupportedError, raise_together, shown, some_of
 from mezzo.interrupts import uninterrupted
@@ -182,7 +182,7 @@ class GradScaler(EngineScaler):
         self._given = self.loss_scale.state.scale
         return loss * moved(self._given, loss.device)
 
-    @_disable_dynamo
+    @never_compiled
     def _place(self, device: torch.device) -> None:
         """Keep the scale where losses are."""
         self.loss_scale.hold(self.loss_scale.state.to(device), in_graph=False)
@@ -210,7 +210,7 @@ class GradScaler(EngineScaler):
             raise
         self._seen[optimizer] = True
 
-    @_disable_dynamo
+    @never_compiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale by what was found since the last call, once for all optimizers, or set another one.
 

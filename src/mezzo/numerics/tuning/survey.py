@@ -10,14 +10,14 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from mezzo.cast.region import autocast
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError
 from mezzo.numerics.tuning.trial import Outcome, Shadow, failure_text, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
-from mezzo.tensors import CASTABLE, tensors
+from mezzo.tensors import CASTABLE, tensors, tree_map_only
 from mezzo.trace.calls import LOSS, Decider, Place, Where, doing
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import RandomStates
@@ -27,7 +27,6 @@ Spot = tuple[str, str]
 
 #: An op that keeps less than this of its result, or of its gradients, is suspected.
 SUSPECT_DB: Final = 30.0
-_NO_TORCH_FUNCTION: Final = torch._C.DisableTorchFunction
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +67,7 @@ class _Watch:
     unfinished: dict[int, Call] = field(default_factory=dict)
 
     def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
-        with _NO_TORCH_FUNCTION():
+        with DisableTorchFunction():
             module = self.where.now.module
             place = Place(module, self.decider.call(function, args, kwargs, None))
             call = Call(None, (sum(x.numel() for x in _castable((args, kwargs))), 0))
@@ -85,7 +84,7 @@ class _Watch:
 
     def finish(self, place: Place, out: Any) -> None:
         call = self.unfinished.pop(id(place), None)
-        with _NO_TORCH_FUNCTION():
+        with DisableTorchFunction():
             results = list(_castable(out))
             if call is None or not results:
                 return
@@ -243,7 +242,7 @@ def _replayed(call: Call, region: autocast, dtype: torch.dtype) -> tuple[list[Te
             operands.append(own)
         return own
 
-    args, kwargs = pytree.tree_map_only(Tensor, operand, (call.args, call.kwargs))
+    args, kwargs = tree_map_only(Tensor, operand, (call.args, call.kwargs))
     assert call.function is not None
     with region:
         results = list(_castable(call.function(*args, **kwargs)))

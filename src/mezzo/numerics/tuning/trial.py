@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from mezzo.cast.differences import OPENED
-from mezzo.cast.mode import OPENED_BACKWARD, compiled_inside_alone
+from mezzo.cast.mode import OPENED_BACKWARD
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.region import autocast
+from mezzo.compiling import compiled_inside_alone
 from mezzo.errors import MezzoError, NumericsError, PolicyError, printable, shown, some_of
 from mezzo.overflow import locate
 from mezzo.overflow.diagnose import highest_scale

@@ -13,9 +13,20 @@ from mezzo.policy.ops.names import (
     resolve,
     written_form,
 )
-from mezzo.policy.ops.table import NORMS, OPS, QUANTISABLE, QUANTISED, TREATMENTS, VIEWS, Op, Reason, Treatment
+from mezzo.policy.ops.table import (
+    NORMS,
+    OPS,
+    QUANTISABLE,
+    QUANTISED,
+    TREATMENTS,
+    VIEWS,
+    Op,
+    Reason,
+    Treatment,
+    named_for,
+)
 
 __all__ = [
     "NORMS", "OPS", "QUANTISABLE", "QUANTISED", "TREATMENTS", "VIEWS", "Op", "Reason", "Treatment", "callables",
-    "functions", "is_in_place", "matching", "out_of_place", "resolve", "written_form",
+    "functions", "is_in_place", "matching", "named_for", "out_of_place", "resolve", "written_form",
 ]  # fmt: skip

@@ -13,12 +13,13 @@ from typing import Any, Final, Literal
 import torch
 from torch.nn import functional
 
+from mezzo.dispatch import INNER_FUNCTIONS
 from mezzo.errors import PolicyError, shown
 from mezzo.policy.ops.table import MODULES, OPS, PADDLE_ALIASES, SPELLINGS, SYNONYMS, VIEWS, synonyms_of
 
 # Where a user finds functions, with the prefix that the op's base name has for each place.
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
-    *(("", place) for place in (torch, functional, torch._C._nn, torch.Tensor)),
+    *(("", place) for place in (torch, functional, INNER_FUNCTIONS, torch.Tensor)),
     *(("linalg_", torch.linalg), ("fft_", torch.fft), ("", torch.special)),
 )
 # How names begin, the longer first, and the prefix of the base name; None for the classes of torch.nn.

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, get_args
 
-import torch
+from mezzo import dispatch
 
 # Other people's op lists and names: torch's autocast, which is asked; apex, Fleet and Paddle, as they wrote them.
 #
@@ -73,7 +73,7 @@ def registered(device: Literal["CUDA", "CPU"]) -> frozenset[str]:
         >>> "conv2d" in registered("CPU"), "relu" in registered("CPU")
         (True, False)
     """
-    overloads = torch._C._dispatch_get_registrations_for_dispatch_key(f"Autocast{device}")
+    overloads = dispatch.registered(f"Autocast{device}")
     return frozenset(name.removeprefix("aten::").split(".")[0] for name in overloads if name.startswith("aten::"))
 
 
@@ -406,7 +406,32 @@ def _row(name: str, rows: _Rows) -> Op:
     )  # fmt: skip
 
 
+class _Ops(Mapping[str, Op]):
+    """Every classified op, by base name; torch is asked for its lists when the first one is looked up."""
+
+    def __init__(self) -> None:
+        self._rows = {name: rows for rows in _ROWS for name in rows.names.split()}
+        self._made: dict[str, Op] = {}
+
+    def __getitem__(self, name: str) -> Op:
+        if name not in self._made:
+            self._made[name] = _row(name, self._rows[name])
+        return self._made[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+
 #: Every classified op, by base name.
-OPS: Final[Mapping[str, Op]] = types.MappingProxyType(
-    {name: _row(name, rows) for rows in _ROWS for name in rows.names.split()}
-)
+OPS: Final[Mapping[str, Op]] = _Ops()
+
+
+def named_for(reason: Reason) -> frozenset[str]:
+    """Return the ops that are treated so for a reason."""
+    return frozenset(name for rows in _ROWS if rows.reason == reason for name in rows.names.split())

@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mezzo.compiling import for_any_length
 from mezzo.errors import UnsupportedError
 from mezzo.step.moments import GROUP, elements, in_groups
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, scales_among, updated
 from mezzo.step.storage import Storage, keys
 from mezzo.step.update import Scalars, States, UpdateRule
-from mezzo.tensors import CASTABLE, flat
+from mezzo.tensors import CASTABLE, flat, foreach_norm
 
 #: Elements in a block. Smaller ones stay nearer to the cores, but each operation costs 2 µs of dispatch: on a Zen 4
 #: with 1 MiB of second-level cache a core, 2^15 takes twice as long and 2^18 1.1 times.
@@ -58,7 +59,7 @@ class Portable:
         if not gradients:
             return torch.zeros(0)
         if gradients[0].device.type != "cpu":
-            return torch.stack(torch._foreach_norm([each.detach() for each in gradients], 2, torch.float32))
+            return torch.stack(foreach_norm([each.detach() for each in gradients], 2, torch.float32))
         return torch.stack([_squares(gradient).sqrt() for gradient in gradients])
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
@@ -324,8 +325,6 @@ def _is_compiled(example: Tensor) -> Tensor:
 
 def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callable[..., Any]:
     """Compile a function of vectors for any length, by a call with some."""
-    import torch._dynamo
-
     # A code object of its own: torch counts recompilations by code object, and gives up after eight.
     code = function.__code__.replace(co_name=name)
     own = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
@@ -333,7 +332,7 @@ def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callab
     for example in examples:
         for tensor in example if isinstance(example, list) else (example,):
             if tensor.numel() >= EXAMPLE // GROUP:
-                torch._dynamo.mark_dynamic(tensor, 0)
+                for_any_length(tensor)
     try:
         with torch.no_grad():
             compiled(*examples)

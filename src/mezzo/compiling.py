@@ -1,0 +1,224 @@
+"""All that mezzo knows of torch.compile: how its own functions are compiled, and what Dynamo is doing.
+
+The one file that takes private names of Dynamo's. None of them needs ``torch._dynamo``, a second of imports, before a
+program compiles something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final, Literal, TypeVar
+
+import torch
+from torch import nn
+
+from mezzo.errors import UnsupportedError
+from mezzo.releases import private, require
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+# How functions of mezzo's are compiled -------------------------------------------------------------------
+
+_STRATEGIES: Final = (
+    "torch._C._dynamo.eval_frame._FrameAction",
+    "torch._C._dynamo.eval_frame._FrameExecStrategy",
+    "torch._C._dynamo.eval_frame.set_code_exec_strategy",
+)
+_DISABLE: Final = private("torch._compile._disable_dynamo", public=torch.compiler.disable)
+
+
+def never_compiled(function: C) -> C:
+    """Return a function that runs in Python, with all that it calls: torch.compile breaks the graph there.
+
+    ``torch.compiler.disable``, without the second of imports that its mention costs.
+    """
+    left: C = _DISABLE(function)
+    return left
+
+
+def constant_in_graphs(function: C) -> C:
+    """Return the function, which torch.compile calls once while it traces, and whose result is a constant of the graph.
+
+    ``torch._dynamo.assume_constant_result``, without the second of imports that its mention costs.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def compiled_inside_alone(function: C) -> C:
+    """Return a function that is compiled inside the functions that call it, and never by itself, nor what it calls.
+
+    Where torch.compile leaves a function to Python, it compiles each function that this one calls by itself. One that
+    takes torch's functions as arguments, as a mode's does, must not be: torch 2.13 guards no method of C's among them,
+    and ``x.square()`` ran what was compiled for ``x.float()``, without an error.
+    """
+    return _with_strategy(function, "SKIP")
+
+
+def compiled_inside(function: C) -> C:
+    """As :func:`compiled_inside_alone`, but for what the function calls, which is compiled as anything else."""
+    return _with_strategy(function, "DEFAULT")
+
+
+def _with_strategy(function: C, calls: Literal["SKIP", "DEFAULT"]) -> C:
+    try:
+        require(*_STRATEGIES)
+    except UnsupportedError as error:
+        return _refusing_to_compile(function, error)
+    action, strategy, set_strategy = map(private, _STRATEGIES)
+    set_strategy(function.__code__, strategy(action.SKIP, getattr(action, calls)))
+    return function
+
+
+def _refusing_to_compile(function: C, error: UnsupportedError) -> C:
+    """Return a function that raises where torch.compile is at work, which would compile it by itself."""
+
+    @functools.wraps(function)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or _CALLBACK() not in (None, False):
+            raise error
+        return function(*args, **kwargs)
+
+    return refusing  # type: ignore[return-value]
+
+
+def for_any_length(tensor: torch.Tensor) -> None:
+    """Have torch.compile make no constant of a tensor's length."""
+    private("torch._dynamo.mark_dynamic")(tensor, 0)
+
+
+def forget_compiled() -> None:
+    """Drop what torch.compile has made so far: hooks were put on modules, or taken off, and torch guards none of them.
+
+    **Cost**: what is called again is compiled again.
+    """
+    if is_imported():
+        private("torch._dynamo.reset_code_caches")()
+
+
+# What is compiled ----------------------------------------------------------------------------------------
+
+#: What torch.compile calls the module that it wraps.
+INSIDE: Final = "_orig_mod"
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """Return the module that ``torch.compile(module)`` has wrapped; any other as it is."""
+    found: nn.Module = getattr(model, INSIDE, model)
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether a module is compiled: by ``module.compile()``, or as what ``torch.compile(module)`` returns."""
+    return module._compiled_call_impl is not None or hasattr(module, INSIDE)
+
+
+def uncompiled() -> contextlib.AbstractContextManager[Any]:
+    """Return what runs code inside its block that torch compiled, uncompiled."""
+    return torch.compiler.set_stance("force_eager") if is_imported() else contextlib.nullcontext()
+
+
+# What torch.compile does now ---------------------------------------------------------------------------
+
+_CALLBACK: Final = private("torch._C._dynamo.eval_frame.get_eval_frame_callback")
+_TRACER: Final = "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx"
+_BACKEND: Final = (
+    "torch._dynamo.output_graph.OutputGraph.compiler_fn",
+    "torch._dynamo.repro.after_dynamo.WrapBackendDebug._torchdynamo_orig_backend",
+    "torch._TorchCompileWrapper.compiler_fn",
+)
+
+
+def is_imported() -> bool:
+    """Whether Dynamo is imported: before, nothing is compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+@compiled_inside  # where torch.compile is left alone, whether it is at work cannot be asked
+def is_at_work() -> bool:
+    """Whether what Python calls now may be compiled: it is called by what was compiled, and left to Python."""
+    return _CALLBACK() not in (None, False)
+
+
+@constant_in_graphs  # it is a fact about the graph: torch guards which backend one is for
+def casts_are_placed() -> bool:
+    """Whether the backend for which torch.compile traces now places casts itself, in the graph that it is given."""
+    require(*_BACKEND)
+    backend = private(_TRACER)().output.compiler_fn
+    while not hasattr(backend, "places_casts"):
+        inner = getattr(backend, "_torchdynamo_orig_backend", None) or getattr(backend, "compiler_fn", None)
+        if inner is None:
+            return False
+        backend = inner
+    return bool(backend.places_casts)
+
+
+def traced_variable(name: str) -> Any:
+    """Return what a variable holds in the function that torch.compile traces now; ``None`` where there is none."""
+    frame = private(_TRACER)()
+    return frame.f_locals.get(name, frame.f_globals.get(name))
+
+
+@contextlib.contextmanager
+def differentiated_plainly(own: torch.autocast) -> Iterator[None]:
+    """Enter autocast, and let torch.compile differentiate what it traces inside the block without it, as eager does.
+
+    Torch 2.13 traces the backward pass under the autocast around the call, where the gradient of a product that is
+    pinned to FP32 would be computed in low precision: https://github.com/pytorch/pytorch/issues/179804.
+    """
+    require("torch._functorch.config.backward_pass_autocast")
+    from torch._functorch import config  # a setting of this thread
+
+    before = config.backward_pass_autocast
+    config.backward_pass_autocast = "off" if before in ("same_as_forward", "default") else before
+    try:
+        with own:
+            yield
+    finally:
+        config.backward_pass_autocast = before
+
+
+# Capturing a model, and handing graphs on -----------------------------------------------------------------
+
+#: What graphs of Dynamo's call where a program enters or leaves autocast, or turns gradients on or off.
+ENTER_AUTOCAST: Final = private("torch.amp.autocast_mode._enter_autocast")
+EXIT_AUTOCAST: Final = private("torch.amp.autocast_mode._exit_autocast")
+SET_GRAD_ENABLED: Final = private("torch._C._set_grad_enabled")
+
+
+def as_given(left_out: Iterable[Callable[..., Any]]) -> contextlib.AbstractContextManager[Any]:
+    """Return what has a model captured with the sizes of its inputs alone, recurrent layers too.
+
+    Args:
+        left_out: Functions of loggers, which are to be no op.
+    """
+    patch = private("torch._dynamo.config.patch")
+    made: contextlib.AbstractContextManager[Any] = patch(
+        allow_rnn=True, automatic_dynamic_shapes=False, ignore_logger_methods={*left_out}
+    )
+    return made
+
+
+def capture_errors() -> tuple[type[Exception], type[Exception]]:
+    """Return what Dynamo raises: any error of its own, and the kind that passes on an error of the program."""
+    require("torch._dynamo.exc.TorchDynamoException", "torch._dynamo.exc.TorchRuntimeError")  # except takes no stand-in
+    return private("torch._dynamo.exc.TorchDynamoException"), private("torch._dynamo.exc.TorchRuntimeError")
+
+
+def backend_of(name: str) -> Any:
+    """Return the backend of torch.compile that a name stands for; ``None`` where there is none."""
+    require("torch._dynamo.exc.InvalidBackend", "torch._dynamo.lookup_backend")  # except takes no stand-in
+    unknown: type[Exception] = private("torch._dynamo.exc.InvalidBackend")
+    try:
+        return private("torch._dynamo.lookup_backend")(name)
+    except unknown:
+        return None
+
+
+def backends() -> list[str]:
+    """Return the names of torch.compile's backends."""
+    found: list[str] = private("torch._dynamo.list_backends")()
+    return found

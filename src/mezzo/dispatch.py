@@ -1,0 +1,101 @@
+"""All that mezzo asks of torch's dispatcher: active modes, what ``torch.func`` wraps, the classes of operators.
+
+The one file that takes private names of modes and of functorch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from mezzo.releases import missing, private
+
+if TYPE_CHECKING:
+    from torch._C import DisableTorchFunction as DisableTorchFunction
+    from torch._ops import HigherOrderOperator as HigherOrderOperator
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    DisableTorchFunction = private("torch._C.DisableTorchFunction")
+    HigherOrderOperator = private("torch._ops.HigherOrderOperator")
+    OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
+    FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode")
+    TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
+
+# Modes ---------------------------------------------------------------------------------------------------
+
+#: How many function modes are active in this thread, and the one at a place, from the outermost on.
+num_function_modes: Final[Callable[[], int]] = private("torch._C._len_torch_function_stack")
+_FUNCTION_MODE_AT: Final = private("torch._C._get_function_stack_at")
+#: The function modes and the dispatch modes that are active in this thread, the innermost last.
+function_modes: Final[Callable[[], list[Any]]] = private("torch.overrides._get_current_function_mode_stack")
+dispatch_modes: Final[Callable[[], list[Any]]] = private(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
+)
+num_dispatch_modes: Final[Callable[[], int]] = private("torch._C._len_torch_dispatch_stack")
+_DISPATCH_MODE: Final = private("torch._C._get_dispatch_mode")
+_FAKE: Final = private("torch._C._TorchDispatchModeKey.FAKE")
+
+
+def innermost_function_mode() -> Any:
+    """Return the function mode that is asked first; ``None`` where none is active."""
+    depth = num_function_modes()
+    return _FUNCTION_MODE_AT(depth - 1) if depth else None
+
+
+def makes_fake() -> bool:
+    """Whether tensors that are made now are fake, without values."""
+    return _DISPATCH_MODE(_FAKE) is not None
+
+
+# What is inside of tensors ---------------------------------------------------------------------------------
+
+_INTERPRETER: Final = private("torch._C._functorch.peek_interpreter_stack")
+_IS_LEGACY: Final = private("torch._C._functorch.is_legacy_batchedtensor")
+_UNWRAPPED: Final = private("torch._C._functorch.get_unwrapped")
+
+#: Whether ``torch.vmap`` has made a tensor, and whether ``torch.func`` has.
+is_batched: Final[Callable[[Tensor], bool]] = private("torch._C._functorch.is_batchedtensor")
+is_wrapped: Final[Callable[[Tensor], bool]] = private("torch._C._functorch.is_functorch_wrapped_tensor")
+#: Whether a tensor is of a class whose tensors hold others.
+holds_tensors: Final[Callable[[Tensor], bool]] = private("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` or forward-mode AD is at work, which see into no autograd function of Python's."""
+    try:
+        return _INTERPRETER() is not None or forward_ad._current_level >= 0
+    except AttributeError:
+        raise missing("torch.autograd.forward_ad._current_level") from None
+
+
+def is_batch_of_gradients(gradient: Tensor) -> bool:
+    """Whether a gradient is one of many that one backward pass computes, by ``torch.vmap`` or ``is_grads_batched``."""
+    return is_batched(gradient) or bool(_IS_LEGACY(gradient))
+
+
+def unwrapped(tensor: Tensor) -> Tensor:
+    """Return the tensor of torch's own inside of one that ``torch.func`` has made; any other as it is."""
+    while is_wrapped(tensor):
+        tensor = _UNWRAPPED(tensor)
+    return tensor
+
+
+# Operators -----------------------------------------------------------------------------------------------
+
+_REGISTERED: Final = private("torch._C._dispatch_get_registrations_for_dispatch_key")
+
+#: Functions of torch's that its own Python calls, and no page names.
+INNER_FUNCTIONS: Final = private("torch._C._nn")
+
+
+def registered(key: str) -> list[str]:
+    """Return the names of the operators that have a kernel at a dispatch key, such as ``AutocastCPU``."""
+    found: list[str] = _REGISTERED(key)
+    return found
