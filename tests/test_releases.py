@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mezzo import UnsupportedError, hooks, releases, sharded
+from mezzo import UnsupportedError, compiling, hooks, releases, sharded
 from mezzo.releases import ANYWHERE, NEWEST_TESTED, OLDEST, PRIVATE
 
 from .house import SOURCE, nodes, sources
@@ -130,6 +130,21 @@ def test_attributes_of_objects_are_looked_for_before_they_are_read(monkeypatch):
         ):
             with pytest.raises(UnsupportedError, match=f"torch {torch.__version__}".replace("+", r"\+") + f".*{name}"):
                 use()
+    finally:
+        releases.require.cache_clear()
+
+
+def test_where_dynamo_takes_no_strategy_functions_run_in_python_and_refuse_to_be_compiled(monkeypatch):
+    monkeypatch.delattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy")
+    releases.require.cache_clear()
+    try:
+        marked = compiling.compiled_inside_alone(lambda x: x + 1)
+        assert marked(1) == 2
+        compiled = torch.compile(lambda x: marked(x), backend="eager")
+        with pytest.raises(
+            RuntimeError, match="mezzo takes it to have functions compiled inside"
+        ):  # Dynamo hands it on
+            compiled(torch.ones(1))
     finally:
         releases.require.cache_clear()
 

@@ -65,21 +65,26 @@ def compiled_inside(function: C) -> C:
 
 def _with_strategy(function: C, calls: Literal["SKIP", "DEFAULT"]) -> C:
     try:
-        require(*_STRATEGIES)
-    except UnsupportedError as error:
-        return _refusing_to_compile(function, error)
+        _require_strategies()
+    except UnsupportedError:
+        return _refusing_to_compile(function)
     action, strategy, set_strategy = map(private, _STRATEGIES)
     set_strategy(function.__code__, strategy(action.SKIP, getattr(action, calls)))
     return function
 
 
-def _refusing_to_compile(function: C, error: UnsupportedError) -> C:
+@constant_in_graphs  # what it raises ends the trace
+def _require_strategies() -> None:
+    require(*_STRATEGIES)
+
+
+def _refusing_to_compile(function: C) -> C:
     """Return a function that raises where torch.compile is at work, which would compile it by itself."""
 
     @functools.wraps(function)
     def refusing(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or _CALLBACK() not in (None, False):
-            raise error
+            _require_strategies()
         return function(*args, **kwargs)
 
     return refusing  # type: ignore[return-value]
