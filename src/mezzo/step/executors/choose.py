@@ -13,7 +13,7 @@ from torch import Tensor
 from mezzo.errors import UnsupportedError
 from mezzo.launched import has_triton
 from mezzo.step.executors.emit import Pure
-from mezzo.step.executors.portable import Compiled, Portable
+from mezzo.step.executors.portable import Compiled, Portable, tell
 from mezzo.step.passes import Bucket, BucketUpdate, Executor, NoKernel, Verdict
 
 if TYPE_CHECKING:
@@ -82,13 +82,8 @@ def portable(error: NoKernel) -> Executor:
     Args:
         error: Why it cannot, for the log.
     """
-    _say(str(error))
+    tell(str(error))
     return Portable()
-
-
-@functools.cache
-def _say(error: str) -> None:
-    logger.warning("optimizer steps go on block by block, since %s", error)
 
 
 @functools.cache

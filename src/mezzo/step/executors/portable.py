@@ -5,6 +5,7 @@ Below it are the tables of addresses that compiled executors read.
 
 from __future__ import annotations
 
+import logging
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,8 @@ from mezzo.step.storage import Storage, keys
 from mezzo.step.update import Scalars, States, UpdateRule
 from mezzo.tensors import CASTABLE, flat
 
+logger = logging.getLogger(__name__)
+
 #: Elements in a block. Smaller ones stay nearer to the cores, but each operation costs 2 µs of dispatch: on a Zen 4
 #: with 1 MiB of second-level cache a core, 2^15 takes twice as long and 2^18 1.1 times.
 CPU_BLOCK: Final = 1 << 17
@@ -35,6 +38,16 @@ DEVICE_BLOCK: Final = 1 << 24
 COMPILED_BLOCK: Final = 1 << 30
 #: Elements of the vectors that a kernel is compiled with, for any number.
 EXAMPLE: Final = 1 << 12
+
+
+@cache
+def tell(why: str) -> None:
+    """Log why torch's own operations do what a kernel should: each reason once a process.
+
+    Args:
+        why: No kernel can be written, or built.
+    """
+    logger.warning("optimizer steps go on by torch's own operations, since %s", why)
 
 
 class Portable:
