@@ -157,7 +157,7 @@ def test_pass_1_leaves_room_for_many_threads_and_moves_vectors(native, dtype, ca
     arguments = {"addresses": "*i64", "lengths": "*i64", "chunks": "*i32", "partials": "*fp32"}
     constants = {"TYPE": source_of.element_type(dtype), "BITS": dtype == BF16}
     found = native(squares, arguments, capability, CHUNK=tables.CHUNK, BLOCK=tables.NORM_BLOCK, **constants)
-    assert found.registers <= (56 if dtype == FP32 else 48)
+    assert found.registers <= (64 if dtype == FP32 else 48)  # of which four programs have enough; Triton 3.8 takes 60
     assert found.stack == 0
     assert found.shared <= 1024
     assert found.loads[128] >= 1

@@ -282,8 +282,8 @@ def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
         ) from error
     for node in graph.nodes:
         _view_itself(node)
-        if _keeps_values(node):
-            node.replace_all_uses_with(node.all_input_nodes[0])
+    for node in [node for node in graph.nodes if _keeps_values(node)]:  # what one takes, another one may have made
+        node.replace_all_uses_with(node.all_input_nodes[0])
     graph.eliminate_dead_code()
     return graph
 

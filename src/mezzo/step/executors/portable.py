@@ -351,11 +351,14 @@ def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callab
         with torch.no_grad():
             compiled(*examples)
     except RuntimeError as error:
-        reasons = [line for line in str(error).splitlines() if line.strip() and not line.startswith("backend=")]
+        lines = [line.strip() for line in str(error).splitlines()]
+        reasons = [line for line in lines if line and not line.startswith(("backend=", "Explanation:"))]
+        # Dynamo's explanation ends with the operation that it cannot trace, and then its arguments.
+        reasons[1:] = [line.split("(")[0] for line in lines if line.startswith("Explanation:")]
         raise NoKernel(
             "torch.compile cannot make an optimizer kernel here",
-            where=f"{name} on {examples[0].device}",
-            why=reasons[0] if reasons else type(error).__name__,
+            where=f"torch {torch.__version__}, on {examples[0].device}",
+            why=", ".join(reasons) or type(error).__name__,
             write="apt install g++ (or another C++ compiler), or CXX=its path",
         ) from error
     return compiled
