@@ -215,7 +215,7 @@ def test_tables_of_other_tensors_cannot_be_made_while_a_graph_is_captured(monkey
 # Refusals -------------------------------------------------------------------------------------------------
 
 
-def test_an_operation_without_triton_is_refused_by_name():
+def test_an_operation_without_triton_is_named():
     for wrong in (lambda w: w.erf(), lambda w: torch.add(w, w, alpha=2), lambda w: w.half() * 2):
         odd = dataclasses.replace(
             rule("sgd"),

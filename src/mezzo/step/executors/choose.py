@@ -69,7 +69,8 @@ def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor
     Args:
         function: Pure: without a branch on values, from 0-d tensors, vectors and numbers to tensors.
         given: Its first arguments; code is written for each set of them.
-        tensors: The others: of one device, the first a tensor.
+        tensors: The others: of one device, the first a tensor. One that the function returns, or a copy of it, may come
+            back as the tensor itself.
     """
     device = tensors[0].device if isinstance(tensors[0], Tensor) else torch.device("cpu")
     launched = _shared_on(device) if device.type == "cuda" and has_triton() else None

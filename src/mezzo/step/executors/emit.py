@@ -55,7 +55,7 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 #: Options that change no value beyond the result's dtype.
-_CAST: Final = ("dtype", "layout", "device", "pin_memory", "memory_format")
+_CAST: Final = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")
 _COPY: Final = "aten._to_copy.default"
 #: Copies of all of a tensor, which keep its values where they keep its dtype.
 _COPIES: Final = (_COPY, "aten.clone.default")
@@ -64,7 +64,7 @@ _UNBIND: Final = "aten.unbind.int"
 _ITEM: Final = "<built-in function getitem>"
 _LARGEST: Final = "aten.amax.default"
 #: What to write of what no kernel is written of.
-_WRITE: Final = "nothing, for torch's own operations compute the same; {} makes it a kernel"
+_WRITE: Final = "nothing: torch's own operations compute the same; for a kernel, {}"
 #: What the number of an element is called.
 ORDER: Final = "order"
 #: What torch computes in the dtype of the result, whatever that of an argument is.
@@ -273,29 +273,30 @@ def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
 
         with torch.no_grad():
             graph: fx.Graph = make_fx(pure, tracing_mode="fake")(*examples).graph
+        for node in graph.nodes:
+            _view_itself(node)
+        # All are found before any goes: a view of a copy lies otherwise than what was copied.
+        for node in [node for node in graph.nodes if _keeps_values(node)]:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.eliminate_dead_code()
     except Exception as error:  # whatever a release of torch's fails with, it may still compute the function
         reasons = [line for line in str(error).splitlines() if line.strip()]
         raise NoKernel(
             f"torch {torch.__version__} does not trace what an optimizer computes",
             why=reasons[0] if reasons else type(error).__name__,
-            write=_WRITE.format("an issue at mezzo's with this message"),
+            write=_WRITE.format("an issue for mezzo with this message"),
         ) from error
-    for node in graph.nodes:
-        _view_itself(node)
-    for node in [node for node in graph.nodes if _keeps_values(node)]:  # what one takes, another one may have made
-        node.replace_all_uses_with(node.all_input_nodes[0])
-    graph.eliminate_dead_code()
     return graph
 
 
 def _view_itself(node: fx.Node) -> None:
     """Let a copy of a view (``aten.alias_copy``, ``aten.view_copy``) be the view, which has the same values."""
-    if torch.Tag.view_copy in getattr(node.target, "tags", ()):
+    is_copy = torch.Tag.view_copy in getattr(node.target, "tags", ())
+    if is_copy and all("val" in each.meta for each in node.all_input_nodes):  # but of constants
         namespace, name, overload = str(node.target).split(".")
-        view = getattr(getattr(getattr(torch.ops, namespace), name.removesuffix("_copy"), None), overload, None)
-        examples = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
-        if view is not None and None not in examples[0]:
-            node.target, node.meta["val"] = view, view(*examples[0], **examples[1])
+        view = getattr(getattr(getattr(torch.ops, namespace), name.removesuffix("_copy")), overload)
+        args, options = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        node.target, node.meta["val"] = view, view(*args, **options)
 
 
 def _keeps_values(node: fx.Node) -> bool:
