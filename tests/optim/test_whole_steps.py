@@ -92,7 +92,7 @@ def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, c
     kind = "Lion"
     if not isinstance(choose.executor_for(torch.device("cpu")), cpp.Cpp):
         pytest.skip("needs a C++ compiler")
-    choose._say.cache_clear()
+    portable.tell.cache_clear()
     params, optimizer = optimizer_of(kind, torch.bfloat16, 1 << 16)
     others, other = optimizer_of(kind, torch.bfloat16, 1 << 16)
     for each in (params, others):
@@ -110,7 +110,7 @@ def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, c
     optimizer.step()
     optimizer.step()
     other.step()
-    assert caplog.text.count("optimizer steps go on block by block, since no C++ compiler") == 1
+    assert caplog.text.count("optimizer steps go on by torch's own operations, since no C++ compiler") == 1
     for mine, theirs in zip(params, others, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2**-7, atol=0)
     assert {int(state["step"]) for state in optimizer.state.values()} == {3}

@@ -1,6 +1,10 @@
 """The implementations of both passes, one after another."""
 
+import dataclasses
+
 import pytest
+
+from mezzo.step.executors import choose, cpp_source, portable, triton, triton_source
 
 from .executors.implementations import PARAMETERS, prepared
 
@@ -15,3 +19,24 @@ def each(request, monkeypatch):
 def inductor(request, monkeypatch):
     """The kernels that torch.compile makes, which take seconds each."""
     return prepared(request, monkeypatch)
+
+
+@pytest.fixture
+def lacking(monkeypatch):
+    """Take operations out of every table, as if a release of torch traced functions to others; nothing is known yet."""
+    caches = (choose._working, choose._shared_on, portable.tell)
+    caches += (cpp_source.update_source, triton_source.update_source)
+
+    def forget():
+        for each in caches:
+            each.cache_clear()
+
+    def take(*operations):
+        for module, name in ((cpp_source, "CPP"), (triton_source, "TRITON"), (triton, "NUMBERS")):
+            dialect = getattr(module, name)
+            left = {each: line for each, line in dialect.operations.items() if not each.startswith(operations)}
+            monkeypatch.setattr(module, name, dataclasses.replace(dialect, operations=left))
+
+    forget()
+    yield take
+    forget()

@@ -20,9 +20,9 @@ JIT_WARNING = since({(2, 11): DeprecationWarning, (2, 14): FutureWarning})
 #: For tests that need TorchScript.
 torchscript = pytest.mark.filterwarnings(rf"ignore:.?torch\.jit\.\w+. is deprecated:{JIT_WARNING.__name__}")
 
-#: Registers of a thread of pass 1 over FP32 gradients on capability 8.0, by the release of Triton. Up to 64 leave room
-#: for 1,024 threads a multiprocessor.
-FP32_NORM_REGISTERS = {(3, 6): 56, (3, 8): 64}
+#: Registers of a thread of pass 1 over FP32 gradients on capability 8.0, by the release of Triton: with up to 64 four
+#: programs fit a multiprocessor.
+FP32_NORM_REGISTERS = {(3, 6): 56, (3, 8): 60}
 
 #: Whether ``torch.func.vmap`` knows ``Tensor.view(dtype)``.
 BITS_UNDER_VMAP = since({(2, 11): False, (2, 13): True})

@@ -1,16 +1,17 @@
 """A step's few shared numbers in one launch: Triton's interpreter against the functions themselves, bit for bit."""
 
 import math
+import re
 from itertools import product
 
 import pytest
 import torch
 
-from mezzo import UnsupportedError
 from mezzo.scale import scaler
 from mezzo.scale.config import LossScale
 from mezzo.session import engine
 from mezzo.step import passes
+from mezzo.step.passes import NoKernel
 from mezzo.step.update import rule
 
 from .implementations import HYPERS
@@ -136,16 +137,41 @@ def of_an_error_function(value):
     return (value.erf(),)
 
 
-def test_what_cannot_be_written_goes_by_torch_s_operations(interpreted, launched):
-    for function, tensor, why in (
-        (of_a_vector, torch.ones(3), r"(?s)no program for aten\.mul\.Tensor of vectors.*function of_a_vector.*norm"),
-        (of_an_error_function, torch.ones(()), r"(?s)no Triton for aten\.erf.*function of_an_error_function"),
+def of_another_norm(vector):
+    return (torch.linalg.vector_norm(vector, 1),)
+
+
+def of_one_bound(value):
+    return (value.clamp(max=0.5),)
+
+
+def of_a_constant(value):
+    return (value + torch.tensor(0.5),)
+
+
+def of_a_complex_number(value):
+    return (torch.complex(value, value).angle(),)
+
+
+def test_what_cannot_be_written_goes_by_torch_s_operations(interpreted, launched, lacking, caplog):
+    number, vector = torch.ones(()), torch.tensor([3.0, -4.0, 12.0])
+    for function, tensor, what in (
+        (of_a_vector, vector, "aten.mul.Tensor of vectors"),
+        (of_another_norm, vector, "aten.linalg_vector_norm.default, 1"),
+        (of_an_error_function, number, "aten.erf.default"),
+        (of_one_bound, number, "aten.clamp.default, None, 0.5"),
+        (of_a_constant, number, "the constant tensor _tensor_constant0"),
+        (of_a_complex_number, number, "aten.complex.default of torch.complex64"),
     ):
-        with pytest.raises(UnsupportedError, match=why):
+        said = f"no Triton for {what} of torch {torch.__version__}\n"
+        with pytest.raises(NoKernel, match=re.escape(said)):
             programs.written(function, (), [(tensor.dtype, tensor.dim())])
-        compute = programs.Shared()
+        caplog.clear()
         for _ in range(2):
-            same(compute(function, (), [tensor]), function(tensor))
+            compute = programs.Shared()
+            for _ in range(2):
+                same(compute(function, (), [tensor]), function(tensor))
+        assert [said in each.getMessage() for each in caplog.records if each.name.startswith("mezzo")] == [True]
     found = programs.Shared()(
         passes.counted, (), [torch.tensor(False), torch.tensor(1), torch.tensor(1, device="meta")]
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 from mezzo.errors import UnsupportedError
 from mezzo.launched import has_triton
 from mezzo.step.executors.emit import Pure
-from mezzo.step.executors.portable import Compiled, Portable
+from mezzo.step.executors.portable import Compiled, Portable, tell
 from mezzo.step.passes import Bucket, BucketUpdate, Executor, NoKernel, Verdict
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor
     Args:
         function: Pure: without a branch on values, from 0-d tensors, vectors and numbers to tensors.
         given: Its first arguments; code is written for each set of them.
-        tensors: The others: of one device, the first a tensor.
+        tensors: The others: of one device, the first a tensor. One that the function returns, or a copy of it, may come
+            back as the tensor itself.
     """
     device = tensors[0].device if isinstance(tensors[0], Tensor) else torch.device("cpu")
     launched = _shared_on(device) if device.type == "cuda" and has_triton() else None
@@ -82,13 +83,8 @@ def portable(error: NoKernel) -> Executor:
     Args:
         error: Why it cannot, for the log.
     """
-    _say(str(error))
+    tell(str(error))
     return Portable()
-
-
-@functools.cache
-def _say(error: str) -> None:
-    logger.warning("optimizer steps go on block by block, since %s", error)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ class Cpp:
     bytes of the stored tensors, once, and 4 µs a tensor.
 
     Raises:
-        UnsupportedError: At the first step: no C++ compiler with OpenMP, or an operation that is not in its table.
+        NoKernel: Before the first step: no C++ compiler with OpenMP, or an operation that is not in its table.
     """
 
     def __init__(self) -> None:

@@ -259,7 +259,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         dtypes: The gradient's, then the parts' and the states'.
 
     Raises:
-        UnsupportedError: The rule or the storage uses an operation that is not in the table.
+        NoKernel: The rule or the storage uses an operation that is not in the table.
     """
     names, stored, step = written(rule, storage, dtypes, CPP)
     types = ["const " * (name not in stored) + _TYPES[dtype] for name, dtype in zip(names, dtypes, strict=True)]

@@ -2,8 +2,12 @@
 
 Pass 2 (:func:`mezzo.step.passes.updated`) and the few numbers that all of a step shares (its verdict, counts, a rule's
 numbers, the next loss scale) are pure functions. Each is traced to a graph of aten operations on 0-d tensors, and each
-operation becomes a line. What is written by hand is where elements lie (``cpp/source``, ``triton/source``), and nothing
+operation becomes a line. What is written by hand is where elements lie (``cpp_source``, ``triton_source``), and nothing
 about rules, storages or rounding.
+
+Releases of torch trace one function to different operations. Those that change no value are left out, whatever a
+release calls them. An operation that a language has no line for is no error of a step's: :class:`NoKernel` says so
+before anything is written, and torch's own operations compute the function instead.
 
 Elements come in groups of neighbours where something is computed of a whole group: its largest (``aten.amax``). Then
 lines are those of an element, or of a group, and what comes after a group's largest is a later phase.
@@ -12,6 +16,7 @@ lines are those of an element, or of a group, and what comes after a group's lar
 from __future__ import annotations
 
 import itertools
+import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -21,9 +26,8 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from mezzo.errors import UnsupportedError
 from mezzo.step.moments import is_coded
-from mezzo.step.passes import updated
+from mezzo.step.passes import NoKernel, updated
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 from mezzo.tensors import LOW
@@ -47,17 +51,20 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
         "aten.__rshift__.Scalar": "{0} >> {1}",
         "aten.__lshift__.Scalar": "{0} << {1}",
         "aten.scalar_tensor.default": "{0}",
-        "aten.detach.default": "{0}",
     }
 )
 
 #: Options that change no value beyond the result's dtype.
-_CAST: Final = ("dtype", "layout", "device", "pin_memory", "memory_format")
+_CAST: Final = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")
 _COPY: Final = "aten._to_copy.default"
+#: Copies of all of a tensor, which keep its values where they keep its dtype.
+_COPIES: Final = (_COPY, "aten.clone.default")
 _STACK: Final = "aten.stack.default"
 _UNBIND: Final = "aten.unbind.int"
 _ITEM: Final = "<built-in function getitem>"
 _LARGEST: Final = "aten.amax.default"
+#: What to write of what no kernel is written of.
+_WRITE: Final = "nothing: torch's own operations compute the same; for a kernel, {}"
 #: What the number of an element is called.
 ORDER: Final = "order"
 #: What torch computes in the dtype of the result, whatever that of an argument is.
@@ -164,7 +171,6 @@ def spelled(
     function: Pure,
     examples: Sequence[Tensor],
     names: Sequence[Word],
-    where: str,
     dialect: Dialect,
     *,
     elements: Collection[Word] = (),
@@ -176,13 +182,12 @@ def spelled(
         function: Pure.
         examples: Tensors as it takes them, whose values do not matter.
         names: What they are to be called.
-        where: Whose operations these are, for errors.
         dialect: The language.
         elements: Those of the names that have a value for each element.
         groups: Those that have one for each group of elements.
 
     Raises:
-        UnsupportedError: It uses an operation that is not in the language's table.
+        NoKernel: It uses an operation that is not in the language's table, or torch cannot trace it.
     """
     given, known, lines = iter(names), dict[fx.Node, Any](), list[Line]()
     used, results = set[Word](), list[Result]()
@@ -197,12 +202,16 @@ def spelled(
         return name
 
     for node in graph.nodes:
-        operation = str(node.target)
+        operation, example = str(node.target), node.meta.get("val")
         if node.op == "placeholder":
             known[node] = next(given)
             used |= {known[node]} if any(each.op != "output" for each in node.users) else set()
         elif node.op == "output":
             results = [Result(known[each], each.meta["val"].dtype) for each in node.args[0]]
+        elif node.op != "call_function":
+            raise _lacking(f"the constant tensor {operation}", dialect)
+        elif isinstance(example, Tensor) and example.dtype not in dialect.types:
+            raise _lacking(f"{operation} of {example.dtype}", dialect)
         elif operation == _STACK:
             known[node] = [known[each] for each in node.args[0]]
         elif operation == _UNBIND and not isinstance(known[node.args[0]], str):
@@ -210,8 +219,7 @@ def spelled(
         elif operation == _ITEM:
             known[node] = known[node.args[0]][node.args[1]]
         elif operation == _COPY and isinstance(vector := known[node.args[0]], list):
-            dtype = node.meta["val"].dtype
-            copied = [dialect.operations[_COPY].format(each, dtype=dialect.types[dtype]) for each in vector]
+            copied = [dialect.operations[_COPY].format(each, dtype=dialect.types[example.dtype]) for each in vector]
             known[node] = [
                 named(node, f"{node.name}_{place}", dialect.assigned, value) for place, value in enumerate(copied)
             ]
@@ -224,7 +232,7 @@ def spelled(
                 else known[each]
                 for each in node.all_input_nodes
             }
-            known[node] = named(node, node.name, dialect.assigned, _expression(node, its_own, where, dialect))
+            known[node] = named(node, node.name, dialect.assigned, _expression(node, its_own, dialect))
     of_words = {known[node]: place for node, place in places.items() if isinstance(known.get(node), str)}
     return Spelled(names=names, used=used, lines=lines, results=results, places=of_words)
 
@@ -254,13 +262,61 @@ def _places(
 
 
 def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
-    from torch.fx.experimental.proxy_tensor import make_fx
+    """Return a function's operations, without those that change no value.
 
+    Raises:
+        NoKernel: torch cannot trace it.
+    """
     pure: Callable[..., Any] = torch.func.functionalize(lambda *tensors: tuple(function(*tensors)))
-    with torch.no_grad():
-        graph: fx.Graph = make_fx(pure, tracing_mode="fake")(*examples).graph
-    graph.eliminate_dead_code()
+    try:
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        with torch.no_grad():
+            graph: fx.Graph = make_fx(pure, tracing_mode="fake")(*examples).graph
+        for node in graph.nodes:
+            _view_itself(node)
+        # All are found before any goes: a view of a copy lies otherwise than what was copied.
+        for node in [node for node in graph.nodes if _keeps_values(node)]:
+            node.replace_all_uses_with(node.all_input_nodes[0])
+        graph.eliminate_dead_code()
+    except Exception as error:  # whatever a release of torch's fails with, it may still compute the function
+        reasons = [line for line in str(error).splitlines() if line.strip()]
+        raise NoKernel(
+            f"torch {torch.__version__} does not trace what an optimizer computes",
+            why=reasons[0] if reasons else type(error).__name__,
+            write=_WRITE.format("an issue for mezzo with this message"),
+        ) from error
     return graph
+
+
+def _view_itself(node: fx.Node) -> None:
+    """Let a copy of a view (``aten.alias_copy``, ``aten.view_copy``) be the view, which has the same values."""
+    is_copy = torch.Tag.view_copy in getattr(node.target, "tags", ())
+    if is_copy and all("val" in each.meta for each in node.all_input_nodes):  # but of constants
+        namespace, name, overload = str(node.target).split(".")
+        view = getattr(getattr(getattr(torch.ops, namespace), name.removesuffix("_copy")), overload)
+        args, options = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        node.target, node.meta["val"] = view, view(*args, **options)
+
+
+def _keeps_values(node: fx.Node) -> bool:
+    """Whether an operation returns the values of the one tensor that it takes.
+
+    Of a copy of all of a tensor those are the values in the same dtype. Of a view, whatever its name, those are the
+    same elements in the same order: another dtype would read their bits as other numbers, another offset would be
+    other elements, and torch's ``_neg_view`` only marks them as negated.
+    """
+    if len(node.all_input_nodes) != 1:
+        return False
+    before, after = node.all_input_nodes[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return False
+    if (before.dtype, before.shape) != (after.dtype, after.shape):
+        return False
+    if str(node.target) in _COPIES:
+        return True
+    lying = [(each.stride(), each.storage_offset(), each.is_neg(), each.is_conj()) for each in (before, after)]
+    return getattr(node.target, "is_view", False) and lying[0] == lying[1]
 
 
 def update_name(rule: UpdateRule, storage: Storage) -> str:
@@ -286,7 +342,8 @@ def written(
         stored; and the lines.
 
     Raises:
-        UnsupportedError: The rule or the storage uses an operation that is not in the language's table.
+        NoKernel: The rule or the storage uses an operation that is not in the language's table, or torch cannot trace
+            them.
     """
     num_parts = storage.num_parts
     in_codes = any(map(is_coded, dtypes[1 + num_parts :]))
@@ -301,8 +358,8 @@ def written(
         return updated(rule, storage, gradient, others[:-4], *others[-4:])
 
     words = [*names, rule.numbers, "multiplier", "key", ORDER]
-    where, of_elements = f"the update rule {rule.name}", [*(name for name in names if name not in scales), ORDER]
-    step_of = spelled(step, examples, words, where, dialect, elements=of_elements, groups=scales)
+    of_elements = [*(name for name in names if name not in scales), ORDER]
+    step_of = spelled(step, examples, words, dialect, elements=of_elements, groups=scales)
     stored = []
     for target, dtype, result in zip(names[1:], dtypes[1:], step_of.results, strict=True):
         if result.word == target:
@@ -319,24 +376,22 @@ def written(
     return names, stored, step_of
 
 
-def _expression(node: fx.Node, known: Mapping[fx.Node, Any], where: str, dialect: Dialect) -> str:
+def _expression(node: fx.Node, known: Mapping[fx.Node, Any], dialect: Dialect) -> str:
     """Write one operation."""
-    operation, example, args = str(node.target), node.meta["val"], node.args
+    operation, example, args = str(node.target), node.meta.get("val"), node.args
     sources = [arg.meta["val"].dtype for arg in args if isinstance(arg, fx.Node)]
     options = {name: value for name, value in node.kwargs.items() if value is not None and name not in _CAST}
     spelling = ", ".join([operation, *(f"{name}={value}" for name, value in options.items())])
+    if not isinstance(example, Tensor) or example.dim():
+        raise _lacking(f"{spelling} of vectors", dialect)
     template = dialect.operations.get(f"{spelling} of {example.dtype}", dialect.operations.get(spelling))
     if operation == _COPY and sources[0] in dialect.widened:
         template = dialect.widened[sources[0]]
-    elif operation != _COPY and any(each in LOW for each in sources):
-        template = None  # arithmetic in low precision, of which no update consists
-    if template is None or example.dim():
-        raise UnsupportedError(
-            f"no program for {operation} of vectors" if example.dim() else f"no {dialect.name} for {operation}",
-            where=f"{where}: {node.format_node()}",
-            why="kernels are written from a table of the operations on numbers that steps consist of",
-            write=f"a line in {dialect.name}'s table beside mezzo.step.executors.emit; of vectors only their norm",
-        )
+    elif operation != _COPY and (low := [each for each in sources if each in LOW]):
+        raise _lacking(f"{spelling} of {low[0]}", dialect)  # of which no update consists
+    if template is None or not _fits(template, args):
+        numbers = [f", {arg}" for arg in args[1:] if not isinstance(arg, fx.Node)]
+        raise _lacking(spelling + "".join(numbers if template else ()), dialect)
     among = sources[-1] if sources else example.dtype  # of `where` the last is a value, and the first a condition
     among = example.dtype if operation == "aten.masked_fill.Scalar" else among
 
@@ -347,4 +402,21 @@ def _expression(node: fx.Node, known: Mapping[fx.Node, Any], where: str, dialect
             return dialect.operations[_COPY].format(known[arg], dtype=dialect.types[example.dtype])
         return str(known[arg])
 
-    return template.format(*map(word, args), dtype=dialect.types.get(example.dtype, ""))
+    return template.format(*map(word, args), dtype=dialect.types[example.dtype])
+
+
+def _fits(template: str, args: Sequence[Any]) -> bool:
+    """Whether a template has a place for each number among arguments, and an argument for each place."""
+    places = {int(name) for _, name, _, _ in string.Formatter().parse(template) if name and name.isdigit()}
+    given = {place for place, arg in enumerate(args) if arg is not None}
+    numbers = {place for place in given if not isinstance(args[place], fx.Node | torch.dtype)}
+    return numbers <= places <= given
+
+
+def _lacking(operation: str, dialect: Dialect) -> NoKernel:
+    """Return the error for an operation, whose text is the same wherever the operation occurs: it is logged once."""
+    return NoKernel(
+        f"no {dialect.name} for {operation} of torch {torch.__version__}",
+        why="kernels are written from a table of the operations on numbers that steps consist of",
+        write=_WRITE.format(f"a line in {dialect.name}'s table beside mezzo.step.executors.emit"),
+    )

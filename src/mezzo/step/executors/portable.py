@@ -5,6 +5,7 @@ Below it are the tables of addresses that compiled executors read.
 
 from __future__ import annotations
 
+import logging
 import types
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,8 @@ from mezzo.step.storage import Storage, keys
 from mezzo.step.update import Scalars, States, UpdateRule
 from mezzo.tensors import CASTABLE, flat, foreach_norm
 
+logger = logging.getLogger(__name__)
+
 #: Elements in a block. Smaller ones stay nearer to the cores, but each operation costs 2 µs of dispatch: on a Zen 4
 #: with 1 MiB of second-level cache a core, 2^15 takes twice as long and 2^18 1.1 times.
 CPU_BLOCK: Final = 1 << 17
@@ -36,6 +39,16 @@ DEVICE_BLOCK: Final = 1 << 24
 COMPILED_BLOCK: Final = 1 << 30
 #: Elements of the vectors that a kernel is compiled with, for any number.
 EXAMPLE: Final = 1 << 12
+
+
+@cache
+def tell(why: str) -> None:
+    """Log why torch's own operations do what a kernel should: each reason once a process.
+
+    Args:
+        why: No kernel can be written, or built.
+    """
+    logger.warning("optimizer steps go on by torch's own operations, since %s", why)
 
 
 class Portable:
@@ -337,11 +350,14 @@ def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callab
         with torch.no_grad():
             compiled(*examples)
     except RuntimeError as error:
-        reasons = [line for line in str(error).splitlines() if line.strip() and not line.startswith("backend=")]
+        lines = [line.strip() for line in str(error).splitlines()]
+        reasons = [line for line in lines if line and not line.startswith(("backend=", "Explanation:"))]
+        # Dynamo's explanation ends with the operation that it cannot trace, and then its arguments.
+        reasons[1:] = [line.split("(")[0] for line in lines if line.startswith("Explanation:")]
         raise NoKernel(
             "torch.compile cannot make an optimizer kernel here",
-            where=f"{name} on {examples[0].device}",
-            why=reasons[0] if reasons else type(error).__name__,
+            where=f"torch {torch.__version__}, on {examples[0].device}",
+            why=", ".join(reasons) or type(error).__name__,
             write="apt install g++ (or another C++ compiler), or CXX=its path",
         ) from error
     return compiled

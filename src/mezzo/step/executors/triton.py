@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,16 +24,15 @@ from mezzo.step.executors.portable import (
     as_table,
     by_dtype,
     chunked,
+    tell,
     upload_captured,
     vectors,
 )
 from mezzo.step.executors.triton_source import TRITON
-from mezzo.step.passes import Bucket, BucketUpdate, Verdict
+from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict
 from mezzo.step.update import UpdateRule
 
 # Functions of a step's few shared numbers as one launch each: from source that :mod:`.emit` spells.
-
-logger = logging.getLogger(__name__)
 
 #: What code depends on of an argument: its dtype, and 0 or 1 dimensions; or FP32 and none for a Python number.
 Kind: TypeAlias = tuple[torch.dtype, int | None]
@@ -82,12 +80,11 @@ def written(function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) 
         kinds: Of the tensors.
 
     Raises:
-        UnsupportedError: It uses an operation that is not in the table.
+        NoKernel: It uses an operation that is not in the table.
     """
     names = [f"given{place}" for place in range(len(kinds))]
     examples = [torch.ones((2,) * (dimensions or 0), dtype=dtype, device="cpu") for dtype, dimensions in kinds]
-    where = f"the function {getattr(function, '__name__', function)}"
-    return spelled(lambda *tensors: function(*given, *tensors), examples, names, where, NUMBERS)
+    return spelled(lambda *tensors: function(*given, *tensors), examples, names, NUMBERS)
 
 
 class Kernel:
@@ -96,7 +93,7 @@ class Kernel:
     It takes pointers to tensors, or numbers; pointers to results, but for those that it was given; lengths of vectors.
 
     Raises:
-        UnsupportedError: The function uses an operation that is not in the table.
+        NoKernel: The function uses an operation that is not in the table.
     """
 
     def __init__(self, function: Pure, given: tuple[Hashable, ...], kinds: Sequence[Kind]) -> None:
@@ -162,8 +159,8 @@ class Shared:
         if key not in self._known:
             try:
                 self._known[key] = Kernel(function, given, kinds)
-            except UnsupportedError as error:
-                logger.debug("%s goes operation by operation, since %s", function.__name__, error)
+            except NoKernel as error:
+                tell(str(error))
                 self._known[key] = None
         kernel = self._known[key]
         return function(*given, *tensors) if kernel is None else kernel(tensors, devices.pop())
@@ -210,8 +207,8 @@ class Triton:
     No host sync.
 
     Raises:
-        UnsupportedError: At the first step: an operation of the rule's that has no Triton; while a graph is captured:
-            tensors that no step before had.
+        NoKernel: Before the first step: an operation of the rule's that has no Triton.
+        UnsupportedError: While a graph is captured: tensors that no step before had.
     """
 
     def __init__(self) -> None:

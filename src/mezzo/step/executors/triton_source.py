@@ -213,7 +213,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         dtypes: The gradient's, then the parts' and the states'.
 
     Raises:
-        UnsupportedError: The rule or the storage uses an operation that is not in the table.
+        NoKernel: The rule or the storage uses an operation that is not in the table.
     """
     names, stored, step = written(rule, storage, dtypes, TRITON)
     name = update_name(rule, storage)
@@ -262,7 +262,7 @@ def elements_of_a_thread(dtypes: Sequence[torch.dtype]) -> int:
 def _key() -> list[str]:
     """Write what makes the key of a parameter out of ``tensor``, ``step`` and ``start``."""
     examples = [torch.ones((), dtype=torch.int32, device="cpu") for _ in range(3)]  # of one, one input would be traced
-    key = spelled(lambda *given: (key_of(*given),), examples, ["tensor", "when", "start"], "the random keys", TRITON)
+    key = spelled(lambda *given: (key_of(*given),), examples, ["tensor", "when", "start"], TRITON)
     return ["when = tl.load(step).to(tl.int32)", *key.body, f"key = {key.results[0].word}"]
 
 

@@ -1,0 +1,240 @@
+"""What a release of torch may trace a function to: operations that change no value, and those that no table has."""
+
+import dataclasses
+import logging
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import mezzo
+from mezzo.step.executors import choose, cpp_source, triton_source
+from mezzo.step.executors.cpp import Cpp
+from mezzo.step.executors.cpp_source import CPP
+from mezzo.step.executors.emit import spelled
+from mezzo.step.executors.portable import Compiled, Portable
+from mezzo.step.executors.triton import NUMBERS, Triton
+from mezzo.step.executors.triton_source import TRITON
+from mezzo.step.passes import NoKernel
+from mezzo.step.storage import PLAIN, SPLIT, key_of
+from mezzo.step.update import rule
+
+from .implementations import (
+    BF16,
+    FP16,
+    FP32,
+    INT8,
+    INT16,
+    assert_same,
+    bucket_of,
+    clones,
+    copied,
+    gradients_of,
+    pure_step,
+    same_bits,
+    take,
+    tensors_of,
+)
+
+ATEN = torch.ops.aten
+
+#: What changes no value of a tensor, by the names of this release and of others.
+NEUTRAL = {
+    "alias": ATEN.alias.default,
+    "detach": ATEN.detach.default,
+    "lift_fresh": ATEN.lift_fresh.default,
+    "positive": torch.positive,
+    "clone": torch.clone,
+    "contiguous": lambda each: each.clone(memory_format=torch.contiguous_format),
+    "view": lambda each: each.view(each.shape),
+    "view of its own dtype": lambda each: each.view(each.dtype),
+    "reshape": lambda each: ATEN._reshape_alias.default(each, each.shape, each.stride()),
+    "expand": lambda each: each.expand(each.shape),
+    "as_strided": lambda each: each.as_strided(each.shape, each.stride()),
+    "transpose": lambda each: each.t(),
+    "copy of its own dtype": lambda each: each.to(each.dtype, copy=True),
+    "alias_copy": ATEN.alias_copy.default,
+    "detach_copy": ATEN.detach_copy.default,
+    "lift_fresh_copy": ATEN.lift_fresh_copy.default,
+    "view_copy": lambda each: ATEN.view_copy.default(each, each.shape),
+    "expand_copy": lambda each: ATEN.expand_copy.default(each, each.shape),
+}
+
+
+def neutral(each):
+    """Let a tensor through all that changes no value of it."""
+    for operation in NEUTRAL.values():
+        each = operation(each)
+    return each
+
+
+def spelled_in(dialect, function, *examples):
+    """Return a function's lines, and what its results are called."""
+    names = [f"given{place}" if example.dim() == 0 else ("one", "two") for place, example in enumerate(examples)]
+    of = spelled(function, examples, names, dialect)
+    return of.body, [result.word for result in of.results]
+
+
+@pytest.mark.parametrize("dialect", [CPP, TRITON, NUMBERS], ids=["c++", "triton", "numbers"])
+def test_operations_that_change_no_value_are_left_out_whatever_they_are_called(dialect):
+    numbers = [torch.ones((), dtype=dtype) for dtype in (FP32, FP16, BF16, torch.int32)]
+    for name, operation in {**NEUTRAL, "all of them": neutral}.items():
+
+        def through(vector, *others, its=operation):
+            return *its(vector).unbind(), *map(its, others)
+
+        found = spelled_in(dialect, through, torch.ones(2), *numbers)
+        assert found == ([], ["one", "two", "given1", "given2", "given3", "given4"]), name
+
+
+def test_what_reads_the_bits_as_another_number_is_none_of_them():
+    """A view of another dtype, by either name; and a cast."""
+    one = torch.ones(())
+    for view in (lambda each: each.view(torch.int32), lambda each: ATEN.view_copy.dtype(each, torch.int32)):
+        for dialect, line in ((CPP, "bits<int32_t>(given0)"), (TRITON, "given0.to(tl.int32, bitcast=True)")):
+            (text,), _ = spelled_in(dialect, lambda each, view=view: (view(each),), one)
+            assert line in text
+    (text,), _ = spelled_in(TRITON, lambda each: (each.double(),), one)
+    assert "given0.to(tl.float64)" in text
+
+
+def test_views_of_other_elements_or_of_negated_ones_are_none_of_them():
+    one, vector = torch.ones(()), torch.ones(2)
+    for wrong, *examples in (
+        (lambda each: (torch._neg_view(each),), one),
+        (lambda each: (ATEN._neg_view_copy.default(each),), one),
+        (lambda each: (each.unbind()[1].as_strided((), (), 0),), vector),
+        (lambda each: (each.as_strided((2,), (0,)).unbind()[1],), vector),
+        (lambda each: (each.flip(0).unbind()[1],), vector),
+    ):
+        for dialect in (CPP, TRITON):
+            with pytest.raises(NoKernel, match=rf"no .* for aten\.\w+\.default.* of torch {torch.__version__[:4]}"):
+                spelled_in(dialect, wrong, *examples)
+
+
+def test_rules_with_such_operations_are_the_same_program():
+    plain = rule("adamw", "amsgrad")
+
+    def apply(gradient, weight, states, numbers):
+        numbers = {name: neutral(number) for name, number in numbers.items()}
+        weight, states = plain.apply(neutral(gradient), neutral(weight), tuple(map(neutral, states)), numbers)
+        return neutral(weight), tuple(map(neutral, states))
+
+    odd = dataclasses.replace(plain, apply=apply)
+    coded = (INT8, BF16, torch.uint8, BF16, torch.uint8, BF16)
+    for source_of in (cpp_source, triton_source):
+        for storage, dtypes in ((SPLIT, (BF16, BF16, INT16, *coded)), (PLAIN, (FP16, FP32, FP32, FP32, FP32))):
+            texts = []
+            for each in (plain, odd):
+                source_of.update_source.cache_clear()  # rules of one name and options are equal
+                words = re.findall(r"\w+|[^\w\s]", source_of.update_source(each, storage, dtypes))
+                texts.append([words.index(word) for word in words])  # what values are called is another matter
+            source_of.update_source.cache_clear()
+            assert texts[0] == texts[1]
+
+
+# What no table has ------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("mezzo_tests::halves_of", mutates_args=())
+def halves_of(value: torch.Tensor) -> torch.Tensor:
+    """An operation that torch cannot trace: nobody says which shape its result has."""
+    return value * 0.5
+
+
+def odd_rule(operation):
+    """Lion, with an operation in addition, whose results are exact."""
+    lion = rule("lion")
+
+    def apply(gradient, weight, states, numbers):
+        weight, states = lion.apply(gradient, weight, states, numbers)
+        return operation(weight), states
+
+    return dataclasses.replace(lion, name=f"lion_{id(operation)}", apply=apply)  # kernels are found by it
+
+
+def messages(caplog):
+    return [each.getMessage() for each in caplog.records if each.name.startswith("mezzo")]
+
+
+#: Storages, and dtypes of weights, gradients and moments.
+STORED = [(SPLIT, BF16, BF16, FP32), (SPLIT, FP16, FP16, BF16), (SPLIT, BF16, FP32, INT8)]
+STORED += [(PLAIN, FP32, FP32, FP32), (PLAIN, FP32, BF16, INT8), (PLAIN, BF16, BF16, BF16)]
+
+
+@pytest.mark.parametrize("operation", [lambda each: (each * 64).floor() / 64, halves_of], ids=["floor", "untraced"])
+def test_a_rule_with_an_unknown_operation_is_the_pure_rule_and_one_warning_says_so(
+    each, operation, monkeypatch, lacking, caplog
+):
+    """By every executor: torch's own operations know it, its compiler unless torch cannot trace it, and no table."""
+    executor, update_rule = each.make(), odd_rule(operation)
+    monkeypatch.setattr(choose, "executor_for", lambda device: executor)
+    is_known = isinstance(executor, Portable) and not (isinstance(executor, Compiled) and operation is halves_of)
+    for storage, dtype, gradient_dtype, state_dtype in STORED[:: 2 if each.is_costly else 1]:
+        how = {"state_dtype": state_dtype, "device": each.device, "seed": 3}
+        mine = dataclasses.replace(bucket_of("lion", storage, dtype, **how), rule=update_rule)
+        theirs, update = copied(mine), choose.update_of(mine)
+        before = clones(tensors_of(mine))
+        update.ready(gradients_of(mine, 0, gradient_dtype))
+        assert same_bits(before, tensors_of(mine))
+        for number in range(2):
+            gradients = gradients_of(mine, number, gradient_dtype)
+            pure_step(theirs, gradients, take(executor, mine, update, gradients))
+            assert_same(mine, theirs, True)
+        before = clones(tensors_of(mine))
+        gradients[0][1] = torch.inf
+        assert take(executor, mine, update, gradients).found_inf
+        assert same_bits(before, tensors_of(mine))
+    said = messages(caplog)
+    assert len(said) == (not is_known)
+    for text in said:
+        assert "optimizer steps go on by torch's own operations" in text
+        assert torch.__version__ in text
+        assert ("halves_of" if operation is halves_of else "aten.floor.default") in text
+
+
+def trained(policy, steps=3, **options):
+    """Train a small model, and return its weights and the moments of its optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+    optimizer = mezzo.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    amp = mezzo.MixedPrecision(model, optimizer, policy)
+    batch = torch.randn(6, 8)
+    for _ in range(steps):
+        with amp.autocast():
+            loss = model(batch).float().square().mean()
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+    states = [state[name] for state in optimizer.state.values() for name in sorted(state)]
+    return [*(param.detach().clone() for param in model.parameters()), *states]
+
+
+@pytest.mark.usefixtures("emulating")
+@pytest.mark.parametrize("kind", ["cpp", "interpreted"])
+def test_sessions_train_where_a_release_traces_rules_to_other_operations(kind, request, monkeypatch, lacking, caplog):
+    executor = Cpp()
+    if kind == "interpreted":
+        request.getfixturevalue("interpreted")
+        executor = Triton()
+    lacking("aten.sqrt.", "aten.sign.")
+    for policy, options in (("O2,bf16", {}), ("O2,fp16", {"state_dtype": "int8"}), ("O1", {"state_dtype": "bfloat16"})):
+        ways = []
+        for each in (Portable(), executor):
+            monkeypatch.setattr(choose, "_working", lambda kind, device, each=each: each)
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, logger="mezzo"):
+                ways.append(trained(policy, **options))
+        assert same_bits(*ways)
+        said = [each for each in messages(caplog) if "optimizer steps" in each]
+        assert len(said) == (policy == "O2,bf16")  # once a process
+        for each in said:
+            assert f"for aten.sqrt.default of torch {torch.__version__}" in each
+
+
+def test_keys_of_random_bits_are_asked_of_the_table_too(lacking):
+    lacking("aten.bitwise_xor.")
+    with pytest.raises(NoKernel, match=r"no Triton for aten\.bitwise_xor\.Tensor"):
+        triton_source._key()
+    assert key_of(*(torch.ones((), dtype=torch.int32) for _ in range(3))).dtype == torch.int32
