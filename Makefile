@@ -45,7 +45,7 @@ $(READY): pyproject.toml $(VERSIONS)
 	touch $(DEMO) $(DOCS) $(READY)
 
 demo: $(DEMO)  ## train a real model in FP32 and in mixed precision, side by side
-	$(BIN)/mezzo compare --seeds 3 --margin 1.0 --policies O2,bf16 --out runs/demo --overwrite \
+	OMP_NUM_THREADS=1 $(BIN)/mezzo compare --seeds 5 --margin 1.0 --policies O2,bf16 --out runs/demo --overwrite \
 		examples/families/digits_cnn.py --steps 150
 
 test: $(READY)  ## run every test that needs neither GPU nor minutes

@@ -1,6 +1,6 @@
 """The casting engine against torch.autocast, paired in one run: time per step, casts, and bytes kept for backward.
 
-Run with ``make bench``. The model of 64 tiny layers is bound by dispatch, so that what a region costs per op shows;
+Run with ``make bench``. The model of tiny layers is bound by dispatch, so that what a region costs per op shows;
 the Transformer encoder repeats the experiment of allowing linear, then softmax, then gelu in low precision.
 """
 
@@ -29,12 +29,12 @@ Region = Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class Tiny(nn.Module):
-    """64 layers of width 32: a linear, a normalisation, an activation, a residual."""
+    """Layers of width 32: a linear, a normalisation, an activation, a residual."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
-        self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(64))
-        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(64))
+        self.linears = nn.ModuleList(nn.Linear(32, 32) for _ in range(layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for linear, norm in zip(self.linears, self.norms, strict=True):
@@ -55,10 +55,10 @@ def null_mode():  # type: ignore[no-untyped-def]
         yield
 
 
-def loop(region: Region, where: str) -> Callable[[], None]:
+def loop(region: Region, where: str, layers: int) -> Callable[[], None]:
     """A training step: eager, compiled with the region around the graph, or inside it."""
     torch.manual_seed(0)
-    model, x = Tiny().to(DEVICE), torch.randn(8, 32, device=DEVICE)
+    model, x = Tiny(layers).to(DEVICE), torch.randn(8, 32, device=DEVICE)
 
     def inside(x: Tensor) -> Tensor:
         with region():
@@ -85,7 +85,7 @@ def region_of(policy: str) -> Region:
     return lambda: mezzo.autocast(value, DEVICE)
 
 
-def speed(repetitions: int) -> list[Row]:
+def speed(repetitions: int, layers: int) -> list[Row]:
     cases: list[tuple[str, Region, str]] = [
         ("null function mode", null_mode, "eager"),
         (f"{BF16},lists=device", region_of(f"{BF16},lists=device"), "eager"),
@@ -102,7 +102,7 @@ def speed(repetitions: int) -> list[Row]:
         Row(
             name=f"{name}; {names[where]}",
             against=rival,
-            **paired(loop(region, where), loop(torch_region, where), repetitions),
+            **paired(loop(region, where, layers), loop(torch_region, where, layers), repetitions),
         )
         for name, region, where in cases
     ]
@@ -170,14 +170,16 @@ def memory() -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=40)
+    parser.add_argument("--layers", type=int, default=64, help="of the model that is bound by dispatch")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
-    rows = speed(options.repetitions)
-    show(rows, "mezzo / torch.autocast: 64 tiny layers, forward and backward")
+    rows = speed(options.repetitions, options.layers)
+    show(rows, f"mezzo / torch.autocast: {options.layers} tiny layers, forward and backward")
     kept = memory()
     for name, facts in kept.items():
         print(f"{name:<20} saved {facts['saved_mib_of_3_micro_batches']:.4g} MiB, {facts['weight_casts']} weight casts")
-    write(options.out, "engine", rows, repetitions=options.repetitions, saved_for_backward=kept)
+    sizes = {"repetitions": options.repetitions, "layers": options.layers}
+    write(options.out, "engine", rows, **sizes, saved_for_backward=kept)
 
 
 if __name__ == "__main__":

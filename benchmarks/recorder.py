@@ -66,6 +66,7 @@ def counted(values: torch.Tensor) -> tuple[Loop, Loop]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=50, help="from one that is recorded to the next")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     rows = []
@@ -77,13 +78,13 @@ def main() -> None:
         for name, every, steps in (
             ("a recorded step, five kinds", 1, 1),
             ("a step not recorded", 10**9, 1),
-            ("50 steps, one of them recorded", 50, 50),
+            (f"{options.steps} steps, one of them recorded", options.steps, options.steps),
         ):
             with ExitStack() as stack:
                 timed = paired(*recorded(policy, every, steps, stack), options.repetitions)
             rows.append(Row(name=f"six layers, {policy}: {name}", against="no recorder", **timed))
     show(rows, "what recording costs, with / without")
-    write(options.out, "recorder", rows, repetitions=options.repetitions)
+    write(options.out, "recorder", rows, repetitions=options.repetitions, steps=options.steps)
 
 
 if __name__ == "__main__":

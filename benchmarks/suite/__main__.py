@@ -28,30 +28,36 @@ RESULTS = ROOT / "benchmarks" / "results" / f"suite-{DEVICE}"
 #: What ``mezzo`` ends with where all is well, and where its numbers give alarm, as those of ablations may.
 WELL = (0, 4)
 INTERRUPTED = 130
+#: Of a comparison, and of one whose figures mean nothing; of the recorded run the same.
+WHOLE = (["--policies", POLICIES, "--ablate", "--seeds", str(SEEDS)], [])
+DRY = (["--policies", "O2,bf16", "--seeds", "1", "--steps", "1"], ["--steps", "1"])
 
 
 def main(
     minutes: Annotated[float, typer.Option(help="After how many to stop; the run in progress is repeated later.")] = 60,
     only: Annotated[list[str] | None, typer.Option(help="A family; several by several --only.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="A step each; figures mean nothing.")] = False,
+    runs: Annotated[Path, typer.Option(help="Where runs are kept.")] = WORK,
+    out: Annotated[Path, typer.Option(help="Where results are written.")] = RESULTS,
 ) -> None:
     """Run what is missing of the suite."""
+    compared, inspected = DRY if dry_run else WHOLE
     ends = time.monotonic() + 60 * minutes
     for family in FAMILIES:
         if only and family.name not in only:
             continue
-        place = RESULTS / family.name
-        code = _inspect(family, place, ends)
+        place = out / family.name
+        code = _inspect(family, place, runs / f"{family.name}-numbers", inspected, ends)
         if code in WELL:
-            code = _compare(family, place, ends)
+            code = _compare(family, place, runs / family.name, compared, ends)
         if code == INTERRUPTED:
             raise SystemExit(f"stopped in {family.name}; the same command goes on there")
         if code not in WELL:
             raise SystemExit(f"{family.name} ended with exit code {code}")
 
 
-def _compare(family: Family, place: Path, ends: float) -> int:
-    out = WORK / family.name
-    options = ["--policies", POLICIES, "--ablate", "--seeds", str(SEEDS), "--margin", family.margin, "--out", str(out)]
+def _compare(family: Family, place: Path, out: Path, options: list[str], ends: float) -> int:
+    options = [*options, "--margin", family.margin, "--out", str(out)]
     code = _mezzo(["compare", *options, str(family.path), *family.arguments], ends)
     if (out / "summary.json").exists():
         place.mkdir(parents=True, exist_ok=True)
@@ -60,9 +66,8 @@ def _compare(family: Family, place: Path, ends: float) -> int:
     return code
 
 
-def _inspect(family: Family, place: Path, ends: float) -> int:
+def _inspect(family: Family, place: Path, out: Path, options: list[str], ends: float) -> int:
     """Record one run in FP32, and write what FP16 makes of its numbers."""
-    out, kept = WORK / f"{family.name}-numbers", place / "numbers.json"
     code = 0
     summary = out / "summary.json"
     changed = (ROOT / family.path).stat().st_mtime
@@ -70,10 +75,10 @@ def _inspect(family: Family, place: Path, ends: float) -> int:
         summary.exists() and summary.stat().st_mtime > changed and not json.loads(summary.read_text())["interrupted"]
     )
     if not is_done:
-        options = ["--every", str(EVERY), "--out", str(out), "--overwrite"]
+        options = [*options, "--every", str(EVERY), "--out", str(out), "--overwrite"]
         code = _mezzo(["inspect", *options, str(family.path), *family.arguments, "--seed", "0"], ends)
     if code in WELL:
-        numbers.publish(out, kept, place / "gradients.png")
+        numbers.publish(out, place / "numbers.json", place / "gradients.png")
     return code
 
 

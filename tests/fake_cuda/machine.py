@@ -65,10 +65,12 @@ def plug_in(library: Path, capability: int = 90, *, has_memory: bool = False) ->
         capability: What Triton compiles for.
         has_memory: Whether tensors have addresses, as with ``operations.cpp``; FakeTensors are given theirs here.
     """
-    ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(library))
     import torch
 
-    if not has_memory:
+    if has_memory:
+        _let_storages_resize(loaded)
+    else:
         from . import fakes  # benchmarks/host.py has this file alone
 
         fakes.give_addresses()
@@ -93,6 +95,22 @@ def plug_in(library: Path, capability: int = 90, *, has_memory: bool = False) ->
     torch.Event = _Event  # type: ignore[misc]
     torch.version.cuda = "13.0"
     _plug_in_triton(capability)
+
+
+def _let_storages_resize(loaded: ctypes.CDLL) -> None:
+    """Let storages on the device get another size: torch's CPU build refuses that of any CUDA storage."""
+    import torch
+
+    resized = torch.UntypedStorage.resize_
+    loaded.resize_storage.argtypes, loaded.resize_storage.restype = [ctypes.c_void_p, ctypes.c_size_t], None
+
+    def resize_(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return resized(storage, size)
+        loaded.resize_storage(storage._cdata, size)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
 
 
 class _Event:

@@ -149,6 +149,12 @@ bool is_plain(const std::string& name) {  // what torch composes of other operat
 
 }  // namespace
 
+// torch resizes a storage itself, and only one of a device that it was built for.
+extern "C" void resize_storage(c10::StorageImpl* storage, size_t bytes) {
+  storage->set_data_ptr_noswap(addresses.allocate(bytes));
+  storage->set_nbytes(bytes);
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&nothing>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
