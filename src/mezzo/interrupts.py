@@ -83,11 +83,7 @@ class _Block(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         try:
-            for number in _NUMBERS:
-                handler = getsignal(number)
-                if callable(handler) and handler is not self.ours:
-                    self.before[number] = handler  # first: ours may be called as soon as it is there
-                    set_handler(number, self.ours)
+            self.replace_handlers()  # a call: Python 3.13 has no jump of a loop, where signals come, inside this `try`
             self.held = []
             self.is_under_way = True
         except BaseException:
@@ -114,6 +110,14 @@ class _Block(AbstractContextManager[None]):
         finally:
             if count > 1:
                 self.handle(waiting, count - 1)
+
+    def replace_handlers(self) -> None:
+        """Put our handler in the place of each that is Python's."""
+        for number in _NUMBERS:
+            handler = getsignal(number)
+            if callable(handler) and handler is not self.ours:
+                self.before[number] = handler  # first: ours may be called as soon as it is there
+                set_handler(number, self.ours)
 
     def restore(self) -> None:
         """Put back the handlers of before."""

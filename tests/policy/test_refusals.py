@@ -259,7 +259,7 @@ def test_policies_are_read_from_and_written_to_regular_files(tmp_path):
             lambda: Policy.O1(rules=[Rule("fp32", op="exp", reason="a" * 1_000_000)]).save(tmp_path / "long"),
             "at most 1,",
         ),
-        (lambda: Policy.load("a\0.policy"), "null byte"),
+        (lambda: Policy.load("a\0.policy"), "embedded null"),
     ):
         with refused(PolicyError, words):
             call()

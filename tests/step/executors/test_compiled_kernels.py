@@ -34,7 +34,10 @@ from mezzo.step.update import rule
 from ...support.releases import FP32_NORM_REGISTERS, since
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Triton's compiler for Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Triton's compiler for Linux"),
+    pytest.mark.filterwarnings("ignore:AnnAssign.__init__ missing"),  # of Triton's own, under Python 3.13
+]
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 BF16, FP16, FP32, INT16 = torch.bfloat16, torch.float16, torch.float32, torch.int16
