@@ -1,11 +1,11 @@
 # Two commands do all set-up on a fresh machine: `make demo` and `make test`.
 PYTHON ?= python3
 # `make test TORCH=2.11.0`: with another version of torch than constraints.txt, in an environment of its own;
-# `TORCH=newest`: the newest that mezzo was tested with. `PYTHON=python3.13`: with another Python, in one of its own, too.
+# `TORCH=newest`: the newest that mezzo was tested with. `PYTHON=/usr/bin/python3.13`: with another Python, in one, too.
 TORCH ?=
 NEWEST := $(shell sed -n 's/^NEWEST_TESTED.*"\(.*\)"/\1/p' src/mezzo/releases.py)
 RELEASE := $(TORCH:newest=$(NEWEST))
-VENV := .venv$(RELEASE:%=-torch-%)$(patsubst %,-%,$(filter-out python3,$(notdir $(PYTHON))))
+VENV := .venv$(RELEASE:%=-torch-%)$(patsubst %,-%,$(filter python3.%,$(notdir $(PYTHON))))
 BIN := $(VENV)/bin
 VERSIONS := $(VENV)/constraints.txt
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --no-compile --constraint $(VERSIONS) --editable
@@ -64,7 +64,7 @@ lint: $(READY)  ## format, lint, types, import contract
 	$(BIN)/lint-imports
 	$(BIN)/python tests/house.py
 
-check: lint test  ## everything CI runs: lint, types, import contract, tests, docs snippets
+check: lint test  ## what CI runs on the pinned torch: lint, types, import contract, tests, docs snippets
 
 format: $(READY)  ## rewrite the code as ruff wants it
 	$(BIN)/ruff format .

@@ -187,15 +187,14 @@ PLANTED = """
 
     uses = {
         "torch._C._dynamo.eval_frame.get_eval_frame_callback": compiling.is_at_work,
-        "torch._dynamo.reset_code_caches": compiling.forget_compiled,
+        "torch.amp.autocast_mode._enter_autocast": compiling.require_switches,
         "torch._dynamo.mark_dynamic": with_numbers(compiling.for_any_length),
         "torch._dynamo.exc.InvalidBackend": lambda: compiling.backend_of("eager"),
         "torch._dynamo.list_backends": compiling.backends,
         "torch._dynamo.exc.TorchDynamoException": compiling.capture_errors,
         "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": lambda: compiling.traced_variable("x"),
         "torch._functorch.config.backward_pass_autocast": lambda: compiling.differentiated_plainly(None).__enter__(),
-        "torch.amp.autocast_mode._enter_autocast": compiling.ENTER_AUTOCAST,
-        "torch.amp.autocast_mode._exit_autocast": compiling.EXIT_AUTOCAST,
+        "torch.amp.autocast_mode._exit_autocast": lambda: 1 in (0, compiling.EXIT_AUTOCAST),
         "torch.autograd._engine_run_backward": backward.door,
         "torch._C._current_graph_task_id": backward.runs_backward,
         "torch._C._current_autograd_node": backward.current_node,

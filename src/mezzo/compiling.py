@@ -101,7 +101,7 @@ def forget_compiled() -> None:
     **Cost**: what is called again is compiled again.
     """
     if is_imported():
-        private("torch._dynamo.reset_code_caches")()
+        private("torch._dynamo.reset_code_caches", public=torch.compiler.reset)()
 
 
 # What is compiled ----------------------------------------------------------------------------------------
@@ -118,6 +118,7 @@ def inside(model: nn.Module) -> nn.Module:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module is compiled: by ``module.compile()``, or as what ``torch.compile(module)`` returns."""
+    require("torch.nn.Module._compiled_call_impl")
     return module._compiled_call_impl is not None or hasattr(module, INSIDE)
 
 
@@ -189,9 +190,21 @@ def differentiated_plainly(own: torch.autocast) -> Iterator[None]:
 # Capturing a model, and handing graphs on -----------------------------------------------------------------
 
 #: What graphs of Dynamo's call where a program enters or leaves autocast, or turns gradients on or off.
-ENTER_AUTOCAST: Final = private("torch.amp.autocast_mode._enter_autocast")
-EXIT_AUTOCAST: Final = private("torch.amp.autocast_mode._exit_autocast")
-SET_GRAD_ENABLED: Final = private("torch._C._set_grad_enabled")
+_SWITCHES: Final = (
+    "torch.amp.autocast_mode._enter_autocast",
+    "torch.amp.autocast_mode._exit_autocast",
+    "torch._C._set_grad_enabled",
+)
+ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED = map(private, _SWITCHES)
+
+
+def require_switches() -> None:
+    """Refuse to read a graph where one of these calls could not be told from others.
+
+    Raises:
+        UnsupportedError: torch has another name for it.
+    """
+    require(*_SWITCHES)
 
 
 def as_given(left_out: Iterable[Callable[..., Any]]) -> contextlib.AbstractContextManager[Any]:

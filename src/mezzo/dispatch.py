@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from mezzo.releases import missing, private
+from mezzo.releases import missing, private, require
 
 if TYPE_CHECKING:
     from torch._C import DisableTorchFunction as DisableTorchFunction
@@ -51,6 +51,7 @@ def innermost_function_mode() -> Any:
 
 def makes_fake() -> bool:
     """Whether tensors that are made now are fake, without values."""
+    require("torch._C._get_dispatch_mode", "torch._C._TorchDispatchModeKey.FAKE")
     return _DISPATCH_MODE(_FAKE) is not None
 
 

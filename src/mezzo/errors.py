@@ -267,4 +267,4 @@ def version_numbers(version: str) -> list[int]:
         >>> version_numbers("2.14.1+cu130")
         [2, 14, 1]
     """
-    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+    return [int(number) for number in re.findall(r"\d+", version.partition("+")[0])[:3]]

@@ -198,7 +198,8 @@ def require_oldest() -> None:
     Raises:
         UnsupportedError: It is.
     """
-    if version_numbers(torch.__version__) < version_numbers(OLDEST):
+    numbers = version_numbers(torch.__version__)  # a build of torch may have a name without any
+    if numbers and numbers < version_numbers(OLDEST):
         raise UnsupportedError(
             f"mezzo needs torch {OLDEST} or newer",
             where=f"torch {torch.__version__} is installed",
@@ -295,7 +296,8 @@ class _Missing:
         raise missing(self._name)
 
     __call__ = __enter__ = __exit__ = __iter__ = __len__ = __contains__ = __getitem__ = _refuse
-    __instancecheck__ = __subclasscheck__ = _refuse
+    __instancecheck__ = __subclasscheck__ = __eq__ = _refuse
+    __hash__ = object.__hash__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what inspect and functools ask of anything

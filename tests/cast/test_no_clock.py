@@ -58,17 +58,21 @@ PROCESSORS = {
         lines=SAPPHIRE, bfloat16=(4.2, 3.0, 1.0, 1.5), float16=(1.0, 0.007, 0.65, 1.2),
         native={BFLOAT16: ALL, FLOAT16: BUT_CONVOLUTION},
     ),
+    "Granite Rapids": Processor(
+        lines={"flags": f"{SAPPHIRE['flags']} amx_fp16"}, bfloat16=(4.2, 3.0, 1.0, 1.5),
+        float16=(4.0, 0.007, 0.65, 1.2), native={BFLOAT16: ALL, FLOAT16: BUT_CONVOLUTION},
+    ),
     "Sapphire Rapids that dies of AMX": Processor(
         lines=SAPPHIRE, bfloat16=(1.8, 1.6, 0.9, 1.2), float16=(1.0, 0.007, 0.65, 1.2), dies=True,
         native={BFLOAT16: ALL, FLOAT16: BUT_CONVOLUTION},
     ),
     "Graviton3": Processor(
         lines={"Features": "fp asimd fphp asimdhp asimddp sve svebf16 i8mm bf16"}, bfloat16=(2.5, 2.0, 0.9, 1.5),
-        float16=(1.5, 1.2, 0.8, 1.0), native={BFLOAT16: ALL, FLOAT16: ALL},
+        float16=(0.6, 0.5, 0.6, 0.6), native={BFLOAT16: ALL, FLOAT16: NONE},
     ),
     "Graviton2": Processor(
         lines={"Features": "fp asimd fphp asimdhp asimddp"}, bfloat16=(0.1, 0.1, 0.5, 0.1),
-        float16=(1.5, 1.2, 0.8, 1.0), native={BFLOAT16: NONE, FLOAT16: ALL}, fast=FLOAT16,
+        float16=(0.6, 0.5, 0.6, 0.6), native={BFLOAT16: NONE, FLOAT16: NONE},
     ),
     "unknown": Processor(
         bfloat16=(0.4, 0.5, 0.6, 0.3), float16=(0.02, 0.01, 0.5, 0.05), native={BFLOAT16: NONE, FLOAT16: NONE},
@@ -185,7 +189,10 @@ def test_what_a_limit_on_onednn_masks_does_not_count():
             assert probing.claims.of_processor(SAPPHIRE, dtype, limit).has == has, limit
     masked = probing.claims.of_processor(SAPPHIRE, BFLOAT16, "AVX2")
     assert masked.words == "it has neither avx512_bf16 nor amx_bf16 under ONEDNN_MAX_CPU_ISA=AVX2"
-    assert probing.claims.of_processor({"flags": "avx2"}, FLOAT16, "AVX2").words == "it has no avx512_fp16"
+    assert (
+        probing.claims.of_processor({"flags": "avx2"}, FLOAT16, "AVX2").words
+        == "it has neither avx512_fp16 nor amx_fp16"
+    )
     nothing = probing.claims.of_processor({"name": "an unknown CPU"}, FLOAT16, None)
     assert nothing.words == "it does not say what it has for float16, which counts as nothing"
 

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mezzo.compiling import never_compiled
 from mezzo.errors import DistributedError, PolicyError, StateError, UnsupportedError, some_of
 from mezzo.hooks import OwnHook
+from mezzo.releases import require_all
 from mezzo.sharded import is_distributed
 from mezzo.tensors import LOW, foreach_copy_, foreach_div_
 from mezzo.weights import Halves
@@ -409,6 +410,7 @@ class Wrappers:
     def watch(self, models: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
         """Find wrappers as models run in them, where there are ranks; yield what ends it."""
         if dist.is_available() and dist.is_initialized():
+            require_all("distributed/exchange.py")
             for model in models:
                 inner = model.module if isinstance(model, DistributedDataParallel) else model
                 yield inner.register_forward_pre_hook(OwnHook(self._enter)).remove

@@ -61,9 +61,9 @@ DEFAULT_SPEEDUP: Final = 2.0
 TABLE: Final = (
     Sheet("amx_bf16", 64, 1024, 0, "Intel 64 Optimization Manual, AMX: 1024 BF16 operations a cycle; 2 AVX-512 ports"),
     Sheet("avx512_bf16", 64, 128, 0, "Intel SDM 2, VDPBF16PS: two products in a lane"),
+    Sheet("amx_fp16", 64, 1024, 0, "Intel SDM 2, TDPFP16PS: as many operations as TDPBF16PS"),
     Sheet("avx512_fp16", 64, 128, 0, "Intel SDM 2, VFMADD132PH: twice the lanes"),
     Sheet("bf16", 32, 128, 0, "Arm Neoverse V1 Optimization Guide: BFMMLA as often as FMLA, four times the products"),
-    Sheet("asimdhp", 32, 64, 0, "Arm Neoverse V1 Optimization Guide: FMLA of twice the lanes"),
     Sheet("sm_70", 15.7, 125, 900, "NVIDIA V100 SXM2 data sheet"),
     Sheet("sm_75", 8.1, 65, 320, "NVIDIA T4 data sheet"),
     Sheet("sm_80", 19.5, 312, 2039, "NVIDIA A100 80GB SXM data sheet; 1555 GB/s with 40 GB"),

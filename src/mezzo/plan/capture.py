@@ -26,7 +26,7 @@ from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.model.prepare import with_low_ends
 from mezzo.cast.model.refusals import wanted_storage
 from mezzo.cast.products import Operands, Recipe, asked, recipe_on
-from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, as_given, capture_errors
+from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, as_given, capture_errors, require_switches
 from mezzo.dispatch import HigherOrderOperator, OpOverload, OpOverloadPacket
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Decision, Policy
@@ -337,6 +337,7 @@ def read(
     Raises:
         PolicyError: The policy casts no op, or bans one that the graph has.
     """
+    require_switches()
     require_choice(policy)
     kinds = [value_of(node).device.type for node in whole.graph.nodes if is_floating(node)]
     device_type = next((kind for kind in kinds if kind != "cpu"), "cpu")

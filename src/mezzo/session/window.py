@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from mezzo.backward import call_at_end, runs_another, will_run
 from mezzo.compiling import never_compiled
-from mezzo.errors import StateError, some_of
+from mezzo.errors import StateError, UnsupportedError, some_of
 from mezzo.hooks import has_gradient_hooks, run_first
 from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
@@ -539,6 +539,8 @@ def _runs(node: Any) -> bool:
     """Whether the pass under way runs a node of its graph."""
     try:
         return will_run(node)
+    except UnsupportedError:  # a release of torch without the name
+        raise
     except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
         return True
 

@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mezzo.dispatch import DisableTorchFunction
-
 #: Begins the line that is meant for the parent; all else on stdout is other people's chatter.
 PREFIX: Final = "mezzo-probe "
 #: The signals by which a processor refuses to go on.
@@ -169,8 +167,8 @@ def die_quietly() -> None:
 
 @contextlib.contextmanager
 def _plainly(device: str) -> Iterator[None]:
-    """Compute by torch alone, whatever region, mode or inference mode is around."""
-    with DisableTorchFunction(), torch.autocast(device, enabled=False), torch.inference_mode(False):
+    """Compute by torch alone, whatever autocast or inference mode is around."""
+    with torch.autocast(device, enabled=False), torch.inference_mode(False):
         yield
 
 

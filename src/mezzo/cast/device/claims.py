@@ -54,19 +54,20 @@ class Instruction:
 _X86, _ARM = "flags", "Features"
 
 #: What makes a format fast on a processor: any of its rows. AVX-NE-CONVERT and F16C convert, and multiply in FP32.
+#: Arm's ``asimdhp`` multiplies in FP16, and it varies with the build of torch whether products of matrices use it.
 INSTRUCTIONS: Final = (
     Instruction(torch.bfloat16, "avx512_bf16", _X86, "AVX512_CORE_BF16", "Intel SDM 2, VDPBF16PS"),
     Instruction(torch.bfloat16, "amx_bf16", _X86, "AVX512_CORE_AMX", "Intel SDM 2, TDPBF16PS"),
     Instruction(torch.float16, "avx512_fp16", _X86, "AVX512_CORE_FP16", "Intel SDM 2, VFMADD132PH"),
+    Instruction(torch.float16, "amx_fp16", _X86, "AVX512_CORE_AMX_FP16", "Intel SDM 2, TDPFP16PS"),
     Instruction(torch.bfloat16, "bf16", _ARM, "", "Arm ARM, FEAT_BF16: BFMMLA"),
-    Instruction(torch.float16, "asimdhp", _ARM, "", "Arm ARM, FEAT_FP16: FMLA of half precision"),
 )
 
 #: Limits on oneDNN, each with all before it (oneDNN, "CPU Dispatcher Control"). A limit of another name masks nothing.
 _LIMITS: Final = tuple(
     """
     SSE41 AVX AVX2 AVX2_VNNI AVX2_VNNI_2 AVX512_CORE AVX512_CORE_VNNI AVX512_CORE_BF16 AVX512_CORE_FP16 AVX10_1_512
-    AVX512_CORE_AMX
+    AVX512_CORE_AMX AVX512_CORE_AMX_FP16
     """.split()
 )
 

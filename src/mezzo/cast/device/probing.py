@@ -29,6 +29,7 @@ from mezzo import files
 from mezzo.cast.device import child, claims
 from mezzo.cast.device.child import FAMILIES, Family
 from mezzo.cast.device.claims import NOTHING, Claim
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError, UnsupportedError, nearest
 from mezzo.tensors import dtype_name
 
@@ -363,7 +364,9 @@ def accelerator_report(device_type: str) -> DeviceReport:
     """
     named = getattr(torch.get_device_module(device_type), "get_device_name", None)
     claim = claims.of_accelerator(device_type)
-    formats = {dtype: FormatSupport.told(child.examined(dtype, device_type)).claiming(claim) for dtype in FORMATS}
+    with DisableTorchFunction():  # whatever region or mode is around
+        said = {dtype: child.examined(dtype, device_type) for dtype in FORMATS}
+    formats = {dtype: FormatSupport.told(each).claiming(claim) for dtype, each in said.items()}
     return DeviceReport(device_type=device_type, name=named() if named else device_type, formats=formats)
 
 
@@ -449,7 +452,8 @@ def _copy_that_tries(dtype: torch.dtype, limit_s: int) -> int:
             child.die_quietly()
             signal.alarm(limit_s)
             torch.set_num_threads(1)  # the threads of the pool are not copied
-            child.products(dtype)
+            with DisableTorchFunction():
+                child.products(dtype)
             code = 0
         finally:
             os._exit(code)  # no exit handlers, no flushing of buffers that belong to the parent
