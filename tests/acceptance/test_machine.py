@@ -30,6 +30,8 @@ from .subject import Config
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(?s).*carry the loss scale"),
     pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated"),
+    # torch's own, of one that Dynamo began to make and did not end
+    pytest.mark.filterwarnings("ignore:Exception ignored in. <function StorageWeakRef.__del__"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # Dynamo of torch 2.11 asks inputs for it
 ]
 

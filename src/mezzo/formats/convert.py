@@ -106,11 +106,11 @@ def quantize(
     rounding: Rounding = "nearest",
     generator: torch.Generator | None = None,
 ) -> Quantized:
-    r"""Round a tensor to a block format.
+    """Round a tensor to a block format.
 
     With amax the largest magnitude of the elements that share a scale, and max the largest element:
 
-    - E8M0 scales are :math:`2^{\mathrm{clamp}(\lfloor\log_2 amax\rfloor - \lfloor\log_2 max\rfloor, -127, 127)}`, as
+    - E8M0 scales are 2 to the power clamp(⌊log₂ amax⌋ − ⌊log₂ max⌋, −127, 127), as
       the OCP specification has it: what lies between max and the power of two above it, in these units, saturates.
       (Transformer Engine and cuBLAS round amax / max *up* to a power of two: nothing saturates, and where that is more,
       small elements have a bit less.)

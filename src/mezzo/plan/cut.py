@@ -161,12 +161,12 @@ def cost(problem: Problem, low: Sequence[bool]) -> float:
 
 
 def place(problem: Problem) -> Placement:
-    r"""Return the cheapest placement; of several that cost the same, the one with the fewest low ops.
+    """Return the cheapest placement; of several that cost the same, the one with the fewest low ops.
 
     Ops are nodes, and a placement cuts them in two: those on the source's side run low.
 
-    - An op whose low cost is higher by :math:`d` has an arc of capacity :math:`d` to the sink; one whose FP32 cost is,
-      an arc of :math:`d` from the source.
+    - An op whose low cost is higher by *d* has an arc of capacity *d* to the sink; one whose FP32 cost is,
+      an arc of *d* from the source.
     - A tensor has two nodes of its own, so that a cast is paid once. Its consumers have infinite arcs to the one,
       which has an arc of ``down`` to the producer. The producer has an arc of ``up`` to the other, which has infinite
       arcs to the consumers. With a single consumer both arcs are direct.
@@ -177,7 +177,7 @@ def place(problem: Problem) -> Placement:
     scipy's flow is in int32. It is called on the leading 29 bits of the capacities, and then on the leading bits of
     what they leave, until nothing crosses the cut that it finds. No more can flow than crosses that cut, which is less
     than one unit of the last bit for each arc of it. Costs that are integers are exact so. Others are rounded to
-    :math:`2^{-52}` of their sum. Where the cut comes to less than a 64th of the sum, it is looked for once more,
+    2⁻⁵² of their sum. Where the cut comes to less than a 64th of the sum, it is looked for once more,
     without the arcs that cost more than the whole cut.
 
     Args:
