@@ -45,7 +45,6 @@ NEUTRAL = {
     "detach": ATEN.detach.default,
     "lift_fresh": ATEN.lift_fresh.default,
     "positive": torch.positive,
-    "lift": ATEN.lift.default,
     "unsafe_view": lambda each: ATEN._unsafe_view.default(each, each.shape),
     "convert_element_type": lambda each: torch.ops.prims.convert_element_type.default(each, each.dtype),
     "clone": torch.clone,
