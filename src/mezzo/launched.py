@@ -42,6 +42,21 @@ class Launch:
         self.kernel, self.options, self.constants = kernel, options, constants
         self._compiled: dict[torch.device, Any] = {}
 
+    def prepare(self, device: torch.device, *arguments: Any) -> None:
+        """Compile and load it for a device, and launch nothing. Triton keeps what is compiled for the first launch.
+
+        Args:
+            device: Where it is to be launched.
+            arguments: As it is launched with, or for a tensor its dtype alone.
+
+        Raises:
+            Exception: Whatever Triton fails with. Its interpreter compiles nothing: it fails while it runs.
+        """
+        with on(device):
+            compiled = self.kernel.warmup(*arguments, grid=(1,), **self.constants, **self.options)
+            if compiled is not None:
+                _ = compiled.run  # Triton loads a kernel when it is first asked how to run it
+
     def __call__(self, programs: int, device: torch.device, *arguments: Any) -> None:
         """Launch it on a device, which is the current one."""
         if (compiled := self._compiled.get(device)) is not None:

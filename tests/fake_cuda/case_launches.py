@@ -1,9 +1,15 @@
 """What one step launches, uploads and allocates, eager and captured: bounds that no number of tensors may move."""
 
+import dataclasses
+
 import pytest
 import torch
+import triton
 
+from mezzo import launched
 from mezzo.session.capture import Captured
+from mezzo.step.executors import choose, portable, triton_source
+from mezzo.step.executors import triton as launch
 
 from .case_sessions import FIRST, Trained
 from .machine import Graph
@@ -63,6 +69,73 @@ def test_triton_describes_the_arguments_of_a_kernel_once(machine, monkeypatch):
         trained.step()
     assert record.triton == ["squares", "roots", "adamw_plain"]
     assert described == []
+
+
+@pytest.fixture
+def unknown(monkeypatch):
+    """Forget what is known of kernels, before and after."""
+
+    def forget():
+        for cache in (choose._working, choose._shared_on, portable.tell, triton_source.update_source, launched._scope):
+            cache.cache_clear()
+
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.usefixtures("unknown")
+def test_kernels_are_compiled_before_anything_is_written_and_once(machine, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        triton.knobs.runtime,
+        "jit_cache_hook",
+        lambda *, fn, is_manual_warmup, **_: found.append((fn.name.rpartition(".")[2], is_manual_warmup)),
+    )
+    trained = Trained("O2 fp16", "AdamW")
+    for _ in range(FIRST):
+        trained.step()
+    names = [name for name, is_early in found if is_early]
+    assert {"adamw_split", "adamw_plain", "scalars"} <= set(names)
+    late = {name for name, is_early in found if not is_early}
+    assert late <= {"squares", "roots", "largest", "quantise"}  # those of pass 1 are launched before pass 2
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.usefixtures("unknown")
+def test_what_a_release_of_triton_does_not_compile_goes_by_torch_s_operations(machine, monkeypatch, caplog):
+    for module, name in ((triton_source, "TRITON"), (launch, "NUMBERS")):
+        known = getattr(module, name)
+        lines = {**known.operations, "aten.sqrt.default of torch.float32": "tl.root_of({0})"}
+        lines["aten.pow.Tensor_Tensor of torch.float64"] = "libdevice.power_of({0}, {1})"
+        monkeypatch.setattr(module, name, dataclasses.replace(known, operations=lines))
+    trained = Trained("O2 fp16", "AdamW")
+    for _ in range(FIRST):
+        trained.step()
+    with machine.watched() as record:
+        trained.step()
+    assert not {"adamw_split", "adamw_plain", "scalars"} & set(record.triton)
+    said = [each.getMessage() for each in caplog.records if "optimizer steps go on by torch's own" in each.getMessage()]
+    assert len(said) == 2  # of two kernels
+    for text in said:
+        assert f"since Triton {triton.__version__} cannot compile adamw_" in text
+        assert "root_of" in text
+
+
+@pytest.mark.usefixtures("unknown")
+def test_shared_numbers_that_triton_does_not_compile_go_by_torch_s_operations(machine, monkeypatch, caplog):
+    lines = {**launch.NUMBERS.operations, "aten.pow.Tensor_Tensor of torch.float64": "libdevice.power_of({0}, {1})"}
+    monkeypatch.setattr(launch, "NUMBERS", dataclasses.replace(launch.NUMBERS, operations=lines))
+    trained = Trained("O1 fp16", "AdamW")
+    for _ in range(FIRST):
+        trained.step()
+    with machine.watched() as record:
+        trained.step()
+    assert record.triton == ["squares", "roots", "adamw_plain"]
+    (said,) = [each.getMessage() for each in caplog.records if "cannot compile" in each.getMessage()]
+    assert f"since Triton {triton.__version__} cannot compile scalars" in said
+    assert "power_of" in said
 
 
 @pytest.mark.parametrize("policy, optimizer", [("O1 fp16", "AdamW"), ("O2 fp16", "Lion")])

@@ -45,6 +45,8 @@ NEUTRAL = {
     "detach": ATEN.detach.default,
     "lift_fresh": ATEN.lift_fresh.default,
     "positive": torch.positive,
+    "unsafe_view": lambda each: ATEN._unsafe_view.default(each, each.shape),
+    "convert_element_type": lambda each: torch.ops.prims.convert_element_type.default(each, each.dtype),
     "clone": torch.clone,
     "contiguous": lambda each: each.clone(memory_format=torch.contiguous_format),
     "view": lambda each: each.view(each.shape),
@@ -192,6 +194,71 @@ def test_a_rule_with_an_unknown_operation_is_the_pure_rule_and_one_warning_says_
         assert "optimizer steps go on by torch's own operations" in text
         assert torch.__version__ in text
         assert ("halves_of" if operation is halves_of else "aten.floor.default") in text
+
+
+def whole(each):
+    """Integers of both signs, and zeros."""
+    return (each * 100).to(torch.int32)
+
+
+#: What operations mean for dtypes: True where kernels are written of them, else what no language has a line for.
+DTYPES = {
+    "int * number": (lambda w: whole(w) * 0.5, True),
+    "int + number": (lambda w: w + (whole(w) + 0.5), True),
+    "int < number": (lambda w: torch.where(whole(w) < 0.5, w, w * 2), True),
+    "int / int": (lambda w: whole(w) / 3, True),
+    "root of ints": (lambda w: whole(w).abs().sqrt(), True),
+    "inverse of ints": (lambda w: (whole(w).abs() + 1).reciprocal(), True),
+    "int or float": (lambda w: torch.where(w > 0, whole(w), w), True),
+    "int or number": (lambda w: whole(w).clamp(-0.5, 0.5), True),
+    "int and all bits": (lambda w: (whole(w) & 0x7FFFFFFF).to(FP32), True),
+    "bool * float": (lambda w: w * (w > 0), True),
+    "no bound": (lambda w: w.clamp(-0.05, torch.inf), True),
+    "a number between two of FP32": (lambda w: w * (1 + 2.0**-24), True),
+    "nan": (lambda w: torch.where(w > 0, w * torch.nan, w), True),
+    "a shift": (lambda w: (whole(w) << 3).to(FP32), True),
+    "bfloat16": (lambda w: w.bfloat16().float(), "aten._to_copy.default of torch.bfloat16"),
+    "float16": (lambda w: w.half().float(), "aten._to_copy.default of torch.float16"),
+    "int8": (lambda w: w.to(INT8).float(), "aten._to_copy.default of torch.int8"),
+    "round of ints": (lambda w: whole(w).round().float(), "aten.round.default of torch.int32"),
+    "sign of ints": (lambda w: whole(w).sign().float(), "aten.sign.default of torch.int32"),
+    "bool + bool": (lambda w: ((w > 0) + (w < 1)).float(), "aten.add.Tensor of torch.bool"),
+    "bounds of another order": (lambda w: w.clamp(0.5, -0.5), "aten.clamp.default, 0.5, -0.5"),
+    "a bound of nan": (lambda w: w.clamp(torch.nan, 1.0), "aten.clamp.default, nan, 1.0"),
+    "a constant": (lambda w: w * torch.tensor(2.0), "constant tensors (torch.tensor)"),
+}
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("kind", ["cpp", "interpreted"])
+def test_operations_on_any_dtypes_are_as_torch_computes_them(kind, name, request, monkeypatch, lacking, caplog):
+    executor = Cpp()
+    if kind == "interpreted":
+        request.getfixturevalue("interpreted")
+        executor = Triton()
+    operation, expected = DTYPES[name]
+    monkeypatch.setattr(choose, "executor_for", lambda device: executor)
+    for storage, dtype in ((PLAIN, FP32), (SPLIT, BF16)):
+        mine = dataclasses.replace(bucket_of("lion", storage, dtype, seed=3), rule=odd_rule(operation))
+        theirs, update = copied(mine), choose.update_of(mine)
+        gradients = gradients_of(mine, 0, dtype)
+        pure_step(theirs, gradients, take(executor, mine, update, gradients))
+        assert_same(mine, theirs, True)
+    said = messages(caplog)
+    assert len(said) == (expected is not True)
+    for text in said:
+        assert f"no {'C++' if kind == 'cpp' else 'Triton'} for {expected} of torch {torch.__version__}" in text
+
+
+def test_dtypes_of_one_kind_are_not_mixed():
+    """Of a number torch takes the elements' dtype, and a kernel does not know which is which."""
+    one, wide = torch.ones(()), torch.ones((), dtype=torch.float64)
+    with pytest.raises(NoKernel, match=r"aten\.mul\.Tensor of torch\.float32 and torch\.float64 of torch"):
+        spelled_in(TRITON, lambda each, other: (each * other,), one, wide)
+    with pytest.raises(NoKernel, match=r"aten\.bitwise_and\.Scalar of torch\.int32 and 4294967296 of torch"):
+        spelled_in(TRITON, lambda each: (each.to(torch.int32) & 2**32,), one)
+    with pytest.raises(NoKernel, match=r"aten\.__rshift__\.Scalar, 32 of torch"):
+        spelled_in(CPP, lambda each: (each.to(torch.int32) >> 32,), one)
 
 
 def trained(policy, steps=3, **options):

@@ -6,6 +6,7 @@ a second.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from types import MappingProxyType
@@ -40,24 +41,30 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.sub.Tensor": "{0} - {1}",
         "aten.mul.Tensor": "{0} * {1}",
         "aten.neg.default": "-{0}",
-        "aten.div.Tensor": "{0} / {1}",
-        "aten.reciprocal.default": "1.0f / {0}",
-        "aten.sqrt.default": "__builtin_sqrtf({0})",
-        "aten.abs.default": "__builtin_fabsf({0})",
+        "aten.div.Tensor of torch.float32": "{0} / {1}",
+        "aten.reciprocal.default of torch.float32": "1.0f / {0}",
+        "aten.sqrt.default of torch.float32": "__builtin_sqrtf({0})",
+        "aten.abs.default of torch.float32": "__builtin_fabsf({0})",
         "aten.abs.default of torch.int32": "__builtin_abs({0})",
-        "aten.round.default": "__builtin_rintf({0})",
-        "aten.sign.default": "float({0} > 0) - float({0} < 0)",
+        "aten.round.default of torch.float32": "__builtin_rintf({0})",
+        "aten.sign.default of torch.float32": "float({0} > 0) - float({0} < 0)",
         "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",
         "aten.clamp.default": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",
         "aten.where.self": "{0} ? {1} : {2}",
         "aten.view.dtype": "bits<{dtype}>({0})",
         "aten._to_copy.default": "{dtype}({0})",
+        "aten._to_copy.default of torch.int32": "to_int32({0})",
     }
 )
 
 
 def _literal(value: float, dtype: torch.dtype) -> str:
-    return f"{float(value)!r}f" if dtype == torch.float32 else f"{_TYPES[dtype]}({value!r})"
+    if dtype != torch.float32:
+        return f"{_TYPES[dtype]}({int(value)})"
+    rounded = torch.tensor(value, dtype=torch.float32, device="cpu").item()  # not twice, to digits and then to FP32
+    if math.isnan(rounded):
+        return '__builtin_nanf("")'
+    return f"{rounded!r}f" if math.isfinite(rounded) else f"{'-' if rounded < 0 else ''}__builtin_inff()"
 
 
 #: Loops over a row, one after another: over its elements; and where those come in groups, over the groups, and over the
@@ -120,6 +127,10 @@ template <class To, class From> static inline To bits(From value) {
     std::memcpy(&same, &value, sizeof same);
     return same;
 }
+
+// GCC takes float(int32_t(x)) for trunc(x), which makes -0.0 of -0.5; but not of what is no -0.0 any more.
+template <class From> static inline int32_t to_int32(From value) { return int32_t(value); }
+static inline int32_t to_int32(float value) { return int32_t(__builtin_truncf(value) + 0.0f); }
 
 static inline float from_bfloat16(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
 static inline uint16_t to_bfloat16(float value) { return uint16_t(bits<uint32_t>(value) >> 16); }

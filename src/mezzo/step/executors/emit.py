@@ -15,6 +15,7 @@ lines are those of an element, or of a group, and what comes after a group's lar
 
 from __future__ import annotations
 
+import functools
 import itertools
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -30,7 +31,6 @@ from mezzo.step.moments import is_coded
 from mezzo.step.passes import NoKernel, updated
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
-from mezzo.tensors import LOW
 
 #: From tensors to tensors: without side effects, and without a branch on values.
 Pure: TypeAlias = Callable[..., Sequence[Tensor]]
@@ -48,8 +48,8 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
         "aten.bitwise_or.Scalar": "{0} | {1}",
         "aten.bitwise_or.Tensor": "{0} | {1}",
         "aten.bitwise_xor.Tensor": "{0} ^ {1}",
-        "aten.__rshift__.Scalar": "{0} >> {1}",
-        "aten.__lshift__.Scalar": "{0} << {1}",
+        "aten.__rshift__.Scalar of torch.int32": "{0} >> {1}",
+        "aten.__lshift__.Scalar of torch.int32": "{0} << {1}",
         "aten.scalar_tensor.default": "{0}",
     }
 )
@@ -57,18 +57,31 @@ ALIKE: Final[Mapping[str, str]] = MappingProxyType(
 #: Options that change no value beyond the result's dtype.
 _CAST: Final = ("dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking")
 _COPY: Final = "aten._to_copy.default"
-#: Copies of all of a tensor, which keep its values where they keep its dtype.
-_COPIES: Final = (_COPY, "aten.clone.default")
+#: Copies of all of a tensor, which keep its values where they keep its dtype and shape.
+_COPIES: Final = (
+    _COPY,
+    "aten.clone.default",
+    "aten.lift.default",
+    "aten._unsafe_view.default",
+    "prims.convert_element_type.default",
+)
 _STACK: Final = "aten.stack.default"
 _UNBIND: Final = "aten.unbind.int"
 _ITEM: Final = "<built-in function getitem>"
 _LARGEST: Final = "aten.amax.default"
 #: What to write of what no kernel is written of.
-_WRITE: Final = "nothing: torch's own operations compute the same; for a kernel, {}"
+WRITE: Final = "nothing: torch's own operations compute the same; for a kernel, {}"
 #: What the number of an element is called.
 ORDER: Final = "order"
-#: What torch computes in the dtype of the result, whatever that of an argument is.
-_PROMOTING: Final = ("aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.div.Tensor")
+#: What is computed in. All others are dtypes of memory: a cast leaves them, and storages alone round to them.
+_COMPUTED: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.bool})
+#: What reads bits, whose dtype is not the result's.
+_BITS: Final = "aten.view.dtype"
+#: Operations that take a condition, and its place: it is no value among the others.
+_CONDITIONS: Final[Mapping[str, int]] = MappingProxyType({"aten.where.self": 0, "aten.masked_fill.Scalar": 1})
+#: What bools are good for but for being copied: languages compute otherwise with them.
+_LOGIC: Final = ("aten.bitwise_", "aten.where.", "aten.masked_fill.", "aten.eq.", "aten.ne.", "aten.scalar_tensor.")
+_SHIFTS: Final = ("aten.__rshift__.Scalar", "aten.__lshift__.Scalar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +91,10 @@ class Dialect:
     Args:
         name: Of the language.
         types: What elements are called, in memory and in between.
-        operations: A template for each aten operation: its arguments by number, and ``dtype``, the result's. One that
-                is spelled otherwise for a dtype, or with an option, has a line of its own: ``aten.div.Tensor of
-                torch.float64``, ``aten.add.Tensor, alpha=-1``.
+        operations: A template for each aten operation: its arguments by number, all of the dtype that torch computes
+                in, and ``dtype``, the result's. One that is spelled otherwise for a dtype of results, or only for one,
+                or with an option, has a line of its own: ``aten.div.Tensor of torch.float64``, ``aten.add.Tensor,
+                alpha=-1``.
         widened: A template from a stored low-precision element to FP32.
         narrowed: A template from an FP32 value on a low format's grid to the element to store; of the other dtypes
             what ``_to_copy`` makes.
@@ -209,7 +223,7 @@ def spelled(
         elif node.op == "output":
             results = [Result(known[each], each.meta["val"].dtype) for each in node.args[0]]
         elif node.op != "call_function":
-            raise _lacking(f"the constant tensor {operation}", dialect)
+            raise _lacking("constant tensors (torch.tensor)", dialect)
         elif isinstance(example, Tensor) and example.dtype not in dialect.types:
             raise _lacking(f"{operation} of {example.dtype}", dialect)
         elif operation == _STACK:
@@ -219,7 +233,8 @@ def spelled(
         elif operation == _ITEM:
             known[node] = known[node.args[0]][node.args[1]]
         elif operation == _COPY and isinstance(vector := known[node.args[0]], list):
-            copied = [dialect.operations[_COPY].format(each, dtype=dialect.types[example.dtype]) for each in vector]
+            source = node.args[0].meta["val"].dtype
+            copied = [_cast(each, source, example.dtype, dialect) for each in vector]
             known[node] = [
                 named(node, f"{node.name}_{place}", dialect.assigned, value) for place, value in enumerate(copied)
             ]
@@ -284,7 +299,7 @@ def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
         raise NoKernel(
             f"torch {torch.__version__} does not trace what an optimizer computes",
             why=reasons[0] if reasons else type(error).__name__,
-            write=_WRITE.format("an issue for mezzo with this message"),
+            write=WRITE.format("an issue for mezzo with this message"),
         ) from error
     return graph
 
@@ -379,30 +394,85 @@ def written(
 def _expression(node: fx.Node, known: Mapping[fx.Node, Any], dialect: Dialect) -> str:
     """Write one operation."""
     operation, example, args = str(node.target), node.meta.get("val"), node.args
-    sources = [arg.meta["val"].dtype for arg in args if isinstance(arg, fx.Node)]
     options = {name: value for name, value in node.kwargs.items() if value is not None and name not in _CAST}
     spelling = ", ".join([operation, *(f"{name}={value}" for name, value in options.items())])
     if not isinstance(example, Tensor) or example.dim():
         raise _lacking(f"{spelling} of vectors", dialect)
+    if spelling == _COPY and isinstance(source := args[0], fx.Node):
+        return _cast(known[source], source.meta["val"].dtype, example.dtype, dialect)
     template = dialect.operations.get(f"{spelling} of {example.dtype}", dialect.operations.get(spelling))
-    if operation == _COPY and sources[0] in dialect.widened:
-        template = dialect.widened[sources[0]]
-    elif operation != _COPY and (low := [each for each in sources if each in LOW]):
-        raise _lacking(f"{spelling} of {low[0]}", dialect)  # of which no update consists
-    if template is None or not _fits(template, args):
-        numbers = [f", {arg}" for arg in args[1:] if not isinstance(arg, fx.Node)]
-        raise _lacking(spelling + "".join(numbers if template else ()), dialect)
-    among = sources[-1] if sources else example.dtype  # of `where` the last is a value, and the first a condition
-    among = example.dtype if operation == "aten.masked_fill.Scalar" else among
+    if template is None:
+        has_others = any(each.startswith(f"{spelling} of ") for each in dialect.operations)
+        raise _lacking(f"{spelling} of {example.dtype}" if has_others else spelling, dialect)
+    if not _fits(template, args) or not _in_range(operation, args, example.dtype):
+        raise _lacking(spelling + "".join(f", {arg}" for arg in args[1:] if not isinstance(arg, fx.Node)), dialect)
+    among = _computed_in(node, spelling, dialect)
 
-    def word(arg: Any) -> str:
+    def word(place: int, arg: Any) -> str:
         if not isinstance(arg, fx.Node):
             return dialect.literal(arg, among) if isinstance(arg, int | float) else ""
-        if operation in _PROMOTING and arg.meta["val"].dtype != example.dtype:
-            return dialect.operations[_COPY].format(known[arg], dtype=dialect.types[example.dtype])
-        return str(known[arg])
+        source: torch.dtype = arg.meta["val"].dtype
+        is_value = operation != _BITS and place != _CONDITIONS.get(operation)
+        return _cast(known[arg], source, among, dialect) if is_value and source != among else str(known[arg])
 
-    return template.format(*map(word, args), dtype=dialect.types[example.dtype])
+    return template.format(*itertools.starmap(word, enumerate(args)), dtype=dialect.types[example.dtype])
+
+
+def _computed_in(node: fx.Node, spelling: str, dialect: Dialect) -> torch.dtype:
+    """Return the dtype of an operation's values and numbers: as torch promotes them, the result's or what is compared.
+
+    Raises:
+        NoKernel: They are of dtypes that no language computes in as torch does.
+    """
+    operation, result = str(node.target), node.meta["val"].dtype
+    condition = _CONDITIONS.get(operation)
+    values = [arg.meta["val"] for at, arg in enumerate(node.args) if isinstance(arg, fx.Node) and at != condition]
+    numbers = [arg for arg in node.args if isinstance(arg, int | float)]
+    dtypes = {each.dtype for each in values}
+    if others := [each for each in (*(each.dtype for each in values), result) if each not in _COMPUTED]:
+        raise _lacking(f"{spelling} of {others[0]}", dialect)  # of which no update consists
+    # Of two floating dtypes torch takes that of the elements before that of a number, which is none here.
+    kinds = [(each.is_floating_point, each == torch.bool) for each in dtypes]
+    if len(set(kinds)) < len(kinds):
+        raise _lacking(f"{spelling} of {' and '.join(sorted(map(str, dtypes)))}", dialect)
+    among: torch.dtype = result
+    if result == torch.bool and values:
+        among = functools.reduce(torch.promote_types, dtypes)
+        among = functools.reduce(torch.promote_types, (torch.result_type(values[0], each) for each in numbers), among)
+    is_exact = among.is_floating_point or all(
+        isinstance(each, int) and (among == torch.bool or _holds(among, each)) for each in numbers
+    )
+    if not is_exact or among not in dialect.types or (among == torch.bool and not operation.startswith(_LOGIC)):
+        raise _lacking(f"{spelling} of {' and '.join([*sorted(map(str, dtypes)), *map(str, numbers)])}", dialect)
+    return among
+
+
+def _holds(dtype: torch.dtype, number: int) -> bool:
+    """Whether an integer is one of a dtype's."""
+    return torch.iinfo(dtype).min <= number <= torch.iinfo(dtype).max
+
+
+def _cast(word: str, source: torch.dtype, target: torch.dtype, dialect: Dialect) -> str:
+    """Write a cast: from any dtype to one that is computed in.
+
+    Raises:
+        NoKernel: To a dtype of memory. Languages would cut values off, or move bits; storages round before they store.
+    """
+    own = dialect.operations.get(f"{_COPY} of {target}", dialect.operations.get(_COPY))
+    template = dialect.widened.get(source, own)
+    if template is None or target not in _COMPUTED:
+        raise _lacking(f"{_COPY} of {target}", dialect)
+    if source in dialect.widened and target != torch.float32:
+        raise _lacking(f"{_COPY} from {source} to {target}", dialect)
+    return template.format(word, dtype=dialect.types[target])
+
+
+def _in_range(operation: str, args: Sequence[Any], dtype: torch.dtype) -> bool:
+    """Whether numbers among arguments are such that templates mean what torch does."""
+    numbers = [arg for arg in args if isinstance(arg, int | float)]
+    if operation in _SHIFTS:
+        return all(0 <= each < 8 * dtype.itemsize for each in numbers)
+    return not operation.startswith("aten.clamp") or bool(numbers[0] <= numbers[-1])  # else torch's bounds are NaN, say
 
 
 def _fits(template: str, args: Sequence[Any]) -> bool:
@@ -418,5 +488,5 @@ def _lacking(operation: str, dialect: Dialect) -> NoKernel:
     return NoKernel(
         f"no {dialect.name} for {operation} of torch {torch.__version__}",
         why="kernels are written from a table of the operations on numbers that steps consist of",
-        write=_WRITE.format(f"a line in {dialect.name}'s table beside mezzo.step.executors.emit"),
+        write=WRITE.format(f"a line in {dialect.name}'s table beside mezzo.step.executors.emit"),
     )

@@ -16,7 +16,7 @@ from mezzo.errors import UnsupportedError
 from mezzo.formats.noise import seeded
 from mezzo.launched import Launch, jitted, on
 from mezzo.step.executors import triton_source
-from mezzo.step.executors.emit import Pure, Spelled, spelled, update_name
+from mezzo.step.executors.emit import WRITE, Pure, Spelled, spelled, update_name
 from mezzo.step.executors.portable import (
     Rows,
     TabledUpdate,
@@ -118,6 +118,17 @@ class Kernel:
             lines="\n    ".join(lines),
         )
         self.launch = Launch(jitted(source, name), _SHARED_OPTIONS)
+        examples = [1.0 if dimensions is None else dtype for dtype, dimensions in kinds]
+        made = [result.dtype for result in self.function.results if result.word not in names]
+        self.examples = [*examples, *made, *[2 for _ in lengths]]
+
+    def prepare(self, device: torch.device) -> None:
+        """Compile it for a device.
+
+        Raises:
+            NoKernel: Triton cannot.
+        """
+        _prepare(self.launch, device, *self.examples)
 
     def __call__(self, tensors: Sequence[Any], device: torch.device) -> tuple[Tensor, ...]:
         """Launch it on a device, and return its results."""
@@ -158,12 +169,14 @@ class Shared:
         key = (function, given, *kinds)
         if key not in self._known:
             try:
-                self._known[key] = Kernel(function, given, kinds)
+                kernel = Kernel(function, given, kinds)
+                kernel.prepare(next(iter(devices)))
+                self._known[key] = kernel
             except NoKernel as error:
                 tell(str(error))
                 self._known[key] = None
-        kernel = self._known[key]
-        return function(*given, *tensors) if kernel is None else kernel(tensors, devices.pop())
+        known = self._known[key]
+        return function(*given, *tensors) if known is None else known(tensors, devices.pop())
 
 
 #: Elements that one program of pass 2 updates: four for each of 256 threads, so that FP32 tensors move 16 bytes at a
@@ -181,6 +194,12 @@ RESERVE: Final = 64
 REMEMBERED: Final = 16
 
 _Latest: TypeAlias = dict[torch.device, tuple[tuple[int, ...], Tensor]]
+
+#: What the kernels of pass 2 take: tables of addresses, the chunks, numbers, multiplier, flag and count; and a start.
+_UPDATED: Final = (
+    *(torch.int64, torch.int64, torch.int32),
+    *(torch.float32, torch.float32, torch.bool, torch.int64),
+)
 
 #: Arithmetic as in torch's own operations: without fused multiply-add, and functions of libdevice keep subnormals.
 _OPTIONS: Final = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ftz": False}
@@ -333,6 +352,8 @@ class _TritonUpdate(TabledUpdate):
             )
             for dtypes, places in rows.alike.items()
         ]
+        for kernel, _ in self.kernels:
+            _prepare(kernel, self.device, *_UPDATED, 0)
 
     def follow_addresses(self, rows: Rows) -> None:
         """See :class:`..tables.TabledUpdate`."""
@@ -448,6 +469,29 @@ def _release(tables: Sequence[Tensor]) -> None:
     for table in tables:
         if table.device.type == "cuda":
             table.record_stream(torch.cuda.current_stream(table.device))
+
+
+def _prepare(launch: Launch, device: torch.device, *arguments: Any) -> None:
+    """Compile a kernel, before anything is written.
+
+    Raises:
+        NoKernel: Triton cannot: a release may lack what the kernel's lines are spelled with.
+    """
+    try:
+        launch.prepare(device, *arguments)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # a compiler's or an assembler's, of any class
+        # The innermost says which operation: the outer ones, which line of which function.
+        first: BaseException = error
+        while first.__cause__ is not None:
+            first = first.__cause__
+        reasons = [line.strip() for line in str(first).splitlines() if line.strip()]
+        raise NoKernel(
+            f"Triton {importlib.import_module('triton').__version__} cannot compile {launch.kernel.__name__}",
+            why=reasons[-1] if reasons else type(first).__name__,
+            write=WRITE.format("an issue for mezzo with this message"),
+        ) from error
 
 
 def _cure(error: Exception) -> str:

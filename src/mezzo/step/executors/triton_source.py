@@ -42,19 +42,20 @@ _NARROWED: Final = "({0}.to(tl.int32, bitcast=True) >> 16).to(tl.int16)"
 _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **ALIKE,
+        "aten.scalar_tensor.default": "tl.full((), {0}, {dtype})",
         "aten.add.Tensor": "tl.add({0}, {1}, sanitize_overflow=False)",
         "aten.sub.Tensor": "tl.sub({0}, {1}, sanitize_overflow=False)",
         "aten.mul.Tensor": "tl.mul({0}, {1}, sanitize_overflow=False)",
         "aten.neg.default": "tl.mul({0}, -1, sanitize_overflow=False)",
-        "aten.div.Tensor": "tl.div_rn({0}, {1})",
-        "aten.sqrt.default": "tl.sqrt_rn({0})",
+        "aten.div.Tensor of torch.float32": "tl.div_rn({0}, {1})",
+        "aten.sqrt.default of torch.float32": "tl.sqrt_rn({0})",
         "aten.abs.default": "tl.abs({0})",
         # Below 2^23, adding it to |x| rounds to an integer, ties to even; from there on every value is one.
-        "aten.round.default": (
+        "aten.round.default of torch.float32": (
             "tl.where(tl.abs({0}) < 8388608.0, (((tl.abs({0}) + 8388608.0) - 8388608.0).to(tl.int32, bitcast=True)"
             " | ({0}.to(tl.int32, bitcast=True) & -2147483648)).to(tl.float32, bitcast=True), {0})"
         ),
-        "aten.sign.default": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",
+        "aten.sign.default of torch.float32": "tl.where({0} > 0.0, 1.0, tl.where({0} < 0.0, -1.0, 0.0))",
         "aten.maximum.default": "tl.maximum({0}, {1}, propagate_nan=tl.PropagateNan.ALL)",
         "aten.clamp.default": "tl.where({0} < {1}, {1}, tl.where({0} > {2}, {2}, {0}))",
         "aten.where.self": "tl.where({0}, {1}, {2})",
@@ -73,7 +74,7 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.ones_like.default of torch.float32": "1.0",
         "aten.masked_fill.Scalar": "tl.where({1}, {2}, {0})",
         "aten.rsub.Scalar": "tl.sub({1}, {0}, sanitize_overflow=False)",
-        "aten.reciprocal.default": "tl.div_rn(1.0, {0})",
+        "aten.reciprocal.default of torch.float32": "tl.div_rn(1.0, {0})",
         "aten.reciprocal.default of torch.float64": "1.0 / {0}",
         "aten.div.Tensor of torch.float64": "{0} / {1}",
         "aten.pow.Tensor_Tensor of torch.float64": "libdevice.pow({0}, {1})",
@@ -81,6 +82,12 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.linalg_vector_norm.default of torch.float32": "total({0}_at, {0}_length)",
     }
 )
+
+
+def _literal(value: float, dtype: torch.dtype) -> str:
+    number = float(value) if dtype.is_floating_point else bool(value) if dtype == torch.bool else int(value)
+    return repr(number) if abs(number) < float("inf") else f'float("{number}")'
+
 
 TRITON: Final = Dialect(
     name="Triton",
@@ -93,7 +100,7 @@ TRITON: Final = Dialect(
     stored_of_group="tl.store({target}_at, {value}, mask=mask_of_groups)",
     largest="{name} = largest({value}, mask, BLOCK)",
     spread="spread({0}, BLOCK)",
-    literal=lambda value, dtype: repr(value) if abs(value) < float("inf") else f'float("{value}")',
+    literal=_literal,
 )
 
 _HELPERS: Final = f'''\
