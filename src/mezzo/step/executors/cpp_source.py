@@ -12,6 +12,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Final
 
+import numpy as np
 import torch
 
 from mezzo.step.executors.emit import ALIKE, ORDER, Dialect, Line, Of, written
@@ -61,7 +62,8 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
 def _literal(value: float, dtype: torch.dtype) -> str:
     if dtype != torch.float32:
         return f"{_TYPES[dtype]}({int(value)})"
-    rounded = torch.tensor(value, dtype=torch.float32, device="cpu").item()  # not twice, to digits and then to FP32
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(value))  # not twice, to digits and then to FP32
     if math.isnan(rounded):
         return '__builtin_nanf("")'
     return f"{rounded!r}f" if math.isfinite(rounded) else f"{'-' if rounded < 0 else ''}__builtin_inff()"
