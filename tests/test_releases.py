@@ -124,7 +124,7 @@ def test_attributes_of_objects_are_looked_for_before_they_are_read(monkeypatch):
     try:
         for use, name in (
             (lambda: hooks.step_hooks(optimizer), "_optimizer_step_pre_hooks"),
-            (lambda: hooks.has_gradient_hooks(torch.ones(1)), "_backward_hooks"),
+            (lambda: hooks.with_gradient_hooks([torch.ones(1)]), "_backward_hooks"),
             (lambda: sharded.hold_as(torch.ones(1), torch.ones(1)), "_local_tensor"),
             (lambda: sharded.has_unreduced([object()]), "_get_fsdp_state"),
         ):

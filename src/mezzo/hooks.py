@@ -14,6 +14,7 @@ from mezzo.releases import PRIVATE, private, require
 
 _OF_TENSORS: Final = tuple(name for name in PRIVATE["hooks.py"] if name.startswith("torch.Tensor."))
 _OF_OPTIMIZERS: Final = tuple(name for name in PRIVATE["hooks.py"] if ".Optimizer." in name)
+_OF_EVERY_STEP: Final = private("torch.optim.optimizer._global_optimizer_pre_hooks")
 
 
 class OwnHook:
@@ -49,10 +50,10 @@ def is_ours(hook: Any) -> bool:
 # torch's own tables of hooks, which are in the order in which they run ---------------------------------------
 
 
-def has_gradient_hooks(leaf: Any) -> bool:
-    """Whether hooks run with a leaf's gradient, or once it is accumulated."""
+def with_gradient_hooks(leaves: Iterable[Any]) -> list[Any]:
+    """Return the leaves that have hooks, which run with the gradient or once it is accumulated."""
     require(*_OF_TENSORS)
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+    return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
 def run_first(leaf: Any, handle: RemovableHandle) -> None:
@@ -85,7 +86,7 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 
 def hooks_of_every_step() -> list[Any]:
     """Return the hooks that run before each step of any optimizer."""
-    return [*private("torch.optim.optimizer._global_optimizer_pre_hooks").values()]
+    return [*_OF_EVERY_STEP.values()]
 
 
 def run_innermost(optimizer: Any, pre: RemovableHandle, post: RemovableHandle) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from mezzo.backward import call_at_end, runs_another, will_run
 from mezzo.compiling import never_compiled
 from mezzo.errors import StateError, UnsupportedError, some_of
-from mezzo.hooks import has_gradient_hooks, run_first
+from mezzo.hooks import run_first, with_gradient_hooks
 from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
 from mezzo.session.weights import Weights
@@ -608,4 +608,4 @@ class ScaledPass:
 
 def hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that have hooks of the user's, which run inside the pass."""
-    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and has_gradient_hooks(leaf)]
+    return with_gradient_hooks(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))

@@ -15,7 +15,7 @@ from mezzo import sharded
 from mezzo.cast.differences import Known
 from mezzo.cast.products import Memory, recipe_of
 from mezzo.errors import MezzoError, UnsupportedError, some_of
-from mezzo.hooks import has_gradient_hooks
+from mezzo.hooks import with_gradient_hooks
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.releases import private
@@ -224,10 +224,11 @@ def sharded_otherwise(
                 else f"fully_shard(model.{few[0].rpartition('.')[0]}) without param_dtype, before that of {module}"
             ),
         )
-    alone = [  # a user's hook may average a gradient by hand
+    hooked = {*with_gradient_hooks(model.parameters())}  # a user's hook may average a gradient by hand
+    alone = [
         name
         for name, param in model.named_parameters()
-        if param.requires_grad and param not in parts and not is_distributed(param) and not has_gradient_hooks(param)
+        if param.requires_grad and param not in parts and not is_distributed(param) and param not in hooked
     ]
     if alone:
         yield UnsupportedError(
