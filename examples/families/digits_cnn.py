@@ -10,6 +10,7 @@ error of 0.3 points. Three FP32 seeds gave 99.50, 99.66 and 99.33 %.
 Seeds: 5, since two runs that differ in rounding alone end as two networks. Over 50 seeds of 150 steps the difference
 between BF16 and FP32 had a mean of 0.01 points and a standard deviation of 0.30. The 95 % interval of three seeds is
 then ±0.74 points on average and often beyond the margin (4 of 16 groups of three), that of five ±0.37 (none of 10).
+Each seed's figures: benchmarks/results/demo-seeds-cpu-2026-11-28.json.
 
     python examples/families/digits_cnn.py --seed 1
     mezzo compare --seeds 5 --margin 1.0 examples/families/digits_cnn.py
