@@ -55,6 +55,18 @@ def makes_fake() -> bool:
     return _DISPATCH_MODE(_FAKE) is not None
 
 
+_AT_ENTRY: Final = private("torch._C._RestorePythonTLSSnapshot")
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return what ``torch.autocast`` cast to where an operation was called that is being dispatched; ``None`` if off.
+
+    Below the dispatcher torch says that it is off everywhere.
+    """
+    with _AT_ENTRY():
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
 # What is inside of tensors ---------------------------------------------------------------------------------
 
 _INTERPRETER: Final = private("torch._C._functorch.peek_interpreter_stack")

@@ -90,9 +90,21 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._functorch.is_batchedtensor": "tell whether torch.vmap is at work",
         "torch._C._functorch.is_legacy_batchedtensor": "tell whether gradients are batched",
         "torch.autograd.forward_ad._current_level": "tell whether forward-mode AD is at work",
+        "torch._C._RestorePythonTLSSnapshot": "ask whether autocast is on where a tensor's own operations are called",
         "torch._C._dispatch_get_registrations_for_dispatch_key": "ask which ops torch's autocast treats",
         "torch._C._nn": "find the functions behind an op's name",
         "torch._ops.HigherOrderOperator": "tell programs in a captured graph from ops",
+    },
+    "weights/halves.py": {
+        "torch._lazy_clone": "have casts of weights cost no copy",
+        "torch._C._set_throw_on_mutable_data_ptr": "have kernels raise that would read memory that is not there",
+        "torch._C._swap_tensor_impl": "have a parameter stay the object that it is when it is stored in halves",
+        "torch._C._dispatch_has_kernel_for_dispatch_key": "tell what torch composes of other operations",
+        "torch._C._disabled_torch_function_impl": "have attributes of weights cost nothing",
+        "torch.Tensor._make_wrapper_subclass": "make a tensor that lies in two others",
+    },
+    "weights/stepping.py": {
+        "torch.optim.optimizer._foreach_supported_types": "have torch's optimizers update many weights at a time",
     },
     "sharded.py": {
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "ask what fully_shard has sharded",

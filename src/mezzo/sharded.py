@@ -120,10 +120,29 @@ def _cut(tensor: Any) -> Sequence[int]:
     return [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
 
 
-def hold_as(tensor: Any, other: Any) -> None:
-    """Have a DTensor hold the shard that another one holds; ``tensor.data = other`` gives it the dtype alone."""
+def hold_locally(tensor: Any, shard: Tensor) -> None:
+    """Have a DTensor hold another tensor as this rank's shard, of the same shape and dtype."""
     require(*_OF_DTENSOR)
-    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+    tensor._local_tensor = shard
+
+
+def give(tensor: Any, data: Any) -> None:
+    """Give a tensor data of another dtype, and gradients of that dtype if they had the tensor's until now."""
+    follows = isinstance(tensor, nn.Parameter) and tensor.grad_dtype == tensor.dtype
+    tensor.data = data
+    if is_distributed(tensor):  # torch gives it the other's dtype, but not what it holds
+        require(*_OF_DTENSOR)
+        tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
+    if follows and tensor.grad_dtype != data.dtype:  # torch keeps one that was ever set, whatever the tensor becomes
+        tensor.grad_dtype = data.dtype
+
+
+def give_back(tensor: Any, data: Any) -> None:
+    """Give a tensor data in the dtype that it had, and its gradient with it; one that has it is left alone."""
+    if tensor.dtype != data.dtype:
+        gradient, tensor.grad = tensor.grad, None
+        give(tensor, data)
+        tensor.grad = None if gradient is None else gradient.to(data.dtype)
 
 
 def flags_of_all(flags: Tensor, params: Iterable[Tensor]) -> Tensor:

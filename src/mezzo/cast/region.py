@@ -127,16 +127,6 @@ class Region:
         found = tuple([find_differences(policy, kind, module, known) for kind in device_types])
         return cls(policy=policy, per_device=found)
 
-    def with_wide_norm(self) -> Region:
-        """Return this region with batch norm's weights widened to the FP32 of its statistics, for the call only."""
-        handler = Handler(op="batch_norm", treatment="native", wide_weights=True)
-        wide = dict.fromkeys((*functions("batch_norm"), *functions("instance_norm")), handler)
-        per_device = tuple(
-            dataclasses.replace(each, handlers={**each.handlers, **wide}, key=f"{each.key}, wide norms")
-            for each in self.per_device
-        )
-        return dataclasses.replace(self, per_device=per_device)
-
     @property
     def device_types(self) -> tuple[str, ...]:
         """The devices that are covered."""

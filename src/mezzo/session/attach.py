@@ -35,7 +35,6 @@ from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
 from mezzo.session.update import evaluates_once
 from mezzo.session.window import Walk, refuse_scaled, unscaled, walked
-from mezzo.weights.views import inner_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -168,7 +167,7 @@ class AttachedPrecision(MixedPrecision):
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
-                calls = Calls(self.weights.models, self.policy, self.autocast, before=self.weights.settle)
+                calls = Calls(self.weights.models, self.policy, self.autocast)
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
                 self._bind_torchs(*door(), _run)
@@ -357,8 +356,7 @@ def _run(
         with amp.autocast().around_backward(), hidden:  # checkpoints are recomputed under the policy
             found = plain(roots, gradients, *args, **kwargs)
         engine.end(dict.fromkeys(windows, losses))
-    except BaseException as error:
-        amp.weights.explain(error)
+    except BaseException:
         engine.fail(windows)
         raise
     return found

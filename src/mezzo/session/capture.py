@@ -27,7 +27,7 @@ from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.portable import uploaded_once
 from mezzo.tensors import addresses, described, tensors, tree_flatten, tree_map, tree_unflatten
-from mezzo.weights.views import views_of
+from mezzo.weights.stepping import keep_memory
 
 R = TypeVar("R")
 T = TypeVar("T")

@@ -27,9 +27,12 @@ from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, norms, with_gradients
 from mezzo.step.passes import not_finite
 from mezzo.tensors import LOW, foreach_copy_, foreach_mul_, marks, moved
+from mezzo.weights.halves import Halves
 
 Average: TypeAlias = Callable[[list[Tensor], dict[Tensor, Tensor]], dict[Tensor, Tensor]]
 
+#: How a weight was used of which autograd computes a gradient of 16 bits: ``Cell.uses``.
+_ONE_CAST: Final = [1, 0]
 #: Bytes of low gradients that are widened together.
 _TOGETHER: Final = 1 << 26
 
@@ -55,11 +58,12 @@ class Window:
         passes: How many backward passes there were since the last step.
         found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
         losses: What these passes have differentiated, 0-d and detached.
+        narrows: Whether gradients of halves may have 16 bits, where that loses nothing.
         left: Marks of the gradients that the last step has left in ``.grad``, with what these carry.
     """
 
     def __init__(self, weights: Weights, optimizers: list[Optimizer]) -> None:
-        self.weights, self.optimizers = weights, optimizers
+        self.weights, self.optimizers, self.narrows = weights, optimizers, False
         self.left: Stale = {}
         self._left_scale: Tensor | None = None
         self._skipped: Tensor | None = None
@@ -171,8 +175,8 @@ class Window:
             _widen(leaves)
         else:
             for leaf in leaves:
-                if leaf.dtype in LOW and leaf.grad is None and not steps_aside:
-                    leaf.grad_dtype = leaf.dtype  # it may have been FP32, and cleared by others
+                if leaf.grad is None and not steps_aside and _may_be_low(leaf):
+                    leaf.grad_dtype = self._first_dtype(leaf)  # it may have been FP32, and cleared by others
             _widen(there)
         if steps_aside:
             self._aside = {leaf: leaf.grad for leaf in there if leaf.dtype in LOW and leaf.grad is not None}
@@ -183,6 +187,15 @@ class Window:
                         leaf.grad = torch.zeros_like(leaf)
         self._steps_aside = steps_aside
         self.passes += 1
+
+    def _first_dtype(self, leaf: Tensor) -> torch.dtype:
+        """Return the dtype of a leaf's first gradient: 16 bits where that is what autograd computes.
+
+        What a single cast of a weight hands back has 16 bits; whatever else has read it is added to that in FP32.
+        """
+        if isinstance(leaf, Halves) and self.narrows and leaf.cell.wide is None and leaf.cell.uses == _ONE_CAST:
+            return leaf.hi.dtype
+        return leaf.dtype
 
     @torch.no_grad()
     def take(self, scale: Tensor) -> None:
@@ -213,9 +226,11 @@ class Window:
             self._aside = average(self.leaves(), self._aside)
         self._come_back()
         for leaf in self.leaves():
-            if leaf.dtype in LOW and leaf.grad is None:
+            if not _may_be_low(leaf):
+                continue
+            if leaf.grad is None:
                 leaf.grad_dtype = leaf.dtype  # so that torch.autograd.grad returns what it does in plain torch
-            elif leaf.dtype in LOW and leaf.grad is not None and leaf.grad.dtype not in LOW:
+            elif leaf.grad.dtype != leaf.dtype:
                 leaf.grad_dtype = None
         self._marks = self._now()
 
@@ -282,9 +297,7 @@ class Window:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
         self._skipped, self._left_scale = skipped, self.scale
-        for leaf in self.leaves():
-            if leaf.dtype in LOW and leaf.grad is None:
-                leaf.grad_dtype = leaf.dtype
+        self._forget_uses()
         for leaf, dtype in self._grad_dtypes.items():
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
@@ -294,11 +307,22 @@ class Window:
 
     def clear(self) -> None:
         """Be as new, once the gradients were cleared."""
-        for leaf in self.leaves():
-            if leaf.dtype in LOW and leaf.grad is None:
-                leaf.grad_dtype = leaf.dtype
+        self._forget_uses()
         self.left = {}
         self.forget()
+
+    def _forget_uses(self) -> None:
+        for leaf in self.leaves():
+            if _may_be_low(leaf):
+                if leaf.grad is None:
+                    leaf.grad_dtype = leaf.dtype
+                if isinstance(leaf, Halves):
+                    leaf.cell.uses[:] = 0, 0
+
+
+def _may_be_low(leaf: Tensor) -> bool:
+    """Whether a parameter's gradient may have 16 bits."""
+    return type(leaf) is Halves or leaf.dtype in LOW
 
 
 @torch.no_grad()
@@ -306,9 +330,9 @@ def _widen(leaves: list[Tensor]) -> None:
     """Let low parameters have FP32 gradients, and widen those that they have: many in one kernel."""
     waiting: list[Tensor] = []
     for leaf in leaves:
-        if leaf.dtype not in LOW:
-            continue
         gradient = leaf.grad
+        if leaf.dtype not in LOW and (gradient is None or gradient.dtype not in LOW):
+            continue
         if gradient is None or gradient.dtype not in LOW:
             if leaf.grad_dtype != torch.float32:
                 leaf.grad, leaf.grad_dtype = None, torch.float32

@@ -1,4 +1,4 @@
-"""What a converted model shows: FP32 values in its state dicts, both ways, and in its copies and pickles."""
+"""A model whose weights are stored in halves: how it comes to it and back, and what it is saved, loaded and copied as."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from mezzo.errors import MezzoError, NumericsError, StateError, raise_together, some_of
 from mezzo.hooks import is_ours
 from mezzo.policy.rules import both
-from mezzo.sharded import local
-from mezzo.step.storage import is_beyond
-from mezzo.tensors import dtype_name
-from mezzo.weights.halves import Halves
+from mezzo.sharded import hold_locally, is_distributed, local
+from mezzo.step.storage import encode_into, is_beyond, refuse_beyond
+from mezzo.tensors import LOW, dtype_name
+from mezzo.weights.halves import Halves, become
+from mezzo.weights.stepping import watch_steps
 
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
@@ -27,48 +28,112 @@ _HOOKS: Final = (
 )  # fmt: skip
 
 
-def show_fp32(model: nn.Module, halves: Halves) -> Callable[[], None]:
-    """Have a model's state dicts hold FP32 values, both ways, and its copies and pickles be plain FP32 models.
+def in_halves(param: Tensor) -> Halves | None:
+    """Return the halves of a parameter, of a DTensor this rank's; ``None`` where it is stored plainly, or for now is.
 
-    ``load_state_dict`` keeps FP32 values whole, low ones too, and with ``assign=True`` the parameters stay the
-    optimizer's. ``model.float()`` and ``.to(dtype)`` are refused.
+    Args:
+        param: Any tensor.
+    """
+    here = local(param)
+    return here if isinstance(here, Halves) and here.cell.wide is None else None
+
+
+def of_halves(param: Tensor) -> bool:
+    """Whether a parameter, or this rank's shard of it, is a tensor of halves, wherever its value lies for now."""
+    return isinstance(local(param), Halves)
+
+
+@torch.no_grad()
+def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Parameter, str]) -> None:
+    """Store parameters in halves; each stays the object that it is.
+
+    Args:
+        dtypes: FP32 parameters, or such as are in that dtype already, each with the dtype of its high half.
+        names: What errors call them.
+
+    Raises:
+        NumericsError: A finite value beyond the range of its dtype; nothing was changed.
+
+    **Cost**: a pass over each, and one host sync for FP16. 4 bytes a weight; FP32 memory is let go one by one.
+    """
+    for param, dtype in dtypes.items():
+        if dtype == torch.float16 and param.dtype != dtype:
+            refuse_beyond([(local(param.detach()), dtype)], names[param])
+    if dtypes:
+        watch_steps()
+    for param, dtype in dtypes.items():
+        here = local(param.detach())
+        if isinstance(here, Halves):  # of two models that share it
+            continue
+        made = _encoded(here, dtype)
+        made.path = names[param]
+        _replace(param, made)
+
+
+def _encoded(values: Tensor, dtype: torch.dtype) -> Halves:
+    wide = values.to(torch.float32)
+    high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
+    encode_into(wide, high, low)
+    made: Halves = Halves(high, low)
+    return made
+
+
+@torch.no_grad()
+def restore(params: Iterable[Tensor]) -> None:
+    """Store parameters plainly again, in FP32; each stays the object that it is."""
+    for param in params:
+        if isinstance(here := local(param.detach()), Halves):
+            _replace(param, here.value())
+
+
+def _replace(param: Tensor, value: Tensor) -> None:
+    """Let a parameter hold another tensor, and stay the object that it is."""
+    if is_distributed(param):
+        gradient, param.grad = param.grad, None
+        hold_locally(param, value)
+        param.grad = gradient
+        return
+    become(param, nn.Parameter(value, param.requires_grad))
+    if isinstance(param, Halves):
+        param.is_part = False
+
+
+def follow(model: nn.Module) -> Callable[[], None]:
+    """Have a model's state dicts hold plain FP32 values, and its copies and pickles be plain models.
+
+    ``load_state_dict(assign=True)`` writes into the parameters that are there, which an optimizer knows.
+    ``model.half()`` and other casts of what is stored in halves are refused.
 
     Args:
         model: The model.
-        halves: Owns its FP32 values.
 
     Returns:
         What ends it.
     """
-    undo, hook = ExitStack(), _StateHook(halves, model)
+    undo, hook = ExitStack(), _StateHook(model)
     for module in model.modules():
-        if halves in halves_in(module):  # as part of another model that has the same halves
-            continue
         undo.callback(module.register_state_dict_post_hook(hook).remove)  # type: ignore[no-untyped-call]
         undo.callback(module.register_load_state_dict_pre_hook(hook.load).remove)  # type: ignore[no-untyped-call]
-        owners = vars(module).setdefault("_mezzo_halves", [])
-        owners.append(halves)
-        vars(module).update({name: types.MethodType(method, module) for name, method in _METHODS.items()})
-        undo.callback(_end_showing, module, owners, halves)
+        methods = {name: types.MethodType(method, module) for name, method in _METHODS.items()}
+        if isinstance(module, nn.RNNBase):  # whose weights lie in no common memory, and are asked for their addresses
+            methods["flatten_parameters"] = types.MethodType(_flattened, module)
+        followed = vars(module).setdefault("_mezzo_followed", [0])
+        followed[0] += 1
+        vars(module).update(methods)
+        undo.callback(_leave, module, followed)
     return undo.close
 
 
-def _end_showing(module: nn.Module, owners: list[Halves], mine: Halves) -> None:
-    if mine in owners:
-        owners.remove(mine)
-    for name in () if owners else ("_mezzo_halves", *_METHODS):  # another model may have the module, too
-        vars(module).pop(name, None)
-
-
-def halves_in(module: nn.Module) -> list[Halves]:
-    """Return what owns FP32 values of a module's parameters: of several models that share it several."""
-    found: list[Halves] = vars(module).get("_mezzo_halves", [])
-    return found
+def _leave(module: nn.Module, followed: list[int]) -> None:
+    followed[0] -= 1
+    for name in () if followed[0] else _BOUND:  # another model may have the module, too
+        if name != "_mezzo_prepared":
+            vars(module).pop(name, None)
 
 
 def named_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's own parameters and buffers by the keys that they have in a state dict."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+    """Yield a module's own parameters by the keys that they have in a state dict."""
+    for name, tensor in module._parameters.items():
         if tensor is not None:
             yield prefix + name, tensor
 
@@ -79,110 +144,74 @@ def named_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
 class _StateHook:
     """The hooks of a model's modules on saving and loading; in a copy they do nothing."""
 
-    def __init__(self, halves: Halves | None = None, root: nn.Module | None = None) -> None:
-        self._halves, self._root = halves, root
+    def __init__(self, root: nn.Module | None = None) -> None:
+        self._root = None if root is None else weakref.ref(root)
         self._shown: tuple[Callable[[], Any], dict[Tensor, Tensor]] = lambda: None, {}
 
     def __reduce__(self) -> Any:
         return _StateHook, ()
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Put FP32 values in the places of low ones, one tensor for tied ones; ``keep_vars=True`` shows tensors."""
-        if (halves := self._halves) is None:
+        """Put plain values in the places of halves, one tensor for tied ones; ``keep_vars=True`` shows parameters."""
+        if self._root is None:
             return
         if self._shown[0]() is not state:
             self._shown = (weakref.ref(state) if isinstance(state, OrderedDict) else lambda: None), {}
         shown = self._shown[1]
         for key, tensor in named_in(module, prefix):
-            if tensor in halves and state.get(key, tensor) is not tensor:
+            if isinstance(tensor, Halves) and state.get(key, tensor) is not tensor:
                 if tensor not in shown:
-                    shown[tensor] = halves.read(tensor)
+                    shown[tensor] = tensor.detach().clone()
                 state[key] = shown[tensor]
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-        """Write what is about to be loaded, and give torch the tensors themselves to load.
+        """Refuse what FP16 halves do not hold; write what is to be assigned into the parameters that are there.
 
         Raises:
-            StateError: Values of another shape.
-            NumericsError: Values beyond the range of the low dtype. Nothing was loaded.
+            NumericsError: Values beyond the range of the high half's dtype. Nothing was loaded.
         """
-        if (halves := self._halves) is None:
+        if self._root is None:
             return
-        if not prefix or module is self._root:
-            raise_together(_unfit(module, halves, state, prefix))
-        assigns = bool(metadata.get("assign_to_params_buffers"))
+        if not prefix or module is self._root():
+            raise_together(_unfit(module, state, prefix))
+        if not metadata.get("assign_to_params_buffers"):
+            return
         for key, tensor in named_in(module, prefix):
-            if tensor in halves and isinstance(value := state.get(key), Tensor) and value is not tensor:
-                halves.write(tensor, value, copies=not assigns)
-                state[key] = tensor if assigns else tensor.detach()
+            value = state.get(key)
+            if isinstance(value, Tensor) and value is not tensor and value.shape == tensor.shape:
+                with torch.no_grad():
+                    tensor.copy_(value)
+                state[key] = tensor
 
 
-def _unfit(module: nn.Module, halves: Halves, state: Mapping[str, Any], prefix: str) -> Iterator[MezzoError]:
+def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator[MezzoError]:
     """Yield what stands against loading a state dict into a model, with all its parts."""
-    shapes, large = list[str](), list[str]()
+    large = list[str]()
     for path, each in module.named_modules():
         for key, tensor in named_in(each, f"{prefix}{path}." if path else prefix):
-            value = state.get(key)
-            if tensor not in halves or not isinstance(value, Tensor):
+            value, halves = state.get(key), in_halves(tensor)
+            if halves is None or halves.hi.dtype != torch.float16 or not isinstance(value, Tensor):
                 continue
-            if value.shape != tensor.shape:
-                shapes.append(f"{key}: {list(value.shape)} → {list(tensor.shape)}")
-            elif value.is_floating_point() and is_beyond(local(value), tensor.dtype):
-                large.append(f"{key} → {dtype_name(tensor.dtype)}")
-    if shapes:
-        yield StateError("the state dict is that of another model", where=some_of(shapes), write="the same model")
+            if value.is_floating_point() and is_beyond(local(value), torch.float16):
+                large.append(key)
     if large:
-        kept = both(f"fp32_param={large[0].partition(' ')[0]}")
         yield NumericsError(
-            "the state dict has weights beyond the range of the model's dtype",
-            where=some_of(large),
-            write=f"{both('dtype=bfloat16')}, whose range is FP32's; or {kept}",
+            "the state dict has weights beyond the range of the model's halves",
+            where=some_of([f"{key} → float16" for key in large]),
+            write=f"{both('dtype=bfloat16')}, whose range is FP32's; or {both(f'fp32_param={large[0]}')}",
         )
-
-
-class InFP32:
-    """A model whose parameters and buffers are read in FP32, for averages that read them one by one.
-
-    Args:
-        model: The model, or one around it.
-        halves: Own its FP32 values.
-    """
-
-    def __init__(self, model: nn.Module, halves: Sequence[Halves]) -> None:
-        self._model, self._halves = model, halves
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Yield the parameters' FP32 values."""
-        return map(self._read, self._model.parameters())
-
-    def buffers(self) -> Iterator[Tensor]:
-        """Yield the buffers' FP32 values."""
-        return map(self._read, self._model.buffers())
-
-    def _read(self, tensor: Tensor) -> Tensor:
-        return next((halves.read(tensor) for halves in self._halves if tensor in halves), tensor)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 # Copies, pickles and casts --------------------------------------------------------------------------------
 
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a plain FP32 module: the copy of one whose weights may be stored low."""
+    """Return a plain module: the copy of one that is under a policy."""
     taken: dict[nn.Module, dict[str, Any]] = {}
     for each in module.modules():
         names = vars(each)
-        owners = halves_in(each)
         bound = [name for name, value in names.items() if name in _BOUND or getattr(value, "is_of_mezzo", False)]
         taken[each] = {name: names.pop(name) for name in bound}
-        for _, tensor in named_in(each):
-            owner = next((halves for halves in owners if tensor in halves), None)
-            if owner is not None and id(tensor) not in memo:
-                wide = owner.read(tensor)
-                is_param = isinstance(tensor, nn.Parameter)
-                memo[id(tensor)] = nn.Parameter(wide, tensor.requires_grad) if is_param else wide
     try:
         made = copy.deepcopy(module, memo)
     finally:
@@ -201,38 +230,55 @@ def _pickled(module: nn.Module, protocol: Any) -> Any:
 
 
 def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Move a module, as ``nn.Module._apply`` does, and refuse to cast it.
+    """Move a module, as ``nn.Module._apply`` does, and refuse to cast what a policy has stored.
 
     Raises:
-        StateError: It would cast low weights, whose other halves would stand beside other numbers.
+        StateError: It would.
     """
-    owners = halves_in(module)
-    for dtype in {t.dtype for _, t in named_in(module) if any(t in halves for halves in owners)}:
+    here = {name: param for name, param in module._parameters.items() if param is not None and of_halves(param)}
+    dtypes = {torch.float32} if here else set[torch.dtype]()
+    dtypes |= {param.dtype for param in module._parameters.values() if param is not None and param.dtype in LOW}
+    for dtype in dtypes:
         if (to := change(torch.empty(0, dtype=dtype)).dtype) != dtype:
             raise StateError(
                 "a converted model is cast",
                 where=f"{type(module).__name__}: {dtype_name(dtype)} → {dtype_name(to)}",
-                why="its weights are stored in two halves, and FP32 values follow from both",
+                why="its policy says how parameters are stored",
                 write="amp.close() (or prepared.remove()), which gives FP32 weights; copy.deepcopy(model) is a plain "
-                "FP32 model; .to(device) alone may be called",
+                "model; .to(device) alone may be called",
             )
-    before = dict(module._buffers)
-    moved: nn.Module = type(module)._apply(module, change, recurse)  # type: ignore[no-untyped-call]
-    for name, buffer in before.items():  # which stay the objects that they are, as parameters do
-        now = module._buffers[name]
-        if buffer is not None and now is not None and now is not buffer and any(buffer in each for each in owners):
-            buffer.data = now
-            module._buffers[name] = buffer
-    for _, tensor in named_in(module):
-        for halves in owners:
-            if halves.has_rest(tensor):
-                halves.rest_of(tensor)  # which moves with it
+    every = module._parameters
+    plain = {name: param for name, param in every.items() if name not in here or is_distributed(param)}
+    vars(module)["_parameters"] = plain
+    try:
+        moved: nn.Module = type(module)._apply(module, change, recurse)  # type: ignore[no-untyped-call]
+    finally:
+        vars(module)["_parameters"] = every
+    every.update(plain)
+    for name, param in here.items():
+        if name not in plain:
+            _move(param, change)
     return moved
 
 
-#: What a converted module has of its own, in the places of its class's.
+@torch.no_grad()
+def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Let a parameter go where a change takes its halves, and its gradient with it."""
+    there = change(param.detach())
+    gradient = None if param.grad is None else change(param.grad)
+    if there.device != param.device or there.stride() != param.stride() or not isinstance(there, Halves):
+        param.grad = None
+        _replace(param, there)
+        param.grad = gradient
+
+
+def _flattened(module: nn.Module) -> None:
+    """Do nothing: halves are handed to kernels one by one."""
+
+
+#: What a followed module has of its own, in the places of its class's.
 _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied,
 }  # fmt: skip
 #: What no copy has of it.
-_BOUND: Final = ("_mezzo_halves", "_mezzo_prepared", *_METHODS)
+_BOUND: Final = ("_mezzo_followed", "_mezzo_prepared", "flatten_parameters", *_METHODS)
