@@ -137,7 +137,7 @@ class Planned(FiveLines):
 
         Of a buffer that compiled code writes the first update would be rounded (documented).
         """
-        text = config.policy + (",autocast=true,fp32_param=seen" if config.level == "O2" else "")
+        text = config.policy + (",fp32_param=seen" if config.level == "O2" else "")
         return text + (",fp32=cat+neg" if config.pinned else "")
 
     def begin(self, model, config, **options):

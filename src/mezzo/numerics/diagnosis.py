@@ -182,7 +182,7 @@ def _written(evidence: Evidence, scale: LossScale) -> str:
 
 def rescaled(policy: Policy, scale: LossScale) -> Policy:
     """Return a policy with another loss scale, and with FP32 masters if it has none: FP16 cannot unscale gradients."""
-    if policy.master_weights or policy.param_dtype == torch.float32:
+    if policy.param_dtype == torch.float32:
         return dataclasses.replace(policy, loss_scale=scale)
     return Policy.O2(policy.dtype, emulate=policy.emulate, loss_scale=scale)
 
@@ -634,7 +634,7 @@ def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequenc
     if header.compute_dtype == FP16.name and any(each.kind in GRADIENTS for each in spoilt):
         return rescaled(current, LossScale.dynamic()), "Its loss scale skips steps whose gradients are not finite."
     scale = better_scale(evidence)
-    if alerts and not (current.master_weights or current.param_dtype == torch.float32):
+    if alerts and current.param_dtype != torch.float32:
         masters = Policy.O2(current.dtype, emulate=current.emulate)
         if any(flushed(evidence)) and scale is not None:
             masters = rescaled(current, scale)
@@ -645,7 +645,7 @@ def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequenc
     if not beyond and scale is not None and any(flushed(evidence)):
         return rescaled(current, scale), "The loss scale moves the gradients into FP16's range."
     if beyond or any(flushed(evidence)):
-        level = Policy.O1 if current.autocast else Policy.O2
+        level = Policy.O2 if current.halves else Policy.O1
         bfloat16 = level(BF16.name, rules=current.rules, emulate=current.emulate)
         return bfloat16, "BF16 has FP32's range, and needs no loss scale."
     return None, ""

@@ -307,10 +307,10 @@ def _last_line(text: str) -> str:
 
 def require_choice(policy: Policy) -> None:
     """Refuse a policy that casts no op."""
-    if not policy.autocast:
+    if not policy.casts:
         raise PolicyError(
             f"{policy.level} casts no op, so that there is no choice to make",
-            write=f"{both('O1,dtype=bfloat16')}, or with low weights {both('O2,dtype=bfloat16,autocast=true')}",
+            write=f"{both('O1,dtype=bfloat16')}; or with weights in halves {both('O2,dtype=bfloat16')}",
         )
 
 
