@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from mezzo.cast.device import FAMILIES, default_kinds
-from mezzo.cast.differences import Differences, Handler, Known, find_differences, open_function
+from mezzo.cast.differences import Differences, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
 from mezzo.compiling import compiled_inside_alone, constant_in_graphs
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy
-from mezzo.policy.ops import functions
 from mezzo.policy.rules import both
 
 # The precision in which CUDA's GEMMs accumulate: flags of torch's, set for a region and put back after it.

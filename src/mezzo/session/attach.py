@@ -33,7 +33,7 @@ from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
-from mezzo.session.update import evaluates_once
+from mezzo.session.update import evaluates_once, inner_optimizers
 from mezzo.session.window import Walk, refuse_scaled, unscaled, walked
 
 if TYPE_CHECKING:
@@ -199,8 +199,7 @@ class AttachedPrecision(MixedPrecision):
         self._require_open("add")
         weights, engine = self.weights, self.engine
         _, given = models_and_optimizers(weights.models, listed(optimizers))
-        wide = set(weights.stored())
-        check_optimizers(weights.models, given, self.policy, wide)
+        check_optimizers(weights.models, given, self.policy)
         new = {id(param) for each in given for group in each.param_groups for param in group["params"]}
         near = [window for window in engine.windows if not new.isdisjoint(map(id, window.leaves()))]
         if any(window.passes and window.has_gradients() for window in near):
@@ -210,7 +209,7 @@ class AttachedPrecision(MixedPrecision):
                 write="amp.step() or amp.zero_grad() first",
             )
         weights.optimizers += given
-        weights.adopt(given)
+        weights.take(given)
         engine.group()
         for undo in engine.watch(given):
             self._undo.callback(undo)

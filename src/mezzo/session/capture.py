@@ -144,8 +144,6 @@ class Captured(Generic[R]):
             optimizers: list[Any] = amp.engine.weights.optimizers
             for optimizer in optimizers:
                 optimizer._warned_capturable_if_run_uncaptured = True  # as its first steps are
-                if (views := views_of(optimizer)) is not None:
-                    views.keeps_memory = True
 
     def __repr__(self) -> str:
         return f"Captured({getattr(self._fn, '__qualname__', repr(self._fn))})"
@@ -246,8 +244,7 @@ class Captured(Generic[R]):
             raise
         finally:
             engine.account.kept = None
-        views = filter(None, map(views_of, engine.weights.optimizers))
-        memory = [part for each in views for part in each.parts]
+        memory = [each for optimizer in engine.weights.optimizers for each in keep_memory(optimizer)]
         return _Recorded(output=output, outcomes=outcomes, scale=scale, holds=_held(engine), memory=memory)
 
     def _upload(self) -> None:

@@ -133,13 +133,11 @@ class _Subject:
         optimizer: The optimizer.
         policy: The session's policy.
         names: The names of the models' parameters.
-        wide: The parameters that prepared models store low.
     """
 
     optimizer: Optimizer
     policy: Policy
     names: dict[Tensor, str]
-    wide: set[Tensor]
 
     @property
     def kind(self) -> str:
@@ -150,29 +148,26 @@ class _Subject:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
 
-def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, handles: Handles) -> None:
+def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
     """Raise all that stands against a session, together.
 
     Args:
         models: The models.
         optimizers: The optimizers.
         policy: The policy.
-        handles: Those of models that were prepared before.
     """
-    wide = {param for found in handles.values() for handle in found for param in handle.halves}
-    raise_together([*_of_models(models), *_of_optimizers(models, optimizers, policy, wide)])
+    raise_together([*_of_models(models), *_of_optimizers(models, optimizers, policy)])
 
 
-def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor]) -> None:
+def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
     """Raise all that stands against optimizers that join a session.
 
     Args:
         models: The session's.
         optimizers: The new ones.
         policy: The policy.
-        wide: The parameters that are stored low by the policy.
     """
-    raise_together(_of_optimizers(models, optimizers, policy, wide))
+    raise_together(_of_optimizers(models, optimizers, policy))
 
 
 def _names(models: list[nn.Module]) -> dict[Tensor, str]:
@@ -195,14 +190,12 @@ def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
         )
 
 
-def _of_optimizers(
-    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor]
-) -> Iterator[MezzoError]:
+def _of_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> Iterator[MezzoError]:
     if len(set(optimizers)) < len(optimizers):
         yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
     names = _names(models)
     for optimizer in optimizers:
-        subject = _Subject(optimizer, policy, names, wide)
+        subject = _Subject(optimizer, policy, names)
         for refuse in _REFUSALS:
             if (problem := refuse(subject)) is not None:
                 yield problem
@@ -250,7 +243,7 @@ def _updates_others(of: _Subject) -> MezzoError | None:
 
 
 def _moves_nothing(of: _Subject) -> MezzoError | None:
-    if of.policy.master_weights or of.policy.param_dtype == torch.float32:
+    if of.policy.param_dtype == torch.float32:
         return None
     fused = [p for g in of.optimizer.param_groups if g.get("fused") for p in g["params"] if p.device.type == "cpu"]
     largest = max((param.numel() for param in fused), default=0)
@@ -277,15 +270,12 @@ def _stands_still(dtype: torch.dtype, count: int) -> bool:
 
 
 def _trains_low_alone(of: _Subject) -> MezzoError | None:
-    if of.policy.param_dtype != torch.float32:
+    if of.policy.param_dtype != torch.float32 or of.policy.halves:
         return None
     low = [
         param
         for param in of.params
-        if param.dtype in LOW
-        and param.requires_grad
-        and param not in of.wide
-        and not _is_ruled(of.names[param], of.policy)
+        if param.dtype in LOW and param.requires_grad and not _is_ruled(of.names[param], of.policy)
     ]
     if not low:
         return None
@@ -304,15 +294,14 @@ def _is_ruled(name: str, policy: Policy) -> bool:
 
 
 def _holds_state(of: _Subject) -> MezzoError | None:
-    if of.policy.master_weights or of.policy.param_dtype == torch.float32:
+    if of.policy.param_dtype == torch.float32:
         return None
     own, level = as_one_pass(of.optimizer), of.policy.level
     dtype = dtype_name(of.policy.dtype)
     cure = f'a policy with masters: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
     if own is not None:  # whose moments keep their own dtype
         return None
-    names = {param: name for param, name in of.names.items() if param.dtype == torch.float32 or param in of.wide}
-    held = _held_state(of.optimizer, names)
+    held = _held_state(of.optimizer, of.names)
     if not held:
         return None
     return StateError(
@@ -342,7 +331,7 @@ def _held_state(optimizer: Optimizer, params: Mapping[Tensor, str]) -> list[str]
 
 
 def _eps_is_zero(of: _Subject) -> MezzoError | None:
-    if of.policy.master_weights or of.policy.param_dtype != torch.float16 or as_one_pass(of.optimizer) is not None:
+    if of.policy.param_dtype != torch.float16 or as_one_pass(of.optimizer) is not None:
         return None
     groups = [group for group in of.optimizer.param_groups if isinstance(group.get("eps"), float)]
     lost = [group["eps"] for group in groups if group["eps"] and not float(torch.tensor(group["eps"]).half())]

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -100,7 +99,7 @@ class MixedPrecision:
         raise_together(wrong_options(max_grad_norm=max_grad_norm, on_overflow=on_overflow))
         subjects, given = models_and_optimizers(models, optimizers)
         trained, handles, self._policy = handles_of(subjects, policy)
-        check_session(trained, given, self._policy, handles)
+        check_session(trained, given, self._policy)
         ranks = Ranks.of(process_group)
         self._is_closed = False
         self._undo = contextlib.ExitStack()

@@ -399,7 +399,8 @@ def _other_tensors(engine: Engine, model: Mapping[str, Any]) -> Iterator[str]:
         if name not in params and was != now:
             yield f"{name}: {was} → {now}"
         elif name in params and name in model and overflows(local(model[name]), _dtype_in(params[name])):
-            yield f"{name}: values beyond {torch.finfo(_dtype_in(params[name])).max:g} → {dtype_name(_dtype_in(params[name]))}"
+            dtype = _dtype_in(params[name])
+            yield f"{name}: values beyond {torch.finfo(dtype).max:g} → {dtype_name(dtype)}"
 
 
 def _dtype_in(param: Tensor) -> torch.dtype:

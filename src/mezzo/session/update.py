@@ -118,11 +118,7 @@ class Writes:
         on_device = [each for each in optimizers if by is None and takes_flags(each)]
         shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
         # Another optimizer would read the same gradients, and weights without masters take no FP32 ones.
-        multiplying = [
-            each
-            for each in on_device
-            if each not in shared_by and (each in of_mezzo or not _narrows(each))
-        ]
+        multiplying = [each for each in on_device if each not in shared_by and (each in of_mezzo or not _narrows(each))]
         for own in of_mezzo:  # what one refuses is refused before another has stepped
             does_all = own in multiplying
             stays = does_all and not _has_other_hooks(own, self.num_hooks)

@@ -18,7 +18,7 @@ from mezzo.cast.products import Memory
 from mezzo.cast.region import autocast
 from mezzo.compiling import INSIDE, inside
 from mezzo.errors import PolicyError, StateError
-from mezzo.optim.optimizer import as_one_pass
+from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.policy import Policy
 from mezzo.session.refusals import Handles
 from mezzo.tensors import LOW
@@ -97,11 +97,19 @@ class Weights:
         try:
             for model in self.models:
                 self.prepared += self._handles.get(model) or [Prepared(model, self.policy)]
+            self.take(self.optimizers)
             for prepared in self.prepared:
                 prepared.join()
         except BaseException:
             self.undo()
             raise
+
+    def take(self, optimizers: list[Optimizer]) -> None:
+        """Let mezzo's optimizers round what O3 has them update."""
+        for optimizer in one_pass(optimizers) if self.are_low else ():
+            optimizer.rounds = True
+            self._undo.callback(setattr, optimizer, "rounds", False)
+        self.has_grown()
 
     def know(self, optimizers: list[Optimizer]) -> None:
         """Go on with these optimizers alone, of which nothing was converted here.

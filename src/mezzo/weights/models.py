@@ -1,4 +1,4 @@
-"""A model whose weights are stored in halves: how it comes to it and back, and what it is saved, loaded and copied as."""
+"""A model whose weights are stored in halves: how it comes to that and back, how it is saved, loaded and copied."""
 
 from __future__ import annotations
 

@@ -279,9 +279,10 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
     names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     plain = {tensor: dtype for tensor, dtype in stored.plain.items() if tensor.dtype != dtype}
     halves = {param: dtype for param, dtype in stored.halves.items() if not of_halves(param)}
-    low = [t for t, dtype in (*plain.items(), *halves.items()) if t.dtype in LOW and dtype not in (t.dtype, torch.float32)]
+    low = [
+        t for t, dtype in (*plain.items(), *halves.items()) if t.dtype in LOW and dtype not in (t.dtype, torch.float32)
+    ]
     if low:
-        every = {**plain, **halves}
         targets = ", ".join(sorted({dtype_name(every[t]) for t in low}))
         yield UnsupportedError(
             f"parameters are already in a low precision that {policy.level} would change",
@@ -289,10 +290,10 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
             why=f"one 16-bit format does not hold what another does; the policy says {targets}",
             write=f"model.float() first; or {both(f'{policy.level},dtype={dtype_name(low[0].dtype)}')}",
         )
-    narrowed = {t: dtype for t, dtype in (*plain.items(), *halves.items()) if t.dtype not in (dtype, *LOW)}
+    narrowed = {t: dtype for t, dtype in every.items() if t.dtype not in (dtype, *LOW)}
     if narrowed and (lost := _lost(narrowed)):
         yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
-    converted = [t for t in (*plain, *halves) if isinstance(t, nn.Parameter)]
+    converted = [t for t in every if isinstance(t, nn.Parameter)]
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()) and converted:
         yield StateError(
             f"{policy.level} cannot convert a model that DistributedDataParallel already wraps",
