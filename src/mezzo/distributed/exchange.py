@@ -26,7 +26,6 @@ from mezzo.hooks import OwnHook
 from mezzo.releases import require_all
 from mezzo.sharded import is_distributed
 from mezzo.tensors import LOW, foreach_copy_, foreach_div_
-from mezzo.weights import Halves
 
 #: Squared norms above this are infinite in FP32, in which each tensor's own sum is.
 _LARGEST: Final = torch.finfo(torch.float32).max
@@ -358,18 +357,6 @@ def average(params: Sequence[Tensor], sums: Mapping[Tensor, Tensor], group: dist
     return found
 
 
-@torch.no_grad()
-def broadcast_first(values: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Give all ranks the first one's FP32 values, in place: ``DistributedDataParallel`` gave them rounded ones.
-
-    Args:
-        values: The FP32 values of low-precision parameters, in the same order on all ranks.
-        group: The ranks that ``DistributedDataParallel`` reduces over.
-    """
-    for value in values:
-        dist.broadcast(value, group=group, group_src=0)
-
-
 # ``DistributedDataParallel`` around a session's models: what it reduces, and what a session does beside it.
 #
 # A wrapper may be older than its session or younger: it is found as a model runs in it. Its buckets have the dtype that
@@ -385,13 +372,11 @@ class _Met:
         low: Its parameters in low precision that get gradients.
         reduces: Whether it reduces the gradients of the forward pass that has run in it last; ``None`` before one.
         is_local: Whether there are gradients since its last reduction that it has not reduced.
-        follows: Whether FP32 values on all ranks are the first one's.
     """
 
     low: list[Tensor]
     reduces: bool | None = None
     is_local: bool = False
-    follows: bool = False
 
 
 class Wrappers:
@@ -500,19 +485,3 @@ class Wrappers:
         for met in self._met.values():
             if met.reduces is not None:
                 met.is_local, met.reduces = not met.reduces, None
-
-    # Weights ----------------------------------------------------------------------------------------------
-
-    def follow_first(self, stored: Callable[[], Mapping[Tensor, Halves]]) -> None:
-        """Take the first rank's FP32 values, once for each wrapper: it gave the others rounded weights alone.
-
-        Args:
-            stored: Returns who owns the FP32 value of each low parameter.
-        """
-        for wrapper, met in self._met.items():
-            if not met.follows:
-                met.follows, owners = True, stored()
-                values = {p: owners[p].read(p) for p in wrapper.parameters() if p in owners}
-                broadcast_first(values.values(), wrapper.process_group)
-                for param, value in values.items() if wrapper.process_group.rank() else ():
-                    owners[param].write(param, value)

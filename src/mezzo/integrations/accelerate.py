@@ -218,7 +218,7 @@ class _AcceleratorsScaler(SessionScaler):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state without the FP32 weights, which the models' own state dicts have."""
-        return {} if self.amp.is_closed else save(self.amp.engine, self.amp.policy, weights=False)
+        return {} if self.amp.is_closed else save(self.amp.engine, self.amp.policy, in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a session's state, or another scaler's."""

@@ -234,7 +234,7 @@ class MezzoPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, for a checkpoint of the Trainer's; after a run that of its end."""
         # Without the FP32 weights, which the module's own state dict has, and also while gradients wait for a step.
-        return self._saved if self.session is None else save(self.session.engine, self.policy, weights=False)
+        return self._saved if self.session is None else save(self.session.engine, self.policy, in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a checkpoint of the Trainer's."""

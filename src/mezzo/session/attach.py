@@ -300,7 +300,7 @@ class AttachedPrecision(MixedPrecision):
     # State ------------------------------------------------------------------------------------------------
 
     def _carry(self, _: Optimizer, found: dict[str, Any]) -> None:
-        found[CARRIED] = state.save(self.engine, self.policy, weights=False)
+        found[CARRIED] = state.save(self.engine, self.policy, in_window=True)
 
     def resume(self, found: Mapping[str, Any] | None) -> None:
         """Go on from the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.

@@ -60,19 +60,21 @@ def require_between_steps(engine: Engine, what: str) -> None:
         )
 
 
-def save(engine: Engine, policy: Policy) -> dict[str, Any]:
+def save(engine: Engine, policy: Policy, *, in_window: bool = False) -> dict[str, Any]:
     """Return a session's state.
 
     Args:
         engine: The session's.
         policy: The session's.
+        in_window: Whether it may be inside an accumulation window, as where a loop that is the user's own saves.
 
     Raises:
         StateError: Inside an accumulation window.
 
     **Cost**: a host sync.
     """
-    require_between_steps(engine, "state_dict()")
+    if not in_window:
+        require_between_steps(engine, "state_dict()")
     engine.commit()
     named = list(engine.weights.named_params())
     memories = engine.weights.memories()
@@ -334,7 +336,7 @@ class Stateful:
         """
         engine, weights = self._engine, self._engine.weights
         require_between_steps(engine, "stateful().state_dict()")
-        session, names = save(engine, self._policy), weights.names()
+        session, names = save(engine, self._policy, in_window=True), weights.names()
         model = {name: _exact(value) for name, value in weights.named_state()}
         pairs = [_saved(optimizer, names) for optimizer in weights.optimizers]
         session |= {

@@ -279,9 +279,8 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
     names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     plain = {tensor: dtype for tensor, dtype in stored.plain.items() if tensor.dtype != dtype}
     halves = {param: dtype for param, dtype in stored.halves.items() if not of_halves(param)}
-    low = [
-        t for t, dtype in (*plain.items(), *halves.items()) if t.dtype in LOW and dtype not in (t.dtype, torch.float32)
-    ]
+    every = {**plain, **halves}
+    low = [t for t, dtype in every.items() if t.dtype in LOW and dtype not in (t.dtype, torch.float32)]
     if low:
         targets = ", ".join(sorted({dtype_name(every[t]) for t in low}))
         yield UnsupportedError(
