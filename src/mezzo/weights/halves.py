@@ -24,6 +24,7 @@ from mezzo.tensors import tree_map_only
 
 _ATEN: Final = torch.ops.aten
 _TO_COPY: Final = _ATEN._to_copy.default
+_LAZILY: Final = _ATEN._lazy_clone.default
 _LAZY_CLONE: Final = private("torch._lazy_clone")
 _FORBID_ADDRESS: Final = private("torch._C._set_throw_on_mutable_data_ptr")
 _SWAP: Final = private("torch._C._swap_tensor_impl")
@@ -43,6 +44,8 @@ _GATHERS: Final = frozenset({_ATEN.index_select.default, _ATEN.index.Tensor, _AT
 _RETYPED: Final = frozenset({_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default})
 #: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret.
 _KNOWN: Final = frozenset({"aten", "prim", "prims", "mkldnn", "quantized", "torchvision", "torchaudio", "mezzo"})
+#: The types of arguments that may hold tensors.
+_NESTED: Final = frozenset({list, tuple})
 #: What a tensor has of it, in the dictionary of its attributes.
 _ATTRIBUTES: Final = ("hi", "lo", "cell", "is_part", "path", "_is_param")
 
@@ -158,6 +161,16 @@ class Halves(Tensor):
         value = value.to(self.hi.device, torch.float32)
         _encode(value if value.shape == self.hi.shape else value.expand_as(self.hi), self.hi, self.lo)
 
+    def low(self, dtype: torch.dtype) -> Tensor:
+        """Return the values in a dtype, connected for gradients: of the high half's dtype that, as a cast does.
+
+        A gradient of 16 bits then goes to a leaf as it is, where ``grad_dtype`` lets it; that of a cast is widened.
+        """
+        if self.cell.wide is None and dtype is self.hi.dtype:
+            found: Tensor = _LAZY_CLONE(self)
+            return found
+        return self.to(dtype)
+
     def _view(self, hi: Tensor, lo: Tensor) -> Halves:
         made: Halves = Halves(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
@@ -167,11 +180,11 @@ class Halves(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _TO_COPY:
+        if func is _TO_COPY or func is _LAZILY:
             weight: Any = args[0]
-            hi = weight.hi
-            cell = weight.cell
-            if len(kwargs) == 1 and kwargs.get("dtype") is hi.dtype and cell.wide is None and type(hi) is Tensor:
+            hi, cell = weight.hi, weight.cell
+            is_cast = not kwargs or (len(kwargs) == 1 and kwargs.get("dtype") is hi.dtype)
+            if is_cast and cell.wide is None and type(hi) is Tensor:
                 if torch.is_grad_enabled():
                     cell.uses[weight.is_part] += 1
                 try:
@@ -440,14 +453,19 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
             seen[id(each)] = each, each.value()
         return seen[id(each)][1]
 
-    given, named = tree_map_only(Halves, value, (args, kwargs))
-    dtype = autocast_dtype(next(iter(seen.values()))[0].device.type) if seen else None
+    if _NESTED.isdisjoint(map(type, args)) and _NESTED.isdisjoint(map(type, kwargs.values())):
+        given = [value(each) if isinstance(each, Halves) else each for each in args]
+        named = {name: value(each) if isinstance(each, Halves) else each for name, each in kwargs.items()}
+    else:
+        given, named = tree_map_only(Halves, value, (args, kwargs))
+    writes, kind = _written(func), next((each.device.type for each, _ in seen.values()), "cpu")
+    dtype = None if writes else autocast_dtype(kind)
     if dtype is None:
         out = func(*given, **named)
     else:  # what torch composes in C++ casts inside, as it does for plain tensors
-        with torch.autocast(next(iter(seen.values()))[0].device.type, dtype):
+        with torch.autocast(kind, dtype):
             out = func(*given, **named)
-    if not (writes := _written(func)):
+    if not writes:
         return out
     back: dict[int, Halves] = {}
     for place, name in writes:
@@ -461,6 +479,8 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
                 each.assign(wide)
         if many and written:
             increment_version(written)
+    if isinstance(out, Tensor):
+        return back.get(id(out), out)
     return tree_map_only(Tensor, lambda each: back.get(id(each), each), out) if back else out
 
 
