@@ -53,8 +53,7 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
     Raises:
         PolicyError: A rule whose module or parameter glob matches nothing; two rules that store one tied parameter
             differently.
-        UnsupportedError: Parameters in float64 or another low precision; a device without the format.
-        NumericsError: Weights beyond FP16's range.
+        UnsupportedError: Parameters in float64; weights beyond FP16's range; a device without the format.
         StateError: The model is prepared already, wrapped by DDP before conversion, or holds gradients.
 
     **Cost**: in O2 4 bytes for a weight that is stored in halves, as for one that is not. Where the policy differs from
