@@ -24,6 +24,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.sharded import give, give_back
 from mezzo.tensors import LOW, dtype_name
+from mezzo.weights.halves import halves
 from mezzo.weights.models import follow, restore, store
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,9 @@ class Prepared:
         except BaseException:
             self.remove()
             raise
+
+    def __repr__(self) -> str:
+        return f"<mezzo.prepare({type(self.model).__name__}, {str(self.asked)!r}): {halves(self.model)}>"
 
     def _carry_out(self) -> None:
         names = {param: name for name, param in self.model.named_parameters()}
