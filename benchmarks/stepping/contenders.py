@@ -70,12 +70,11 @@ class _Weights:
         """Make one gradient for each parameter, in the dtype that a backward pass leaves."""
         made = (torch.randn(p.shape, generator=self._generator, device=p.device) for p in self.params)
         self._gradients = [gradient.mul_(1e-3 * _SCALE).to(dtype) for gradient in made]
-        for param in self.params:
-            param.grad_dtype = dtype
 
     def give(self, *, copies: bool) -> None:
         """Set the gradients; copies of them for a step that writes to gradients."""
         for param, gradient in zip(self.params, self._gradients, strict=True):
+            param.grad, param.grad_dtype = None, gradient.dtype
             param.grad = gradient.clone() if copies else gradient
 
     def casts(self, dtype: torch.dtype) -> list[Tensor]:
