@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -569,22 +570,46 @@ def _build(device: torch.device, dtype: torch.dtype) -> None:
 def become(tensor: Any, made: Tensor) -> None:
     """Let a tensor be another one, and stay the object that it is, with its hooks and what programs have noted on it.
 
+    A gradient that a graph of before computes reaches it, too.
+
     Args:
         tensor: A parameter, or any tensor.
         made: What it becomes; not to be used any more.
+
+    Raises:
+        UnsupportedError: Something in C++ refers to the tensor; nothing was changed.
     """
     if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
-    own = _own(tensor)
-    gradient, tensor.grad = tensor.grad, None
+    own, gradient = _own(tensor), tensor.grad
+    try:
+        _SWAP(tensor, made)
+    except RuntimeError as error:
+        name = getattr(tensor, "path", "") or getattr(made, "path", "")
+        raise UnsupportedError(
+            f"the parameter {name or '…'} cannot be stored otherwise now",
+            where=f"{type(tensor).__name__} → {type(made).__name__}",
+            why="something in C++ refers to it, as what torch.profiler has recorded with record_shapes does",
+            write="del what was recorded, first",
+        ) from error
     tensor.__class__, made.__class__ = type(made), type(tensor)
     tensor.__dict__, made.__dict__ = {**vars(made), **own}, {}
-    _SWAP(tensor, made)
+    made.grad = None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(tensor, name, None):
             setattr(tensor, name, hooks)
     if gradient is not None:
         tensor.grad = gradient.to(tensor.dtype)
+    if made.requires_grad and made.is_leaf:  # graphs of before know the other: it lives as long as they do
+        made.register_post_accumulate_grad_hook(functools.partial(_hand_on, weakref.ref(tensor)))
+
+
+def _hand_on(to: Callable[[], Tensor | None], before: Tensor) -> None:
+    """Give the gradient that a graph of before has computed to the tensor that it was computed for."""
+    found, before.grad = before.grad, None
+    if (tensor := to()) is not None and found is not None:
+        found = found.to(tensor.dtype)
+        tensor.grad = found if tensor.grad is None else tensor.grad + found
 
 
 def in_halves(param: Tensor) -> Halves | None:

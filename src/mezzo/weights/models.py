@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import types
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from mezzo.errors import MezzoError, NumericsError, StateError, raise_together, some_of
+from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError, message, raise_together, some_of
 from mezzo.hooks import is_ours
 from mezzo.policy.rules import both
 from mezzo.sharded import hold_locally, is_distributed, local
@@ -57,7 +59,11 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
             continue
         made = _encoded(here, dtype)
         made.path = names[param]
-        _replace(param, made)
+        try:
+            _replace(param, made)
+        except UnsupportedError:
+            gc.collect()  # what is only part of a cycle refers to nothing
+            _replace(param, made)
 
 
 def _encoded(values: Tensor, dtype: torch.dtype) -> Halves:
@@ -70,10 +76,29 @@ def _encoded(values: Tensor, dtype: torch.dtype) -> Halves:
 
 @torch.no_grad()
 def restore(params: Iterable[Tensor]) -> None:
-    """Store parameters plainly again, in FP32; each stays the object that it is."""
-    for param in params:
-        if isinstance(here := local(param.detach()), Halves):
-            _replace(param, here.value())
+    """Store parameters plainly again, in FP32; each stays the object that it is.
+
+    What something in C++ refers to stays in halves, FP32 to everybody still, and a warning names it.
+    """
+    waiting = [param for param in params if of_halves(param)]
+    for ends in (False, True):
+        refused = list[Tensor]()
+        for param in waiting:
+            try:
+                _replace(param, local(param.detach()).value())
+            except UnsupportedError:
+                refused.append(param)
+        if not (waiting := refused):
+            return
+        if not ends:
+            gc.collect()  # what is only part of a cycle refers to nothing
+    text = message(
+        "parameters stay in halves, which are FP32 to everybody still",
+        where=some_of([getattr(local(param), "path", "") for param in waiting]),
+        why="something in C++ refers to them, as what torch.profiler has recorded with record_shapes does",
+        write="copy.deepcopy(model) is a plain model; or del what was recorded, before they are given back",
+    )
+    warnings.warn(text, stacklevel=3)
 
 
 def _replace(param: Tensor, value: Tensor) -> None:
