@@ -40,9 +40,12 @@ _LIKE: Final = frozenset(
 )
 #: What takes elements, or rows of them, as they are.
 _GATHERS: Final = frozenset({_ATEN.index_select.default, _ATEN.index.Tensor, _ATEN.gather.default})
-#: Views of other dtypes: what lies in two halves has none.
-_RETYPED: Final = frozenset({_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default})
-#: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret.
+#: Views of other bits than the values': what lies in two halves has none.
+_RETYPED: Final = frozenset(
+    {_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default, _ATEN._neg_view.default}
+)
+#: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret, but what
+#: its author declares fit for torch.compile, which goes by schemas, too (``torch.library.custom_op`` does so).
 _KNOWN: Final = frozenset({"aten", "prim", "prims", "mkldnn", "quantized", "torchvision", "torchaudio", "mezzo"})
 #: The types of arguments that may hold tensors.
 _NESTED: Final = frozenset({list, tuple})
@@ -55,15 +58,16 @@ class Cell:
 
     Attributes:
         wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
-            It has the strides of the whole high half.
+            What lies at ``start + n`` in the storage of the high half lies at ``wide.storage_offset() + n`` in its own.
+        start: Where in the storage of the high half the tensor begins whose views share this.
         uses: How often a cast has returned the high half while gradients were recorded, and how often something else
             has read values, since a session has forgotten it.
     """
 
-    __slots__ = ("uses", "wide")
+    __slots__ = ("start", "uses", "wide")
 
-    def __init__(self, wide: Tensor | None = None) -> None:
-        self.wide, self.uses = wide, [0, 0]
+    def __init__(self, start: int, wide: Tensor | None = None) -> None:
+        self.start, self.wide, self.uses = start, wide, [0, 0]
 
 
 class Halves(Tensor):
@@ -116,7 +120,7 @@ class Halves(Tensor):
             layout=hi.layout, device=hi.device, requires_grad=requires_grad,
         )  # fmt: skip
         _FORBID_ADDRESS(made)  # a kernel that would read memory that is not there raises
-        made.hi, made.lo, made.cell, made.is_part, made.path = hi, lo, Cell(), False, ""
+        made.hi, made.lo, made.cell, made.is_part, made.path = hi, lo, Cell(hi.storage_offset()), False, ""
         return made
 
     # Attributes are torch's own: they cost nothing.
@@ -143,10 +147,19 @@ class Halves(Tensor):
     @property
     def wide(self) -> Tensor | None:
         """The FP32 tensor in which the values lie for now instead; ``None`` as a rule."""
-        wide = self.cell.wide
-        if wide is None or not self.is_part:
+        wide, hi = self.cell.wide, self.hi
+        if wide is None or (not self.is_part and wide.shape == hi.shape and wide.stride() == hi.stride()):
             return wide
-        return wide.as_strided(self.hi.size(), self.hi.stride(), wide.storage_offset() + self.hi.storage_offset())
+        offset = wide.storage_offset() + hi.storage_offset() - self.cell.start
+        return wide.as_strided(hi.size(), hi.stride(), offset)
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Return the halves of all the values that it shares memory with, as they lie there: of a view, flat."""
+        if not self.is_part:
+            return self.hi, self.lo
+        start = self.cell.start
+        count = self.hi.untyped_storage().nbytes() // self.hi.element_size() - start
+        return self.hi.as_strided((count,), (1,), start), self.lo.as_strided((count,), (1,), start)
 
     def value(self) -> Tensor:
         """Return the FP32 values, a plain tensor: a new one, or the one in which they lie for now."""
@@ -172,6 +185,12 @@ class Halves(Tensor):
         return self.to(dtype)
 
     def _view(self, hi: Tensor, lo: Tensor) -> Halves:
+        if torch.is_inference_mode_enabled() and not self.is_inference():  # a view is what its base is
+            with torch.inference_mode(False):
+                return self._viewed(hi, lo)
+        return self._viewed(hi, lo)
+
+    def _viewed(self, hi: Tensor, lo: Tensor) -> Halves:
         made: Halves = Halves(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
         return made
@@ -199,7 +218,7 @@ class Halves(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], name: str, size: Any, stride: Any) -> Halves:
         made: Halves = Halves(inner["hi"], inner["lo"])
-        made.cell, made.path = Cell(inner.get("wide")), name
+        made.cell.wide, made.path = inner.get("wide"), name
         return made
 
     # Python's own ways to read, copy and replace it: what comes out is plain ------------------------------------
@@ -210,6 +229,9 @@ class Halves(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(self._plain())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain().detach(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -274,7 +296,8 @@ class Halves(Tensor):
         if alike and isinstance(value, Halves) and value.hi.dtype == self.hi.dtype:
             self.hi, self.lo, self.cell, self.is_part = value.hi, value.lo, value.cell, _lies_within(value)
         elif alike and type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32:
-            self.cell, self.is_part = Cell(value.detach()), False  # it lies where the other lies
+            # It lies where the other lies.
+            self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
             become(self, value)
 
@@ -324,10 +347,12 @@ def _kind(func: OpOverload[..., Any]) -> str:
         return "clone"
     if func is _ATEN.copy_.default:
         return "copy"
-    if func.namespace not in _KNOWN:
+    if func.namespace not in _KNOWN and torch.Tag.pt2_compliant_tag not in func.tags:
         return "unknown"
     if func is _TO_COPY:
         return "moved"
+    if torch.Tag.inplace_view in func.tags and func is not _ATEN.detach_.default:
+        return "reshaped"
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         return "composite"
     arguments = func._schema.arguments
@@ -356,21 +381,32 @@ def _as_view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Give a view of another dtype: the values lie in FP32 from here on, since it may be written."""
+    """Give a view of other bits: the values lie in FP32 from here on, since it may be written."""
     weight = args[0]
     _note_read(weight)
-    if (cell := weight.cell).wide is None:
-        whole = _whole(weight)
-        cell.wide = _decoded(*whole)
+    _let_lie_wide(weight)
     return func(weight.value(), *args[1:], **kwargs)
 
 
-def _whole(weight: Halves) -> tuple[Tensor, Tensor]:
-    """Return all of the halves that a tensor is a view of, as they lie in memory."""
-    if not weight.is_part:
-        return weight.hi, weight.lo
-    count = weight.hi.untyped_storage().nbytes() // weight.hi.element_size()
-    return weight.hi.as_strided((count,), (1,), 0), weight.lo.as_strided((count,), (1,), 0)
+def _let_lie_wide(weight: Halves) -> None:
+    """Let all the values that a tensor shares memory with lie in FP32 from here on."""
+    if weight.cell.wide is None:
+        weight.cell.wide = _decoded(*weight.whole())
+
+
+def _as_reshaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse to give a tensor another shape, or another memory, in place.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    name = next((each.path for each in args if isinstance(each, Halves)), "")
+    raise UnsupportedError(
+        f"{f'the parameter {name}' if name else 'a parameter'} cannot take another shape in place",
+        where=str(func),
+        why="it is stored in two halves of 16 bits, which its views share",
+        write=f"param.data = …, of any shape; or {both('fp32_param=' + (name or '…'))}, which stores it plainly",
+    )
 
 
 def _as_like(func: Any, args: Any, kwargs: Any) -> Any:
@@ -381,6 +417,7 @@ def _as_moved(func: Any, args: Any, kwargs: Any) -> Any:
     """Copy elsewhere, or in another order, as halves; or cast."""
     weight, dtype = args[0], kwargs.get("dtype")
     if weight.cell.wide is None and dtype in (None, torch.float32):
+        _note_read(weight)
         others = {name: value for name, value in kwargs.items() if name != "dtype"}
         made: Halves = Halves(func(weight.hi, **others), func(weight.lo, **others))
         made.path = weight.path
@@ -420,7 +457,10 @@ def _as_embedding(func: Any, args: Any, kwargs: Any) -> Any:
 def _as_copy(func: Any, args: Any, kwargs: Any) -> Any:
     """Write other values, which are not decoded first."""
     to, source = args[:2]
-    value = source.value() if isinstance(source, Halves) else source
+    value = source
+    if isinstance(source, Halves):
+        _note_read(source)
+        value = source.value()
     if not isinstance(to, Halves):
         return func(to, value, *args[2:], **kwargs)
     to.assign(value)
@@ -443,7 +483,7 @@ def _as_unknown(func: Any, args: Any, kwargs: Any) -> Any:
     raise no_memory(found[0].path if found else "", str(func))
 
 
-def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
+def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any:
     """Read FP32 values, and write back what was written."""
     seen: dict[int, tuple[Halves, Tensor]] = {}
 
@@ -459,6 +499,8 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         given, named = tree_map_only(Halves, value, (args, kwargs))
     writes, kind = _written(func), next((each.device.type for each, _ in seen.values()), "cpu")
+    if writes and may_alias and len({id(each.cell) for each, _ in seen.values()}) < len(seen):
+        return _as_aliases(func, args, kwargs, [each for each, _ in seen.values()])
     dtype = None if writes else autocast_dtype(kind)
     if dtype is None:
         out = func(*given, **named)
@@ -484,10 +526,23 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda each: back.get(id(each), each), out) if back else out
 
 
+def _as_aliases(func: Any, args: Any, kwargs: Any, weights: list[Halves]) -> Any:
+    """Carry out what writes tensors of which some share memory: while it runs, their values lie in FP32."""
+    here = {id(each.cell): each for each in weights if each.cell.wide is None}
+    for each in here.values():
+        _let_lie_wide(each)
+    try:
+        return _as_any(func, args, kwargs, may_alias=False)
+    finally:
+        for each in here.values():
+            _encode(each.cell.wide, *each.whole())
+            each.cell.wide = None
+
+
 _CARRY_OUT: Final[Mapping[str, Callable[[Any, Any, Any], Any]]] = {
     "any": _as_any, "view": _as_view, "retyped": _as_retyped, "like": _as_like, "moved": _as_moved,
     "gather": _as_gather, "embedding": _as_embedding, "clone": _as_clone, "copy": _as_copy, "composite": _as_composite,
-    "unknown": _as_unknown,
+    "reshaped": _as_reshaped, "unknown": _as_unknown,
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ class _Decoded:
     """Parameters of an optimizer that lie in FP32 while it steps.
 
     Args:
-        weights: Their halves: none of them lies in FP32.
+        weights: Their halves, of those that share memory one: none of them lies in FP32.
 
     **Cost**: 4 bytes an element during the step; 8 bytes read or written an element before it, and 8 after it.
     """
@@ -46,14 +46,15 @@ class _Decoded:
     def __init__(self, weights: list[Halves]) -> None:
         self.weights = weights
         self.keeps_memory = False
-        self._values = [torch.empty_like(each.hi, dtype=torch.float32) for each in weights]
+        self._halves = [each.whole() for each in weights]
+        self._values = [torch.empty_like(high, dtype=torch.float32) for high, _ in self._halves]
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for place, each in enumerate(weights):
             alike.setdefault((each.device, each.hi.dtype), []).append(place)
         self._exchanges = [
             (
                 Exchange(
-                    [weights[at].hi for at in places], [weights[at].lo for at in places],
+                    [self._halves[at][0] for at in places], [self._halves[at][1] for at in places],
                     [self._values[at] for at in places],
                 ),
                 [self._values[at] for at in places],
@@ -90,9 +91,10 @@ class _Decoded:
 
 
 def written_by(optimizer: Optimizer) -> list[Halves]:
-    """Return the halves that a step of an optimizer will write: those with a gradient."""
-    params = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    return [here for here in map(local, params.values()) if isinstance(here, Halves) and here.cell.wide is None]
+    """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
+    params = (local(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    found = {id(here.cell): here for here in params if isinstance(here, Halves) and here.cell.wide is None}
+    return list(found.values())
 
 
 def reads_halves(optimizer: Optimizer) -> bool:
