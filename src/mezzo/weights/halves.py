@@ -391,7 +391,8 @@ def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
 def _let_lie_wide(weight: Halves) -> None:
     """Let all the values that a tensor shares memory with lie in FP32 from here on."""
     if weight.cell.wide is None:
-        weight.cell.wide = _decoded(*weight.whole())
+        with torch.inference_mode(weight.is_inference()):  # memory that outlives the mode it is made in
+            weight.cell.wide = _decoded(*weight.whole())
 
 
 def _as_reshaped(func: Any, args: Any, kwargs: Any) -> Any:
