@@ -42,9 +42,12 @@ _LIKE: Final = frozenset(
 )
 #: What takes elements, or rows of them, as they are.
 _GATHERS: Final = frozenset({_ATEN.index_select.default, _ATEN.index.Tensor, _ATEN.gather.default})
-#: Views of other dtypes: what lies in two halves has none.
-_RETYPED: Final = frozenset({_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default})
-#: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret.
+#: Views of other bits than the values': what lies in two halves has none.
+_RETYPED: Final = frozenset(
+    {_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default, _ATEN._neg_view.default}
+)
+#: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret, but what
+#: its author declares fit for torch.compile, which goes by schemas, too (``torch.library.custom_op`` does so).
 _KNOWN: Final = frozenset({"aten", "prim", "prims", "mkldnn", "quantized", "torchvision", "torchaudio", "mezzo"})
 #: The types of arguments that may hold tensors.
 _NESTED: Final = frozenset({list, tuple})
@@ -56,23 +59,18 @@ class Cell:
     """What a tensor of halves shares with its views.
 
     Attributes:
-        wide: FP32, in whose memory the values lie for now instead, and both halves are stale; ``None`` as a rule. Its
-            elements lie as those of the high half.
-        start: Where in the high half's storage its first element is.
-        is_lent: Whether it is for a reader of addresses, until the next cast or step.
+        wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
+            What lies at ``start + n`` in the storage of the high half lies at ``wide.storage_offset() + n`` in its own.
+        start: Where in the storage of the high half the tensor begins whose views share this.
+        is_lent: Whether that is for a reader of addresses, until the next cast or step.
         uses: How often a cast has returned the high half while gradients were recorded, and how often something else
             has read values, since a session has forgotten it.
     """
 
     __slots__ = ("is_lent", "start", "uses", "wide")
 
-    def __init__(self) -> None:
-        self.wide: Tensor | None = None
-        self.start, self.is_lent, self.uses = 0, False, [0, 0]
-
-    def lie_in(self, wide: Tensor | None, start: int = 0, *, is_lent: bool = False) -> None:
-        """Have the values lie in a tensor, or in the halves."""
-        self.wide, self.start, self.is_lent = wide, start, is_lent
+    def __init__(self, start: int, wide: Tensor | None = None) -> None:
+        self.start, self.wide, self.is_lent, self.uses = start, wide, False, [0, 0]
 
 
 class Halves(Tensor):
@@ -125,7 +123,7 @@ class Halves(Tensor):
             layout=hi.layout, device=hi.device, requires_grad=requires_grad,
         )  # fmt: skip
         _FORBID_ADDRESS(made)  # a kernel that would read memory that is not there raises
-        made.hi, made.lo, made.cell, made.is_part, made.path = hi, lo, Cell(), False, ""
+        made.hi, made.lo, made.cell, made.is_part, made.path = hi, lo, Cell(hi.storage_offset()), False, ""
         return made
 
     # Attributes are torch's own: they cost nothing.
@@ -153,28 +151,33 @@ class Halves(Tensor):
     def wide(self) -> Tensor | None:
         """The FP32 tensor in which the values lie for now instead; ``None`` as a rule."""
         wide, hi = self.cell.wide, self.hi
-        offset = hi.storage_offset() - self.cell.start
-        if wide is None or (not offset and wide.shape == hi.shape and wide.stride() == hi.stride()):
+        if wide is None or (not self.is_part and wide.shape == hi.shape and wide.stride() == hi.stride()):
             return wide
-        return wide.as_strided(hi.size(), hi.stride(), wide.storage_offset() + offset)
+        offset = wide.storage_offset() + hi.storage_offset() - self.cell.start
+        return wide.as_strided(hi.size(), hi.stride(), offset)
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Return the halves of all the values that it shares memory with, as they lie there: of a view, flat."""
+        if not self.is_part:
+            return self.hi, self.lo
+        start = self.cell.start
+        count = self.hi.untyped_storage().nbytes() // self.hi.element_size() - start
+        return self.hi.as_strided((count,), (1,), start), self.lo.as_strided((count,), (1,), start)
 
     def widen(self, *, is_lent: bool = False) -> Tensor:
-        """Have the values lie in FP32, for all views alike, and return them."""
-        if self.cell.wide is None:
-            hi, lo, start = self.hi, self.lo, self.hi.storage_offset()
-            if self.is_part:  # of what, nobody knows but the storage
-                count, start = hi.untyped_storage().nbytes() // hi.element_size(), 0
-                hi, lo = hi.as_strided((count,), (1,), 0), lo.as_strided((count,), (1,), 0)
-            self.cell.lie_in(_decoded(hi, lo), start, is_lent=is_lent)
+        """Have the values lie in FP32, for all that shares memory with it alike, and return them."""
+        cell = self.cell
+        if cell.wide is None:
+            with torch.inference_mode(self.is_inference()):  # memory that outlives the mode it is made in
+                cell.wide, cell.is_lent = _decoded(*self.whole()), is_lent
         return self.value()
 
     def settle(self) -> None:
         """Store in halves again what lies in FP32 for a reader of addresses."""
-        cell = self.cell
-        if cell.is_lent and cell.wide is not None:
-            wide, hi, lo = cell.wide, self.hi, self.lo
+        cell, hi, lo = self.cell, self.hi, self.lo
+        if cell.is_lent and (wide := cell.wide) is not None:
+            cell.wide, cell.is_lent = None, False
             size, stride = wide.size(), wide.stride()
-            cell.lie_in(None)
             _encode(wide, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
 
     def value(self) -> Tensor:
@@ -201,6 +204,12 @@ class Halves(Tensor):
         return self.to(dtype)
 
     def _view(self, hi: Tensor, lo: Tensor) -> Halves:
+        if torch.is_inference_mode_enabled() and not self.is_inference():  # a view is what its base is
+            with torch.inference_mode(False):
+                return self._viewed(hi, lo)
+        return self._viewed(hi, lo)
+
+    def _viewed(self, hi: Tensor, lo: Tensor) -> Halves:
         made: Halves = Halves(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
         return made
@@ -230,8 +239,7 @@ class Halves(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], name: str, size: Any, stride: Any) -> Halves:
         made: Halves = Halves(inner["hi"], inner["lo"])
-        made.cell.lie_in(inner.get("wide"))
-        made.path = name
+        made.cell.wide, made.path = inner.get("wide"), name
         return made
 
     # Python's own ways to read, copy and replace it: what comes out is plain ------------------------------------
@@ -242,6 +250,9 @@ class Halves(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(self._plain())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain().detach(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -303,8 +314,8 @@ class Halves(Tensor):
         if alike and isinstance(value, Halves) and value.hi.dtype == self.hi.dtype:
             self.hi, self.lo, self.cell, self.is_part = value.hi, value.lo, value.cell, _lies_within(value)
         elif alike and type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32:
-            self.cell, self.is_part = Cell(), False
-            self.cell.lie_in(value.detach(), self.hi.storage_offset())  # it lies where the other lies
+            # It lies where the other lies.
+            self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
             become(self, value)
 
@@ -354,10 +365,12 @@ def _kind(func: OpOverload[..., Any]) -> str:
         return "clone"
     if func is _ATEN.copy_.default:
         return "copy"
-    if func.namespace not in _KNOWN:
+    if func.namespace not in _KNOWN and torch.Tag.pt2_compliant_tag not in func.tags:
         return "unknown"
     if func is _TO_COPY:
         return "moved"
+    if torch.Tag.inplace_view in func.tags and func is not _ATEN.detach_.default:
+        return "reshaped"
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         return "composite"
     arguments = func._schema.arguments
@@ -386,12 +399,27 @@ def _as_view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Give a view of another dtype: the values lie in FP32 from here on, since it may be written."""
+    """Give a view of other bits: the values lie in FP32 from here on, since it may be written."""
     weight = args[0]
     _note_read(weight)
-    wide = weight.widen()
+    weight.widen()
     weight.cell.is_lent = False
-    return func(wide, *args[1:], **kwargs)
+    return func(weight.value(), *args[1:], **kwargs)
+
+
+def _as_reshaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse to give a tensor another shape, or another memory, in place.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    name = next((each.path for each in args if isinstance(each, Halves)), "")
+    raise UnsupportedError(
+        f"{f'the parameter {name}' if name else 'a parameter'} cannot take another shape in place",
+        where=str(func),
+        why="it is stored in two halves of 16 bits, which its views share",
+        write=f"param.data = …, of any shape; or {both('fp32_param=' + (name or '…'))}, which stores it plainly",
+    )
 
 
 def _as_like(func: Any, args: Any, kwargs: Any) -> Any:
@@ -402,6 +430,7 @@ def _as_moved(func: Any, args: Any, kwargs: Any) -> Any:
     """Copy elsewhere, or in another order, as halves; or cast."""
     weight, dtype = args[0], kwargs.get("dtype")
     if weight.cell.wide is None and dtype in (None, torch.float32):
+        _note_read(weight)
         others = {name: value for name, value in kwargs.items() if name != "dtype"}
         made: Halves = Halves(func(weight.hi, **others), func(weight.lo, **others))
         made.path = weight.path
@@ -441,7 +470,10 @@ def _as_embedding(func: Any, args: Any, kwargs: Any) -> Any:
 def _as_copy(func: Any, args: Any, kwargs: Any) -> Any:
     """Write other values, which are not decoded first."""
     to, source = args[:2]
-    value = source.value() if isinstance(source, Halves) else source
+    value = source
+    if isinstance(source, Halves):
+        _note_read(source)
+        value = source.value()
     if not isinstance(to, Halves):
         return func(to, value, *args[2:], **kwargs)
     to.assign(value)
@@ -464,7 +496,7 @@ def _as_unknown(func: Any, args: Any, kwargs: Any) -> Any:
     raise no_memory(found[0].path if found else "", str(func))
 
 
-def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
+def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any:
     """Read FP32 values, and write back what was written."""
     seen: dict[int, tuple[Halves, Tensor]] = {}
 
@@ -480,6 +512,8 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         given, named = tree_map_only(Halves, value, (args, kwargs))
     writes, kind = _written(func), next((each.device.type for each, _ in seen.values()), "cpu")
+    if writes and may_alias and len({id(each.cell) for each, _ in seen.values()}) < len(seen):
+        return _as_aliases(func, args, kwargs, [each for each, _ in seen.values()])
     dtype = None if writes else autocast_dtype(kind)
     if dtype is None:
         out = func(*given, **named)
@@ -505,10 +539,23 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda each: back.get(id(each), each), out) if back else out
 
 
+def _as_aliases(func: Any, args: Any, kwargs: Any, weights: list[Halves]) -> Any:
+    """Carry out what writes tensors of which some share memory: while it runs, their values lie in FP32."""
+    here = {id(each.cell): each for each in weights if each.cell.wide is None}
+    for each in here.values():
+        each.widen()
+    try:
+        return _as_any(func, args, kwargs, may_alias=False)
+    finally:
+        for each in here.values():
+            _encode(each.cell.wide, *each.whole())
+            each.cell.wide = None
+
+
 _CARRY_OUT: Final[Mapping[str, Callable[[Any, Any, Any], Any]]] = {
     "any": _as_any, "view": _as_view, "retyped": _as_retyped, "like": _as_like, "moved": _as_moved,
     "gather": _as_gather, "embedding": _as_embedding, "clone": _as_clone, "copy": _as_copy, "composite": _as_composite,
-    "unknown": _as_unknown,
+    "reshaped": _as_reshaped, "unknown": _as_unknown,
 }  # fmt: skip
 
 

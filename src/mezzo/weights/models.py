@@ -49,7 +49,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
     **Cost**: a pass over each, and one host sync for FP16. 4 bytes a weight; FP32 memory is let go one by one.
     """
     for param, dtype in dtypes.items():
-        if dtype == torch.float16 and param.dtype != dtype:
+        if dtype == torch.float16 and param.dtype != dtype and not param.is_meta:
             refuse_beyond([(local(param.detach()), dtype)], names[param])
     if dtypes:
         watch_steps()
@@ -117,7 +117,8 @@ def follow(model: nn.Module) -> Callable[[], None]:
     """Have a model's state dicts hold plain FP32 values, and its copies and pickles be plain models.
 
     ``load_state_dict(assign=True)`` writes into the parameters that are there, which an optimizer knows.
-    ``model.half()`` and other casts of what is stored in halves are refused.
+    ``model.half()`` and other casts of what is stored in halves are refused. What is in a state dict are copies: what a
+    program writes into them reaches no weight, where it would reach plain ones. ``load_state_dict`` does.
 
     Args:
         model: The model.
@@ -195,7 +196,12 @@ class _StateHook:
             value = state.get(key)
             if isinstance(value, Tensor) and value is not tensor and value.shape == tensor.shape:
                 with torch.no_grad():
-                    tensor.copy_(value)
+                    if not tensor.is_meta:
+                        tensor.copy_(value)
+                    elif isinstance(tensor, Halves):
+                        _replace(tensor, _encoded(value, tensor.hi.dtype))
+                    else:
+                        become(tensor, value.detach().clone())
                 state[key] = tensor
 
 
@@ -281,7 +287,10 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Let a parameter go where a change takes its halves, and its gradient with it."""
     there = change(param.detach())
     gradient = None if param.grad is None else change(param.grad)
-    if there.device != param.device or there.stride() != param.stride() or not isinstance(there, Halves):
+    if not isinstance(there, Halves):  # of to_empty(), say
+        there = _encoded(there, param.hi.dtype)
+        there.path = param.path
+    if there.device != param.device or there.stride() != param.stride() or there.cell is not param.cell:
         param.grad = None
         _replace(param, there)
         param.grad = gradient

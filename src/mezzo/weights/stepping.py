@@ -38,7 +38,7 @@ class _Decoded:
     """Parameters of an optimizer that lie in FP32 while it steps.
 
     Args:
-        weights: Their halves: none of them lies in FP32.
+        weights: Their halves, of those that share memory one: none of them lies in FP32.
 
     **Cost**: 4 bytes an element during the step; 8 bytes read or written an element before it, and 8 after it.
     """
@@ -46,14 +46,15 @@ class _Decoded:
     def __init__(self, weights: list[Halves]) -> None:
         self.weights = weights
         self.keeps_memory = False
-        self._values = [torch.empty_like(each.hi, dtype=torch.float32) for each in weights]
+        self._halves = [each.whole() for each in weights]
+        self._values = [torch.empty_like(high, dtype=torch.float32) for high, _ in self._halves]
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for place, each in enumerate(weights):
             alike.setdefault((each.device, each.hi.dtype), []).append(place)
         self._exchanges = [
             (
                 Exchange(
-                    [weights[at].hi for at in places], [weights[at].lo for at in places],
+                    [self._halves[at][0] for at in places], [self._halves[at][1] for at in places],
                     [self._values[at] for at in places],
                 ),
                 [self._values[at] for at in places],
@@ -76,7 +77,7 @@ class _Decoded:
         for exchange, _ in self._exchanges:
             exchange.widen(None)
         for each, value in zip(self.weights, self._values, strict=True):
-            each.cell.lie_in(value, each.hi.storage_offset())
+            each.cell.wide = value
 
     def store(self) -> None:
         """Store them in halves again, but those that were given other values to lie in meanwhile."""
@@ -84,15 +85,16 @@ class _Decoded:
             exchange.store(values)
         for each, value in zip(self.weights, self._values, strict=True):
             if each.cell.wide is value:
-                each.cell.lie_in(None)
+                each.cell.wide = None
             if not self.keeps_memory:
                 value.untyped_storage().resize_(0)
 
 
 def written_by(optimizer: Optimizer) -> list[Halves]:
-    """Return the halves that a step of an optimizer will write: those with a gradient."""
-    params = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    return [halves for param in params.values() if (halves := in_halves(param)) is not None]
+    """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
+    params = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    found = {id(halves.cell): halves for param in params if (halves := in_halves(param)) is not None}
+    return list(found.values())
 
 
 def reads_halves(optimizer: Optimizer) -> bool:

@@ -289,7 +289,7 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
             why=f"one 16-bit format does not hold what another does; the policy says {targets}",
             write=f"model.float() first; or {both(f'{policy.level},dtype={dtype_name(low[0].dtype)}')}",
         )
-    narrowed = {t: dtype for t, dtype in every.items() if t.dtype not in (dtype, *LOW)}
+    narrowed = {t: dtype for t, dtype in every.items() if t.dtype not in (dtype, *LOW) and not t.is_meta}
     if narrowed and (lost := _lost(narrowed)):
         yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
     converted = [t for t in every if isinstance(t, nn.Parameter)]
