@@ -103,6 +103,9 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._disabled_torch_function_impl": "have attributes of weights cost nothing",
         "torch.Tensor._make_wrapper_subclass": "make a tensor that lies in two others",
     },
+    "weights/collectives.py": {
+        "torch._C._distributed_c10d._create_work_from_future": "return work that is done from a collective",
+    },
     "weights/stepping.py": {
         "torch.optim.optimizer._foreach_supported_types": "have torch's optimizers update many weights at a time",
     },

@@ -21,7 +21,8 @@ from mezzo.releases import private
 from mezzo.sharded import local
 from mezzo.step.gradients import Exchange
 from mezzo.step.storage import decode, encode, encode_into
-from mezzo.tensors import tree_map_only
+from mezzo.tensors import tree_leaves, tree_map_only
+from mezzo.weights.collectives import ended, is_collective, writes_first
 
 _ATEN: Final = torch.ops.aten
 _TO_COPY: Final = _ATEN._to_copy.default
@@ -353,6 +354,8 @@ def _kind(func: OpOverload[..., Any]) -> str:
         return "clone"
     if func is _ATEN.copy_.default:
         return "copy"
+    if is_collective(func):
+        return "any"
     if func.namespace not in _KNOWN:
         return "unknown"
     if func is _TO_COPY:
@@ -368,6 +371,8 @@ def _kind(func: OpOverload[..., Any]) -> str:
 def _written(func: OpOverload[..., Any]) -> tuple[tuple[int, str], ...]:
     """Return the places and names of the arguments that an operation writes."""
     arguments = enumerate(func._schema.arguments)
+    if writes_first(func):
+        return ((0, func._schema.arguments[0].name),)
     return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
@@ -487,11 +492,13 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
             out = func(*given, **named)
     if not writes:
         return out
+    if is_collective(func):
+        out = ended(out)
     back: dict[int, Halves] = {}
     for place, name in writes:
         target = args[place] if place < len(args) else kwargs.get(name)
         many = isinstance(target, list | tuple)
-        written = [each for each in (target if many else [target]) if isinstance(each, Halves)]
+        written = [each for each in (tree_leaves(target) if many else [target]) if isinstance(each, Halves)]
         for each in written:
             wide = seen[id(each)][1]
             back[id(wide)] = each
