@@ -201,8 +201,19 @@ class Halves(Tensor):
         return self.to(dtype)
 
     def _view(self, hi: Tensor, lo: Tensor) -> Halves:
-        made: Halves = Halves(hi, lo)
+        made: Halves = type(self)(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
+        return made
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation makes of it that only looks at it in another way."""
+        hi, lo = func(self.hi, *args, **kwargs), func(self.lo, *args, **kwargs)
+        return self._view(hi, lo) if isinstance(hi, Tensor) else type(hi)(map(self._view, hi, lo))
+
+    def _copied(self, hi: Tensor, lo: Tensor) -> Halves:
+        """Return a tensor of copies of its halves, which lie elsewhere or in another order."""
+        made: Halves = type(self)(hi, lo)
+        made.path = self.path
         return made
 
     # What torch asks of tensors -------------------------------------------------------------------------------
@@ -385,8 +396,7 @@ def _as_view(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
     if not isinstance(weight, Halves):
         return _as_any(func, args, kwargs)
-    hi, lo = func(weight.hi, *args[1:], **kwargs), func(weight.lo, *args[1:], **kwargs)
-    return weight._view(hi, lo) if isinstance(hi, Tensor) else type(hi)(map(weight._view, hi, lo))
+    return weight._viewed(func, args[1:], kwargs)
 
 
 def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
@@ -407,9 +417,7 @@ def _as_moved(func: Any, args: Any, kwargs: Any) -> Any:
     weight, dtype = args[0], kwargs.get("dtype")
     if weight.cell.wide is None and dtype in (None, torch.float32):
         others = {name: value for name, value in kwargs.items() if name != "dtype"}
-        made: Halves = Halves(func(weight.hi, **others), func(weight.lo, **others))
-        made.path = weight.path
-        return made
+        return weight._copied(func(weight.hi, **others), func(weight.lo, **others))
     if weight.cell.wide is None and dtype is weight.hi.dtype:
         _note_read(weight)
         return func(weight.hi, **kwargs)
