@@ -22,7 +22,8 @@ from mezzo.releases import private
 from mezzo.sharded import local
 from mezzo.step.gradients import Exchange
 from mezzo.step.storage import decode, encode, encode_into
-from mezzo.tensors import tree_map_only
+from mezzo.tensors import tree_leaves, tree_map_only
+from mezzo.weights.collectives import ended, is_collective, writes_first
 
 _ATEN: Final = torch.ops.aten
 _TO_COPY: Final = _ATEN._to_copy.default
@@ -210,8 +211,19 @@ class Halves(Tensor):
         return self._viewed(hi, lo)
 
     def _viewed(self, hi: Tensor, lo: Tensor) -> Halves:
-        made: Halves = Halves(hi, lo)
+        made: Halves = type(self)(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
+        return made
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation makes of it that only looks at it in another way."""
+        hi, lo = func(self.hi, *args, **kwargs), func(self.lo, *args, **kwargs)
+        return self._view(hi, lo) if isinstance(hi, Tensor) else type(hi)(map(self._view, hi, lo))
+
+    def _copied(self, hi: Tensor, lo: Tensor) -> Halves:
+        """Return a tensor of copies of its halves, which lie elsewhere or in another order."""
+        made: Halves = type(self)(hi, lo)
+        made.path = self.path
         return made
 
     # What torch asks of tensors -------------------------------------------------------------------------------
@@ -365,6 +377,8 @@ def _kind(func: OpOverload[..., Any]) -> str:
         return "clone"
     if func is _ATEN.copy_.default:
         return "copy"
+    if is_collective(func):
+        return "any"
     if func.namespace not in _KNOWN and torch.Tag.pt2_compliant_tag not in func.tags:
         return "unknown"
     if func is _TO_COPY:
@@ -382,6 +396,8 @@ def _kind(func: OpOverload[..., Any]) -> str:
 def _written(func: OpOverload[..., Any]) -> tuple[tuple[int, str], ...]:
     """Return the places and names of the arguments that an operation writes."""
     arguments = enumerate(func._schema.arguments)
+    if writes_first(func):
+        return ((0, func._schema.arguments[0].name),)
     return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
@@ -394,8 +410,7 @@ def _as_view(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
     if not isinstance(weight, Halves):
         return _as_any(func, args, kwargs)
-    hi, lo = func(weight.hi, *args[1:], **kwargs), func(weight.lo, *args[1:], **kwargs)
-    return weight._view(hi, lo) if isinstance(hi, Tensor) else type(hi)(map(weight._view, hi, lo))
+    return weight._viewed(func, args[1:], kwargs)
 
 
 def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
@@ -432,9 +447,7 @@ def _as_moved(func: Any, args: Any, kwargs: Any) -> Any:
     if weight.cell.wide is None and dtype in (None, torch.float32):
         _note_read(weight)
         others = {name: value for name, value in kwargs.items() if name != "dtype"}
-        made: Halves = Halves(func(weight.hi, **others), func(weight.lo, **others))
-        made.path = weight.path
-        return made
+        return weight._copied(func(weight.hi, **others), func(weight.lo, **others))
     if weight.cell.wide is None and dtype is weight.hi.dtype:
         _note_read(weight)
         return func(weight.hi, **kwargs)
@@ -522,11 +535,13 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
             out = func(*given, **named)
     if not writes:
         return out
+    if is_collective(func):
+        out = ended(out)
     back: dict[int, Halves] = {}
     for place, name in writes:
         target = args[place] if place < len(args) else kwargs.get(name)
         many = isinstance(target, list | tuple)
-        written = [each for each in (target if many else [target]) if isinstance(each, Halves)]
+        written = [each for each in (tree_leaves(target) if many else [target]) if isinstance(each, Halves)]
         for each in written:
             wide = seen[id(each)][1]
             back[id(wide)] = each

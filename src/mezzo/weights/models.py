@@ -22,6 +22,7 @@ from mezzo.sharded import hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond, refuse_beyond
 from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.halves import Halves, become, in_halves
+from mezzo.weights.shards import Shard
 from mezzo.weights.stepping import watch_steps
 
 _HOOKS: Final = (
@@ -57,7 +58,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
         here = local(param.detach())
         if isinstance(here, Halves):  # of two models that share it
             continue
-        made = _encoded(here, dtype)
+        made = _encoded(here, dtype, Shard if is_distributed(param) else Halves)
         made.path = names[param]
         try:
             _replace(param, made)
@@ -66,11 +67,11 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
             _replace(param, made)
 
 
-def _encoded(values: Tensor, dtype: torch.dtype) -> Halves:
+def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves]) -> Halves:
     wide = values.to(torch.float32)
     high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
     encode_into(wide, high, low)
-    made: Halves = Halves(high, low)
+    made: Halves = kind(high, low)
     return made
 
 
