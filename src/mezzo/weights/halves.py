@@ -588,7 +588,7 @@ def _decoded(hi: Tensor, lo: Tensor) -> Tensor:
             return (hi.view(torch.int16).to(torch.int32) << 16).add_(lo).view(torch.float32)
         return decode(hi, lo)
     value = torch.empty_like(hi, dtype=torch.float32)
-    Exchange([hi], [lo], [value]).widen(None)
+    Exchange([hi], [lo], [value]).widen()
     return value
 
 
@@ -622,7 +622,7 @@ def _build(device: torch.device, dtype: torch.dtype) -> None:
     value = torch.zeros(8, device=device)
     hi, lo = torch.zeros(8, device=device, dtype=dtype), torch.zeros(8, device=device, dtype=torch.int16)
     exchange = Exchange([hi], [lo], [value])
-    exchange.widen(None)
+    exchange.widen()
     exchange.store([value])
 
 
