@@ -102,7 +102,7 @@ class Prepared:
         sharded.reshard(sharded.units(model))
         self._storage = wanted_storage(model, policy, converts=True, waits=waits)
         self._before: dict[Tensor, Tensor] = {}  # what O3 has rounded, until nothing can fail any more
-        self._dtypes: dict[Tensor, torch.dtype] = {}
+        self._dtypes: dict[Tensor, torch.dtype] = {}  # that tensors go back to
         for line in out_of_reach(model, policy) if tells else ():
             logger.warning("%s", printable(line))
         self._hooks: list[RemovableHandle] = []
@@ -126,6 +126,7 @@ class Prepared:
     def _carry_out(self) -> None:
         names = {param: name for name, param in self.model.named_parameters()}
         self._halves = {names[param]: dtype for param, dtype in self._storage.halves.items()}
+        self._dtypes.update({param: param.dtype for param in self._storage.halves if param.dtype in LOW})
         store(self._storage.halves, names)
         for tensor, dtype in self._storage.plain.items():
             if tensor.dtype != dtype:
@@ -140,6 +141,8 @@ class Prepared:
     def settle(self) -> None:
         """Let go of what undoes a conversion bit for bit: nothing can raise any more."""
         self._before.clear()
+        if self.policy.halves:  # whose weights have more bits from here on than a model that came low
+            self._dtypes.clear()
 
     def _hook(self) -> None:
         policy, model = self.policy, self.model
@@ -234,7 +237,7 @@ class Prepared:
         self.in_session = False
 
     def remove(self) -> None:
-        """Take the hooks off and store every tensor plainly, in the dtype it had: halves bit for bit as FP32.
+        """Take the hooks off and store every tensor plainly, in the dtype it had; in O2 in FP32, bit for bit.
 
         Called again after an interrupt, it finishes what is left.
 
