@@ -15,7 +15,6 @@ from mezzo.compiling import never_compiled
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, UnsupportedError, raise_together, shown, some_of
 from mezzo.interrupts import uninterrupted
-from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 from mezzo.scale.config import TORCHS_RULES, from_words
@@ -140,8 +139,7 @@ class GradScaler(EngineScaler):
             self._seen[optimizer] = False
 
     def _refuse_fp16(self, optimizer: Optimizer) -> None:
-        # mezzo's kernels multiply them in FP32.
-        if as_one_pass(optimizer) is not None or not self._engine_of(optimizer).weights.are_low:
+        if not self._engine_of(optimizer).weights.are_low:
             return
         low = [
             f"group {number}, parameter {place} ({described(param.grad)})"
