@@ -18,12 +18,14 @@ from mezzo.dispatch import OpOverload, autocast_dtype
 from mezzo.errors import UnsupportedError
 from mezzo.policy.rules import both
 from mezzo.releases import private
+from mezzo.sharded import local
 from mezzo.step.gradients import Exchange
 from mezzo.step.storage import decode, encode, encode_into
 from mezzo.tensors import tree_map_only
 
 _ATEN: Final = torch.ops.aten
 _TO_COPY: Final = _ATEN._to_copy.default
+_LAZILY: Final = _ATEN._lazy_clone.default
 _LAZY_CLONE: Final = private("torch._lazy_clone")
 _FORBID_ADDRESS: Final = private("torch._C._set_throw_on_mutable_data_ptr")
 _SWAP: Final = private("torch._C._swap_tensor_impl")
@@ -43,6 +45,8 @@ _GATHERS: Final = frozenset({_ATEN.index_select.default, _ATEN.index.Tensor, _AT
 _RETYPED: Final = frozenset({_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default})
 #: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret.
 _KNOWN: Final = frozenset({"aten", "prim", "prims", "mkldnn", "quantized", "torchvision", "torchaudio", "mezzo"})
+#: The types of arguments that may hold tensors.
+_NESTED: Final = frozenset({list, tuple})
 #: What a tensor has of it, in the dictionary of its attributes.
 _ATTRIBUTES: Final = ("hi", "lo", "cell", "is_part", "path", "_is_param")
 
@@ -51,16 +55,23 @@ class Cell:
     """What a tensor of halves shares with its views.
 
     Attributes:
-        wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
-            It has the strides of the whole high half.
+        wide: FP32, in whose memory the values lie for now instead, and both halves are stale; ``None`` as a rule. Its
+            elements lie as those of the high half.
+        start: Where in the high half's storage its first element is.
+        is_lent: Whether it is for a reader of addresses, until the next cast or step.
         uses: How often a cast has returned the high half while gradients were recorded, and how often something else
             has read values, since a session has forgotten it.
     """
 
-    __slots__ = ("uses", "wide")
+    __slots__ = ("is_lent", "start", "uses", "wide")
 
-    def __init__(self, wide: Tensor | None = None) -> None:
-        self.wide, self.uses = wide, [0, 0]
+    def __init__(self) -> None:
+        self.wide: Tensor | None = None
+        self.start, self.is_lent, self.uses = 0, False, [0, 0]
+
+    def lie_in(self, wide: Tensor | None, start: int = 0, *, is_lent: bool = False) -> None:
+        """Have the values lie in a tensor, or in the halves."""
+        self.wide, self.start, self.is_lent = wide, start, is_lent
 
 
 class Halves(Tensor):
@@ -140,10 +151,30 @@ class Halves(Tensor):
     @property
     def wide(self) -> Tensor | None:
         """The FP32 tensor in which the values lie for now instead; ``None`` as a rule."""
-        wide = self.cell.wide
-        if wide is None or not self.is_part:
+        wide, hi = self.cell.wide, self.hi
+        offset = hi.storage_offset() - self.cell.start
+        if wide is None or (not offset and wide.shape == hi.shape and wide.stride() == hi.stride()):
             return wide
-        return wide.as_strided(self.hi.size(), self.hi.stride(), wide.storage_offset() + self.hi.storage_offset())
+        return wide.as_strided(hi.size(), hi.stride(), wide.storage_offset() + offset)
+
+    def widen(self, *, is_lent: bool = False) -> Tensor:
+        """Have the values lie in FP32, for all views alike, and return them."""
+        if self.cell.wide is None:
+            hi, lo, start = self.hi, self.lo, self.hi.storage_offset()
+            if self.is_part:  # of what, nobody knows but the storage
+                count, start = hi.untyped_storage().nbytes() // hi.element_size(), 0
+                hi, lo = hi.as_strided((count,), (1,), 0), lo.as_strided((count,), (1,), 0)
+            self.cell.lie_in(_decoded(hi, lo), start, is_lent=is_lent)
+        return self.value()
+
+    def settle(self) -> None:
+        """Store in halves again what lies in FP32 for a reader of addresses."""
+        cell = self.cell
+        if cell.is_lent and cell.wide is not None:
+            wide, hi, lo = cell.wide, self.hi, self.lo
+            size, stride = wide.size(), wide.stride()
+            cell.lie_in(None)
+            _encode(wide, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
 
     def value(self) -> Tensor:
         """Return the FP32 values, a plain tensor: a new one, or the one in which they lie for now."""
@@ -158,6 +189,16 @@ class Halves(Tensor):
         value = value.to(self.hi.device, torch.float32)
         _encode(value if value.shape == self.hi.shape else value.expand_as(self.hi), self.hi, self.lo)
 
+    def low(self, dtype: torch.dtype) -> Tensor:
+        """Return the values in a dtype, connected for gradients: of the high half's dtype that, as a cast does.
+
+        A gradient of 16 bits then goes to a leaf as it is, where ``grad_dtype`` lets it; that of a cast is widened.
+        """
+        if self.cell.wide is None and dtype is self.hi.dtype:
+            found: Tensor = _LAZY_CLONE(self)
+            return found
+        return self.to(dtype)
+
     def _view(self, hi: Tensor, lo: Tensor) -> Halves:
         made: Halves = Halves(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
@@ -167,11 +208,13 @@ class Halves(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _TO_COPY:
+        if func is _TO_COPY or func is _LAZILY:
             weight: Any = args[0]
-            hi = weight.hi
-            cell = weight.cell
-            if len(kwargs) == 1 and kwargs.get("dtype") is hi.dtype and cell.wide is None and type(hi) is Tensor:
+            hi, cell = weight.hi, weight.cell
+            if cell.is_lent:
+                weight.settle()
+            is_cast = not kwargs or (len(kwargs) == 1 and kwargs.get("dtype") is hi.dtype)
+            if is_cast and cell.wide is None and type(hi) is Tensor:
                 if torch.is_grad_enabled():
                     cell.uses[weight.is_part] += 1
                 try:
@@ -186,7 +229,8 @@ class Halves(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], name: str, size: Any, stride: Any) -> Halves:
         made: Halves = Halves(inner["hi"], inner["lo"])
-        made.cell, made.path = Cell(inner.get("wide")), name
+        made.cell.lie_in(inner.get("wide"))
+        made.path = name
         return made
 
     # Python's own ways to read, copy and replace it: what comes out is plain ------------------------------------
@@ -228,14 +272,11 @@ class Halves(Tensor):
         return self.detach().clone().tolist()
 
     def data_ptr(self) -> int:
-        """Return where the FP32 values lie.
+        """Return where FP32 values lie: in memory of their own, from here to the next cast or step.
 
-        Raises:
-            UnsupportedError: They lie in two halves.
+        Some readers of addresses are kernels, which read and write there; to others they are keys.
         """
-        if (wide := self.wide) is None:
-            raise no_memory(self.path, "data_ptr()")
-        return wide.data_ptr()
+        return self.widen(is_lent=True).data_ptr()
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise no_memory(self.path, "DLPack")
@@ -261,7 +302,8 @@ class Halves(Tensor):
         if alike and isinstance(value, Halves) and value.hi.dtype == self.hi.dtype:
             self.hi, self.lo, self.cell, self.is_part = value.hi, value.lo, value.cell, _lies_within(value)
         elif alike and type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32:
-            self.cell, self.is_part = Cell(value.detach()), False  # it lies where the other lies
+            self.cell, self.is_part = Cell(), False
+            self.cell.lie_in(value.detach(), self.hi.storage_offset())  # it lies where the other lies
         else:
             become(self, value)
 
@@ -346,18 +388,9 @@ def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
     """Give a view of another dtype: the values lie in FP32 from here on, since it may be written."""
     weight = args[0]
     _note_read(weight)
-    if (cell := weight.cell).wide is None:
-        whole = _whole(weight)
-        cell.wide = _decoded(*whole)
-    return func(weight.value(), *args[1:], **kwargs)
-
-
-def _whole(weight: Halves) -> tuple[Tensor, Tensor]:
-    """Return all of the halves that a tensor is a view of, as they lie in memory."""
-    if not weight.is_part:
-        return weight.hi, weight.lo
-    count = weight.hi.untyped_storage().nbytes() // weight.hi.element_size()
-    return weight.hi.as_strided((count,), (1,), 0), weight.lo.as_strided((count,), (1,), 0)
+    wide = weight.widen()
+    weight.cell.is_lent = False
+    return func(wide, *args[1:], **kwargs)
 
 
 def _as_like(func: Any, args: Any, kwargs: Any) -> Any:
@@ -440,14 +473,19 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
             seen[id(each)] = each, each.value()
         return seen[id(each)][1]
 
-    given, named = tree_map_only(Halves, value, (args, kwargs))
-    dtype = autocast_dtype(next(iter(seen.values()))[0].device.type) if seen else None
+    if _NESTED.isdisjoint(map(type, args)) and _NESTED.isdisjoint(map(type, kwargs.values())):
+        given = [value(each) if isinstance(each, Halves) else each for each in args]
+        named = {name: value(each) if isinstance(each, Halves) else each for name, each in kwargs.items()}
+    else:
+        given, named = tree_map_only(Halves, value, (args, kwargs))
+    writes, kind = _written(func), next((each.device.type for each, _ in seen.values()), "cpu")
+    dtype = None if writes else autocast_dtype(kind)
     if dtype is None:
         out = func(*given, **named)
     else:  # what torch composes in C++ casts inside, as it does for plain tensors
-        with torch.autocast(next(iter(seen.values()))[0].device.type, dtype):
+        with torch.autocast(kind, dtype):
             out = func(*given, **named)
-    if not (writes := _written(func)):
+    if not writes:
         return out
     back: dict[int, Halves] = {}
     for place, name in writes:
@@ -461,6 +499,8 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
                 each.assign(wide)
         if many and written:
             increment_version(written)
+    if isinstance(out, Tensor):
+        return back.get(id(out), out)
     return tree_map_only(Tensor, lambda each: back.get(id(each), each), out) if back else out
 
 
@@ -547,6 +587,20 @@ def become(tensor: Any, made: Tensor) -> None:
         tensor.grad = gradient.to(tensor.dtype)
 
 
+def in_halves(param: Tensor) -> Halves | None:
+    """Return the halves of a parameter, of a DTensor this rank's; ``None`` where it is stored plainly, or for now is.
+
+    Args:
+        param: Any tensor.
+    """
+    here = local(param)
+    if not isinstance(here, Halves):
+        return None
+    if here.cell.is_lent:
+        here.settle()
+    return here if here.cell.wide is None else None
+
+
 @dataclass(frozen=True, slots=True)
 class Bytes:
     """How many bytes the parameters of a model take, by where they lie; buffers are not counted.
@@ -583,8 +637,6 @@ def halves(model: nn.Module) -> Bytes:
         >>> print(halves(model))
         32 of 36 elements in halves: 64 + 64 bytes, and 16 bytes plain
     """
-    from mezzo.sharded import local
-
     high = low = plain = count = total = 0
     for param in model.parameters():
         here = local(param)
