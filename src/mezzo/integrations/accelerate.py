@@ -51,7 +51,7 @@ def attach(
     - the prepared optimizer's ``step()`` updates or skips; ``accelerator.optimizer_step_was_skipped`` tells which, and
       prepared schedulers wait as they do for Accelerate's own scaler;
     - ``accelerator.save_state`` and ``load_state`` go on bit for bit; state dicts, ``save_model`` and
-      ``save_pretrained`` hold FP32 weights;
+      ``save_pretrained`` hold FP32 weights, in O3 those of 16 bits;
     - ``accelerator.log`` tells its trackers ``mezzo/scale``, the loss scale, and ``mezzo/skipped``, a count of steps.
 
     Args:
@@ -164,7 +164,7 @@ class AcceleratedPrecision(AttachedPrecision):
         refuse(accelerator, modules)
         for model in modules:
             if accelerator.device_placement and not accelerator.verify_device_map(model):
-                model.to(accelerator.device)  # as prepare() would: FP32 values are kept where the parameters are
+                model.to(accelerator.device)  # as prepare() would: the scale lives where the parameters are
         self._is_telling = False
         super().__init__(modules, given, policy, **options)
         self._bind_own(accelerator, "scaler", _AcceleratorsScaler(self))

@@ -52,9 +52,9 @@ class MezzoPrecision(Precision):
     Accumulation, clipping, hooks, closures, manual optimization, validation and ``strategy="ddp"`` stay as they are:
     when a backward pass ends, gradients are FP32, unscaled and checked, and ``optimizer.step()`` updates or skips. In
     the Trainer the module is converted for each run, and FP32 again after it; in Fabric from its setup until
-    ``plugin.teardown()``. Checkpoints of either hold FP32 weights, and beside the optimizers' state the session's: they
-    go on bit for bit. The Trainer logs ``mezzo/scale``, the loss scale, and ``mezzo/skipped``, a count of steps; for
-    Fabric :meth:`metrics` has both.
+    ``plugin.teardown()``. Checkpoints of either hold FP32 weights, in O3 those of 16 bits, and beside the optimizers'
+    state the session's: they go on bit for bit. The Trainer logs ``mezzo/scale``, the loss scale, and
+    ``mezzo/skipped``, a count of steps; for Fabric :meth:`metrics` has both.
 
     Args:
         policy: A policy, its text, or the path of a policy file.
