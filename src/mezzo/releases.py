@@ -95,6 +95,9 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._nn": "find the functions behind an op's name",
         "torch._ops.HigherOrderOperator": "tell programs in a captured graph from ops",
     },
+    "numerics/footprint.py": {
+        "torch._C._data_address": "count what copies of high halves share with them once",
+    },
     "weights/halves.py": {
         "torch._lazy_clone": "have casts of weights cost no copy",
         "torch._C._set_throw_on_mutable_data_ptr": "have kernels raise that would read memory that is not there",
