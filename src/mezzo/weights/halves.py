@@ -18,6 +18,7 @@ from mezzo.dispatch import OpOverload, autocast_dtype
 from mezzo.errors import UnsupportedError
 from mezzo.policy.rules import both
 from mezzo.releases import private
+from mezzo.sharded import local
 from mezzo.step.gradients import Exchange
 from mezzo.step.storage import decode, encode, encode_into
 from mezzo.tensors import tree_map_only
@@ -54,16 +55,23 @@ class Cell:
     """What a tensor of halves shares with its views.
 
     Attributes:
-        wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
-            It has the strides of the whole high half.
+        wide: FP32, in whose memory the values lie for now instead, and both halves are stale; ``None`` as a rule. Its
+            elements lie as those of the high half.
+        start: Where in the high half's storage its first element is.
+        is_lent: Whether it is for a reader of addresses, until the next cast or step.
         uses: How often a cast has returned the high half while gradients were recorded, and how often something else
             has read values, since a session has forgotten it.
     """
 
-    __slots__ = ("uses", "wide")
+    __slots__ = ("is_lent", "start", "uses", "wide")
 
-    def __init__(self, wide: Tensor | None = None) -> None:
-        self.wide, self.uses = wide, [0, 0]
+    def __init__(self) -> None:
+        self.wide: Tensor | None = None
+        self.start, self.is_lent, self.uses = 0, False, [0, 0]
+
+    def lie_in(self, wide: Tensor | None, start: int = 0, *, is_lent: bool = False) -> None:
+        """Have the values lie in a tensor, or in the halves."""
+        self.wide, self.start, self.is_lent = wide, start, is_lent
 
 
 class Halves(Tensor):
@@ -143,10 +151,30 @@ class Halves(Tensor):
     @property
     def wide(self) -> Tensor | None:
         """The FP32 tensor in which the values lie for now instead; ``None`` as a rule."""
-        wide = self.cell.wide
-        if wide is None or not self.is_part:
+        wide, hi = self.cell.wide, self.hi
+        offset = hi.storage_offset() - self.cell.start
+        if wide is None or (not offset and wide.shape == hi.shape and wide.stride() == hi.stride()):
             return wide
-        return wide.as_strided(self.hi.size(), self.hi.stride(), wide.storage_offset() + self.hi.storage_offset())
+        return wide.as_strided(hi.size(), hi.stride(), wide.storage_offset() + offset)
+
+    def widen(self, *, is_lent: bool = False) -> Tensor:
+        """Have the values lie in FP32, for all views alike, and return them."""
+        if self.cell.wide is None:
+            hi, lo, start = self.hi, self.lo, self.hi.storage_offset()
+            if self.is_part:  # of what, nobody knows but the storage
+                count, start = hi.untyped_storage().nbytes() // hi.element_size(), 0
+                hi, lo = hi.as_strided((count,), (1,), 0), lo.as_strided((count,), (1,), 0)
+            self.cell.lie_in(_decoded(hi, lo), start, is_lent=is_lent)
+        return self.value()
+
+    def settle(self) -> None:
+        """Store in halves again what lies in FP32 for a reader of addresses."""
+        cell = self.cell
+        if cell.is_lent and cell.wide is not None:
+            wide, hi, lo = cell.wide, self.hi, self.lo
+            size, stride = wide.size(), wide.stride()
+            cell.lie_in(None)
+            _encode(wide, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
 
     def value(self) -> Tensor:
         """Return the FP32 values, a plain tensor: a new one, or the one in which they lie for now."""
@@ -183,6 +211,8 @@ class Halves(Tensor):
         if func is _TO_COPY or func is _LAZILY:
             weight: Any = args[0]
             hi, cell = weight.hi, weight.cell
+            if cell.is_lent:
+                weight.settle()
             is_cast = not kwargs or (len(kwargs) == 1 and kwargs.get("dtype") is hi.dtype)
             if is_cast and cell.wide is None and type(hi) is Tensor:
                 if torch.is_grad_enabled():
@@ -199,7 +229,8 @@ class Halves(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], name: str, size: Any, stride: Any) -> Halves:
         made: Halves = Halves(inner["hi"], inner["lo"])
-        made.cell, made.path = Cell(inner.get("wide")), name
+        made.cell.lie_in(inner.get("wide"))
+        made.path = name
         return made
 
     # Python's own ways to read, copy and replace it: what comes out is plain ------------------------------------
@@ -241,14 +272,11 @@ class Halves(Tensor):
         return self.detach().clone().tolist()
 
     def data_ptr(self) -> int:
-        """Return where the FP32 values lie.
+        """Return where FP32 values lie: in memory of their own, from here to the next cast or step.
 
-        Raises:
-            UnsupportedError: They lie in two halves.
+        Some readers of addresses are kernels, which read and write there; to others they are keys.
         """
-        if (wide := self.wide) is None:
-            raise no_memory(self.path, "data_ptr()")
-        return wide.data_ptr()
+        return self.widen(is_lent=True).data_ptr()
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise no_memory(self.path, "DLPack")
@@ -274,7 +302,8 @@ class Halves(Tensor):
         if alike and isinstance(value, Halves) and value.hi.dtype == self.hi.dtype:
             self.hi, self.lo, self.cell, self.is_part = value.hi, value.lo, value.cell, _lies_within(value)
         elif alike and type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32:
-            self.cell, self.is_part = Cell(value.detach()), False  # it lies where the other lies
+            self.cell, self.is_part = Cell(), False
+            self.cell.lie_in(value.detach(), self.hi.storage_offset())  # it lies where the other lies
         else:
             become(self, value)
 
@@ -359,18 +388,9 @@ def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
     """Give a view of another dtype: the values lie in FP32 from here on, since it may be written."""
     weight = args[0]
     _note_read(weight)
-    if (cell := weight.cell).wide is None:
-        whole = _whole(weight)
-        cell.wide = _decoded(*whole)
-    return func(weight.value(), *args[1:], **kwargs)
-
-
-def _whole(weight: Halves) -> tuple[Tensor, Tensor]:
-    """Return all of the halves that a tensor is a view of, as they lie in memory."""
-    if not weight.is_part:
-        return weight.hi, weight.lo
-    count = weight.hi.untyped_storage().nbytes() // weight.hi.element_size()
-    return weight.hi.as_strided((count,), (1,), 0), weight.lo.as_strided((count,), (1,), 0)
+    wide = weight.widen()
+    weight.cell.is_lent = False
+    return func(wide, *args[1:], **kwargs)
 
 
 def _as_like(func: Any, args: Any, kwargs: Any) -> Any:
@@ -567,6 +587,20 @@ def become(tensor: Any, made: Tensor) -> None:
         tensor.grad = gradient.to(tensor.dtype)
 
 
+def in_halves(param: Tensor) -> Halves | None:
+    """Return the halves of a parameter, of a DTensor this rank's; ``None`` where it is stored plainly, or for now is.
+
+    Args:
+        param: Any tensor.
+    """
+    here = local(param)
+    if not isinstance(here, Halves):
+        return None
+    if here.cell.is_lent:
+        here.settle()
+    return here if here.cell.wide is None else None
+
+
 @dataclass(frozen=True, slots=True)
 class Bytes:
     """How many bytes the parameters of a model take, by where they lie; buffers are not counted.
@@ -603,8 +637,6 @@ def halves(model: nn.Module) -> Bytes:
         >>> print(halves(model))
         32 of 36 elements in halves: 64 + 64 bytes, and 16 bytes plain
     """
-    from mezzo.sharded import local
-
     high = low = plain = count = total = 0
     for param in model.parameters():
         here = local(param)

@@ -19,23 +19,13 @@ from mezzo.policy.rules import both
 from mezzo.sharded import hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond, refuse_beyond
 from mezzo.tensors import LOW, dtype_name
-from mezzo.weights.halves import Halves, become
+from mezzo.weights.halves import Halves, become, in_halves
 from mezzo.weights.stepping import watch_steps
 
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )  # fmt: skip
-
-
-def in_halves(param: Tensor) -> Halves | None:
-    """Return the halves of a parameter, of a DTensor this rank's; ``None`` where it is stored plainly, or for now is.
-
-    Args:
-        param: Any tensor.
-    """
-    here = local(param)
-    return here if isinstance(here, Halves) and here.cell.wide is None else None
 
 
 def of_halves(param: Tensor) -> bool:

@@ -14,7 +14,7 @@ from mezzo.compiling import never_compiled
 from mezzo.releases import private
 from mezzo.sharded import local
 from mezzo.step.gradients import Exchange
-from mezzo.weights.halves import Halves
+from mezzo.weights.halves import Halves, in_halves
 
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
@@ -76,7 +76,7 @@ class _Decoded:
         for exchange, _ in self._exchanges:
             exchange.widen(None)
         for each, value in zip(self.weights, self._values, strict=True):
-            each.cell.wide = value
+            each.cell.lie_in(value, each.hi.storage_offset())
 
     def store(self) -> None:
         """Store them in halves again, but those that were given other values to lie in meanwhile."""
@@ -84,7 +84,7 @@ class _Decoded:
             exchange.store(values)
         for each, value in zip(self.weights, self._values, strict=True):
             if each.cell.wide is value:
-                each.cell.wide = None
+                each.cell.lie_in(None)
             if not self.keeps_memory:
                 value.untyped_storage().resize_(0)
 
@@ -92,7 +92,7 @@ class _Decoded:
 def written_by(optimizer: Optimizer) -> list[Halves]:
     """Return the halves that a step of an optimizer will write: those with a gradient."""
     params = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
-    return [here for here in map(local, params.values()) if isinstance(here, Halves) and here.cell.wide is None]
+    return [halves for param in params.values() if (halves := in_halves(param)) is not None]
 
 
 def reads_halves(optimizer: Optimizer) -> bool:
