@@ -57,11 +57,12 @@ def figures() -> str:
     steps, trainings = newest("step-cpu-*.json"), newest("train-cpu-*.json")
     for dtype in ("bfloat16", "float16"):
         rows = the(steps, shapes="gpt2-small", dtype=dtype)["rows"]
-        split, amp = the(rows, name="mezzo O2, AdamW split"), rows[0]
+        split = the(rows, name="mezzo O2, AdamW split")
         lines.append(_timed(f"optimizer step of 124 M parameters, O2 in {dtype}", split))
-    coded = the(rows, name="mezzo O2, AdamW split, int8 moments")
-    kept = [f"{row['kept_bytes']:.3g}" for row in (split, coded, amp)]
-    lines.append(f"| bytes kept for a parameter, O2; with int8 moments | {kept[0]}; {kept[1]} | torch.amp: {kept[2]} |")
+    rows = newest("memory-cpu-*.json")["rows"]
+    ways = [the(rows, model="GPT-2 small", way=way) for way in ("O2", "O2, int8 moments", "torch.amp")]
+    mine, coded, amp = (f"{row['kept'] / 2**20:,.0f} MiB" for row in ways)
+    lines.append(f"| kept to train GPT-2 small, O2; with int8 moments | {mine}; {coded} | torch.amp: {amp} |")
     for net, level in (("gpt2-small", "O2"), ("64-tiny", "O1")):
         rows = the(trainings, net=net)["rows"]
         lines.append(_timed(f"training step of {net}, {level} in bfloat16", the(rows, way=f"mezzo {level}")))
