@@ -14,7 +14,7 @@ from mezzo.compiling import never_compiled
 from mezzo.releases import private
 from mezzo.sharded import local
 from mezzo.step.gradients import Exchange
-from mezzo.weights.halves import Halves
+from mezzo.weights.halves import Halves, in_halves
 
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
@@ -45,22 +45,16 @@ class _Decoded:
 
     def __init__(self, weights: list[Halves]) -> None:
         self.weights = weights
-        self.keeps_memory = False
         self._halves = [each.whole() for each in weights]
         self._values = [torch.empty_like(high, dtype=torch.float32) for high, _ in self._halves]
         alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
         for place, each in enumerate(weights):
             alike.setdefault((each.device, each.hi.dtype), []).append(place)
-        self._exchanges = [
-            (
-                Exchange(
-                    [self._halves[at][0] for at in places], [self._halves[at][1] for at in places],
-                    [self._values[at] for at in places],
-                ),
-                [self._values[at] for at in places],
-            )
-            for places in alike.values()
-        ]  # fmt: skip
+        self._exchanges = list[tuple[Exchange, list[Tensor]]]()
+        for places in alike.values():
+            high, low = zip(*(self._halves[at] for at in places), strict=True)
+            values = [self._values[at] for at in places]
+            self._exchanges.append((Exchange(high, low, values), values))
 
     def serves(self, weights: list[Halves]) -> bool:
         """Whether these are the same, in the same memory."""
@@ -73,27 +67,33 @@ class _Decoded:
         """Let them lie in FP32."""
         self._memory = [(each.hi, each.lo) for each in self.weights]
         for value in self._values:
-            value.untyped_storage().resize_(value.numel() * 4)
+            storage, size = value.untyped_storage(), value.numel() * 4
+            if storage.nbytes() != size:  # torch would move what has that size already
+                storage.resize_(size)
         for exchange, _ in self._exchanges:
-            exchange.widen(None)
+            exchange.widen()
         for each, value in zip(self.weights, self._values, strict=True):
             each.cell.wide = value
 
-    def store(self) -> None:
-        """Store them in halves again, but those that were given other values to lie in meanwhile."""
+    def store(self, *, keeps_memory: bool) -> None:
+        """Store them in halves again, but those that were given other values to lie in meanwhile.
+
+        Args:
+            keeps_memory: Whether the FP32 values stay where they are: a captured graph writes there.
+        """
         for exchange, values in self._exchanges:
             exchange.store(values)
         for each, value in zip(self.weights, self._values, strict=True):
             if each.cell.wide is value:
                 each.cell.wide = None
-            if not self.keeps_memory:
+            if not keeps_memory:
                 value.untyped_storage().resize_(0)
 
 
 def written_by(optimizer: Optimizer) -> list[Halves]:
     """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
-    params = (local(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    found = {id(here.cell): here for here in params if isinstance(here, Halves) and here.cell.wide is None}
+    params = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    found = {id(halves.cell): halves for param in params if (halves := in_halves(param)) is not None}
     return list(found.values())
 
 
@@ -124,16 +124,17 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
 def stored_again(optimizer: Optimizer) -> None:
     """Encode what was decoded for a step of an optimizer: after it, or after one that has raised."""
     if vars(optimizer).pop("_mezzo_shows", False):
-        vars(optimizer)["_mezzo_decoded"].store()
+        vars(optimizer)["_mezzo_decoded"].store(keeps_memory="_mezzo_keeps_memory" in vars(optimizer))
 
 
-def keep_memory(optimizer: Optimizer) -> list[Any]:
-    """Let what is decoded for steps of an optimizer keep its memory, as a captured graph wants it; return that."""
-    decoded = vars(optimizer).get("_mezzo_decoded")
-    if decoded is None:
-        return []
-    decoded.keeps_memory = True
-    return [decoded]
+def keep_memory(optimizer: Optimizer) -> object:
+    """Let what is decoded for steps of an optimizer keep its memory from now on, as a captured graph wants it.
+
+    Returns:
+        What has that memory, if there is any yet: for the graph to hold.
+    """
+    vars(optimizer)["_mezzo_keeps_memory"] = True
+    return vars(optimizer).get("_mezzo_decoded")
 
 
 def in_memory(params: Iterable[Tensor]) -> list[Tensor]:
