@@ -181,7 +181,10 @@ def test_what_is_left_out_or_unknown_is_told_in_torchs_words_and_the_rest_is_loa
     runs = []
     for model in both():
         keys = model.load_state_dict({"body.weight": torch.ones(6, 6), "unknown": torch.ones(2)}, strict=False)
-        for given, words in (({"unknown": torch.ones(2)}, "Unexpected key"), ({"body.weight": torch.ones(7, 6)}, "size")):
+        for given, words in (
+            ({"unknown": torch.ones(2)}, "Unexpected key"),
+            ({"body.weight": torch.ones(7, 6)}, "size"),
+        ):
             with pytest.raises(RuntimeError, match=words):
                 model.load_state_dict(Net().state_dict() | given)
         runs.append((model, keys))
@@ -190,7 +193,9 @@ def test_what_is_left_out_or_unknown_is_told_in_torchs_words_and_the_rest_is_loa
 
 
 @pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("value", [torch.full((6, 6), 70000.0), torch.full((6, 6), 1e5, dtype=BF16)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "value", [torch.full((6, 6), 70000.0), torch.full((6, 6), 1e5, dtype=BF16)], ids=["fp32", "bf16"]
+)
 def test_a_state_dict_beyond_fp16_is_refused_before_anything_is_loaded(value, assign):
     model, _ = prepared(FP16)
     before = model.state_dict()
@@ -501,7 +506,9 @@ def test_ensembles_are_stacked_and_mapped_over():
             halved(model)
         params, buffers = torch.func.stack_module_state(models)
         base = mlp()
-        call = torch.vmap(lambda p, b, x, base=base: torch.func.functional_call(base, (p, b), (x,)), in_dims=(0, 0, None))
+        call = torch.vmap(
+            lambda p, b, x, base=base: torch.func.functional_call(base, (p, b), (x,)), in_dims=(0, 0, None)
+        )
         out = call(params, buffers, on_grid((5, 6), 9))
         gradients = torch.autograd.grad(out.square().sum(), list(params.values()))
         seen.append((out, gradients))
@@ -707,7 +714,10 @@ def test_models_that_share_a_tensor_read_and_give_back_one_value():
         with torch.no_grad():
             shared.mul_(1.001)
         handles[first].remove()
-        assert_same_values(models[1 - first].body.state_dict(), {"weight": values * 1.001, "bias": models[1 - first].body.bias.detach()})
+        assert_same_values(
+            models[1 - first].body.state_dict(),
+            {"weight": values * 1.001, "bias": models[1 - first].body.bias.detach()},
+        )
         handles[1 - first].remove()
         for model in models:
             assert model.body.weight is shared
