@@ -403,7 +403,7 @@ def test_a_step_between_forward_and_backward_leaves_the_graph_its_old_values(nam
         for _ in range(3):
             x = x.detach().requires_grad_()
             with torch.no_grad():
-                weight.copy_(weight.bfloat16())  # no ties: then both cast alike
+                weight.copy_(weight.clone().bfloat16())  # no ties: then both cast alike
             weight.grad = torch.full_like(weight, 0.5)
             out = linear(weight, x)
             optimizer.step()
