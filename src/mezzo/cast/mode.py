@@ -194,9 +194,10 @@ class WeightCasts:
         """
         if param.dtype == dtype:
             return param
+        if isinstance(param, Halves) and not torch.compiler.is_compiling():
+            return param.low(dtype)  # which is there already
         if (
-            type(param) is Halves  # whose cast is there already
-            or torch.compiler.is_compiling()
+            torch.compiler.is_compiling()
             or torch.is_inference_mode_enabled()
             or param.is_inference()
             or is_transformed()

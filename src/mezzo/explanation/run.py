@@ -105,7 +105,6 @@ def _traced(
     rounded = _rounded_buffers(model, policy)
     handle = Prepared(model, policy, tells=False)  # a finding does
     trace = Trace(Decider(handle.policy, _ruled(model, handle.policy)), policy.dtype, Where(until=here()))
-    handle.halves.drop()
     region = handle.autocast()
     trace.learn(model, (args, kwargs))
     for path, lost in rounded.items():

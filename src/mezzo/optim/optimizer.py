@@ -40,7 +40,7 @@ from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
 from mezzo.tensors import LOW, described, dtype_name, foreach_copy_
-from mezzo.weights.models import in_halves
+from mezzo.weights.halves import in_halves
 from mezzo.weights.stepping import in_memory
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]

@@ -191,10 +191,11 @@ class Window:
     def _first_dtype(self, leaf: Tensor) -> torch.dtype:
         """Return the dtype of a leaf's first gradient: 16 bits where that is what autograd computes.
 
-        What a single cast of a weight hands back has 16 bits; whatever else has read it is added to that in FP32.
+        What a single cast of a weight hands back has 16 bits; whatever else has read it is added to that in FP32, and
+        hooks of the user's compute in FP32.
         """
         if isinstance(leaf, Halves) and self.narrows and leaf.cell.wide is None and leaf.cell.uses == _ONE_CAST:
-            return leaf.hi.dtype
+            return leaf.dtype if hooked([leaf]) else leaf.hi.dtype
         return leaf.dtype
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import accumulate
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Final
 
 import torch
@@ -22,6 +22,7 @@ from mezzo.weights.halves import Halves
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
 _HOOKS: Final[list[Any]] = []
+_CELL: Final = attrgetter("cell")
 #: Values begin at multiples of so many elements, 64 bytes.
 _ALIGNED: Final = 16
 
@@ -43,7 +44,7 @@ class _Decoded:
     """Parameters of an optimizer that lie in FP32 while it steps.
 
     Args:
-        weights: Their halves: none of them lies in FP32.
+        weights: Their halves, of those that share memory one: none of them lies in FP32.
 
     **Cost**: 4 bytes an element during the step; 8 bytes read or written an element before it, and 8 after it.
     """
@@ -84,14 +85,14 @@ class _Alike:
     """Those of them that are of one device, with high halves of one dtype: their FP32 values lie side by side."""
 
     def __init__(self, weights: list[Halves]) -> None:
-        high = [each.hi for each in weights]
+        high, low = zip(*(each.whole() for each in weights), strict=True)
         *starts, total = accumulate((-(-each.numel() // _ALIGNED) * _ALIGNED for each in high), initial=0)
         memory = torch.empty(total, dtype=torch.float32, device=high[0].device)
         self._weights, self._memory, self._size = weights, memory.untyped_storage(), 4 * total
         self._values = [
             memory.as_strided(each.size(), each.stride(), start) for each, start in zip(high, starts, strict=True)
         ]
-        self._exchange = Exchange(high, [each.lo for each in weights], self._values)
+        self._exchange = Exchange(high, low, self._values)
 
     def take_memory(self) -> None:
         if self._memory.nbytes() != self._size:
@@ -112,10 +113,10 @@ class _Alike:
 
 
 def written_by(optimizer: Optimizer) -> list[Halves]:
-    """Return the halves that a step of an optimizer will write: those with a gradient, each once."""
+    """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    once = dict(zip(map(id, params), params, strict=True))
-    return [here for here in locals_of([*once.values()]) if type(here) is Halves and here.cell.wide is None]
+    found = [here for here in locals_of(params) if type(here) is Halves and here.cell.wide is None]
+    return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
 
 
 def reads_halves(optimizer: Optimizer) -> bool:

@@ -31,7 +31,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED, callables, functions
 from mezzo.policy.rules import both
 from mezzo.sharded import flags_of_all, is_distributed, local
-from mezzo.tensors import LOW, dtype_name
+from mezzo.tensors import CASTABLE, LOW, dtype_name
 from mezzo.weights.halves import Halves
 from mezzo.weights.models import of_halves
 
@@ -208,7 +208,7 @@ def _unfit(model: nn.Module) -> Iterator[UnsupportedError]:
     scripted = [path or type(m).__name__ for path, m in model.named_modules() if isinstance(m, ScriptModule)]
     for names, what, why, write in (
         (lazy, "lazy parameters have no values yet",
-         "there is nothing to store in the policy's dtype, and no shape for a master",
+         "there is nothing to store, and no shape to store it in",
          "model(one_batch) first, then prepare it"),
         (wide, "float64 parameters cannot be trained in mixed precision",
          "they are never cast, so every op that reads them would run in their own precision",
@@ -225,6 +225,7 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     modules = [name for name, _ in named]
     tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    held = [name for name, p in model.named_parameters(remove_duplicate=False) if is_plain(p) and p.dtype in CASTABLE]
     for rule in policy.rules:
         if rule.module is not None and not any(map(rule.matches_module, modules)):
             what, near = f"the module glob {rule.module!r} matches no module", closest(rule.module, modules)
@@ -245,7 +246,12 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
             what, near = f"the op glob {rule.op!r} matches no op that could be cast", closest(rule.op, OPS)
             why = "views and what torch lacks are cast nowhere" if rule.ops else nearest(rule.op, OPS)
             yield _idle(what, rule, why, near and not rule.ops and replace(rule, op=near))
-        if rule.param is not None and not any(map(rule.matches_param, tensors)):
+        if rule.param is not None and any(map(rule.matches_param, tensors)):
+            if rule.treatment == "low" and policy.param_dtype == torch.float32 and not any(map(rule.matches_param, held)):
+                what = f"the parameter glob {rule.param!r} matches nothing that can be stored in halves"
+                why = "only floating parameters of torch's own class can; buffers are FP32"
+                yield _idle(what, rule, why, False)
+        elif rule.param is not None:
             what, near = (
                 f"the parameter glob {rule.param!r} matches no parameter or buffer",
                 closest(rule.param, tensors),
@@ -289,7 +295,7 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
             why=f"one 16-bit format does not hold what another does; the policy says {targets}",
             write=f"model.float() first; or {both(f'{policy.level},dtype={dtype_name(low[0].dtype)}')}",
         )
-    narrowed = {t: dtype for t, dtype in every.items() if t.dtype not in (dtype, *LOW)}
+    narrowed = {t: dtype for t, dtype in every.items() if t.dtype not in (dtype, *LOW) and not t.is_meta}
     if narrowed and (lost := _lost(narrowed)):
         yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
     converted = [t for t in every if isinstance(t, nn.Parameter)]
