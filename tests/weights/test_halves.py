@@ -358,7 +358,8 @@ def edits(weight):
     return {
         "mul_": lambda: weight.mul_(2), "data": lambda: weight.data.mul_(2), "view": lambda: weight.view(-1).mul_(2),
         "copy_": lambda: weight.copy_(torch.ones(6, 8)), "foreach": lambda: torch._foreach_mul_([weight], 2.0),
-        "out": lambda: torch.add(torch.ones(6, 8), 1, out=weight), "memory": lambda: setattr(weight, "data", weight * 2),
+        "out": lambda: torch.add(torch.ones(6, 8), 1, out=weight),
+        "memory": lambda: setattr(weight, "data", weight * 2),
         "items": lambda: weight.__setitem__(0, 1.0), "init": lambda: nn.init.constant_(weight, 0.3),
         "bits": lambda: weight.view(torch.int32).zero_(),
     }  # fmt: skip

@@ -207,10 +207,10 @@ class Halves(Tensor):
     def _view(self, hi: Tensor, lo: Tensor) -> Halves:
         if torch.is_inference_mode_enabled() and not self.is_inference():  # a view is what its base is
             with torch.inference_mode(False):
-                return self._viewed(hi, lo)
-        return self._viewed(hi, lo)
+                return self._part(hi, lo)
+        return self._part(hi, lo)
 
-    def _viewed(self, hi: Tensor, lo: Tensor) -> Halves:
+    def _part(self, hi: Tensor, lo: Tensor) -> Halves:
         made: Halves = type(self)(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
         return made
