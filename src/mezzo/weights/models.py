@@ -62,7 +62,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
             _replace(param, made)
 
 
-def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves]) -> Halves:
+def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves] = Halves) -> Halves:
     wide = values.to(torch.float32)
     high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
     encode_into(wide, high, low)
@@ -80,8 +80,9 @@ def restore(params: Iterable[Tensor]) -> None:
     for ends in (False, True):
         refused = list[Tensor]()
         for param in waiting:
+            here: Any = local(param.detach())
             try:
-                _replace(param, local(param.detach()).value())
+                _replace(param, here.value())
             except UnsupportedError:
                 refused.append(param)
         if not (waiting := refused):
