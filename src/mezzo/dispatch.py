@@ -67,6 +67,16 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
         return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
+def casts_by_itself(device_type: str) -> bool:
+    """Whether an operation that is being dispatched is a cast of ``torch.autocast``'s own, and none of the program's.
+
+    Where autocast casts it is off, and yet a region is entered.
+    """
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1 and autocast_dtype(device_type) is None
+
+
 # What is inside of tensors ---------------------------------------------------------------------------------
 
 _INTERPRETER: Final = private("torch._C._functorch.peek_interpreter_stack")

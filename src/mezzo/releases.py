@@ -95,6 +95,9 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._nn": "find the functions behind an op's name",
         "torch._ops.HigherOrderOperator": "tell programs in a captured graph from ops",
     },
+    "numerics/footprint.py": {
+        "torch._C._data_address": "count what copies of high halves share with them once",
+    },
     "weights/halves.py": {
         "torch._lazy_clone": "have casts of weights cost no copy",
         "torch._C._set_throw_on_mutable_data_ptr": "have kernels raise that would read memory that is not there",
@@ -102,6 +105,9 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._dispatch_has_kernel_for_dispatch_key": "tell what torch composes of other operations",
         "torch._C._disabled_torch_function_impl": "have attributes of weights cost nothing",
         "torch.Tensor._make_wrapper_subclass": "make a tensor that lies in two others",
+    },
+    "weights/collectives.py": {
+        "torch._C._distributed_c10d._create_work_from_future": "return work that is done from a collective",
     },
     "weights/stepping.py": {
         "torch.optim.optimizer._foreach_supported_types": "have torch's optimizers update many weights at a time",
@@ -116,6 +122,9 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         f"{_FSDP}._fsdp_param_group.FSDPParamGroup._partial_reduce_output": "find gradients that wait to be reduced",
         f"{_FSDP}._fsdp_param.FSDPParam.sharded_param": "ask what fully_shard has sharded",
         f"{_FSDP}._fsdp_param.FSDPParam.reset_sharded_param": "give shards another dtype",
+        f"{_FSDP}._fsdp_param.FSDPParam._init_extensions": "have shards be gathered in another way",
+        f"{_FSDP}._fsdp_param.FSDPParam._sharded_param_data": "have shards lie in other memory",
+        f"{_FSDP}._fsdp_param.FSDPParam.all_gather_outputs": "have shards be gathered in another way",
         f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param": "know parameters while they are gathered",
         f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad": "find gradients that wait to be reduced",
         "torch.distributed.tensor.DTensor._local_tensor": "read and write the shard that a rank holds",

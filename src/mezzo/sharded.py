@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Final
 
 import torch
@@ -51,10 +50,10 @@ _PLAIN: Final = {Tensor, nn.Parameter}
 
 def locals_of(tensors: list[Tensor]) -> list[Tensor]:
     """Return :func:`local` of each of many tensors: the same list where none is a DTensor."""
-    if {*map(type, tensors)} <= _PLAIN:
+    kinds, module = {*map(type, tensors)}, sys.modules.get("torch.distributed.tensor")
+    if kinds <= _PLAIN or module is None or not any(issubclass(kind, module.DTensor) for kind in kinds):
         return tensors
-    found = list(map(local, tensors))
-    return tensors if all(map(is_, found, tensors)) else found
+    return list(map(local, tensors))
 
 
 def sharded_as(shard: Tensor, whole: Tensor) -> Tensor:
@@ -208,15 +207,18 @@ def reshard(units: Iterable[Any]) -> None:
 
 
 def refresh(model: nn.Module) -> None:
-    """Let torch know that shards were given other memory, or another dtype.
+    """Let torch know that shards were given other memory, or another dtype; what was gathered of them is forgotten.
 
-    It looks at both by itself before its first forward pass. A gathered parameter stays the tensor that it is, so that
-    the dtype in which it is gathered must stay.
+    It looks at both by itself before its first forward pass.
     """
     reshard(units(model))  # a pass without a backward one leaves what torch would take for shards
     for _, group in _groups(units(model)):
         for each in group.fsdp_params:
+            each._sharded_param_data = None  # which it would ask for its address
             each.reset_sharded_param()
+            each._init_extensions()
+            each.all_gather_outputs = []
+            vars(each).pop("_unsharded_param", None)
         if group._reset_sharded_params:  # torch has looked at the dtypes already
             group._init_mp_dtypes()
 

@@ -254,7 +254,7 @@ def test_inference_needs_no_optimizer():
             without = pytest.raises(mezzo.StateError, match=r"amp\.scale_loss without an optimizer")
             with without, amp.scale_loss(torch.ones(()), sgd(model)):
                 pass
-        assert torch.equal(model(x), plain)
+        assert torch.equal(model(x), plain) == (level != "O3")  # whose weights were rounded
 
 
 def test_without_being_enabled_nothing_happens():

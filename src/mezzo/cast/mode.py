@@ -194,7 +194,7 @@ class WeightCasts:
         """
         if param.dtype == dtype:
             return param
-        if type(param) is Halves and not torch.compiler.is_compiling():
+        if isinstance(param, Halves) and not torch.compiler.is_compiling():
             return param.low(dtype)  # which is there already
         if (
             torch.compiler.is_compiling()

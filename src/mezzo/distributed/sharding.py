@@ -82,7 +82,7 @@ def fully_shard(model: M, policy: Policy | str | os.PathLike[str], *, wrap: Clas
     policy = with_pinned_classes(model, asked)
     prepared: list[Prepared] = preparations_in(model)
     raise_together(_prepared_otherwise(prepared, asked))
-    storage = {} if prepared else wanted_storage(model, policy)  # which a preparation has carried out
+    storage = {} if prepared else wanted_storage(model, policy).plain  # which a preparation has carried out
     for unit in planned(model, storage, policy.param_dtype, wrapped(model, wrap)):
         plain(unit.module, mp_policy=_dtypes(unit.dtype), **kwargs)
     for handle in prepared:

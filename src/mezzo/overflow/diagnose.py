@@ -272,7 +272,7 @@ def _judged(origin: Origin, context: Context, lowered: float | None) -> tuple[Ki
     if origin.role == "parameter":
         cause = f"the parameter {name} {before} pass: an earlier update or load made it so"
         if origin.tensor.dtype == "float16":
-            cause += "\nwithout FP32 masters an optimizer computes in float16, where Adam's eps of 1e-8 is 0"
+            cause += "\nof weights in float16 alone an optimizer computes in it, where Adam's eps of 1e-8 is 0"
         return "parameter", cause, _RELOAD
     if origin.role == "buffer":
         return "buffer", f"the buffer {name} {before} pass: running statistics keep what one bad batch left", _RELOAD

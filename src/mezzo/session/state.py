@@ -27,7 +27,7 @@ from mezzo.session.stats import Stats
 from mezzo.sharded import local, placed
 from mezzo.step.moments import is_coded
 from mezzo.tensors import LOW, described, dtype_name, overflows, tensors
-from mezzo.weights.models import in_halves
+from mezzo.weights.halves import in_halves
 
 if TYPE_CHECKING:
     from mezzo.session.engine import Engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -18,9 +19,11 @@ from mezzo.dispatch import OpOverload, autocast_dtype
 from mezzo.errors import UnsupportedError
 from mezzo.policy.rules import both
 from mezzo.releases import private
+from mezzo.sharded import local
 from mezzo.step.gradients import Exchange
 from mezzo.step.storage import decode, encode, encode_into
-from mezzo.tensors import tree_map_only
+from mezzo.tensors import tree_leaves, tree_map_only
+from mezzo.weights.collectives import ended, is_collective, writes_first
 
 _ATEN: Final = torch.ops.aten
 _TO_COPY: Final = _ATEN._to_copy.default
@@ -40,9 +43,12 @@ _LIKE: Final = frozenset(
 )
 #: What takes elements, or rows of them, as they are.
 _GATHERS: Final = frozenset({_ATEN.index_select.default, _ATEN.index.Tensor, _ATEN.gather.default})
-#: Views of other dtypes: what lies in two halves has none.
-_RETYPED: Final = frozenset({_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default})
-#: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret.
+#: Views of other bits than the values': what lies in two halves has none.
+_RETYPED: Final = frozenset(
+    {_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default, _ATEN._neg_view.default}
+)
+#: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret, but what
+#: its author declares fit for torch.compile, which goes by schemas, too (``torch.library.custom_op`` does so).
 _KNOWN: Final = frozenset({"aten", "prim", "prims", "mkldnn", "quantized", "torchvision", "torchaudio", "mezzo"})
 #: The types of arguments that may hold tensors.
 _NESTED: Final = frozenset({list, tuple})
@@ -55,15 +61,17 @@ class Cell:
 
     Attributes:
         wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
-            It has the strides of the whole high half.
+            What lies at ``start + n`` in the storage of the high half lies at ``wide.storage_offset() + n`` in its own.
+        start: Where in the storage of the high half the tensor begins whose views share this.
+        is_lent: Whether that is for a reader of addresses, until the next cast or step.
         uses: How often a cast has returned the high half while gradients were recorded, and how often something else
             has read values, since a session has forgotten it.
     """
 
-    __slots__ = ("uses", "wide")
+    __slots__ = ("is_lent", "start", "uses", "wide")
 
-    def __init__(self, wide: Tensor | None = None) -> None:
-        self.wide, self.uses = wide, [0, 0]
+    def __init__(self, start: int, wide: Tensor | None = None) -> None:
+        self.start, self.wide, self.is_lent, self.uses = start, wide, False, [0, 0]
 
 
 class Halves(Tensor):
@@ -116,7 +124,7 @@ class Halves(Tensor):
             layout=hi.layout, device=hi.device, requires_grad=requires_grad,
         )  # fmt: skip
         _FORBID_ADDRESS(made)  # a kernel that would read memory that is not there raises
-        made.hi, made.lo, made.cell, made.is_part, made.path = hi, lo, Cell(), False, ""
+        made.hi, made.lo, made.cell, made.is_part, made.path = hi, lo, Cell(hi.storage_offset()), False, ""
         return made
 
     # Attributes are torch's own: they cost nothing.
@@ -143,10 +151,35 @@ class Halves(Tensor):
     @property
     def wide(self) -> Tensor | None:
         """The FP32 tensor in which the values lie for now instead; ``None`` as a rule."""
-        wide = self.cell.wide
-        if wide is None or not self.is_part:
+        wide, hi = self.cell.wide, self.hi
+        if wide is None or (not self.is_part and wide.shape == hi.shape and wide.stride() == hi.stride()):
             return wide
-        return wide.as_strided(self.hi.size(), self.hi.stride(), wide.storage_offset() + self.hi.storage_offset())
+        offset = wide.storage_offset() + hi.storage_offset() - self.cell.start
+        return wide.as_strided(hi.size(), hi.stride(), offset)
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Return the halves of all the values that it shares memory with, as they lie there: of a view, flat."""
+        if not self.is_part:
+            return self.hi, self.lo
+        start = self.cell.start
+        count = self.hi.untyped_storage().nbytes() // self.hi.element_size() - start
+        return self.hi.as_strided((count,), (1,), start), self.lo.as_strided((count,), (1,), start)
+
+    def widen(self, *, is_lent: bool = False) -> Tensor:
+        """Have the values lie in FP32, for all that shares memory with it alike, and return them."""
+        cell = self.cell
+        if cell.wide is None:
+            with torch.inference_mode(self.is_inference()):  # memory that outlives the mode it is made in
+                cell.wide, cell.is_lent = _decoded(*self.whole()), is_lent
+        return self.value()
+
+    def settle(self) -> None:
+        """Store in halves again what lies in FP32 for a reader of addresses."""
+        cell, hi, lo = self.cell, self.hi, self.lo
+        if cell.is_lent and (wide := cell.wide) is not None:
+            cell.wide, cell.is_lent = None, False
+            size, stride = wide.size(), wide.stride()
+            _encode(wide, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
 
     def value(self) -> Tensor:
         """Return the FP32 values, a plain tensor: a new one, or the one in which they lie for now."""
@@ -172,8 +205,25 @@ class Halves(Tensor):
         return self.to(dtype)
 
     def _view(self, hi: Tensor, lo: Tensor) -> Halves:
-        made: Halves = Halves(hi, lo)
+        if torch.is_inference_mode_enabled() and not self.is_inference():  # a view is what its base is
+            with torch.inference_mode(False):
+                return self._part(hi, lo)
+        return self._part(hi, lo)
+
+    def _part(self, hi: Tensor, lo: Tensor) -> Halves:
+        made: Halves = type(self)(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
+        return made
+
+    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation makes of it that only looks at it in another way."""
+        hi, lo = func(self.hi, *args, **kwargs), func(self.lo, *args, **kwargs)
+        return self._view(hi, lo) if isinstance(hi, Tensor) else type(hi)(map(self._view, hi, lo))
+
+    def _copied(self, hi: Tensor, lo: Tensor) -> Halves:
+        """Return a tensor of copies of its halves, which lie elsewhere or in another order."""
+        made: Halves = type(self)(hi, lo)
+        made.path = self.path
         return made
 
     # What torch asks of tensors -------------------------------------------------------------------------------
@@ -183,6 +233,8 @@ class Halves(Tensor):
         if func is _TO_COPY or func is _LAZILY:
             weight: Any = args[0]
             hi, cell = weight.hi, weight.cell
+            if cell.is_lent:
+                weight.settle()
             is_cast = not kwargs or (len(kwargs) == 1 and kwargs.get("dtype") is hi.dtype)
             if is_cast and cell.wide is None and type(hi) is Tensor:
                 if torch.is_grad_enabled():
@@ -199,7 +251,7 @@ class Halves(Tensor):
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], name: str, size: Any, stride: Any) -> Halves:
         made: Halves = Halves(inner["hi"], inner["lo"])
-        made.cell, made.path = Cell(inner.get("wide")), name
+        made.cell.wide, made.path = inner.get("wide"), name
         return made
 
     # Python's own ways to read, copy and replace it: what comes out is plain ------------------------------------
@@ -210,6 +262,9 @@ class Halves(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return repr(self._plain())
+
+    def __format__(self, spec: str) -> str:
+        return format(self._plain().detach(), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -241,14 +296,11 @@ class Halves(Tensor):
         return self.detach().clone().tolist()
 
     def data_ptr(self) -> int:
-        """Return where the FP32 values lie.
+        """Return where FP32 values lie: in memory of their own, from here to the next cast or step.
 
-        Raises:
-            UnsupportedError: They lie in two halves.
+        Some readers of addresses are kernels, which read and write there; to others they are keys.
         """
-        if (wide := self.wide) is None:
-            raise no_memory(self.path, "data_ptr()")
-        return wide.data_ptr()
+        return self.widen(is_lent=True).data_ptr()
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise no_memory(self.path, "DLPack")
@@ -274,7 +326,8 @@ class Halves(Tensor):
         if alike and isinstance(value, Halves) and value.hi.dtype == self.hi.dtype:
             self.hi, self.lo, self.cell, self.is_part = value.hi, value.lo, value.cell, _lies_within(value)
         elif alike and type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32:
-            self.cell, self.is_part = Cell(value.detach()), False  # it lies where the other lies
+            # It lies where the other lies.
+            self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
             become(self, value)
 
@@ -324,10 +377,14 @@ def _kind(func: OpOverload[..., Any]) -> str:
         return "clone"
     if func is _ATEN.copy_.default:
         return "copy"
-    if func.namespace not in _KNOWN:
+    if is_collective(func):
+        return "any"
+    if func.namespace not in _KNOWN and torch.Tag.pt2_compliant_tag not in func.tags:
         return "unknown"
     if func is _TO_COPY:
         return "moved"
+    if torch.Tag.inplace_view in func.tags and func is not _ATEN.detach_.default:
+        return "reshaped"
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
         return "composite"
     arguments = func._schema.arguments
@@ -339,6 +396,8 @@ def _kind(func: OpOverload[..., Any]) -> str:
 def _written(func: OpOverload[..., Any]) -> tuple[tuple[int, str], ...]:
     """Return the places and names of the arguments that an operation writes."""
     arguments = enumerate(func._schema.arguments)
+    if writes_first(func):
+        return ((0, func._schema.arguments[0].name),)
     return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
@@ -351,26 +410,31 @@ def _as_view(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
     if not isinstance(weight, Halves):
         return _as_any(func, args, kwargs)
-    hi, lo = func(weight.hi, *args[1:], **kwargs), func(weight.lo, *args[1:], **kwargs)
-    return weight._view(hi, lo) if isinstance(hi, Tensor) else type(hi)(map(weight._view, hi, lo))
+    return weight._viewed(func, args[1:], kwargs)
 
 
 def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
-    """Give a view of another dtype: the values lie in FP32 from here on, since it may be written."""
+    """Give a view of other bits: the values lie in FP32 from here on, since it may be written."""
     weight = args[0]
     _note_read(weight)
-    if (cell := weight.cell).wide is None:
-        whole = _whole(weight)
-        cell.wide = _decoded(*whole)
+    weight.widen()
+    weight.cell.is_lent = False
     return func(weight.value(), *args[1:], **kwargs)
 
 
-def _whole(weight: Halves) -> tuple[Tensor, Tensor]:
-    """Return all of the halves that a tensor is a view of, as they lie in memory."""
-    if not weight.is_part:
-        return weight.hi, weight.lo
-    count = weight.hi.untyped_storage().nbytes() // weight.hi.element_size()
-    return weight.hi.as_strided((count,), (1,), 0), weight.lo.as_strided((count,), (1,), 0)
+def _as_reshaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """Refuse to give a tensor another shape, or another memory, in place.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    name = next((each.path for each in args if isinstance(each, Halves)), "")
+    raise UnsupportedError(
+        f"{f'the parameter {name}' if name else 'a parameter'} cannot take another shape in place",
+        where=str(func),
+        why="it is stored in two halves of 16 bits, which its views share",
+        write=f"param.data = …, of any shape; or {both('fp32_param=' + (name or '…'))}, which stores it plainly",
+    )
 
 
 def _as_like(func: Any, args: Any, kwargs: Any) -> Any:
@@ -381,10 +445,9 @@ def _as_moved(func: Any, args: Any, kwargs: Any) -> Any:
     """Copy elsewhere, or in another order, as halves; or cast."""
     weight, dtype = args[0], kwargs.get("dtype")
     if weight.cell.wide is None and dtype in (None, torch.float32):
+        _note_read(weight)
         others = {name: value for name, value in kwargs.items() if name != "dtype"}
-        made: Halves = Halves(func(weight.hi, **others), func(weight.lo, **others))
-        made.path = weight.path
-        return made
+        return weight._copied(func(weight.hi, **others), func(weight.lo, **others))
     if weight.cell.wide is None and dtype is weight.hi.dtype:
         _note_read(weight)
         return func(weight.hi, **kwargs)
@@ -420,7 +483,10 @@ def _as_embedding(func: Any, args: Any, kwargs: Any) -> Any:
 def _as_copy(func: Any, args: Any, kwargs: Any) -> Any:
     """Write other values, which are not decoded first."""
     to, source = args[:2]
-    value = source.value() if isinstance(source, Halves) else source
+    value = source
+    if isinstance(source, Halves):
+        _note_read(source)
+        value = source.value()
     if not isinstance(to, Halves):
         return func(to, value, *args[2:], **kwargs)
     to.assign(value)
@@ -443,7 +509,7 @@ def _as_unknown(func: Any, args: Any, kwargs: Any) -> Any:
     raise no_memory(found[0].path if found else "", str(func))
 
 
-def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
+def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any:
     """Read FP32 values, and write back what was written."""
     seen: dict[int, tuple[Halves, Tensor]] = {}
 
@@ -459,6 +525,8 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         given, named = tree_map_only(Halves, value, (args, kwargs))
     writes, kind = _written(func), next((each.device.type for each, _ in seen.values()), "cpu")
+    if writes and may_alias and len({id(each.cell) for each, _ in seen.values()}) < len(seen):
+        return _as_aliases(func, args, kwargs, [each for each, _ in seen.values()])
     dtype = None if writes else autocast_dtype(kind)
     if dtype is None:
         out = func(*given, **named)
@@ -467,11 +535,13 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
             out = func(*given, **named)
     if not writes:
         return out
+    if is_collective(func):
+        out = ended(out)
     back: dict[int, Halves] = {}
     for place, name in writes:
         target = args[place] if place < len(args) else kwargs.get(name)
         many = isinstance(target, list | tuple)
-        written = [each for each in (target if many else [target]) if isinstance(each, Halves)]
+        written = [each for each in (tree_leaves(target) if many else [target]) if isinstance(each, Halves)]
         for each in written:
             wide = seen[id(each)][1]
             back[id(wide)] = each
@@ -484,10 +554,23 @@ def _as_any(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, lambda each: back.get(id(each), each), out) if back else out
 
 
+def _as_aliases(func: Any, args: Any, kwargs: Any, weights: list[Halves]) -> Any:
+    """Carry out what writes tensors of which some share memory: while it runs, their values lie in FP32."""
+    here = {id(each.cell): each for each in weights if each.cell.wide is None}
+    for each in here.values():
+        each.widen()
+    try:
+        return _as_any(func, args, kwargs, may_alias=False)
+    finally:
+        for each in here.values():
+            _encode(each.cell.wide, *each.whole())
+            each.cell.wide = None
+
+
 _CARRY_OUT: Final[Mapping[str, Callable[[Any, Any, Any], Any]]] = {
     "any": _as_any, "view": _as_view, "retyped": _as_retyped, "like": _as_like, "moved": _as_moved,
     "gather": _as_gather, "embedding": _as_embedding, "clone": _as_clone, "copy": _as_copy, "composite": _as_composite,
-    "unknown": _as_unknown,
+    "reshaped": _as_reshaped, "unknown": _as_unknown,
 }  # fmt: skip
 
 
@@ -505,7 +588,7 @@ def _decoded(hi: Tensor, lo: Tensor) -> Tensor:
             return (hi.view(torch.int16).to(torch.int32) << 16).add_(lo).view(torch.float32)
         return decode(hi, lo)
     value = torch.empty_like(hi, dtype=torch.float32)
-    Exchange([hi], [lo], [value]).widen(None)
+    Exchange([hi], [lo], [value]).widen()
     return value
 
 
@@ -539,7 +622,7 @@ def _build(device: torch.device, dtype: torch.dtype) -> None:
     value = torch.zeros(8, device=device)
     hi, lo = torch.zeros(8, device=device, dtype=dtype), torch.zeros(8, device=device, dtype=torch.int16)
     exchange = Exchange([hi], [lo], [value])
-    exchange.widen(None)
+    exchange.widen()
     exchange.store([value])
 
 
@@ -549,22 +632,61 @@ def _build(device: torch.device, dtype: torch.dtype) -> None:
 def become(tensor: Any, made: Tensor) -> None:
     """Let a tensor be another one, and stay the object that it is, with its hooks and what programs have noted on it.
 
+    A gradient that a graph of before computes reaches it, too.
+
     Args:
         tensor: A parameter, or any tensor.
         made: What it becomes; not to be used any more.
+
+    Raises:
+        UnsupportedError: Something in C++ refers to the tensor; nothing was changed.
     """
     if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
-    own = _own(tensor)
-    gradient, tensor.grad = tensor.grad, None
+    own, gradient = _own(tensor), tensor.grad
+    try:
+        _SWAP(tensor, made)
+    except RuntimeError as error:
+        name = getattr(tensor, "path", "") or getattr(made, "path", "")
+        raise UnsupportedError(
+            f"the parameter {name or '…'} cannot be stored otherwise now",
+            where=f"{type(tensor).__name__} → {type(made).__name__}",
+            why="something in C++ refers to it, as what torch.profiler has recorded with record_shapes does",
+            write="del what was recorded, first",
+        ) from error
     tensor.__class__, made.__class__ = type(made), type(tensor)
     tensor.__dict__, made.__dict__ = {**vars(made), **own}, {}
-    _SWAP(tensor, made)
+    made.grad = None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(tensor, name, None):
             setattr(tensor, name, hooks)
     if gradient is not None:
         tensor.grad = gradient.to(tensor.dtype)
+    if made.requires_grad and made.is_leaf:  # graphs of before know the other: it lives as long as they do
+        hand_on = functools.partial(_hand_on, weakref.ref(tensor))
+        made.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
+
+
+def _hand_on(to: Callable[[], Tensor | None], before: Tensor) -> None:
+    """Give the gradient that a graph of before has computed to the tensor that it was computed for."""
+    found, before.grad = before.grad, None
+    if (tensor := to()) is not None and found is not None:
+        found = found.to(tensor.dtype)
+        tensor.grad = found if tensor.grad is None else tensor.grad + found
+
+
+def in_halves(param: Tensor) -> Halves | None:
+    """Return the halves of a parameter, of a DTensor this rank's; ``None`` where it is stored plainly, or for now is.
+
+    Args:
+        param: Any tensor.
+    """
+    here = local(param)
+    if not isinstance(here, Halves):
+        return None
+    if here.cell.is_lent:
+        here.settle()
+    return here if here.cell.wide is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -603,8 +725,6 @@ def halves(model: nn.Module) -> Bytes:
         >>> print(halves(model))
         32 of 36 elements in halves: 64 + 64 bytes, and 16 bytes plain
     """
-    from mezzo.sharded import local
-
     high = low = plain = count = total = 0
     for param in model.parameters():
         here = local(param)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import types
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,29 +15,20 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from mezzo.errors import MezzoError, NumericsError, StateError, raise_together, some_of
+from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError, message, raise_together, some_of
 from mezzo.hooks import is_ours
 from mezzo.policy.rules import both
 from mezzo.sharded import hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond
 from mezzo.tensors import LOW, dtype_name
-from mezzo.weights.halves import Halves, become
+from mezzo.weights.halves import Halves, become, in_halves
+from mezzo.weights.shards import Shard
 from mezzo.weights.stepping import watch_steps
 
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )  # fmt: skip
-
-
-def in_halves(param: Tensor) -> Halves | None:
-    """Return the halves of a parameter, of a DTensor this rank's; ``None`` where it is stored plainly, or for now is.
-
-    Args:
-        param: Any tensor.
-    """
-    here = local(param)
-    return here if isinstance(here, Halves) and here.cell.wide is None else None
 
 
 def of_halves(param: Tensor) -> bool:
@@ -60,25 +53,49 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
         here = local(param.detach())
         if isinstance(here, Halves):  # of two models that share it
             continue
-        made = _encoded(here, dtype)
+        made = _encoded(here, dtype, Shard if is_distributed(param) else Halves)
         made.path = names[param]
-        _replace(param, made)
+        try:
+            _replace(param, made)
+        except UnsupportedError:
+            gc.collect()  # what is only part of a cycle refers to nothing
+            _replace(param, made)
 
 
-def _encoded(values: Tensor, dtype: torch.dtype) -> Halves:
+def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves] = Halves) -> Halves:
     wide = values.to(torch.float32)
     high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
     encode_into(wide, high, low)
-    made: Halves = Halves(high, low)
+    made: Halves = kind(high, low)
     return made
 
 
 @torch.no_grad()
 def restore(params: Iterable[Tensor]) -> None:
-    """Store parameters plainly again, in FP32; each stays the object that it is."""
-    for param in params:
-        if isinstance(here := local(param.detach()), Halves):
-            _replace(param, here.value())
+    """Store parameters plainly again, in FP32; each stays the object that it is.
+
+    What something in C++ refers to stays in halves, FP32 to everybody still, and a warning names it.
+    """
+    waiting = [param for param in params if of_halves(param)]
+    for ends in (False, True):
+        refused = list[Tensor]()
+        for param in waiting:
+            here: Any = local(param.detach())
+            try:
+                _replace(param, here.value())
+            except UnsupportedError:
+                refused.append(param)
+        if not (waiting := refused):
+            return
+        if not ends:
+            gc.collect()  # what is only part of a cycle refers to nothing
+    text = message(
+        "parameters stay in halves, which are FP32 to everybody still",
+        where=some_of([getattr(local(param), "path", "") for param in waiting]),
+        why="something in C++ refers to them, as what torch.profiler has recorded with record_shapes does",
+        write="copy.deepcopy(model) is a plain model; or del what was recorded, before they are given back",
+    )
+    warnings.warn(text, stacklevel=3)
 
 
 def _replace(param: Tensor, value: Tensor) -> None:
@@ -97,7 +114,8 @@ def follow(model: nn.Module) -> Callable[[], None]:
     """Have a model's state dicts hold plain FP32 values, and its copies and pickles be plain models.
 
     ``load_state_dict(assign=True)`` writes into the parameters that are there, which an optimizer knows.
-    ``model.half()`` and other casts of what is stored in halves are refused.
+    ``model.half()`` and other casts of what is stored in halves are refused. What is in a state dict are copies: what a
+    program writes into them reaches no weight, where it would reach plain ones. ``load_state_dict`` does.
 
     Args:
         model: The model.
@@ -175,7 +193,12 @@ class _StateHook:
             value = state.get(key)
             if isinstance(value, Tensor) and value is not tensor and value.shape == tensor.shape:
                 with torch.no_grad():
-                    tensor.copy_(value)
+                    if not tensor.is_meta:
+                        tensor.copy_(value)
+                    elif isinstance(tensor, Halves):
+                        _replace(tensor, _encoded(value, tensor.hi.dtype))
+                    else:
+                        become(tensor, value.detach().clone())
                 state[key] = tensor
 
 
@@ -261,7 +284,10 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Let a parameter go where a change takes its halves, and its gradient with it."""
     there = change(param.detach())
     gradient = None if param.grad is None else change(param.grad)
-    if there.device != param.device or there.stride() != param.stride() or not isinstance(there, Halves):
+    if not isinstance(there, Halves):  # of to_empty(), say
+        there = _encoded(there, param.hi.dtype)
+        there.path = param.path
+    if there.device != param.device or there.stride() != param.stride() or there.cell is not param.cell:
         param.grad = None
         _replace(param, there)
         param.grad = gradient

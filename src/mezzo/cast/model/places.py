@@ -105,7 +105,8 @@ class RuledParams:
             (tensor, module, path.rpartition(".")[2], policy.storage(path, path.rpartition(".")[0])[1])
             for tensor, path, module in stored_tensors(model)
         ]
-        ruled = {tensor: rule for tensor, *_, rule in deciding if rule is not None}
+        # Where ops are cast, "low" says how a parameter is stored, which is FP32 to all that reads it.
+        ruled = {t: rule for t, *_, rule in deciding if rule and not (policy.casts and rule.treatment == "low")}
         # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
         shared = {t for t, *_, rule in deciding if t in ruled and (rule is None or rule.param is not None)}
         ruled_places = [(owner, name, _treatment(t, ruled[t])) for t, owner, name, _ in deciding if t in shared]

@@ -25,7 +25,7 @@ from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.sharded import give, give_back
 from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.halves import halves
-from mezzo.weights.models import follow, restore, store
+from mezzo.weights.models import follow, of_halves, restore, store
 
 logger = logging.getLogger(__name__)
 
@@ -128,14 +128,16 @@ class Prepared:
 
     def _carry_out(self) -> None:
         names = {param: name for name, param in self.model.named_parameters()}
+        self._halves = {names[param]: dtype for param, dtype in self._storage.halves.items()}
         self._dtypes.update({param: param.dtype for param in self._storage.halves if param.dtype in LOW})
         store(self._storage.halves, names)
         for tensor, dtype in self._storage.plain.items():
             if tensor.dtype != dtype:
                 self._before[tensor], self._dtypes[tensor] = tensor.data, tensor.dtype
                 give(tensor, tensor.data.to(dtype))
-        if any(map(sharded.is_distributed, self._storage.halves)):
+        if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
+            self.params.find_gathered(self.model)
         self._undo.callback(follow(self.model))
         self._hook()
 
@@ -219,7 +221,13 @@ class Prepared:
         raise_together(changes_since(self.model))
 
     def follow(self) -> None:
-        """Know the parts that ``fully_shard`` has put in the places of parameters since."""
+        """Know the parts that ``fully_shard`` has put in the places of parameters since, and store them in halves."""
+        names = {param: name for name, param in self.model.named_parameters()}
+        parts = {param: self._halves[name] for param, name in names.items() if name in self._halves}
+        parts = {param: dtype for param, dtype in parts.items() if sharded.is_distributed(param)}
+        if not all(map(of_halves, parts)):
+            store(parts, names)
+            sharded.refresh(self.model)
         self.params.find_gathered(self.model)
 
     def join(self) -> None:
@@ -256,9 +264,9 @@ class Prepared:
             restore(self.model.parameters())
         for tensor, dtype in self._dtypes.items():
             give_back(tensor, self._before.get(tensor, tensor.data).to(dtype))
-        self._dtypes.clear()
-        if any(map(sharded.is_distributed, self._storage.halves)):
+        if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
+        self._dtypes.clear()
 
 
 def _forget(module: nn.Module, handles: list[Prepared], mine: Prepared) -> None:
