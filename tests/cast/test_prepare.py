@@ -396,7 +396,7 @@ class Island(nn.Module):
 ISLANDS = [
     ("fp32_module=0,fp32_param=*weight", WIDE),
     ("low_module=0.part,fp32_module=0", BF16),
-    ("low_param=0.part.*,fp32_module=0", BF16),
+    ("low_param=0.part.*,fp32_module=0", WIDE),  # which says how it is stored
     ("low=linear@0.part,fp32_module=0", BF16),
 ]
 
