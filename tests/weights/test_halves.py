@@ -1,5 +1,6 @@
 """``Halves``, the tensor: whatever is done to it, beside a plain FP32 parameter to which the same is done."""
 
+import ctypes
 import re
 import threading
 
@@ -497,15 +498,34 @@ def test_numpy_reads_and_cannot_write():
 def test_whoever_wants_memory_is_refused_with_the_parameter_and_a_cure(part):
     _, weight = pair()
     asked = weight.data[1:] if part else weight
-    for ask in (lambda: asked.data_ptr(), lambda: torch.from_dlpack(asked.detach())):
-        with pytest.raises(UnsupportedError, match=r"layer\.weight") as refused:
-            ask()
-        assert "fp32_param=layer.weight" in str(refused.value)
-        assert "keep_fp32(params=['layer.weight'])" in str(refused.value).replace('"', "'")
+    with pytest.raises(UnsupportedError, match=r"layer\.weight") as refused:
+        torch.from_dlpack(asked.detach())
+    assert "fp32_param=layer.weight" in str(refused.value)
+    assert "keep_fp32(params=['layer.weight'])" in str(refused.value).replace('"', "'")
     with pytest.raises(RuntimeError):  # torch's own words: it would be read in C++
         torch.utils.dlpack.to_dlpack(asked.detach())
     with pytest.raises(RuntimeError):
         asked.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_reader_of_addresses_is_lent_fp32_memory_until_the_next_cast(part):
+    """Kernels of others (Triton's, by ctypes) read and write there, and to others it is a key."""
+    param, weight = pair()
+    asked, plain = (weight.data[1:], param.data[1:]) if part else (weight, param.data)
+    address = asked.data_ptr()
+    assert address == asked.data_ptr() != pair()[1].data_ptr()
+    there = numpy.frombuffer((ctypes.c_float * asked.numel()).from_address(address), dtype=numpy.float32)
+    assert numpy.array_equal(there.reshape(asked.shape), plain.numpy())
+    there *= 2
+    with torch.no_grad():
+        plain.mul_(2)
+        assert torch.equal(weight + 0, param + 0)
+    del there
+    low = weight.to(torch.bfloat16)
+    assert weight.cell.wide is None
+    assert torch.equal(low, weight.hi)
+    assert torch.equal(weight.detach().clone(), param)
 
 
 def test_while_its_values_lie_in_fp32_there_is_an_address():

@@ -662,7 +662,8 @@ def become(tensor: Any, made: Tensor) -> None:
     if gradient is not None:
         tensor.grad = gradient.to(tensor.dtype)
     if made.requires_grad and made.is_leaf:  # graphs of before know the other: it lives as long as they do
-        made.register_post_accumulate_grad_hook(functools.partial(_hand_on, weakref.ref(tensor)))
+        hand_on = functools.partial(_hand_on, weakref.ref(tensor))
+        made.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
 
 
 def _hand_on(to: Callable[[], Tensor | None], before: Tensor) -> None:

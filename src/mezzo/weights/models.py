@@ -20,7 +20,7 @@ from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError
 from mezzo.hooks import is_ours
 from mezzo.policy.rules import both
 from mezzo.sharded import hold_locally, is_distributed, local
-from mezzo.step.storage import encode_into, is_beyond, refuse_beyond
+from mezzo.step.storage import encode_into, is_beyond
 from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.halves import Halves, become, in_halves
 from mezzo.weights.shards import Shard
@@ -42,17 +42,12 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
     """Store parameters in halves; each stays the object that it is.
 
     Args:
-        dtypes: FP32 parameters, or such as are in that dtype already, each with the dtype of its high half.
+        dtypes: Parameters in FP32 or 16 bits, each with the dtype of its high half.
         names: What errors call them.
 
-    Raises:
-        NumericsError: A finite value beyond the range of its dtype; nothing was changed.
-
-    **Cost**: a pass over each, and one host sync for FP16. 4 bytes a weight; FP32 memory is let go one by one.
+    **Cost**: a pass over each. 4 bytes a weight; FP32 memory is let go one by one. Finite values beyond the range of a
+    dtype become infinite: whoever decides what is stored has looked.
     """
-    for param, dtype in dtypes.items():
-        if dtype == torch.float16 and param.dtype != dtype and not param.is_meta:
-            refuse_beyond([(local(param.detach()), dtype)], names[param])
     if dtypes:
         watch_steps()
     for param, dtype in dtypes.items():
@@ -68,7 +63,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
             _replace(param, made)
 
 
-def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves]) -> Halves:
+def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves] = Halves) -> Halves:
     wide = values.to(torch.float32)
     high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
     encode_into(wide, high, low)
@@ -86,8 +81,9 @@ def restore(params: Iterable[Tensor]) -> None:
     for ends in (False, True):
         refused = list[Tensor]()
         for param in waiting:
+            here: Any = local(param.detach())
             try:
-                _replace(param, local(param.detach()).value())
+                _replace(param, here.value())
             except UnsupportedError:
                 refused.append(param)
         if not (waiting := refused):

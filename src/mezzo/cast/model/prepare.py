@@ -24,6 +24,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.sharded import give, give_back
 from mezzo.tensors import LOW, dtype_name
+from mezzo.weights.halves import halves
 from mezzo.weights.models import follow, of_halves, restore, store
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,7 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
     Raises:
         PolicyError: A rule whose module or parameter glob matches nothing; two rules that store one tied parameter
             differently.
-        UnsupportedError: Parameters in float64 or another low precision; a device without the format.
-        NumericsError: Weights beyond FP16's range.
+        UnsupportedError: Parameters in float64; weights beyond FP16's range; a device without the format.
         StateError: The model is prepared already, wrapped by DDP before conversion, or holds gradients.
 
     **Cost**: in O2 4 bytes for a weight that is stored in halves, as for one that is not. Where the policy differs from
@@ -122,6 +122,9 @@ class Prepared:
         except BaseException:
             self.remove()
             raise
+
+    def __repr__(self) -> str:
+        return f"<mezzo.prepare({type(self.model).__name__}, {str(self.asked)!r}): {halves(self.model)}>"
 
     def _carry_out(self) -> None:
         names = {param: name for name, param in self.model.named_parameters()}
