@@ -7,7 +7,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
@@ -687,53 +686,6 @@ def in_halves(param: Tensor) -> Halves | None:
     if here.cell.is_lent:
         here.settle()
     return here if here.cell.wide is None else None
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """How many bytes the parameters of a model take, by where they lie; buffers are not counted.
-
-    Attributes:
-        high: High halves.
-        low: Low halves.
-        plain: Parameters that are stored plainly.
-        count: How many parameters, in elements, are stored in halves.
-        total_count: How many there are.
-    """
-
-    high: int
-    low: int
-    plain: int
-    count: int
-    total_count: int
-
-    def __str__(self) -> str:
-        share = f"{self.count:,} of {self.total_count:,} elements in halves"
-        return f"{share}: {self.high:,} + {self.low:,} bytes, and {self.plain:,} bytes plain"
-
-
-def halves(model: nn.Module) -> Bytes:
-    """Tell how many bytes of a model's parameters lie where.
-
-    Args:
-        model: Any; of what is sharded, this rank's shards count.
-
-    Example:
-        >>> import mezzo, torch
-        >>> model = torch.nn.Linear(8, 4)
-        >>> handle = mezzo.prepare(model, "O2,dtype=bfloat16")
-        >>> print(halves(model))
-        32 of 36 elements in halves: 64 + 64 bytes, and 16 bytes plain
-    """
-    high = low = plain = count = total = 0
-    for param in model.parameters():
-        here = local(param)
-        total += here.numel()
-        if isinstance(here, Halves) and here.cell.wide is None:
-            high, low, count = high + 2 * here.numel(), low + 2 * here.numel(), count + here.numel()
-        else:
-            plain += here.numel() * here.element_size()
-    return Bytes(high, low, plain, count, total)
 
 
 def _rebuilt(hi: Tensor, lo: Tensor, is_param: bool, requires_grad: bool, name: str) -> Tensor:
