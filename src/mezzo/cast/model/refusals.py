@@ -286,7 +286,7 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
     names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     plain = {tensor: dtype for tensor, dtype in stored.plain.items() if tensor.dtype != dtype}
     halves = {param: dtype for param, dtype in stored.halves.items() if not of_halves(param)}
-    every = {**plain, **halves}
+    every: dict[Tensor, torch.dtype] = dict((*plain.items(), *halves.items()))
     narrowed = {t: dtype for t, dtype in every.items() if dtype not in (t.dtype, torch.float32) and not t.is_meta}
     if narrowed and (lost := _lost(narrowed)):
         yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
