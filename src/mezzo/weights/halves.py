@@ -203,19 +203,19 @@ class Halves(Tensor):
             return found
         return self.to(dtype)
 
-    def _view(self, hi: Tensor, lo: Tensor) -> Halves:
+    def _view(self, hi: Tensor, lo: Any) -> Halves:
         if torch.is_inference_mode_enabled() and not self.is_inference():  # a view is what its base is
             with torch.inference_mode(False):
                 return self._part(hi, lo)
         return self._part(hi, lo)
 
-    def _part(self, hi: Tensor, lo: Tensor) -> Halves:
+    def _part(self, hi: Tensor, lo: Any) -> Halves:
         made: Halves = type(self)(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
         return made
 
-    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation makes of it that only looks at it in another way."""
+    def _seen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a view of it: what an operation makes of both halves."""
         hi, lo = func(self.hi, *args, **kwargs), func(self.lo, *args, **kwargs)
         return self._view(hi, lo) if isinstance(hi, Tensor) else type(hi)(map(self._view, hi, lo))
 
@@ -317,7 +317,7 @@ class Halves(Tensor):
     @property
     def data(self) -> Any:
         """The same memory without autograd; or other values, as for any tensor, and wherever these lie."""
-        return self._view(self.hi, self.lo)
+        return self._seen(_same)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -329,6 +329,10 @@ class Halves(Tensor):
             self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
             become(self, value)
+
+
+def _same(half: Tensor) -> Tensor:
+    return half
 
 
 def _lies_within(tensor: Halves) -> bool:
@@ -409,7 +413,7 @@ def _as_view(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
     if not isinstance(weight, Halves):
         return _as_any(func, args, kwargs)
-    return weight._viewed(func, args[1:], kwargs)
+    return weight._seen(func, *args[1:], **kwargs)
 
 
 def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
