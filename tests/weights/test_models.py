@@ -1,10 +1,9 @@
-"""Models whose weights lie in halves: saved, loaded, copied, moved, taken apart; beside the same model in plain torch."""
+"""Models whose weights lie in halves: saved, loaded, copied, moved, taken apart; beside the same in plain torch."""
 
 import copy
 import io
 import multiprocessing
 import pickle
-import warnings
 
 import pytest
 import torch
@@ -303,7 +302,8 @@ def test_parameters_are_copied_as_plain_ones():
 # Moves ------------------------------------------------------------------------------------------------------------
 
 CASTS = {
-    "half": lambda model: model.half(), "double": lambda model: model.double(), "bfloat16": lambda model: model.bfloat16(),
+    "half": lambda model: model.half(), "double": lambda model: model.double(),
+    "bfloat16": lambda model: model.bfloat16(),
     "to(dtype)": lambda model: model.to(FP16), "to(device, dtype)": lambda model: model.to("cpu", torch.float64),
     "of a part": lambda model: model.body.half(), "around it": lambda model: nn.Sequential(model).half(),
 }  # fmt: skip
@@ -474,7 +474,8 @@ FUNCTIONS = {
     "grad": lambda f, params, x: torch.func.grad(lambda p: f(p, x).square().sum())(params),
     "per sample": lambda f, params, x: torch.vmap(
         torch.func.grad(lambda p, x: f(p, x).square().sum()), in_dims=(None, 0))(params, x),
-    "jvp": lambda f, params, x: torch.func.jvp(lambda p: f(p, x), (params,), ({k: torch.ones_like(v) for k, v in params.items()},)),
+    "jvp": lambda f, params, x: torch.func.jvp(
+        lambda p: f(p, x), (params,), ({k: torch.ones_like(v) for k, v in params.items()},)),
     "jacrev": lambda f, params, x: torch.func.jacrev(lambda p: f(p, x))(params),
     "jacfwd": lambda f, params, x: torch.func.jacfwd(lambda p: f(p, x))(params),
     "vjp": lambda f, params, x: torch.func.vjp(lambda p: f(p, x), params)[1](torch.ones(5, 4)),
@@ -739,6 +740,7 @@ def test_a_model_and_its_weights_are_freed():
     assert [each() for each in left] == [None] * 3
 
 
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # which safetensors uses
 def test_safetensors_saves_state_dicts(tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     model, _ = prepared()
@@ -749,6 +751,5 @@ def test_safetensors_saves_state_dicts(tmp_path):
     loaded, _ = prepared(seed=2)
     safetensors.load_model(loaded, str(tmp_path / "model.safetensors"))
     assert_same_values(loaded, model)
-    with pytest.raises(RuntimeError, match="data pointer"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the classes of storages that it uses
+    with pytest.raises(RuntimeError, match="data pointer"):
         safetensors.save_file({"body.weight": model.body.weight}, str(tmp_path / "one.safetensors"))

@@ -248,7 +248,7 @@ def test_a_run_that_is_resumed_goes_on_bit_for_bit(name, goes_on):
         assert torch.equal(one, two)
 
 
-# Optimizers of others -------------------------------------------------------------------------------------------------
+# Optimizers of others -----------------------------------------------------------------------------------------------
 
 
 class SAM(optim.Optimizer):
@@ -420,7 +420,7 @@ def test_after_a_step_that_raises_values_are_right_and_train_on(after):
             assert torch.equal(value, two[name]), name
 
 
-# What programs do around steps ------------------------------------------------------------------------------------------
+# What programs do around steps --------------------------------------------------------------------------------------
 
 
 class Program:
@@ -654,7 +654,7 @@ def test_programs(program, kind):
     assert isinstance(two.model.first, Halves)
 
 
-# Memory -----------------------------------------------------------------------------------------------------------------
+# Memory -------------------------------------------------------------------------------------------------------------
 
 
 class Storages(TorchDispatchMode):

@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -151,6 +152,53 @@ def named_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
             yield prefix + name, tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """How many bytes the parameters of a model take, by where they lie; buffers are not counted.
+
+    Attributes:
+        high: High halves.
+        low: Low halves.
+        plain: Parameters that are stored plainly.
+        count: How many parameters, in elements, are stored in halves.
+        total_count: How many there are.
+    """
+
+    high: int
+    low: int
+    plain: int
+    count: int
+    total_count: int
+
+    def __str__(self) -> str:
+        share = f"{self.count:,} of {self.total_count:,} elements in halves"
+        return f"{share}: {self.high:,} + {self.low:,} bytes, and {self.plain:,} bytes plain"
+
+
+def halves(model: nn.Module) -> Bytes:
+    """Tell how many bytes of a model's parameters lie where.
+
+    Args:
+        model: Any; of what is sharded, this rank's shards count.
+
+    Example:
+        >>> import mezzo, torch
+        >>> model = torch.nn.Linear(8, 4)
+        >>> handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+        >>> print(halves(model))
+        32 of 36 elements in halves: 64 + 64 bytes, and 16 bytes plain
+    """
+    high = low = plain = count = total = 0
+    for param in model.parameters():
+        here = local(param)
+        total += here.numel()
+        if isinstance(here, Halves) and here.cell.wide is None:
+            high, low, count = high + 2 * here.numel(), low + 2 * here.numel(), count + here.numel()
+        else:
+            plain += here.numel() * here.element_size()
+    return Bytes(high, low, plain, count, total)
+
+
 # State dicts ----------------------------------------------------------------------------------------------
 
 
@@ -196,7 +244,7 @@ class _StateHook:
                     if not tensor.is_meta:
                         tensor.copy_(value)
                     elif isinstance(tensor, Halves):
-                        _replace(tensor, _encoded(value, tensor.hi.dtype))
+                        _replace(tensor, _encoded(value, tensor.hi.dtype, type(tensor)))
                     else:
                         become(tensor, value.detach().clone())
                 state[key] = tensor
@@ -285,7 +333,7 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
     there = change(param.detach())
     gradient = None if param.grad is None else change(param.grad)
     if not isinstance(there, Halves):  # of to_empty(), say
-        there = _encoded(there, param.hi.dtype)
+        there = _encoded(there, param.hi.dtype, type(param))
         there.path = param.path
     if there.device != param.device or there.stride() != param.stride() or there.cell is not param.cell:
         param.grad = None
