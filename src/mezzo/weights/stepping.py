@@ -16,7 +16,8 @@ from mezzo.compiling import never_compiled
 from mezzo.hooks import Look
 from mezzo.releases import private
 from mezzo.sharded import locals_of
-from mezzo.step.gradients import Exchange, alike
+from mezzo.step.gradients import alike
+from mezzo.weights.codec import Exchange
 from mezzo.weights.halves import Halves
 
 #: The classes of tensors that torch's optimizers update many at a time.
