@@ -247,7 +247,11 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
             why = "views and what torch lacks are cast nowhere" if rule.ops else nearest(rule.op, OPS)
             yield _idle(what, rule, why, near and not rule.ops and replace(rule, op=near))
         if rule.param is not None and any(map(rule.matches_param, tensors)):
-            if rule.treatment == "low" and policy.param_dtype == torch.float32 and not any(map(rule.matches_param, held)):
+            if (
+                rule.treatment == "low"
+                and policy.param_dtype == torch.float32
+                and not any(map(rule.matches_param, held))
+            ):
                 what = f"the parameter glob {rule.param!r} matches nothing that can be stored in halves"
                 why = "only floating parameters of torch's own class can; buffers are FP32"
                 yield _idle(what, rule, why, False)
