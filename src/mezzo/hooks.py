@@ -36,6 +36,21 @@ class OwnHook:
         return OwnHook, ()
 
 
+class Look:
+    """A hook before optimizers' steps that changes no value, and nothing that mezzo's optimizers have made ready.
+
+    Args:
+        look: Is called with the optimizer; it may raise.
+    """
+
+    def __init__(self, look: Callable[[Optimizer], object]) -> None:
+        self._look = look
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Look at an optimizer that is about to step."""
+        self._look(optimizer)
+
+
 def owner_of(hook: Any) -> Any:
     """Return whose method a hook is; one that is no method belongs to itself."""
     hook = getattr(hook, "hook", hook)  # as modules wrap those on loading

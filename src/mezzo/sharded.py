@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Final
 
 import torch
@@ -51,10 +50,10 @@ _PLAIN: Final = {Tensor, nn.Parameter}
 
 def locals_of(tensors: list[Tensor]) -> list[Tensor]:
     """Return :func:`local` of each of many tensors: the same list where none is a DTensor."""
-    if {*map(type, tensors)} <= _PLAIN:
+    kinds, module = {*map(type, tensors)}, sys.modules.get("torch.distributed.tensor")
+    if kinds <= _PLAIN or module is None or not any(issubclass(kind, module.DTensor) for kind in kinds):
         return tensors
-    found = list(map(local, tensors))
-    return tensors if all(map(is_, found, tensors)) else found
+    return list(map(local, tensors))
 
 
 def sharded_as(shard: Tensor, whole: Tensor) -> Tensor:

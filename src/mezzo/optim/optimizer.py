@@ -32,7 +32,7 @@ from mezzo.optim.state import (
     saved,
     wrong_weights,
 )
-from mezzo.sharded import local, locals_of, number_of_shard, placed, sharding
+from mezzo.sharded import is_distributed, local, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.moments import is_coded, zeros
@@ -55,10 +55,11 @@ _DENSE: Final = {torch.strided}
 
 @dataclass(slots=True, eq=False)
 class _Ready:
-    """Parameters that are updated together, and what updates this rank's part of them."""
+    """Parameters that are updated together, what updates this rank's part of them, and whether they are DTensors."""
 
     params: list[Tensor]
     update: BucketUpdate
+    is_sharded: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,23 +70,20 @@ class _Wanted:
         rule: The rule.
         params: The parameters.
         kinds: What each of them is.
-        halves: What each of them is stored in; ``None`` where it is plain.
-        shards: What this rank holds of each, once buckets were built; ``None`` where all are plain tensors.
+        memory: The tensors in which their values lie on this rank.
         buckets: Those of them that are updated together, in the same order; ``None`` until they were built.
     """
 
     rule: UpdateRule
     params: list[Tensor]
     kinds: list[Any]
-    halves: list[_Parts | None]
-    shards: list[Tensor] | None = None
+    memory: list[Tensor]
     buckets: list[_Ready] | None = None
 
     def is_as(self, other: _Wanted) -> bool:
         """Whether the buckets that were built for another serve this one."""
-        alike = self.rule == other.rule and self.kinds == other.kinds and all(map(_is_same, self.halves, other.halves))
-        same = alike and all(map(is_, self.params, other.params))
-        return same and (other.shards is None or all(map(is_, map(local, self.params), other.shards)))
+        alike = self.rule == other.rule and self.kinds == other.kinds and len(self.memory) == len(other.memory)
+        return alike and all(map(is_, self.params, other.params)) and all(map(is_, self.memory, other.memory))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,7 +282,7 @@ class OnePassOptimizer(Optimizer):
         """
         if len(gradients) > len(ready.params):
             gradients = [param.grad for param in ready.params]
-        if ready.update.bucket.weights is not ready.params:  # tensor parallelism leaves some as sums not taken yet
+        if ready.is_sharded:  # tensor parallelism leaves some as sums not taken yet
             gradients = [local(placed(each, param)) for each, param in zip(gradients, ready.params, strict=True)]
         try:
             return ready.update.ready(gradients)
@@ -322,7 +320,7 @@ class OnePassOptimizer(Optimizer):
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
-        wanted = _Wanted(self.rule_of(group), params, list(map(_KIND, params)), list(map(_halves_of, params)))
+        wanted = _Wanted(self.rule_of(group), params, list(map(_KIND, params)), in_memory(params))
         if (known := self._ready.get(number)) is not None and wanted.is_as(known):
             return known, gradients
         raise_together(wrong_weights(params))
@@ -337,9 +335,8 @@ class OnePassOptimizer(Optimizer):
     def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
         """Return a group's buckets, built anew when other parameters have gradients."""
         if (buckets := wanted.buckets) is None:
-            weights, buckets = locals_of(wanted.params), list(self._built(number, wanted.params, wanted.rule))
-            shards = None if weights is wanted.params else weights
-            self._ready[number] = replace(wanted, shards=shards, buckets=buckets)
+            buckets = list(self._built(number, wanted.params, wanted.rule))
+            self._ready[number] = replace(wanted, buckets=buckets)
         for device in {each.update.bucket.step.device for each in buckets}:
             self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
         return buckets
@@ -371,10 +368,11 @@ class OnePassOptimizer(Optimizer):
                 # Copies of a shard are rounded alike at random, and two shards are not.
                 seed=number + (number_of_shard(members[0]) << 16),
             )
+            is_sharded = any(map(is_distributed, members))
             try:
-                yield _Ready(members, executor_for(device).update_of(bucket))
+                yield _Ready(members, executor_for(device).update_of(bucket), is_sharded)
             except NoKernel as error:
-                yield _Ready(members, portable(error).update_of(bucket))
+                yield _Ready(members, portable(error).update_of(bucket), is_sharded)
 
     def _give_state(self, group: Group, params: list[Tensor], update_rule: UpdateRule) -> None:
         """Make what parameters lack: a count that all new ones share, and zeros."""
@@ -458,10 +456,6 @@ def _halves_of(param: Tensor) -> _Parts | None:
     """Return the two halves in which a parameter is stored, of a DTensor this rank's."""
     halves = in_halves(param)
     return None if halves is None else (halves.hi, halves.lo)
-
-
-def _is_same(one: _Parts | None, other: _Parts | None) -> bool:
-    return one is other or (one is not None and other is not None and one[0] is other[0] and one[1] is other[1])
 
 
 def _require_exact(params: list[Tensor], where: str) -> None:

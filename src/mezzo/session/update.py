@@ -17,17 +17,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import PolicyError, StateError, some_of
-from mezzo.hooks import hooks_of_every_step, step_hooks
+from mezzo.hooks import Look, hooks_of_every_step, step_hooks
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.optimizer import as_one_pass, one_pass
-from mezzo.optim.state import Look, changes_nothing
+from mezzo.optim.state import changes_nothing
 from mezzo.session.observers import Judged, Watched
 from mezzo.session.window import Window, multiply
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import dense
 from mezzo.step.passes import as_fused
 from mezzo.tensors import LOW, tree_map
-from mezzo.weights.stepping import in_memory, stored_again
+from mezzo.weights.stepping import stored_again
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -403,8 +403,7 @@ class _Evaluations:
 
     def run(self) -> Step:
         engine, weights = self._engine, self._engine.weights
-        written = in_memory(weights.updated(self._optimizer))
-        before = [(tensor, tensor.detach().clone()) for tensor in written]
+        before = [(param, param.detach().clone()) for param in weights.updated(self._optimizer)]
         restores = [_remembering(each) for each in (self._optimizer, *inner_optimizers(self._optimizer))]
         engine.is_stepping = True
         try:
@@ -420,8 +419,9 @@ class _Evaluations:
             with uninterrupted():
                 for each in (self._optimizer, *inner_optimizers(self._optimizer)):
                     stored_again(each)
-                for tensor, value in before:
-                    tensor.copy_(value)
+                with torch.no_grad():
+                    for param, value in before:
+                        param.copy_(value)
                 for restore in restores:
                     restore()
                 self._window.close()

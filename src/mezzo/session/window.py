@@ -174,8 +174,8 @@ class Window:
         if is_wide:
             _widen(leaves)
         else:
-            for leaf in leaves:
-                if leaf.grad is None and not steps_aside and _may_be_low(leaf):
+            for leaf in [] if steps_aside else _low(leaves):
+                if leaf.grad is None:
                     leaf.grad_dtype = self._first_dtype(leaf)  # it may have been FP32, and cleared by others
             _widen(there)
         if steps_aside:
@@ -226,9 +226,7 @@ class Window:
         if self._steps_aside:
             self._aside = average(self.leaves(), self._aside)
         self._come_back()
-        for leaf in self.leaves():
-            if not _may_be_low(leaf):
-                continue
+        for leaf in _low(self.leaves()):
             if leaf.grad is None:
                 leaf.grad_dtype = leaf.dtype  # so that torch.autograd.grad returns what it does in plain torch
             elif leaf.grad.dtype != leaf.dtype:
@@ -313,17 +311,16 @@ class Window:
         self.forget()
 
     def _forget_uses(self) -> None:
-        for leaf in self.leaves():
-            if _may_be_low(leaf):
-                if leaf.grad is None:
-                    leaf.grad_dtype = leaf.dtype
-                if isinstance(leaf, Halves):
-                    leaf.cell.uses[:] = 0, 0
+        for leaf in _low(self.leaves()):
+            if leaf.grad is None:
+                leaf.grad_dtype = leaf.dtype
+            if type(leaf) is Halves:
+                leaf.cell.uses[:] = 0, 0
 
 
-def _may_be_low(leaf: Tensor) -> bool:
-    """Whether a parameter's gradient may have 16 bits."""
-    return type(leaf) is Halves or leaf.dtype in LOW
+def _low(leaves: list[Tensor]) -> list[Tensor]:
+    """Return the parameters whose gradients may have 16 bits."""
+    return [leaf for leaf in leaves if type(leaf) is Halves or leaf.dtype in LOW]
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import accumulate
+from operator import attrgetter, is_
 from typing import Any, Final
 
 import torch
@@ -11,14 +13,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mezzo.compiling import never_compiled
+from mezzo.hooks import Look
 from mezzo.releases import private
-from mezzo.sharded import local
-from mezzo.step.gradients import Exchange
-from mezzo.weights.halves import Halves, in_halves
+from mezzo.sharded import locals_of
+from mezzo.step.gradients import Exchange, alike
+from mezzo.weights.halves import Halves
 
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
 _HOOKS: Final[list[Any]] = []
+_CELL: Final = attrgetter("cell")
+#: Values begin at multiples of so many elements, 64 bytes.
+_ALIGNED: Final = 16
 
 
 def watch_steps() -> None:
@@ -30,7 +36,7 @@ def watch_steps() -> None:
     if not _HOOKS:
         if Halves not in _FOREACH_CLASSES:
             _FOREACH_CLASSES.append(Halves)
-        _HOOKS.append(register_optimizer_step_pre_hook(_before))
+        _HOOKS.append(register_optimizer_step_pre_hook(Look(_before)))
         _HOOKS.append(register_optimizer_step_post_hook(_after))
 
 
@@ -44,36 +50,26 @@ class _Decoded:
     """
 
     def __init__(self, weights: list[Halves]) -> None:
-        self.weights = weights
-        self._halves = [each.whole() for each in weights]
-        self._values = [torch.empty_like(high, dtype=torch.float32) for high, _ in self._halves]
-        alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for place, each in enumerate(weights):
-            alike.setdefault((each.device, each.hi.dtype), []).append(place)
-        self._exchanges = list[tuple[Exchange, list[Tensor]]]()
-        for places in alike.values():
-            high, low = zip(*(self._halves[at] for at in places), strict=True)
-            values = [self._values[at] for at in places]
-            self._exchanges.append((Exchange(high, low, values), values))
+        self._weights, self._memory = weights, in_memory(weights)
+        self._parts = [
+            _Alike([weights[at] for at in places]) for places in alike([each.hi for each in weights]).values()
+        ]
 
     def serves(self, weights: list[Halves]) -> bool:
         """Whether these are the same, in the same memory."""
-        return len(weights) == len(self.weights) and all(
-            a is b and hi is a.hi and lo is a.lo
-            for a, b, (hi, lo) in zip(weights, self.weights, self._memory, strict=True)
+        memory = in_memory(weights)
+        return (
+            len(weights) == len(self._weights)
+            and all(map(is_, weights, self._weights))
+            and all(map(is_, memory, self._memory))
         )
 
     def show(self) -> None:
         """Let them lie in FP32."""
-        self._memory = [(each.hi, each.lo) for each in self.weights]
-        for value in self._values:
-            storage, size = value.untyped_storage(), value.numel() * 4
-            if storage.nbytes() != size:  # torch would move what has that size already
-                storage.resize_(size)
-        for exchange, _ in self._exchanges:
-            exchange.widen()
-        for each, value in zip(self.weights, self._values, strict=True):
-            each.cell.wide = value
+        for part in self._parts:  # what fails for want of memory fails here
+            part.take_memory()
+        for part in self._parts:
+            part.show()
 
     def store(self, *, keeps_memory: bool) -> None:
         """Store them in halves again, but those that were given other values to lie in meanwhile.
@@ -81,20 +77,46 @@ class _Decoded:
         Args:
             keeps_memory: Whether the FP32 values stay where they are: a captured graph writes there.
         """
-        for exchange, values in self._exchanges:
-            exchange.store(values)
-        for each, value in zip(self.weights, self._values, strict=True):
+        for part in self._parts:
+            part.store(keeps_memory=keeps_memory)
+
+
+class _Alike:
+    """Those of them that are of one device, with high halves of one dtype: their FP32 values lie side by side."""
+
+    def __init__(self, weights: list[Halves]) -> None:
+        high, low = zip(*(each.whole() for each in weights), strict=True)
+        *starts, total = accumulate((-(-each.numel() // _ALIGNED) * _ALIGNED for each in high), initial=0)
+        memory = torch.empty(total, dtype=torch.float32, device=high[0].device)
+        self._weights, self._memory, self._size = weights, memory.untyped_storage(), 4 * total
+        self._values = [
+            memory.as_strided(each.size(), each.stride(), start) for each, start in zip(high, starts, strict=True)
+        ]
+        self._exchange = Exchange(high, low, self._values)
+
+    def take_memory(self) -> None:
+        if self._memory.nbytes() != self._size:
+            self._memory.resize_(self._size)
+
+    def show(self) -> None:
+        self._exchange.widen()
+        for each, value in zip(self._weights, self._values, strict=True):
+            each.cell.wide = value
+
+    def store(self, *, keeps_memory: bool) -> None:
+        self._exchange.store(self._values)
+        for each, value in zip(self._weights, self._values, strict=True):
             if each.cell.wide is value:
                 each.cell.wide = None
-            if not keeps_memory:
-                value.untyped_storage().resize_(0)
+        if not keeps_memory:
+            self._memory.resize_(0)
 
 
 def written_by(optimizer: Optimizer) -> list[Halves]:
     """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
-    params = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-    found = {id(halves.cell): halves for param in params if (halves := in_halves(param)) is not None}
-    return list(found.values())
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+    found = [here for here in locals_of(params) if type(here) is Halves and here.cell.wide is None]
+    return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
 
 
 def reads_halves(optimizer: Optimizer) -> bool:
@@ -139,12 +161,10 @@ def keep_memory(optimizer: Optimizer) -> object:
 
 def in_memory(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors in which the values of parameters lie: of halves both of them, of a DTensor this rank's."""
-    found: list[Tensor] = []
-    for here in map(local, params):
-        if not isinstance(here, Halves):
-            found.append(here)
-        elif here.cell.wide is None:
-            found += [here.hi, here.lo]
-        else:
-            found.append(here.value())
-    return found
+    return [
+        part
+        for here in locals_of([*params])
+        for part in (
+            (here,) if type(here) is not Halves else (here.hi, here.lo) if here.cell.wide is None else (here.value(),)
+        )
+    ]
