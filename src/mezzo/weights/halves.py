@@ -328,7 +328,7 @@ class Halves(Tensor):
             # It lies where the other lies.
             self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
-            become(self, value)
+            become(self, value.detach())
 
 
 def _lies_within(tensor: Halves) -> bool:
@@ -546,8 +546,8 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
             back[id(wide)] = each
             if each.cell.wide is None:
                 each.assign(wide)
-        if many and written:
-            increment_version(written)
+        if many and (counted := [each for each in written if not each.is_inference()]):
+            increment_version(counted)
     if isinstance(out, Tensor):
         return back.get(id(out), out)
     return tree_map_only(Tensor, lambda each: back.get(id(each), each), out) if back else out
@@ -642,7 +642,7 @@ def become(tensor: Any, made: Tensor) -> None:
     """
     if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
-    own, gradient = _own(tensor), tensor.grad
+    own, gradient = _own(tensor), tensor.grad if tensor.is_leaf else None
     try:
         _SWAP(tensor, made)
     except RuntimeError as error:
@@ -659,7 +659,7 @@ def become(tensor: Any, made: Tensor) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(tensor, name, None):
             setattr(tensor, name, hooks)
-    if gradient is not None:
+    if gradient is not None and gradient.shape == tensor.shape:
         tensor.grad = gradient.to(tensor.dtype)
     if made.requires_grad and made.is_leaf:  # graphs of before know the other: it lives as long as they do
         hand_on = functools.partial(_hand_on, weakref.ref(tensor))

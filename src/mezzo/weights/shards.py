@@ -134,7 +134,7 @@ class Whole(Cell):
     __slots__ = ("_sent", "kept")
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(0)
         self.kept: list[Tensor] = []
         self._sent: _Sent | None = None
 
@@ -172,7 +172,7 @@ class Gathered(Halves):
         """Take none: where it lies follows from the high half."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in _CASTS:
             hi = args[0].hi
             if func is _LAZILY or (kwargs == {"dtype": hi.dtype} and casts_by_itself(hi.device.type)):
