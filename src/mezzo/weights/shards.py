@@ -162,7 +162,7 @@ class Gathered(Halves):
     cell: Any
 
     @property
-    def lo(self) -> Tensor:  # type: ignore[override]
+    def lo(self) -> Tensor:
         """The low half."""
         whole: Tensor = self.cell.lo()
         return whole.as_strided(self.hi.size(), self.hi.stride(), self.hi.storage_offset())
@@ -172,7 +172,7 @@ class Gathered(Halves):
         """Take none: where it lies follows from the high half."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _CASTS:
             hi = args[0].hi
             if func is _LAZILY or (kwargs == {"dtype": hi.dtype} and casts_by_itself(hi.device.type)):
