@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo import UnsupportedError
+from mezzo import MezzoError, NumericsError, UnsupportedError
 from mezzo.weights import Halves, decode, encode
 from mezzo.weights.models import restore, store
 
@@ -82,6 +82,18 @@ def test_a_parameter_stays_the_object_that_it_is_and_comes_back_bit_for_bit(dtyp
     assert same(param.detach(), kept)
     param.sum().backward()
     assert calls == ["hook", "hook"]
+
+
+def test_fp16_weights_beyond_its_range_are_refused_by_name_and_nothing_is_changed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    large = model[1].weight
+    large.data[2, 2] = 70000.0
+    with pytest.raises(MezzoError, match=r"1\.weight"):
+        mezzo.prepare(model, "O2,dtype=float16,emulate=true")
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    with pytest.raises(NumericsError, match=r"head\.weight"):
+        Halves.of(large, FP16, name="head.weight")
+    assert not Halves.of(large, BF16).isinf().any()
 
 
 def test_no_name_of_ours_hides_one_of_torchs():
