@@ -258,7 +258,7 @@ class Halves(Tensor):
         value = self.detach().clone()
         return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return repr(self._plain())
 
     def __format__(self, spec: str) -> str:
