@@ -24,8 +24,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.sharded import give, give_back
 from mezzo.tensors import LOW, dtype_name
-from mezzo.weights.halves import halves
-from mezzo.weights.models import follow, of_halves, restore, store
+from mezzo.weights.models import follow, halves, of_halves, restore, store
 
 logger = logging.getLogger(__name__)
 
