@@ -138,8 +138,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     "hooks.py": {
         "torch.Tensor._backward_hooks": "order hooks on gradients, and see the user's",
         "torch.Tensor._post_accumulate_grad_hooks": "see the user's hooks on gradients, and silence them",
-        f"{_OPTIMIZER}._optimizer_step_pre_hooks": "order hooks of an optimizer's step, and see the user's",
-        f"{_OPTIMIZER}._optimizer_step_post_hooks": "order hooks of an optimizer's step",
+        f"{_OPTIMIZER}._optimizer_step_pre_hooks": "see the user's hooks of an optimizer's step",
         f"{_OPTIMIZER}._optimizer_state_dict_pre_hooks": "run the hooks of an optimizer's state_dict",
         f"{_OPTIMIZER}._optimizer_state_dict_post_hooks": "run the hooks of an optimizer's state_dict",
         f"{_OPTIMIZER}._optimizer_load_state_dict_pre_hooks": "run the hooks of an optimizer's load_state_dict",

@@ -8,10 +8,10 @@ import torch
 from mezzo import UnsupportedError
 from mezzo.step.executors import choose, cpp
 from mezzo.step.executors.portable import Portable
-from mezzo.step.gradients import Exchange
+from mezzo.weights.codec import Exchange
 from mezzo.step.storage import decode, encode, encode_into
 
-from .executors.implementations import BF16, CPU, FP16, FP32, LAYOUTS, like, random
+from ..step.executors.implementations import BF16, CPU, FP16, FP32, LAYOUTS, like, random
 
 
 @pytest.fixture
