@@ -116,7 +116,7 @@ MODELS: Final = (
     Model(
         name="GPT-2 small", build=NETS["gpt2-small"].build, batch=(1, 8),
         full={"vocabulary": 50257, "width": 768, "layers": 12, "heads": 12, "tokens": 1024},
-        least={"vocabulary": 64, "width": 16, "layers": 1, "heads": 2, "tokens": 8},
+        least={"vocabulary": 64, "width": 16, "layers": 1, "heads": 2, "tokens": 32},
     ),
     Model(
         name="ResNet-50", build=NETS["resnet-50"].build, batch=(2, 3, 64, 64),
@@ -264,7 +264,9 @@ def main() -> None:
         for name in WAYS:
             rows.append(counted(model, model.full if given.size == "full" else model.least, name))
             gc.collect()
-    table = Table("model", "way", "weights", "gradients", "moments", "kept", "a parameter", "casts", "step", title="MiB")
+    table = Table(
+        "model", "way", "weights", "gradients", "moments", "kept", "a parameter", "casts", "step", title="MiB"
+    )
     for row in rows:
         each = (row.weights, row.gradients, row.moments, row.kept)
         sizes = [f"{size / MIB:.1f}" for size in each]

@@ -62,3 +62,19 @@ def test_what_it_refers_to_when_halves_are_given_back_stays_what_it_is():
     assert [type(p) for p in model.parameters()] == [nn.Parameter, nn.Parameter, Halves, nn.Parameter]
     assert torch.equal(model[1].weight.clone(), before)
     del seen
+
+
+def test_memory_that_comes_later_is_halves_too():
+    """``to_empty()``, and a model on the meta device that is given its values."""
+    model = nn.Linear(4, 3)
+    prepared = mezzo.prepare(model, O2)
+    model.to_empty(device="cpu")
+    assert isinstance(model.weight, Halves)
+    prepared.remove()
+    with torch.device("meta"):
+        model = nn.Linear(4, 3)
+    values = nn.Linear(4, 3).state_dict()
+    mezzo.prepare(model, O2)
+    model.load_state_dict(values, assign=True)
+    assert isinstance(model.weight, Halves)
+    assert torch.equal(model.weight.clone(), values["weight"])

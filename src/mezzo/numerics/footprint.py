@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from mezzo.releases import private
 from mezzo.tensors import tensors
-from mezzo.weights.models import in_halves
+from mezzo.weights.halves import in_halves
 from mezzo.weights.stepping import in_memory
 
 #: Where the storage of a tensor lies, which its own data_ptr() would separate from what it shares with others.

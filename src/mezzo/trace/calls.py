@@ -31,7 +31,7 @@ from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
 
 # Who asked: the op behind a torch function or kernel, the line of the user's code, mezzo's own casts.
 
-Doing = Literal["emulation", "cast", "buffer", "region", "other"]
+Doing = Literal["emulation", "cast", "region", "other"]
 
 
 @functools.lru_cache(maxsize=4096)

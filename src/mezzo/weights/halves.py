@@ -7,7 +7,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final
 
@@ -204,19 +203,19 @@ class Halves(Tensor):
             return found
         return self.to(dtype)
 
-    def _view(self, hi: Tensor, lo: Tensor) -> Halves:
+    def _view(self, hi: Tensor, lo: Any) -> Halves:
         if torch.is_inference_mode_enabled() and not self.is_inference():  # a view is what its base is
             with torch.inference_mode(False):
                 return self._part(hi, lo)
         return self._part(hi, lo)
 
-    def _part(self, hi: Tensor, lo: Tensor) -> Halves:
+    def _part(self, hi: Tensor, lo: Any) -> Halves:
         made: Halves = type(self)(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
         return made
 
-    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation makes of it that only looks at it in another way."""
+    def _seen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a view of it: what an operation makes of both halves."""
         hi, lo = func(self.hi, *args, **kwargs), func(self.lo, *args, **kwargs)
         return self._view(hi, lo) if isinstance(hi, Tensor) else type(hi)(map(self._view, hi, lo))
 
@@ -318,7 +317,7 @@ class Halves(Tensor):
     @property
     def data(self) -> Any:
         """The same memory without autograd; or other values, as for any tensor, and wherever these lie."""
-        return self._view(self.hi, self.lo)
+        return self._seen(_same)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -330,6 +329,10 @@ class Halves(Tensor):
             self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
             become(self, value)
+
+
+def _same(half: Tensor) -> Tensor:
+    return half
 
 
 def _lies_within(tensor: Halves) -> bool:
@@ -410,7 +413,7 @@ def _as_view(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
     if not isinstance(weight, Halves):
         return _as_any(func, args, kwargs)
-    return weight._viewed(func, args[1:], kwargs)
+    return weight._seen(func, *args[1:], **kwargs)
 
 
 def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
@@ -663,7 +666,8 @@ def become(tensor: Any, made: Tensor) -> None:
     if gradient is not None:
         tensor.grad = gradient.to(tensor.dtype)
     if made.requires_grad and made.is_leaf:  # graphs of before know the other: it lives as long as they do
-        made.register_post_accumulate_grad_hook(functools.partial(_hand_on, weakref.ref(tensor)))
+        hand_on = functools.partial(_hand_on, weakref.ref(tensor))
+        made.register_post_accumulate_grad_hook(hand_on)  # type: ignore[no-untyped-call]
 
 
 def _hand_on(to: Callable[[], Tensor | None], before: Tensor) -> None:
@@ -686,53 +690,6 @@ def in_halves(param: Tensor) -> Halves | None:
     if here.cell.is_lent:
         here.settle()
     return here if here.cell.wide is None else None
-
-
-@dataclass(frozen=True, slots=True)
-class Bytes:
-    """How many bytes the parameters of a model take, by where they lie; buffers are not counted.
-
-    Attributes:
-        high: High halves.
-        low: Low halves.
-        plain: Parameters that are stored plainly.
-        count: How many parameters, in elements, are stored in halves.
-        total_count: How many there are.
-    """
-
-    high: int
-    low: int
-    plain: int
-    count: int
-    total_count: int
-
-    def __str__(self) -> str:
-        share = f"{self.count:,} of {self.total_count:,} elements in halves"
-        return f"{share}: {self.high:,} + {self.low:,} bytes, and {self.plain:,} bytes plain"
-
-
-def halves(model: nn.Module) -> Bytes:
-    """Tell how many bytes of a model's parameters lie where.
-
-    Args:
-        model: Any; of what is sharded, this rank's shards count.
-
-    Example:
-        >>> import mezzo, torch
-        >>> model = torch.nn.Linear(8, 4)
-        >>> handle = mezzo.prepare(model, "O2,dtype=bfloat16")
-        >>> print(halves(model))
-        32 of 36 elements in halves: 64 + 64 bytes, and 16 bytes plain
-    """
-    high = low = plain = count = total = 0
-    for param in model.parameters():
-        here = local(param)
-        total += here.numel()
-        if isinstance(here, Halves) and here.cell.wide is None:
-            high, low, count = high + 2 * here.numel(), low + 2 * here.numel(), count + here.numel()
-        else:
-            plain += here.numel() * here.element_size()
-    return Bytes(high, low, plain, count, total)
 
 
 def _rebuilt(hi: Tensor, lo: Tensor, is_param: bool, requires_grad: bool, name: str) -> Tensor:

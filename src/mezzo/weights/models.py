@@ -10,6 +10,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,7 +20,7 @@ from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError
 from mezzo.hooks import is_ours
 from mezzo.policy.rules import both
 from mezzo.sharded import hold_locally, is_distributed, local
-from mezzo.step.storage import encode_into, is_beyond, refuse_beyond
+from mezzo.step.storage import encode_into, is_beyond
 from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.halves import Halves, become, in_halves
 from mezzo.weights.shards import Shard
@@ -41,17 +42,12 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
     """Store parameters in halves; each stays the object that it is.
 
     Args:
-        dtypes: FP32 parameters, or such as are in that dtype already, each with the dtype of its high half.
+        dtypes: Parameters in FP32 or 16 bits, each with the dtype of its high half.
         names: What errors call them.
 
-    Raises:
-        NumericsError: A finite value beyond the range of its dtype; nothing was changed.
-
-    **Cost**: a pass over each, and one host sync for FP16. 4 bytes a weight; FP32 memory is let go one by one.
+    **Cost**: a pass over each. 4 bytes a weight; FP32 memory is let go one by one. Finite values beyond the range of a
+    dtype become infinite: whoever decides what is stored has looked.
     """
-    for param, dtype in dtypes.items():
-        if dtype == torch.float16 and param.dtype != dtype and not param.is_meta:
-            refuse_beyond([(local(param.detach()), dtype)], names[param])
     if dtypes:
         watch_steps()
     for param, dtype in dtypes.items():
@@ -67,7 +63,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
             _replace(param, made)
 
 
-def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves]) -> Halves:
+def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves] = Halves) -> Halves:
     wide = values.to(torch.float32)
     high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
     encode_into(wide, high, low)
@@ -85,8 +81,9 @@ def restore(params: Iterable[Tensor]) -> None:
     for ends in (False, True):
         refused = list[Tensor]()
         for param in waiting:
+            here: Any = local(param.detach())
             try:
-                _replace(param, local(param.detach()).value())
+                _replace(param, here.value())
             except UnsupportedError:
                 refused.append(param)
         if not (waiting := refused):
@@ -155,6 +152,53 @@ def named_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]
             yield prefix + name, tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """How many bytes the parameters of a model take, by where they lie; buffers are not counted.
+
+    Attributes:
+        high: High halves.
+        low: Low halves.
+        plain: Parameters that are stored plainly.
+        count: How many parameters, in elements, are stored in halves.
+        total_count: How many there are.
+    """
+
+    high: int
+    low: int
+    plain: int
+    count: int
+    total_count: int
+
+    def __str__(self) -> str:
+        share = f"{self.count:,} of {self.total_count:,} elements in halves"
+        return f"{share}: {self.high:,} + {self.low:,} bytes, and {self.plain:,} bytes plain"
+
+
+def halves(model: nn.Module) -> Bytes:
+    """Tell how many bytes of a model's parameters lie where.
+
+    Args:
+        model: Any; of what is sharded, this rank's shards count.
+
+    Example:
+        >>> import mezzo, torch
+        >>> model = torch.nn.Linear(8, 4)
+        >>> handle = mezzo.prepare(model, "O2,dtype=bfloat16")
+        >>> print(halves(model))
+        32 of 36 elements in halves: 64 + 64 bytes, and 16 bytes plain
+    """
+    high = low = plain = count = total = 0
+    for param in model.parameters():
+        here = local(param)
+        total += here.numel()
+        if isinstance(here, Halves) and here.cell.wide is None:
+            high, low, count = high + 2 * here.numel(), low + 2 * here.numel(), count + here.numel()
+        else:
+            plain += here.numel() * here.element_size()
+    return Bytes(high, low, plain, count, total)
+
+
 # State dicts ----------------------------------------------------------------------------------------------
 
 
@@ -200,7 +244,7 @@ class _StateHook:
                     if not tensor.is_meta:
                         tensor.copy_(value)
                     elif isinstance(tensor, Halves):
-                        _replace(tensor, _encoded(value, tensor.hi.dtype))
+                        _replace(tensor, _encoded(value, tensor.hi.dtype, type(tensor)))
                     else:
                         become(tensor, value.detach().clone())
                 state[key] = tensor
@@ -270,7 +314,7 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
                 "model; .to(device) alone may be called",
             )
     every = module._parameters
-    plain = {name: param for name, param in every.items() if name not in here or is_distributed(param)}
+    plain = {name: param for name, param in every.items() if name not in here or is_distributed(here[name])}
     vars(module)["_parameters"] = plain
     try:
         moved: nn.Module = type(module)._apply(module, change, recurse)  # type: ignore[no-untyped-call]
@@ -289,7 +333,7 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
     there = change(param.detach())
     gradient = None if param.grad is None else change(param.grad)
     if not isinstance(there, Halves):  # of to_empty(), say
-        there = _encoded(there, param.hi.dtype)
+        there = _encoded(there, param.hi.dtype, type(param))
         there.path = param.path
     if there.device != param.device or there.stride() != param.stride() or there.cell is not param.cell:
         param.grad = None

@@ -24,7 +24,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.sharded import give, give_back
 from mezzo.tensors import LOW, dtype_name
-from mezzo.weights.models import follow, of_halves, restore, store
+from mezzo.weights.models import follow, halves, of_halves, restore, store
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +53,7 @@ def prepare(model: nn.Module, policy: Policy | str | os.PathLike[str]) -> Prepar
     Raises:
         PolicyError: A rule whose module or parameter glob matches nothing; two rules that store one tied parameter
             differently.
-        UnsupportedError: Parameters in float64 or another low precision; a device without the format.
-        NumericsError: Weights beyond FP16's range.
+        UnsupportedError: Parameters in float64; weights beyond FP16's range; a device without the format.
         StateError: The model is prepared already, wrapped by DDP before conversion, or holds gradients.
 
     **Cost**: in O2 4 bytes for a weight that is stored in halves, as for one that is not. Where the policy differs from
@@ -123,6 +122,9 @@ class Prepared:
             self.remove()
             raise
 
+    def __repr__(self) -> str:
+        return f"<mezzo.prepare({type(self.model).__name__}, {str(self.asked)!r}): {halves(self.model)}>"
+
     def _carry_out(self) -> None:
         names = {param: name for name, param in self.model.named_parameters()}
         self._halves = {names[param]: dtype for param, dtype in self._storage.halves.items()}
@@ -151,8 +153,8 @@ class Prepared:
             self._hooks.append(module.register_forward_hook(within.exit, always_call=True))
         for module, dtype in self._taking_in() if policy.param_dtype != torch.float32 else ():
             self._hooks.append(module.register_forward_pre_hook(TakesIn(dtype).enter, with_kwargs=True))
-        for module in () if policy.output_dtype is None else outermost(model):
-            last = GivesOut(policy.output_dtype)
+        out = policy.output_dtype
+        for module, last in () if out is None else ((module, GivesOut(out)) for module in outermost(model)):
             self._hooks.append(module.register_forward_pre_hook(last.enter, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(last.exit))
         if self._hooks or self._storage.halves:

@@ -247,11 +247,8 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
             why = "views and what torch lacks are cast nowhere" if rule.ops else nearest(rule.op, OPS)
             yield _idle(what, rule, why, near and not rule.ops and replace(rule, op=near))
         if rule.param is not None and any(map(rule.matches_param, tensors)):
-            if (
-                rule.treatment == "low"
-                and policy.param_dtype == torch.float32
-                and not any(map(rule.matches_param, held))
-            ):
+            is_stored = any(map(rule.matches_param, held)) or policy.param_dtype != torch.float32
+            if rule.treatment == "low" and not is_stored:
                 what = f"the parameter glob {rule.param!r} matches nothing that can be stored in halves"
                 why = "only floating parameters of torch's own class can; buffers are FP32"
                 yield _idle(what, rule, why, False)
@@ -289,17 +286,8 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
     names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     plain = {tensor: dtype for tensor, dtype in stored.plain.items() if tensor.dtype != dtype}
     halves = {param: dtype for param, dtype in stored.halves.items() if not of_halves(param)}
-    every = {**plain, **halves}
-    low = [t for t, dtype in every.items() if t.dtype in LOW and dtype not in (t.dtype, torch.float32)]
-    if low:
-        targets = ", ".join(sorted({dtype_name(every[t]) for t in low}))
-        yield UnsupportedError(
-            f"parameters are already in a low precision that {policy.level} would change",
-            where=some_of([f"{names[t]} ({dtype_name(t.dtype)})" for t in low]),
-            why=f"one 16-bit format does not hold what another does; the policy says {targets}",
-            write=f"model.float() first; or {both(f'{policy.level},dtype={dtype_name(low[0].dtype)}')}",
-        )
-    narrowed = {t: dtype for t, dtype in every.items() if t.dtype not in (dtype, *LOW) and not t.is_meta}
+    every: dict[Tensor, torch.dtype] = dict((*plain.items(), *halves.items()))
+    narrowed = {t: dtype for t, dtype in every.items() if dtype not in (t.dtype, torch.float32) and not t.is_meta}
     if narrowed and (lost := _lost(narrowed)):
         yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
     converted = [t for t in every if isinstance(t, nn.Parameter)]
@@ -358,10 +346,10 @@ def do_not_fit(names: Sequence[str], dtype: torch.dtype) -> UnsupportedError:
         names: Whose values; none where other ranks hold them.
         dtype: The precision.
     """
+    name = names[0] if names else "…"
     return UnsupportedError(
         f"values do not fit {dtype_name(dtype)}",
         where=some_of(names) or "weights of another rank",
         why=f"they are beyond {torch.finfo(dtype).max:g} and would become infinite",
-        write=f"policy.keep_fp32(params=[{repr(names[0]) if names else '…'}]), the text "
-        f'fp32_param={names[0] if names else "…"}; or Policy.O2("bfloat16"), the text O2,dtype=bfloat16',
+        write=f"{both(f'fp32_param={name}')}; or {both('O2,dtype=bfloat16')}",
     )
