@@ -97,9 +97,9 @@ def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, c
     for each in (params, others):
         gradients(each, 1)
         for param in each:
-            wide = param.grad.float()
+            low = param.grad.bfloat16()
             param.grad_dtype = None
-            param.grad = wide
+            param.grad = low
     other.step()
 
     def gone(source):

@@ -663,7 +663,7 @@ def become(tensor: Any, made: Tensor) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(tensor, name, None):
             setattr(tensor, name, hooks)
-    if gradient is not None:
+    if gradient is not None and gradient.shape == tensor.shape:
         tensor.grad = gradient.to(tensor.dtype)
     if made.requires_grad and made.is_leaf:  # graphs of before know the other: it lives as long as they do
         hand_on = functools.partial(_hand_on, weakref.ref(tensor))
