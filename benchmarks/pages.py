@@ -61,8 +61,8 @@ def figures() -> str:
         lines.append(_timed(f"optimizer step of 124 M parameters, O2 in {dtype}", split))
     rows = newest("memory-cpu-*.json")["rows"]
     ways = [the(rows, model="GPT-2 small", way=way) for way in ("O2", "O2, int8 moments", "torch.amp")]
-    mine, coded, amp = (f"{row['kept'] / 2**20:,.0f} MiB" for row in ways)
-    lines.append(f"| kept to train GPT-2 small, O2; with int8 moments | {mine}; {coded} | torch.amp: {amp} |")
+    kept = [f"{row['kept'] / 2**20:,.0f} MiB" for row in ways]
+    lines.append(f"| kept to train GPT-2 small, O2; with int8 moments | {kept[0]}; {kept[1]} | torch.amp: {kept[2]} |")
     for net, level in (("gpt2-small", "O2"), ("64-tiny", "O1")):
         rows = the(trainings, net=net)["rows"]
         lines.append(_timed(f"training step of {net}, {level} in bfloat16", the(rows, way=f"mezzo {level}")))

@@ -6,6 +6,7 @@ The one file that takes private names of modes and of functorch's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -37,6 +38,10 @@ _FUNCTION_MODE_AT: Final = private("torch._C._get_function_stack_at")
 function_modes: Final[Callable[[], list[Any]]] = private("torch.overrides._get_current_function_mode_stack")
 dispatch_modes: Final[Callable[[], list[Any]]] = private(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
+)
+#: A context in which no dispatch mode is asked, such as those under which torch traces.
+without_dispatch_modes: Final[Callable[[], AbstractContextManager[Any]]] = private(
+    "torch.utils._python_dispatch._disable_current_modes"
 )
 num_dispatch_modes: Final[Callable[[], int]] = private("torch._C._len_torch_dispatch_stack")
 _DISPATCH_MODE: Final = private("torch._C._get_dispatch_mode")

@@ -79,6 +79,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.overrides._get_current_function_mode_stack": "find the regions that are active",
         "torch._C._len_torch_dispatch_stack": "tell whether kernels may read memory directly",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "tell whether a pass is watched",
+        "torch.utils._python_dispatch._disable_current_modes": "gather a weight whose use is traced",
         "torch.utils._python_dispatch.TorchDispatchMode": "watch the kernels of a pass",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "leave tensors alone that wrap others",
         "torch._subclasses.fake_tensor.FakeTensorMode": "count what kernels would move",
@@ -138,8 +139,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     "hooks.py": {
         "torch.Tensor._backward_hooks": "order hooks on gradients, and see the user's",
         "torch.Tensor._post_accumulate_grad_hooks": "see the user's hooks on gradients, and silence them",
-        f"{_OPTIMIZER}._optimizer_step_pre_hooks": "order hooks of an optimizer's step, and see the user's",
-        f"{_OPTIMIZER}._optimizer_step_post_hooks": "order hooks of an optimizer's step",
+        f"{_OPTIMIZER}._optimizer_step_pre_hooks": "see the user's hooks of an optimizer's step",
         f"{_OPTIMIZER}._optimizer_state_dict_pre_hooks": "run the hooks of an optimizer's state_dict",
         f"{_OPTIMIZER}._optimizer_state_dict_post_hooks": "run the hooks of an optimizer's state_dict",
         f"{_OPTIMIZER}._optimizer_load_state_dict_pre_hooks": "run the hooks of an optimizer's load_state_dict",

@@ -396,7 +396,7 @@ class Island(nn.Module):
 ISLANDS = [
     ("fp32_module=0,fp32_param=*weight", WIDE),
     ("low_module=0.part,fp32_module=0", BF16),
-    ("low_param=0.part.*,fp32_module=0", BF16),
+    ("low_param=0.part.*,fp32_module=0", WIDE),  # which says how it is stored
     ("low=linear@0.part,fp32_module=0", BF16),
 ]
 
@@ -467,6 +467,26 @@ def test_parameter_rules_store_and_treat_and_follow_views_and_lists():
         with mezzo.prepare(model, f"{level},dtype=bfloat16,emulate=true,{rule}").autocast():
             model(data(4, 8))
         assert [out.dtype for out in model.seen] == [dtype] * 3
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.full((2,), 256.0))
+
+    def forward(self, x):
+        self.seen = self.seen + 1
+        return self.layer(x)
+
+
+def test_a_counter_that_a_rule_keeps_in_fp32_counts_on():
+    """BF16 holds 256 and 258."""
+    for policy, wanted in (("O3,bf16", 256), ("O3,bf16,fp32_param=seen", 257), ("O2,bf16", 257)):
+        model = Counter()
+        with mezzo.prepare(model, policy).autocast():
+            model(torch.ones(1, 2))
+        assert model.seen.tolist() == [wanted] * 2
 
 
 class Chain(nn.Module):

@@ -240,7 +240,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     names = list(inspect.signature(model.forward).parameters)
     policy = with_low_ends(model, policy)
     storage = wanted_storage(model, policy, waits=True)
-    dtypes = {**storage.plain, **storage.halves}  # of halves the high one is read, which costs no cast
+    # Of halves the high one is read, which costs no cast.
+    dtypes: dict[Tensor, torch.dtype] = dict((*storage.plain.items(), *storage.halves.items()))
     stored = {path: dtypes[param] for path, param in model.named_parameters() if param in dtypes}
     found: list[Graph | MezzoError] = []
 

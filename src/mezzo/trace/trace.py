@@ -192,7 +192,8 @@ class Trace:
         node = current_node() if self.where.is_gradient else None
         if node is not None:
             # The gradient of a cast is cast back on the same account; others follow from mixed dtypes.
-            account = self._accounts.get(number_of(node)) if node.name() == "ToCopyBackward0" else None
+            of_cast = node.name() in ("ToCopyBackward0", "LazyCloneBackward0")  # the other one: of a weight in halves
+            account = self._accounts.get(number_of(node)) if of_cast else None
             return account or Account("model" if isinstance(node, BackwardCFunction) else "torch", place, line)
         if made_by == "cast" or (call is not None and (call.hidden or call.asks_for(before, after))):
             by = "policy"

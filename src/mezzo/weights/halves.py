@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
@@ -19,9 +18,9 @@ from mezzo.errors import UnsupportedError
 from mezzo.policy.rules import both
 from mezzo.releases import private
 from mezzo.sharded import local
-from mezzo.step.gradients import Exchange
-from mezzo.step.storage import decode, encode, encode_into
+from mezzo.step.storage import encode
 from mezzo.tensors import tree_leaves, tree_map_only
+from mezzo.weights.codec import decoded, store_in
 from mezzo.weights.collectives import ended, is_collective, writes_first
 
 _ATEN: Final = torch.ops.aten
@@ -32,8 +31,6 @@ _FORBID_ADDRESS: Final = private("torch._C._set_throw_on_mutable_data_ptr")
 _SWAP: Final = private("torch._C._swap_tensor_impl")
 _WRAPPER: Final = private("torch.Tensor._make_wrapper_subclass")
 
-#: From how many elements on kernels of the executors pay for their tables.
-_LARGE: Final = 1 << 18
 #: What makes another tensor of one's shape, and reads no values.
 _LIKE: Final = frozenset(
     getattr(_ATEN, name).default
@@ -169,7 +166,7 @@ class Halves(Tensor):
         cell = self.cell
         if cell.wide is None:
             with torch.inference_mode(self.is_inference()):  # memory that outlives the mode it is made in
-                cell.wide, cell.is_lent = _decoded(*self.whole()), is_lent
+                cell.wide, cell.is_lent = decoded(*self.whole()), is_lent
         return self.value()
 
     def settle(self) -> None:
@@ -178,12 +175,12 @@ class Halves(Tensor):
         if cell.is_lent and (wide := cell.wide) is not None:
             cell.wide, cell.is_lent = None, False
             size, stride = wide.size(), wide.stride()
-            _encode(wide, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
+            store_in(wide, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
 
     def value(self) -> Tensor:
         """Return the FP32 values, a plain tensor: a new one, or the one in which they lie for now."""
         wide = self.wide
-        return _decoded(self.hi, self.lo) if wide is None else wide
+        return decoded(self.hi, self.lo) if wide is None else wide
 
     def assign(self, value: Tensor) -> None:
         """Take other FP32 values, of a shape that broadcasts to its own; beyond FP16's range they become infinite."""
@@ -191,7 +188,7 @@ class Halves(Tensor):
             wide.copy_(value)
             return
         value = value.to(self.hi.device, torch.float32)
-        _encode(value if value.shape == self.hi.shape else value.expand_as(self.hi), self.hi, self.lo)
+        store_in(value if value.shape == self.hi.shape else value.expand_as(self.hi), self.hi, self.lo)
 
     def low(self, dtype: torch.dtype) -> Tensor:
         """Return the values in a dtype, connected for gradients: of the high half's dtype that, as a cast does.
@@ -203,19 +200,19 @@ class Halves(Tensor):
             return found
         return self.to(dtype)
 
-    def _view(self, hi: Tensor, lo: Tensor) -> Halves:
+    def _view(self, hi: Tensor, lo: Any) -> Halves:
         if torch.is_inference_mode_enabled() and not self.is_inference():  # a view is what its base is
             with torch.inference_mode(False):
                 return self._part(hi, lo)
         return self._part(hi, lo)
 
-    def _part(self, hi: Tensor, lo: Tensor) -> Halves:
+    def _part(self, hi: Tensor, lo: Any) -> Halves:
         made: Halves = type(self)(hi, lo)
         made.cell, made.is_part, made.path = self.cell, True, self.path
         return made
 
-    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return what an operation makes of it that only looks at it in another way."""
+    def _seen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a view of it: what an operation makes of both halves."""
         hi, lo = func(self.hi, *args, **kwargs), func(self.lo, *args, **kwargs)
         return self._view(hi, lo) if isinstance(hi, Tensor) else type(hi)(map(self._view, hi, lo))
 
@@ -321,7 +318,7 @@ class Halves(Tensor):
     @property
     def data(self) -> Any:
         """The same memory without autograd; or other values, as for any tensor, and wherever these lie."""
-        return self._view(self.hi, self.lo)
+        return self._seen(_same)
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -333,6 +330,10 @@ class Halves(Tensor):
             self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
             become(self, value.detach())
+
+
+def _same(half: Tensor) -> Tensor:
+    return half
 
 
 def _lies_within(tensor: Halves) -> bool:
@@ -413,7 +414,7 @@ def _as_view(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
     if not isinstance(weight, Halves):
         return _as_any(func, args, kwargs)
-    return weight._viewed(func, args[1:], kwargs)
+    return weight._seen(func, *args[1:], **kwargs)
 
 
 def _as_retyped(func: Any, args: Any, kwargs: Any) -> Any:
@@ -470,7 +471,7 @@ def _as_gather(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(weight, Halves) or weight.cell.wide is not None:
         return _as_any(func, args, kwargs)
     _note_read(weight)
-    return _decoded(func(weight.hi, *args[1:], **kwargs), func(weight.lo, *args[1:], **kwargs))
+    return decoded(func(weight.hi, *args[1:], **kwargs), func(weight.lo, *args[1:], **kwargs))
 
 
 def _as_embedding(func: Any, args: Any, kwargs: Any) -> Any:
@@ -480,7 +481,7 @@ def _as_embedding(func: Any, args: Any, kwargs: Any) -> Any:
     _note_read(weight)
     rows = indices.reshape(-1)
     hi, lo = (each.index_select(0, rows) for each in (weight.hi, weight.lo))
-    return _decoded(hi, lo).view(*indices.shape, *weight.shape[1:])
+    return decoded(hi, lo).view(*indices.shape, *weight.shape[1:])
 
 
 def _as_copy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -574,58 +575,6 @@ _CARRY_OUT: Final[Mapping[str, Callable[[Any, Any, Any], Any]]] = {
     "gather": _as_gather, "embedding": _as_embedding, "clone": _as_clone, "copy": _as_copy, "composite": _as_composite,
     "reshaped": _as_reshaped, "unknown": _as_unknown,
 }  # fmt: skip
-
-
-# Encoding and decoding --------------------------------------------------------------------------------------------
-
-_NAN: Final = float("nan")
-#: The device types and dtypes whose kernels were built.
-_BUILT: Final[set[tuple[str, torch.dtype]]] = set()
-
-
-def _decoded(hi: Tensor, lo: Tensor) -> Tensor:
-    """Return the FP32 values of halves that :func:`_encode` has made, or :func:`mezzo.weights.encode`."""
-    if not _is_large(hi):
-        if hi.dtype == torch.bfloat16:  # of such halves decode() without what guards against others, a fifth of its ops
-            return (hi.view(torch.int16).to(torch.int32) << 16).add_(lo).view(torch.float32)
-        return decode(hi, lo)
-    value = torch.empty_like(hi, dtype=torch.float32)
-    Exchange([hi], [lo], [value]).widen()
-    return value
-
-
-def _encode(value: Tensor, hi: Tensor, lo: Tensor) -> None:
-    if _is_large(hi) and value.stride() == hi.stride():
-        Exchange([hi], [lo], [value]).store([value])
-    elif hi.dtype == torch.bfloat16:
-        bits = torch.where(value == value, value, _NAN).view(torch.int32)
-        high = (bits + 0x8000) >> 16
-        lo.copy_(bits - (high << 16))
-        hi.view(torch.int16).copy_(high)
-    else:
-        encode_into(value, hi, lo)
-
-
-def _is_large(hi: Tensor) -> bool:
-    """Whether kernels of the executors are to run; builds them where they are new."""
-    if type(hi) is not Tensor or hi.numel() < _LARGE or hi.is_meta:
-        return False
-    if (kind := (hi.device.type, hi.dtype)) not in _BUILT:
-        # Kernels are traced, which below torch's dispatcher cannot be done: another thread has a dispatcher's state of
-        # its own.
-        building = threading.Thread(target=_build, args=(hi.device, hi.dtype))
-        building.start()
-        building.join()
-        _BUILT.add(kind)
-    return True
-
-
-def _build(device: torch.device, dtype: torch.dtype) -> None:
-    value = torch.zeros(8, device=device)
-    hi, lo = torch.zeros(8, device=device, dtype=dtype), torch.zeros(8, device=device, dtype=torch.int16)
-    exchange = Exchange([hi], [lo], [value])
-    exchange.widen()
-    exchange.store([value])
 
 
 # Identity ---------------------------------------------------------------------------------------------------------

@@ -314,7 +314,7 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
                 "model; .to(device) alone may be called",
             )
     every = module._parameters
-    plain = {name: param for name, param in every.items() if param is None or name not in here or is_distributed(param)}
+    plain = {name: param for name, param in every.items() if name not in here or is_distributed(here[name])}
     vars(module)["_parameters"] = plain
     try:
         moved: nn.Module = type(module)._apply(module, change, recurse)  # type: ignore[no-untyped-call]

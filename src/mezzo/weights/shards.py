@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mezzo.dispatch import casts_by_itself
+from mezzo.dispatch import DisableTorchFunction, casts_by_itself, without_dispatch_modes
 from mezzo.sharded import local
 from mezzo.step.storage import encode_into
 from mezzo.tensors import LOW
@@ -82,7 +82,7 @@ class Shard(Halves):
             return None
         if sent is None:
             return outputs[0], ()
-        whole: Gathered = Gathered(outputs[0], outputs[0])
+        whole: Gathered = Gathered(outputs[0])
         whole.cell, whole.path = Whole(), self.path
         whole.cell.begin(sent)
         return whole, whole.cell.kept
@@ -161,15 +161,23 @@ class Gathered(Halves):
 
     cell: Any
 
-    @property
-    def lo(self) -> Tensor:
-        """The low half."""
-        whole: Tensor = self.cell.lo()
-        return whole.as_strided(self.hi.size(), self.hi.stride(), self.hi.storage_offset())
+    @staticmethod
+    def __new__(cls, hi: Tensor, lo: Tensor | None = None) -> Any:
+        """Make one whose low half is not here, or is known to be: where its use is traced."""
+        made: Any = Halves.__new__(cls, hi, hi if lo is None else lo)
+        if lo is None:
+            del made.lo
+        return made
 
-    @lo.setter
-    def lo(self, _: Tensor) -> None:
-        """Take none: where it lies follows from the high half."""
+    def __getattr__(self, name: str) -> Any:
+        if name != "lo":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        with DisableTorchFunction(), without_dispatch_modes():
+            whole, (of, here) = self.cell.lo(), vars(self).get("_low_half", (None, None))
+            if whole is not of:  # one tensor as long as it lies there: guards of compiled code know tensors by identity
+                here = whole.as_strided(self.hi.size(), self.hi.stride(), self.hi.storage_offset())
+                vars(self)["_low_half"] = whole, here
+            return here
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -183,9 +191,17 @@ class Gathered(Halves):
                 return hi.clone()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _viewed(self, func: Any, args: Any, kwargs: Any) -> Any:
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, name: str, size: Any, stride: Any) -> Halves:
+        made: Gathered = Gathered(inner["hi"], inner["lo"])
+        made.path = name
+        return made
+
+    def _seen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        if "lo" in vars(self):
+            return super()._seen(func, *args, **kwargs)
         hi = func(self.hi, *args, **kwargs)
-        return self._view(hi, hi) if isinstance(hi, Tensor) else type(hi)(self._view(each, each) for each in hi)
+        return self._view(hi, None) if isinstance(hi, Tensor) else type(hi)(self._view(each, None) for each in hi)
 
     def _copied(self, hi: Tensor, lo: Tensor) -> Halves:
         made: Halves = Halves(hi, lo)

@@ -24,8 +24,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.sharded import give, give_back
 from mezzo.tensors import LOW, dtype_name
-from mezzo.weights import halves
-from mezzo.weights.models import follow, of_halves, restore, store
+from mezzo.weights.models import follow, halves, of_halves, restore, store
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +153,8 @@ class Prepared:
             self._hooks.append(module.register_forward_hook(within.exit, always_call=True))
         for module, dtype in self._taking_in() if policy.param_dtype != torch.float32 else ():
             self._hooks.append(module.register_forward_pre_hook(TakesIn(dtype).enter, with_kwargs=True))
-        for module in () if policy.output_dtype is None else outermost(model):
-            last = GivesOut(policy.output_dtype)
+        out = policy.output_dtype
+        for module, last in () if out is None else ((module, GivesOut(out)) for module in outermost(model)):
             self._hooks.append(module.register_forward_pre_hook(last.enter, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(last.exit))
         if self._hooks or self._storage.halves:

@@ -115,7 +115,7 @@ def wanted_storage(model: nn.Module, policy: Policy, *, converts: bool = False, 
             "of models that share modules: one session, mezzo.MixedPrecision([first, second], optimizer, policy);\n"
             "of a copy, by copy.deepcopy or pickle: build the model anew and load_state_dict(copy.state_dict())",
         )
-    raise_together([*_unfit(model), *_idle_rules(model, policy)])
+    raise_together([*unfit(model), *_idle_rules(model, policy)])
     problems: list[MezzoError] = []
     wanted: dict[Tensor, torch.dtype] = {}
     deciding: dict[Tensor, tuple[Rule | None, str]] = {}
@@ -200,7 +200,7 @@ def changes_since(model: nn.Module) -> Iterator[StateError]:
         )
 
 
-def _unfit(model: nn.Module) -> Iterator[UnsupportedError]:
+def unfit(model: nn.Module) -> Iterator[UnsupportedError]:
     """Yield what keeps a model from being trained in mixed precision, whatever the policy."""
     params = list(model.named_parameters())
     lazy = [name for name, p in params if isinstance(p, nn.parameter.UninitializedParameter)]
@@ -286,7 +286,7 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
     names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     plain = {tensor: dtype for tensor, dtype in stored.plain.items() if tensor.dtype != dtype}
     halves = {param: dtype for param, dtype in stored.halves.items() if not of_halves(param)}
-    every = {**plain, **halves}
+    every: dict[Tensor, torch.dtype] = dict((*plain.items(), *halves.items()))
     narrowed = {t: dtype for t, dtype in every.items() if dtype not in (t.dtype, torch.float32) and not t.is_meta}
     if narrowed and (lost := _lost(narrowed)):
         yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
