@@ -395,6 +395,7 @@ def test_other_data_is_followed_and_trains(name):
         weight.data = given = GIVEN[name](weight)
         assert (model.body.weight is weight, weight.note) == (True, "a program's")
         facts = [weight.dtype, weight.shape, weight.stride(), weight.requires_grad, weight.is_leaf]
+        facts += [weight.to(BF16).tolist(), weight.t()[1:].to(BF16).tolist()]
         out = functional.linear(torch.ones(2, weight.shape[1], dtype=weight.dtype), weight)
         out.sum().backward()
         torch.optim.SGD([weight], lr=0.5).step()
@@ -402,6 +403,30 @@ def test_other_data_is_followed_and_trains(name):
     assert seen[0][1] == seen[1][1]
     for one, two in zip(*((value, gradient, given) for value, _, gradient, given in seen), strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=0)
+
+
+def test_what_is_given_as_data_stays_what_it_is():
+    """The parameter lies in its memory, and not the other way round."""
+    seen = []
+    for model in both():
+        weight = model.body.weight
+        part, given = weight.data[1:], [torch.ones(3), nn.Parameter(torch.ones(2, 6)), torch.ones(6, 6)]
+        part.data, weight.data, model.conv.weight.data = given
+        for each in given:
+            each.data.add_(1)
+        assert [type(each) for each in given] == [torch.Tensor, nn.Parameter, torch.Tensor]
+        seen.append([*given, part, weight, model.conv.weight])
+    for one, two in zip(*seen, strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_gradient_of_another_shape_goes_with_the_values_that_it_was_for():
+    for other, kept in ((torch.ones(6, 6).double(), True), (torch.ones(3, 6), False)):
+        weight = prepared()[0].body.weight
+        weight.grad = torch.ones(6, 6)
+        weight.data = other
+        assert (weight.grad is not None) == kept
+        assert not kept or weight.grad.dtype == weight.dtype
 
 
 class Shadows:

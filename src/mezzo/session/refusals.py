@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, sgd
 
 from mezzo.cast import Prepared
+from mezzo.cast.model.refusals import unfit
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, raise_together, some_of, unknown_word
 from mezzo.hooks import is_ours, owner_of, step_hooks
 from mezzo.optim.optimizer import as_one_pass
@@ -157,6 +158,8 @@ def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: 
         policy: The policy.
     """
     raise_together([*_of_models(models), *_of_optimizers(models, optimizers, policy)])
+    for model in models:  # before any is converted: weights that TorchScript shares could not be put back
+        raise_together(unfit(model))
 
 
 def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:

@@ -24,8 +24,8 @@ from mezzo.weights.codec import decoded, store_in
 from mezzo.weights.collectives import ended, is_collective, writes_first
 
 _ATEN: Final = torch.ops.aten
-_TO_COPY: Final = _ATEN._to_copy.default
-_LAZILY: Final = _ATEN._lazy_clone.default
+_TO_COPY: Final = torch.ops.aten._to_copy.default
+_LAZILY: Final = torch.ops.aten._lazy_clone.default
 _LAZY_CLONE: Final = private("torch._lazy_clone")
 _FORBID_ADDRESS: Final = private("torch._C._set_throw_on_mutable_data_ptr")
 _SWAP: Final = private("torch._C._swap_tensor_impl")
@@ -41,7 +41,7 @@ _LIKE: Final = frozenset(
 _GATHERS: Final = frozenset({_ATEN.index_select.default, _ATEN.index.Tensor, _ATEN.gather.default})
 #: Views of other bits than the values': what lies in two halves has none.
 _RETYPED: Final = frozenset(
-    {_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default, _ATEN._neg_view.default}
+    {_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default, torch.ops.aten._neg_view.default}
 )
 #: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret, but what
 #: its author declares fit for torch.compile, which goes by schemas, too (``torch.library.custom_op`` does so).
@@ -59,14 +59,14 @@ class Cell:
         wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
             What lies at ``start + n`` in the storage of the high half lies at ``wide.storage_offset() + n`` in its own.
         start: Where in the storage of the high half the tensor begins whose views share this.
-        is_lent: Whether that is for a reader of addresses, until the next cast or step.
+        is_lent: Whether that is for a reader of addresses or of a state dict, until the next cast or step.
         uses: How often a cast has returned the high half while gradients were recorded, and how often something else
             has read values, since a session has forgotten it.
     """
 
     __slots__ = ("is_lent", "start", "uses", "wide")
 
-    def __init__(self, start: int, wide: Tensor | None = None) -> None:
+    def __init__(self, start: int | torch.SymInt, wide: Tensor | None = None) -> None:
         self.start, self.wide, self.is_lent, self.uses = start, wide, False, [0, 0]
 
 
@@ -124,7 +124,7 @@ class Halves(Tensor):
         return made
 
     # Attributes are torch's own: they cost nothing.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__
 
     @classmethod
     def of(cls, value: Tensor, dtype: torch.dtype, *, name: str | None = None) -> Halves:
@@ -168,6 +168,15 @@ class Halves(Tensor):
             with torch.inference_mode(self.is_inference()):  # memory that outlives the mode it is made in
                 cell.wide, cell.is_lent = decoded(*self.whole()), is_lent
         return self.value()
+
+    def lend(self) -> Tensor:
+        """Return the values in memory of their own: what is written there until the next cast or step is not lost.
+
+        While an optimizer steps, which lets its memory go then, it is a copy.
+        """
+        if self.cell.wide is None or self.cell.is_lent:
+            return self.widen(is_lent=True).detach()
+        return self.value().clone()
 
     def settle(self) -> None:
         """Store in halves again what lies in FP32 for a reader of addresses."""
@@ -225,7 +234,9 @@ class Halves(Tensor):
     # What torch asks of tensors -------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is _TO_COPY or func is _LAZILY:
             weight: Any = args[0]
             hi, cell = weight.hi, weight.cell
@@ -256,7 +267,7 @@ class Halves(Tensor):
         value = self.detach().clone()
         return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
 
     def __format__(self, spec: str) -> str:
@@ -275,7 +286,7 @@ class Halves(Tensor):
         return nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = self._plain()
+        made: Any = self._plain()
         vars(made).update(_own(self))
         return made.__reduce_ex__(protocol)
 
@@ -303,13 +314,15 @@ class Halves(Tensor):
 
     def share_memory_(self) -> Any:
         """Move both halves to memory that processes share."""
+        each: Any
         for each in (self.hi, self.lo, *([] if self.cell.wide is None else [self.cell.wide])):
             each.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Whether the halves lie in memory that processes share."""
-        return self.hi.is_shared()
+        high: Any = self.hi
+        return bool(high.is_shared())
 
     @property
     def data(self) -> Any:
@@ -325,7 +338,7 @@ class Halves(Tensor):
             # It lies where the other lies.
             self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
-            become(self, value)
+            become(self, value.detach())
 
 
 def _same(half: Tensor) -> Tensor:
@@ -363,7 +376,7 @@ def no_memory(name: str, asker: str) -> UnsupportedError:
 
 
 @functools.cache
-def _kind(func: OpOverload[..., Any]) -> str:
+def _kind(func: Any) -> str:
     """Return how an operation is carried out: a key of :data:`_CARRY_OUT`."""
     if func in _RETYPED:
         return "retyped"
@@ -547,8 +560,8 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
             back[id(wide)] = each
             if each.cell.wide is None:
                 each.assign(wide)
-        if many and written:
-            increment_version(written)
+        if many and (counted := [each for each in written if not each.is_inference()]):
+            increment_version(counted)
     if isinstance(out, Tensor):
         return back.get(id(out), out)
     return tree_map_only(Tensor, lambda each: back.get(id(each), each), out) if back else out
@@ -558,13 +571,12 @@ def _as_aliases(func: Any, args: Any, kwargs: Any, weights: list[Halves]) -> Any
     """Carry out what writes tensors of which some share memory: while it runs, their values lie in FP32."""
     here = {id(each.cell): each for each in weights if each.cell.wide is None}
     for each in here.values():
-        each.widen()
+        each.widen(is_lent=True)
     try:
         return _as_any(func, args, kwargs, may_alias=False)
     finally:
         for each in here.values():
-            store_in(each.cell.wide, *each.whole())
-            each.cell.wide = None
+            each.settle()
 
 
 _CARRY_OUT: Final[Mapping[str, Callable[[Any, Any, Any], Any]]] = {
@@ -591,7 +603,7 @@ def become(tensor: Any, made: Tensor) -> None:
     """
     if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
-    own, gradient = _own(tensor), tensor.grad
+    own, gradient = _own(tensor), tensor.grad if tensor.is_leaf else None
     try:
         _SWAP(tensor, made)
     except RuntimeError as error:
@@ -608,7 +620,7 @@ def become(tensor: Any, made: Tensor) -> None:
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         if hooks := getattr(tensor, name, None):
             setattr(tensor, name, hooks)
-    if gradient is not None:
+    if gradient is not None and gradient.shape == tensor.shape:
         tensor.grad = gradient.to(tensor.dtype)
     if made.requires_grad and made.is_leaf:  # graphs of before know the other: it lives as long as they do
         hand_on = functools.partial(_hand_on, weakref.ref(tensor))
@@ -643,7 +655,7 @@ def _rebuilt(hi: Tensor, lo: Tensor, is_param: bool, requires_grad: bool, name: 
     return nn.Parameter(made, requires_grad) if is_param else made
 
 
-def _shared(tensor: Halves) -> Any:
+def _shared(tensor: Any) -> Any:
     """Reduce a tensor for another process, which shares the halves."""
     if tensor.cell.wide is not None:
         return tensor._plain().__reduce_ex__(2)

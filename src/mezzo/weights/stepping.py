@@ -18,7 +18,7 @@ from mezzo.releases import private
 from mezzo.sharded import locals_of
 from mezzo.step.gradients import alike
 from mezzo.weights.codec import Exchange
-from mezzo.weights.halves import Halves
+from mezzo.weights.halves import Halves, in_halves
 
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
@@ -72,14 +72,16 @@ class _Decoded:
         for part in self._parts:
             part.show()
 
-    def store(self, *, keeps_memory: bool) -> None:
+    def store(self, *, keeps_memory: bool) -> bool:
         """Store them in halves again, but those that were given other values to lie in meanwhile.
 
         Args:
             keeps_memory: Whether the FP32 values stay where they are: a captured graph writes there.
+
+        Returns:
+            Whether this can serve another step: nothing else lies in this memory.
         """
-        for part in self._parts:
-            part.store(keeps_memory=keeps_memory)
+        return all([part.store(keeps_memory=keeps_memory) for part in self._parts])
 
 
 class _Alike:
@@ -104,19 +106,23 @@ class _Alike:
         for each, value in zip(self._weights, self._values, strict=True):
             each.cell.wide = value
 
-    def store(self, *, keeps_memory: bool) -> None:
+    def store(self, *, keeps_memory: bool) -> bool:
         self._exchange.store(self._values)
+        has_left = False
         for each, value in zip(self._weights, self._values, strict=True):
-            if each.cell.wide is value:
+            if type(each) is Halves and each.cell.wide is value:
                 each.cell.wide = None
-        if not keeps_memory:
+            else:  # a parameter may have become a plain one, in this memory
+                has_left = True
+        if not keeps_memory and not has_left:
             self._memory.resize_(0)
+        return not has_left
 
 
 def written_by(optimizer: Optimizer) -> list[Halves]:
     """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    found = [here for here in locals_of(params) if type(here) is Halves and here.cell.wide is None]
+    found = [here for here in locals_of(params) if type(here) is Halves and in_halves(here) is not None]
     return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
 
 
@@ -146,8 +152,11 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
 @torch.no_grad()
 def stored_again(optimizer: Optimizer) -> None:
     """Encode what was decoded for a step of an optimizer: after it, or after one that has raised."""
-    if vars(optimizer).pop("_mezzo_shows", False):
-        vars(optimizer)["_mezzo_decoded"].store(keeps_memory="_mezzo_keeps_memory" in vars(optimizer))
+    names = vars(optimizer)
+    if names.pop("_mezzo_shows", False) and not names["_mezzo_decoded"].store(
+        keeps_memory="_mezzo_keeps_memory" in names
+    ):
+        del names["_mezzo_decoded"]
 
 
 def keep_memory(optimizer: Optimizer) -> object:
@@ -166,6 +175,6 @@ def in_memory(params: Iterable[Tensor]) -> list[Tensor]:
         part
         for here in locals_of([*params])
         for part in (
-            (here,) if type(here) is not Halves else (here.hi, here.lo) if here.cell.wide is None else (here.value(),)
+            (here,) if type(here) is not Halves else (here.value(),) if in_halves(here) is None else (here.hi, here.lo)
         )
     ]
