@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError, message, raise_together, some_of
 from mezzo.hooks import is_ours
 from mezzo.policy.rules import both
-from mezzo.sharded import hold_locally, is_distributed, local
+from mezzo.sharded import held_as, hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond
 from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.halves import Halves, become, in_halves
@@ -219,8 +219,9 @@ class _StateHook:
         if self._root is None:
             return
         for key, tensor in named_in(module, prefix):
-            if isinstance(tensor, Halves) and state.get(key, tensor) is not tensor:
-                state[key] = tensor.lend()
+            here = local(tensor)
+            if isinstance(here, Halves) and state.get(key, tensor) is not tensor:
+                state[key] = held_as(here.lend(), tensor)
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
         """Refuse what FP16 halves do not hold; write what is to be assigned into the parameters that are there.
