@@ -27,7 +27,7 @@ from mezzo.step.executors import triton as shared
 from mezzo.step.executors import triton as tables
 from mezzo.step.executors import triton_source as source_of
 from mezzo.step.executors.emit import update_name
-from mezzo.step.gradients import STORE, WIDEN
+from mezzo.weights.codec import STORE, WIDEN
 from mezzo.step.storage import PLAIN, READ, SPLIT
 from mezzo.step.update import rule
 
