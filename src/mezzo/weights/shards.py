@@ -62,6 +62,7 @@ class Shard(Halves):
             module: The module that has it.
             mp_policy: What the user of torch's ``fully_shard`` wants parameters to be cast to.
         """
+        self.settle()
         hi, lo = self.hi, self.lo
         if self.cell.wide is not None:  # as while an optimizer's step runs the model
             hi, lo = torch.empty_like(hi), torch.empty_like(lo)
@@ -141,7 +142,7 @@ class Whole(Cell):
     def begin(self, sent: _Sent) -> None:
         """Know that other values have arrived."""
         self.kept.clear()
-        self._sent = sent
+        self.wide, self.is_lent, self._sent = None, False, sent
 
     def lo(self) -> Tensor:
         """Return the low half, flat: gathered now, if it is not here."""
@@ -184,11 +185,11 @@ class Gathered(Halves):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _CASTS:
+            args[0].settle()
             hi = args[0].hi
-            if func is _LAZILY or (kwargs == {"dtype": hi.dtype} and casts_by_itself(hi.device.type)):
-                return hi.detach()
-            if kwargs == {"dtype": hi.dtype}:  # the program may write it; torch cannot resize what is copied lazily
-                return hi.clone()
+            if args[0].cell.wide is None and (func is _LAZILY or kwargs == {"dtype": hi.dtype}):
+                # What the program has asked for it may write, and what is copied lazily torch cannot resize.
+                return hi.detach() if func is _LAZILY or casts_by_itself(hi.device.type) else hi.clone()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @staticmethod
