@@ -23,6 +23,8 @@ from mezzo.releases import ANYWHERE, NEWEST_TESTED, OLDEST, PRIVATE
 from .house import SOURCE, nodes, sources
 
 ROOT = Path(__file__).parents[1]
+#: What torch cannot do without where mezzo is imported, and where gradients are turned on and off.
+OF_TORCH = {"torch._C._dispatch_has_kernel_for_dispatch_key", "torch._C._set_grad_enabled"}
 #: Private names of Python's, and of the frameworks that bridges are for.
 OTHERS = {"_asdict", "_exit", "_getframe", "_wrap_closure"}
 #: Texts of a user's that begin as a private name does, and keys of torch's states.
@@ -248,8 +250,7 @@ def test_importing_mezzo_needs_no_private_name_and_the_first_use_of_one_names_it
     listed += "import mezzo.session.capture, mezzo.session.attach, mezzo.numerics, mezzo.compat.torch\n"
     listed += "print(*(name for name in {*sys.modules} - before if name.split('.')[0] != 'mezzo'))"
     modules = run([sys.executable, "-c", listed]).stdout.split()
-    # Without the one torch turns gradients neither on nor off.
-    names = [name for name, file in OWNER.items() if file != ANYWHERE and name != "torch._C._set_grad_enabled"]
+    names = [name for name, file in OWNER.items() if file != ANYWHERE and name not in OF_TORCH]
     done = run([sys.executable, "-c", textwrap.dedent(PLANTED)], input=json.dumps([names, modules]))
     assert done.returncode == 0, done.stderr[-3000:]
     gone, said = json.loads(done.stdout)

@@ -1,5 +1,6 @@
 """``Halves``, the tensor: whatever is done to it, beside a plain FP32 parameter to which the same is done."""
 
+import copy
 import ctypes
 import re
 import threading
@@ -316,6 +317,27 @@ def test_a_program_does_to_halves_what_it_does_to_a_plain_parameter(name):
         assert_alike(one, two)
         assert_alike(param, weight)
         assert weight.dtype == torch.float32
+
+
+def test_what_comes_out_is_plain_but_for_views_and_moves():
+    """A buffer of a program's that came in FP16 halves would be rounded."""
+    weight = pair()[1].detach()
+    for each in (
+        torch.zeros_like(weight), torch.empty_like(weight), weight.new_zeros(3), weight.new_empty(2), weight.clone(),
+        weight + 0, torch.cat([weight]), weight[torch.tensor([0])],
+        copy.deepcopy(weight), weight.flip(0), weight.to(torch.float64), weight.to(BF16),
+    ):  # fmt: skip
+        assert type(each) is torch.Tensor
+    for each in (weight.t(), weight[1], weight.data, weight.to("cpu", copy=True), weight.to("meta")):
+        assert type(each) is Halves
+
+
+def test_a_write_where_elements_share_memory_raises_and_writes_nothing():
+    for weight in pair():
+        before = weight.detach().clone()
+        with pytest.raises(RuntimeError, match="single memory location"):
+            weight.data[:1].expand(3, 8).add_(1)
+        assert torch.equal(weight, before)
 
 
 @each_dtype

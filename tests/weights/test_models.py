@@ -441,6 +441,7 @@ def test_other_data_is_followed_and_trains(name):
         weight.data = given = GIVEN[name](weight)
         assert (model.body.weight is weight, weight.note) == (True, "a program's")
         facts = [weight.dtype, weight.shape, weight.stride(), weight.requires_grad, weight.is_leaf]
+        facts += [weight.to(BF16).tolist(), weight.t()[1:].to(BF16).tolist()]
         out = functional.linear(torch.ones(2, weight.shape[1], dtype=weight.dtype), weight)
         out.sum().backward()
         torch.optim.SGD([weight], lr=0.5).step()

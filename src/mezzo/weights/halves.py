@@ -24,8 +24,8 @@ from mezzo.weights.codec import decoded, store_in
 from mezzo.weights.collectives import ended, is_collective, writes_first
 
 _ATEN: Final = torch.ops.aten
-_TO_COPY: Final = _ATEN._to_copy.default
-_LAZILY: Final = _ATEN._lazy_clone.default
+_TO_COPY: Final = torch.ops.aten._to_copy.default
+_LAZILY: Final = torch.ops.aten._lazy_clone.default
 _LAZY_CLONE: Final = private("torch._lazy_clone")
 _FORBID_ADDRESS: Final = private("torch._C._set_throw_on_mutable_data_ptr")
 _SWAP: Final = private("torch._C._swap_tensor_impl")
@@ -41,7 +41,7 @@ _LIKE: Final = frozenset(
 _GATHERS: Final = frozenset({_ATEN.index_select.default, _ATEN.index.Tensor, _ATEN.gather.default})
 #: Views of other bits than the values': what lies in two halves has none.
 _RETYPED: Final = frozenset(
-    {_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default, _ATEN._neg_view.default}
+    {_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default, torch.ops.aten._neg_view.default}
 )
 #: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret, but what
 #: its author declares fit for torch.compile, which goes by schemas, too (``torch.library.custom_op`` does so).
@@ -124,7 +124,7 @@ class Halves(Tensor):
         return made
 
     # Attributes are torch's own: they cost nothing.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__
 
     @classmethod
     def of(cls, value: Tensor, dtype: torch.dtype, *, name: str | None = None) -> Halves:
@@ -267,7 +267,7 @@ class Halves(Tensor):
         value = self.detach().clone()
         return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
 
     def __format__(self, spec: str) -> str:

@@ -180,7 +180,9 @@ class Gathered(Halves):
             return here
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _CASTS:
             hi = args[0].hi
             if func is _LAZILY or (kwargs == {"dtype": hi.dtype} and casts_by_itself(hi.device.type)):
