@@ -154,7 +154,6 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.utils._pytree.tree_map_only": "walk through nested containers",
         "torch.utils._pytree.tree_unflatten": "walk through nested containers",
         "torch._foreach_copy_": "copy many tensors at once",
-        "torch._foreach_div_": "divide many tensors at once",
         "torch._foreach_mul": "multiply many tensors at once",
         "torch._foreach_mul_": "multiply many tensors at once",
         "torch._foreach_norm": "take the norms of many tensors at once",

@@ -93,12 +93,12 @@ class Config:
         return not (half and self.scale not in ("", "none", "1"))
 
     def stored(self, name):
-        """The dtype of a parameter, and how its exact value is kept."""
+        """The dtype of a parameter, how it is updated, and the dtype of its high half, if it has one."""
         if self.level in ("O0", "O1") or (self.pinned and name == "second.weight"):
-            return "float32", "plain"
-        if self.level == "O2":
-            return self.dtype, "halves"
-        return self.dtype, "plain" if self.library == "mezzo" else "torch"
+            return "float32", "plain", ""
+        if self.level == "O2":  # in halves where two dimensions are longer than one
+            return "float32", "plain", self.dtype if min(self.shapes[name]) > 1 else ""
+        return self.dtype, "plain" if self.library == "mezzo" else "torch", ""
 
     def computes(self, name):
         """The dtype of a layer's arithmetic."""
@@ -155,10 +155,13 @@ class Subject:
         """What the promises say of a session just begun, over weights just read."""
         weights = {}
         for name, param in self.model.named_parameters():
-            dtype, form = self.config.stored(name)
-            weights[name] = Weight(dtype, form, self.exact(name), array(param), trains=param.requires_grad)
+            weights[name] = Weight(*self.config.stored(name), self.exact(name), trains=param.requires_grad)
         groups = [Group(list(each), self.config.rule, dict.fromkeys(each, LR)) for each in self.members]
         return Oracle(weights, groups, self.driver.scale(self.config), self.config.clip, self.driver.contract)
+
+    @property
+    def names(self):
+        return dict(self.model.named_parameters())
 
     def add_late(self, number):
         self.optimizers[number].add_param_group({"params": [self.model.late.weight]})

@@ -127,7 +127,7 @@ def test_gradients_are_fp32_for_optimizers_that_are_not_mezzos_and_in_loops_of_t
         loss_of(model).backward()
         assert are_low(model) == [False] * 4
     model = built(f"O2,{form}")
-    handle, _, scaler = mezzo.prepare(model, f"O2,{form}"), made(model.parameters()), GradScaler("cpu")
+    handle, scaler = mezzo.prepare(model, f"O2,{form}"), GradScaler("cpu")
     with handle.autocast():
         loss = loss_of(model)
     scaler.scale(loss).backward()

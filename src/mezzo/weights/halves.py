@@ -59,7 +59,7 @@ class Cell:
         wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
             What lies at ``start + n`` in the storage of the high half lies at ``wide.storage_offset() + n`` in its own.
         start: Where in the storage of the high half the tensor begins whose views share this.
-        is_lent: Whether that is for a reader of addresses, until the next cast or step.
+        is_lent: Whether that is for a reader of addresses or of a state dict, until the next cast or step.
         uses: How often a cast has returned the high half while gradients were recorded, and how often something else
             has read values, since a session has forgotten it.
     """
@@ -168,6 +168,15 @@ class Halves(Tensor):
             with torch.inference_mode(self.is_inference()):  # memory that outlives the mode it is made in
                 cell.wide, cell.is_lent = decoded(*self.whole()), is_lent
         return self.value()
+
+    def lend(self) -> Tensor:
+        """Return the values in memory of their own: what is written there until the next cast or step is not lost.
+
+        While an optimizer steps, which lets its memory go then, it is a copy.
+        """
+        if self.cell.wide is None or self.cell.is_lent:
+            return self.widen(is_lent=True).detach()
+        return self.value().clone()
 
     def settle(self) -> None:
         """Store in halves again what lies in FP32 for a reader of addresses."""

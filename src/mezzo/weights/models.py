@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -30,6 +30,8 @@ _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )  # fmt: skip
+#: What modules know of hooks by their keys.
+_OF_HOOKS: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 def of_halves(param: Tensor) -> bool:
@@ -115,8 +117,9 @@ def follow(model: nn.Module) -> Callable[[], None]:
     """Have a model's state dicts hold plain FP32 values, and its copies and pickles be plain models.
 
     ``load_state_dict(assign=True)`` writes into the parameters that are there, which an optimizer knows.
-    ``model.half()`` and other casts of what is stored in halves are refused. What is in a state dict are copies: what a
-    program writes into them reaches no weight, where it would reach plain ones. ``load_state_dict`` does.
+    ``model.half()`` and other casts of what is stored in halves are refused. The weights lie in a state dict's tensors
+    until the next cast of them or the next step, so that what a program writes there, it writes to them, as for plain
+    ones; from then on the state dict holds what they were.
 
     Args:
         model: The model.
@@ -192,7 +195,7 @@ def halves(model: nn.Module) -> Bytes:
     for param in model.parameters():
         here = local(param)
         total += here.numel()
-        if isinstance(here, Halves) and here.cell.wide is None:
+        if isinstance(here, Halves) and (here.cell.wide is None or here.cell.is_lent):
             high, low, count = high + 2 * here.numel(), low + 2 * here.numel(), count + here.numel()
         else:
             plain += here.numel() * here.element_size()
@@ -207,23 +210,17 @@ class _StateHook:
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self._root = None if root is None else weakref.ref(root)
-        self._shown: tuple[Callable[[], Any], dict[Tensor, Tensor]] = lambda: None, {}
 
     def __reduce__(self) -> Any:
         return _StateHook, ()
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Put plain values in the places of halves, one tensor for tied ones; ``keep_vars=True`` shows parameters."""
+        """Put plain values in the places of halves; ``keep_vars=True`` shows parameters."""
         if self._root is None:
             return
-        if self._shown[0]() is not state:
-            self._shown = (weakref.ref(state) if isinstance(state, OrderedDict) else lambda: None), {}
-        shown = self._shown[1]
         for key, tensor in named_in(module, prefix):
             if isinstance(tensor, Halves) and state.get(key, tensor) is not tensor:
-                if tensor not in shown:
-                    shown[tensor] = tensor.detach().clone()
-                state[key] = shown[tensor]
+                state[key] = tensor.lend()
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
         """Refuse what FP16 halves do not hold; write what is to be assigned into the parameters that are there.
@@ -273,26 +270,47 @@ def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a plain module: the copy of one that is under a policy."""
-    taken: dict[nn.Module, dict[str, Any]] = {}
-    for each in module.modules():
-        names = vars(each)
-        bound = [name for name, value in names.items() if name in _BOUND or getattr(value, "is_of_mezzo", False)]
-        taken[each] = {name: names.pop(name) for name in bound}
-    try:
-        made = copy.deepcopy(module, memo)
-    finally:
-        for each, names in taken.items():
-            vars(each).update(names)
+    with _without_ours(module.modules()):
+        made: nn.Module = copy.deepcopy(module, memo)
     for each in made.modules():
-        for name in _HOOKS:
-            hooks = getattr(each, name)
-            for key in [key for key, hook in hooks.items() if is_ours(hook)]:
-                del hooks[key]
+        ours = _ours(vars(each))
+        for name in (*_HOOKS, *_OF_HOOKS):
+            table = vars(each)[name]
+            for key in ours & table.keys():
+                del table[key]
     return made
 
 
 def _pickled(module: nn.Module, protocol: Any) -> Any:
-    return copy.deepcopy(module).__reduce_ex__(protocol)
+    """Reduce a module to a plain one, whose parameters are those of an optimizer that is pickled beside it."""
+    with _without_ours([module]):
+        made = module.__reduce_ex__(protocol)
+        if isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
+            state, ours = {**made[2]}, _ours(made[2])
+            for name in state.keys() & {*_HOOKS, *_OF_HOOKS}:
+                state[name] = OrderedDict((key, each) for key, each in state[name].items() if key not in ours)
+            made = (*made[:2], state, *made[3:])
+    return made
+
+
+@contextmanager
+def _without_ours(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Take off modules, for now, the attributes that they have under a policy."""
+    taken: dict[nn.Module, dict[str, Any]] = {}
+    for each in modules:
+        names = vars(each)
+        bound = [name for name, value in names.items() if name in _BOUND or getattr(value, "is_of_mezzo", False)]
+        taken[each] = {name: names.pop(name) for name in bound}
+    try:
+        yield
+    finally:
+        for each, names in taken.items():
+            vars(each).update(names)
+
+
+def _ours(names: Mapping[str, Any]) -> set[int]:
+    """Return the keys of mezzo's hooks among those of a module."""
+    return {key for name in _HOOKS for key, hook in names.get(name, {}).items() if is_ours(hook)}
 
 
 def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:

@@ -18,7 +18,7 @@ from mezzo.releases import private
 from mezzo.sharded import locals_of
 from mezzo.step.gradients import alike
 from mezzo.weights.codec import Exchange
-from mezzo.weights.halves import Halves
+from mezzo.weights.halves import Halves, in_halves
 
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
@@ -122,7 +122,7 @@ class _Alike:
 def written_by(optimizer: Optimizer) -> list[Halves]:
     """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    found = [here for here in locals_of(params) if type(here) is Halves and here.cell.wide is None]
+    found = [here for here in locals_of(params) if type(here) is Halves and in_halves(here) is not None]
     return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
 
 
@@ -175,6 +175,6 @@ def in_memory(params: Iterable[Tensor]) -> list[Tensor]:
         part
         for here in locals_of([*params])
         for part in (
-            (here,) if type(here) is not Halves else (here.hi, here.lo) if here.cell.wide is None else (here.value(),)
+            (here,) if type(here) is not Halves else (here.value(),) if in_halves(here) is None else (here.hi, here.lo)
         )
     ]
