@@ -22,6 +22,7 @@ from mezzo.policy.rules import both
 from mezzo.sharded import flags_of_all, held_as, hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond
 from mezzo.tensors import LOW, dtype_name
+from mezzo.weights.codec import get_ready
 from mezzo.weights.halves import Halves, become, in_halves
 from mezzo.weights.shards import Shard
 from mezzo.weights.stepping import watch_steps
@@ -69,6 +70,7 @@ def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves] = Halves) ->
     wide = values.to(torch.float32)
     high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
     encode_into(wide, high, low)
+    get_ready(high)
     made: Halves = kind(high, low)
     return made
 
