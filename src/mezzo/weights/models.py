@@ -22,8 +22,9 @@ from mezzo.policy.rules import both
 from mezzo.sharded import flags_of_all, held_as, hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond
 from mezzo.tensors import LOW, dtype_name
+from mezzo.weights.codec import get_ready
 from mezzo.weights.halves import Halves, become, in_halves
-from mezzo.weights.shards import Shard
+from mezzo.weights.shards import HeldShard
 from mezzo.weights.stepping import watch_steps
 
 _HOOKS: Final = (
@@ -56,7 +57,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
         here = local(param.detach())
         if isinstance(here, Halves):  # of two models that share it
             continue
-        made = _encoded(here, dtype, Shard if is_distributed(param) else Halves)
+        made = _encoded(here, dtype, HeldShard if is_distributed(param) else Halves)
         made.path = names[param]
         try:
             _replace(param, made)
@@ -69,6 +70,7 @@ def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves] = Halves) ->
     wide = values.to(torch.float32)
     high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
     encode_into(wide, high, low)
+    get_ready(high)
     made: Halves = kind(high, low)
     return made
 

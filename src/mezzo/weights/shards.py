@@ -24,7 +24,7 @@ _LAZILY: Final = torch.ops.aten._lazy_clone.default
 _CASTS: Final = frozenset({torch.ops.aten._to_copy.default, _LAZILY})
 
 
-class Shard(Halves):
+class HeldShard(Halves):
     """What a rank holds of a weight that is sharded: the local tensor of a DTensor.
 
     ``fully_shard`` looks for the methods here. What it makes to pad a part is in halves, too.
@@ -34,7 +34,7 @@ class Shard(Halves):
         """Return zeros, in halves, as ``fully_shard`` asks for to pad what it holds."""
         if kwargs:
             return super().new_zeros(*size, **kwargs)
-        made: Shard = Shard(self.hi.new_zeros(*size), self.lo.new_zeros(*size))
+        made: HeldShard = HeldShard(self.hi.new_zeros(*size), self.lo.new_zeros(*size))
         made.path = self.path
         return made
 
@@ -44,7 +44,7 @@ class Shard(Halves):
 
     def pin_memory(self, *_: Any) -> Any:
         """Return a copy in memory of the host's that a device can read."""
-        made: Shard = Shard(self.hi.pin_memory(), self.lo.pin_memory())
+        made: HeldShard = HeldShard(self.hi.pin_memory(), self.lo.pin_memory())
         made.path = self.path
         return made
 

@@ -81,7 +81,8 @@ class _Decoded:
         Returns:
             Whether this can serve another step: nothing else lies in this memory.
         """
-        return all([part.store(keeps_memory=keeps_memory) for part in self._parts])
+        serve = [part.store(keeps_memory=keeps_memory) for part in self._parts]
+        return all(serve)
 
 
 class _Alike:
