@@ -49,7 +49,7 @@ _KNOWN: Final = frozenset({"aten", "prim", "prims", "mkldnn", "quantized", "torc
 #: The types of arguments that may hold tensors.
 _NESTED: Final = frozenset({list, tuple})
 #: What a tensor has of it, in the dictionary of its attributes.
-_ATTRIBUTES: Final = ("hi", "lo", "cell", "is_part", "path", "_is_param")
+_ATTRIBUTES: Final = ("hi", "lo", "cell", "is_part", "path", "_is_param", "_low_half")
 
 
 class Cell:
