@@ -117,11 +117,6 @@ def test_state_dicts_hold_plain_fp32_values_and_tied_ones_once(dtype):
     assert shown["head.weight"].data_ptr() == shown["table.weight"].data_ptr()
     assert type(shown) is type(plain.state_dict())
     assert shown._metadata == plain.state_dict()._metadata
-    for each in (plain, model):  # what is written there reaches the weights
-        each.state_dict()["head.weight"].mul_(2)
-    shown = model.state_dict()
-    if dtype == BF16:
-        assert_same_values(shown, plain)
     around, given = nn.Sequential(nn.Identity(), model).state_dict(), {}
     model.state_dict(destination=given, prefix="1.")
     for each in (around, given):
@@ -143,16 +138,61 @@ def test_a_saved_state_dict_is_loaded_without_mezzo(keep_vars):
     assert_same_values(plain, model)
 
 
-def test_a_state_dict_holds_what_weights_are_until_the_next_step_and_then_what_they_were():
+@each_dtype
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, mezzo.optim.SGD])
+def test_what_is_written_into_a_state_dict_reaches_the_weights(dtype, optimizer):
+    """As a loop that averages, or ``dist.broadcast(value, 0)`` over its values, does."""
+    plain, model = both(dtype)
+    optimizers = [optimizer(each.parameters(), lr=0.1) for each in (plain, model)]
+    for number in range(2):
+        for each, of in zip((plain, model), optimizers, strict=True):
+            with torch.no_grad():
+                for value in each.state_dict().values():
+                    if value.is_floating_point():
+                        value.mul_(0.75 + number)
+            trained(each, 1, of, start=number)
+    if dtype == BF16:
+        assert_same_values(model, plain)
+    assert mezzo.weights.halves(model).high
+    shown, before = model.state_dict(), model.body.weight.detach().clone()
+    trained(model, 1, optimizers[1])  # from here on it is what the weights were
+    assert torch.equal(shown["body.weight"], before)
+    assert not torch.equal(model.body.weight, before)
+    assert all(
+        param.cell.wide is None for param in model.parameters() if isinstance(param, Halves) and param.grad is not None
+    )
+
+
+def test_a_state_dict_while_an_optimizer_steps_keeps_its_values():
     model, _ = prepared()
-    first, before = model.state_dict(), model.body.weight.detach().clone()
-    with torch.no_grad():
-        model.body.weight.mul_(3)
-    assert torch.equal(first["body.weight"], before * 3)  # as of a plain model
-    trained(model)
-    assert torch.equal(first["body.weight"], before * 3)
-    assert torch.equal(model.state_dict()["body.weight"], model.body.weight)
-    assert not torch.equal(model.body.weight, before * 3)
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.1), []
+    model.body.weight.grad = torch.ones(6, 6)
+    optimizer.register_step_post_hook(lambda *_: seen.append(model.state_dict()))
+    optimizer.register_step_pre_hook(lambda *_: seen.append(model.state_dict()))
+    optimizer.step()
+    before, after = seen
+    assert torch.equal(before["body.weight"] - 0.1, after["body.weight"])
+    assert torch.equal(after["body.weight"], model.body.weight)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, mezzo.optim.AdamW])
+def test_an_optimizer_that_is_pickled_beside_its_model_trains_it(optimizer):
+    model, _ = prepared()
+    model.register_forward_hook(_seen, always_call=True)
+    trained(model, 1, of := optimizer(model.parameters(), lr=0.1))
+    again, its = through_a_file((model, of), weights_only=False)
+    assert {id(param) for group in its.param_groups for param in group["params"]} == {*map(id, again.parameters())}
+    assert {type(param) for param in again.parameters()} == {nn.Parameter}
+    assert [*again._forward_hooks.values()] == [_seen]
+    assert again._forward_hooks.keys() == again._forward_hooks_always_called.keys()
+    assert not [name for module in again.modules() for name in vars(module) if "mezzo" in name]
+    trained(model, 2, of, start=1)
+    trained(again, 2, its, start=1)
+    assert_same_values(again, model)
+
+
+def _seen(*_):
+    """Do nothing, as a hook that can be pickled."""
 
 
 @pytest.mark.parametrize("wraps", [False, True])
