@@ -127,7 +127,7 @@ def test_attributes_of_objects_are_looked_for_before_they_are_read(monkeypatch):
         for use, name in (
             (lambda: hooks.step_hooks(optimizer), "_optimizer_step_pre_hooks"),
             (lambda: hooks.with_gradient_hooks([torch.ones(1)]), "_backward_hooks"),
-            (lambda: sharded.hold_as(torch.ones(1), torch.ones(1)), "_local_tensor"),
+            (lambda: sharded.hold_locally(torch.ones(1), torch.ones(1)), "_local_tensor"),
             (lambda: sharded.has_unreduced([object()]), "_get_fsdp_state"),
         ):
             with pytest.raises(UnsupportedError, match=f"torch {torch.__version__}".replace("+", r"\+") + f".*{name}"):
@@ -223,7 +223,7 @@ PLANTED = """
         **{f"torch.utils._pytree.{name}": getattr(tensors, name) for name in (
             "tree_flatten", "tree_is_leaf", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten")},
         **{f"torch._{name}": getattr(tensors, name) for name in (
-            "foreach_copy_", "foreach_div_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_")},
+            "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_")},
     }
     said = {}
     for name, use in uses.items():

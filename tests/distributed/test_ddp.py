@@ -348,7 +348,18 @@ def on_this_rank(names):
     return {name: globals()[name]() for name in names}
 
 
-NAMES = "crossed", "as_o1", "orders", "accumulated", "several", "seldom_used", "failing", "sequences", "refused", "built_around"
+NAMES = (
+    "crossed",
+    "as_o1",
+    "orders",
+    "accumulated",
+    "several",
+    "seldom_used",
+    "failing",
+    "sequences",
+    "refused",
+    "built_around",
+)
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,26 @@ def same(one, other):
     return sorted(name for name in one | other if not torch.equal(one[name], other[name]))
 
 
+class Sharp(torch.optim.SGD):
+    """Steps with the gradients of weights that were moved uphill, as sharpness-aware minimisation does."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
+        uphill = [0.1 * param.grad for param in params]
+        for param, by in zip(params, uphill, strict=True):
+            param.add_(by)
+        with torch.enable_grad():
+            closure()
+        for param, by in zip(params, uphill, strict=True):
+            param.sub_(by)
+        super().step()
+
+
 OPTIMIZERS = {
+    "sharp": lambda params: Sharp(params, lr=0.1),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
@@ -177,7 +196,7 @@ class Mixed(nn.Module):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
         x = x @ self.own.t() + nn.functional.normalize(x) @ nn.functional.normalize(self.own)
-        return self.head(x) + self.one(x) * self.own.to(torch.bfloat16).float().mul_(2).sum()
+        return self.head(x) + self.one(x) * self.own.to(torch.bfloat16).mul_(2).float().sum()
 
 
 def twin(level, dtype="bfloat16", emulate="false", optimizer="adamw", model=(), shard="mezzo", micro=1, clip=None,
@@ -200,18 +219,30 @@ def twin(level, dtype="bfloat16", emulate="false", optimizer="adamw", model=(), 
     amp = mezzo.MixedPrecision(handle if shard == "prepared" else net, step_of, policy, max_grad_norm=clip)
     found = []
     for step in range(2):
-        for number in range(micro):
-            make = torch.Generator().manual_seed(10 * step + number)
-            index = own_part(torch.randint(0, 9, (8, 6), generator=make))
-            with amp.no_sync() if number < micro - 1 else contextlib.nullcontext(), amp.autocast():
-                loss = nn.functional.cross_entropy(net(index).flatten(0, 1), index.flatten()) / micro
-            amp.backward(loss)
-            found.append(loss.item())
-        found.append(float(amp.step().grad_norm))
-        amp.zero_grad()
+
+        def backward(step=step):
+            """Go through all micro-batches, and return the last loss."""
+            amp.zero_grad()
+            for number in range(micro):
+                make = torch.Generator().manual_seed(10 * step + number)
+                index = own_part(torch.randint(0, 9, (8, 6), generator=make))
+                with amp.no_sync() if number < micro - 1 else contextlib.nullcontext(), amp.autocast():
+                    loss = nn.functional.cross_entropy(net(index).flatten(0, 1), index.flatten()) / micro
+                amp.backward(loss)
+                found.append(loss.item())
+            return loss
+
+        if optimizer == "sharp":
+            amp.step(closure=backward)
+        else:
+            backward()
+            found.append(float(amp.step().grad_norm))
+        with torch.no_grad():  # what is written to a state dict is written to the model
+            for value in net.state_dict().values():
+                local(value).mul_(1.01)
         without_ties(net, getattr(torch, dtype))
     with torch.no_grad():
-        found.append(float(net(index).sum()))
+        found.append(float(net(torch.arange(9)).sum()))
     for unit in (each for each in net.modules() if isinstance(each, FSDPModule)):
         unit.reshard()
     count = sum(isinstance(local(param), Halves) for param in net.parameters())
@@ -233,6 +264,7 @@ TWINS = {
     "no_sync": {"optimizer": "adagrad", "micro": 2, "emulate": "true"},
     "tied, frozen": {"model": ("tied", "frozen")},
     "recomputed": {"model": ("checkpoints",), "optimizer": "foreach"},
+    "closure": {"optimizer": "sharp"},
     "torch's": {"shard": "torch"},
     "prepared": {"shard": "prepared", "optimizer": "mezzo"},
     "kept gathered": {"reshard_after_forward": False},

@@ -349,6 +349,16 @@ class Sphere(optim.SGD):
                     p.div_(p.norm(dim=1, keepdim=True))
 
 
+class Replaces(optim.SGD):
+    """Gives parameters other memory, in each step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data = p.data - 0.01 * p.grad
+
+
 class InMany(optim.Optimizer):
     """Steps by torch's lists of tensors, aliases among them."""
 
@@ -368,6 +378,7 @@ STRANGERS = {
     "SAM": lambda model: SAM(list(model.parameters())), "ids": lambda model: Ids(model.parameters()), "K-FAC": Kfac,
     "shadow": lambda model: Shadow(model.parameters()), "sphere": lambda model: Sphere(model.parameters(), lr=0.1),
     "lists": lambda model: InMany(model.parameters()),
+    "other memory": lambda model: Replaces(model.parameters(), lr=0.1),
 } | {
     f"keeps {name}{', early' * early}": lambda model, early=early, keep=keep: Keeps(model.parameters(), early, keep)
     for name, keep in {"itself": lambda p: p, "data": lambda p: p.data, "detached": lambda p: p.detach(),
@@ -379,8 +390,8 @@ STRANGERS = {
 @pytest.mark.parametrize("name", STRANGERS)
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_optimizers_of_others(name, dtype):
-    # SAM keeps the memory that it gives to parameters through .data: they lie there, as plain ones do.
-    twins = Twins(STRANGERS[name], dtype, stays=name != "SAM")
+    # What gets other memory through .data lies there, as plain parameters do.
+    twins = Twins(STRANGERS[name], dtype, stays=name not in ("SAM", "other memory"))
     for number in range(4):
         twins.step(number, with_closure if name == "SAM" else ordinary)
 

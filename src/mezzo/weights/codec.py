@@ -53,7 +53,7 @@ def _is_large(hi: Tensor) -> bool:
     """Whether kernels of the executors are to run; builds them where they are new."""
     if type(hi) is not Tensor or hi.numel() < _LARGE or hi.is_meta:
         return False
-    if (kind := (hi.device.type, hi.dtype)) not in _BUILT:
+    if (kind := (hi.device.type, hi.dtype)) not in _BUILT:  # it has come from another device or process
         # Kernels are traced, which below torch's dispatcher cannot be done: another thread has a dispatcher's state of
         # its own.
         building = threading.Thread(target=_build, args=(hi.device, hi.dtype))
@@ -61,6 +61,17 @@ def _is_large(hi: Tensor) -> bool:
         building.join()
         _BUILT.add(kind)
     return True
+
+
+def get_ready(hi: Tensor) -> None:
+    """Build the kernels for a high half that is large, where they are new; not to be called below torch's dispatcher.
+
+    torch 2.11 keeps what tracing needs with the first thread that traces, and dies when that has ended.
+    """
+    kind = hi.device.type, hi.dtype
+    if type(hi) is Tensor and hi.numel() >= _LARGE and not hi.is_meta and kind not in _BUILT:
+        _build(hi.device, hi.dtype)
+        _BUILT.add(kind)
 
 
 def _build(device: torch.device, dtype: torch.dtype) -> None:

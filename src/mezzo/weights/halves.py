@@ -20,7 +20,7 @@ from mezzo.releases import private
 from mezzo.sharded import local
 from mezzo.step.storage import encode
 from mezzo.tensors import tree_leaves, tree_map_only
-from mezzo.weights.codec import decoded, store_in
+from mezzo.weights.codec import decoded, get_ready, store_in
 from mezzo.weights.collectives import ended, is_collective, writes_first
 
 _ATEN: Final = torch.ops.aten
@@ -139,6 +139,7 @@ class Halves(Tensor):
             NumericsError: A finite value that ``dtype`` would round to infinity (FP16: beyond 65504).
         """
         made: Halves = cls(*encode(value.detach(), dtype, name=name))
+        get_ready(made.hi)
         made.path = name or ""
         return made
 
@@ -654,6 +655,7 @@ def in_halves(param: Tensor) -> Halves | None:
 
 
 def _rebuilt(hi: Tensor, lo: Tensor, is_param: bool, requires_grad: bool, name: str) -> Tensor:
+    get_ready(hi)
     made: Any = Halves(hi, lo)
     made.path = name
     return nn.Parameter(made, requires_grad) if is_param else made

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError, message, raise_together, some_of
 from mezzo.hooks import is_ours
 from mezzo.policy.rules import both
-from mezzo.sharded import hold_locally, is_distributed, local
+from mezzo.sharded import flags_of_all, held_as, hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond
 from mezzo.tensors import LOW, dtype_name
+from mezzo.weights.codec import get_ready
 from mezzo.weights.halves import Halves, become, in_halves
-from mezzo.weights.shards import Shard
+from mezzo.weights.shards import HeldShard
 from mezzo.weights.stepping import watch_steps
 
 _HOOKS: Final = (
@@ -56,7 +57,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
         here = local(param.detach())
         if isinstance(here, Halves):  # of two models that share it
             continue
-        made = _encoded(here, dtype, Shard if is_distributed(param) else Halves)
+        made = _encoded(here, dtype, HeldShard if is_distributed(param) else Halves)
         made.path = names[param]
         try:
             _replace(param, made)
@@ -69,6 +70,7 @@ def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves] = Halves) ->
     wide = values.to(torch.float32)
     high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
     encode_into(wide, high, low)
+    get_ready(high)
     made: Halves = kind(high, low)
     return made
 
@@ -219,8 +221,9 @@ class _StateHook:
         if self._root is None:
             return
         for key, tensor in named_in(module, prefix):
-            if isinstance(tensor, Halves) and state.get(key, tensor) is not tensor:
-                state[key] = tensor.lend()
+            here = local(tensor)
+            if isinstance(here, Halves) and state.get(key, tensor) is not tensor:
+                state[key] = held_as(here.lend(), tensor)
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
         """Refuse what FP16 halves do not hold; write what is to be assigned into the parameters that are there.
@@ -249,14 +252,20 @@ class _StateHook:
 
 def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator[MezzoError]:
     """Yield what stands against loading a state dict into a model, with all its parts."""
-    large = list[str]()
+    values = dict[str, tuple[Tensor, Tensor]]()
     for path, each in module.named_modules():
         for key, tensor in named_in(each, f"{prefix}{path}." if path else prefix):
             value, halves = state.get(key), in_halves(tensor)
             if halves is None or halves.hi.dtype != torch.float16 or not isinstance(value, Tensor):
                 continue
-            if value.is_floating_point() and is_beyond(local(value), torch.float16):
-                large.append(key)
+            if value.is_floating_point():
+                values[key] = tensor, local(value)
+    if not values:
+        return
+    params = [param for param, _ in values.values()]
+    flags = torch.tensor([is_beyond(value, torch.float16) for _, value in values.values()], device=params[0].device)
+    found = flags_of_all(flags, params).tolist()  # of a sharded one every rank knows its own part
+    large = [key for key, is_large in zip(values, found, strict=True) if is_large]
     if large:
         yield NumericsError(
             "the state dict has weights beyond the range of the model's halves",
