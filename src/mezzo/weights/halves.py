@@ -310,6 +310,10 @@ class Halves(Tensor):
         """
         return self.widen(is_lent=True).data_ptr()
 
+    def storage(self) -> Any:
+        """Return the memory that :meth:`data_ptr` lends, as safetensors asks for it."""
+        return self.widen(is_lent=True).storage()
+
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise no_memory(self.path, "DLPack")
 
