@@ -18,7 +18,7 @@ from mezzo.releases import private
 from mezzo.sharded import locals_of
 from mezzo.step.gradients import alike
 from mezzo.weights.codec import Exchange
-from mezzo.weights.halves import Halves, in_halves
+from mezzo.weights.halves import Halves
 
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
@@ -123,7 +123,7 @@ class _Alike:
 def written_by(optimizer: Optimizer) -> list[Halves]:
     """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    found = [here for here in locals_of(params) if type(here) is Halves and in_halves(here) is not None]
+    found = [here for here in locals_of(params) if type(here) is Halves and len(_lying(here)) == 2]
     return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
 
 
@@ -172,10 +172,13 @@ def keep_memory(optimizer: Optimizer) -> object:
 
 def in_memory(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors in which the values of parameters lie: of halves both of them, of a DTensor this rank's."""
-    return [
-        part
-        for here in locals_of([*params])
-        for part in (
-            (here,) if type(here) is not Halves else (here.value(),) if in_halves(here) is None else (here.hi, here.lo)
-        )
-    ]
+    return [part for here in locals_of([*params]) for part in _lying(here)]
+
+
+def _lying(here: Tensor) -> tuple[Tensor, ...]:
+    if type(here) is not Halves:
+        return (here,)
+    cell = here.cell
+    if cell.is_lent:
+        here.settle()
+    return (here.hi, here.lo) if cell.wide is None else (here.value(),)
