@@ -100,6 +100,8 @@ class Sharp(torch.optim.SGD):
         params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
         uphill = [0.1 * param.grad for param in params]
         for param, by in zip(params, uphill, strict=True):
+            if isinstance(here := local(param), Halves):
+                here.widen()  # as while a step of torch's optimizers
             param.add_(by)
         with torch.enable_grad():
             closure()

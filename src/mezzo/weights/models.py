@@ -263,7 +263,7 @@ def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator
     if not values:
         return
     params = [param for param, _ in values.values()]
-    device = next((param.device for param in params if not param.is_meta), None)
+    device = next((param.device for param in params if not param.is_meta), torch.device("cpu"))
     flags = torch.tensor([is_beyond(value, torch.float16) for _, value in values.values()], device=device)
     found = flags_of_all(flags, params).tolist()  # of a sharded one every rank knows its own part
     large = [key for key, is_large in zip(values, found, strict=True) if is_large]

@@ -187,10 +187,10 @@ def sharded_otherwise(model: nn.Module, policy: Policy) -> Iterator[MezzoError]:
     if not parts:
         return
     paths = {unit: path for path, unit in model.named_modules()}
-    other: dict[tuple[str, torch.dtype | None, torch.dtype], list[str]] = {}
+    other: dict[tuple[str, torch.dtype, torch.dtype], list[str]] = {}
     for param, name, module in stored_tensors(model):
         part = parts.get(param)
-        if part is not None and part.cast in LOW and param.dtype not in LOW:
+        if part is not None and part.cast is not None and part.cast in LOW and param.dtype not in LOW:
             wanted, _ = policy.storage(name, name.rpartition(".")[0], is_norm=isinstance(module, NORM))
             if part.cast != wanted:
                 other.setdefault((paths[part.unit], part.cast, wanted), []).append(name)
