@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
 
@@ -173,6 +174,25 @@ def test_a_state_dict_while_an_optimizer_steps_keeps_its_values():
     before, after = seen
     assert torch.equal(before["body.weight"] - 0.1, after["body.weight"])
     assert torch.equal(after["body.weight"], model.body.weight)
+
+
+def test_compiled_code_reads_what_is_written_into_a_state_dict_and_is_not_compiled_anew():
+    torch._dynamo.reset()
+    seen, graphs = [], []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    for model in both():
+        body, rows = model.body, torch.ones(2, 6)
+        compiled = torch.compile(body, backend=backend, fullgraph=True)
+        for _ in range(3):
+            body.state_dict()["weight"].mul_(0.75)
+            seen.append(compiled(rows).detach())
+        graphs.append(None)
+    assert torch.equal(torch.stack(seen[:3]), torch.stack(seen[3:]))
+    assert [graph is None for graph in graphs] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, mezzo.optim.AdamW])

@@ -242,6 +242,8 @@ class Halves(Tensor):
         return _CARRY_OUT[_kind(func)](func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        if self.cell.is_lent:
+            self.settle()
         return ["hi", "lo"] if self.cell.wide is None else ["hi", "lo", "wide"], self.path
 
     @staticmethod
