@@ -104,14 +104,6 @@ def hooks_of_every_step() -> list[Any]:
     return [*_OF_EVERY_STEP.values()]
 
 
-def run_innermost(optimizer: Any, pre: RemovableHandle, post: RemovableHandle) -> None:
-    """Have two hooks run nearest to an optimizer's step: the last before it, and the first after it."""
-    require(*_OF_OPTIMIZERS)
-    if pre.id in optimizer._optimizer_step_pre_hooks:
-        optimizer._optimizer_step_pre_hooks.move_to_end(pre.id)
-        optimizer._optimizer_step_post_hooks.move_to_end(post.id, last=False)
-
-
 def saving_hooks(optimizer: Optimizer) -> tuple[Iterable[Any], Iterable[Any]]:
     """Return the hooks that run before and after an optimizer's ``state_dict``."""
     require(*_OF_OPTIMIZERS)

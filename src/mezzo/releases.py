@@ -104,10 +104,11 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._set_throw_on_mutable_data_ptr": "have kernels raise that would read memory that is not there",
         "torch._C._swap_tensor_impl": "have a parameter stay the object that it is when it is stored in halves",
         "torch._C._dispatch_has_kernel_for_dispatch_key": "tell what torch composes of other operations",
-        "torch._C._disabled_torch_function_impl": "have attributes of weights cost nothing",
+        "torch.ops.aten._neg_view": "know a view of other bits",
         "torch.Tensor._make_wrapper_subclass": "make a tensor that lies in two others",
     },
     "weights/collectives.py": {
+        "torch.ops._c10d_functional": "wait until a collective has written",
         "torch._C._distributed_c10d._create_work_from_future": "return work that is done from a collective",
     },
     "weights/stepping.py": {
@@ -138,8 +139,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     "hooks.py": {
         "torch.Tensor._backward_hooks": "order hooks on gradients, and see the user's",
         "torch.Tensor._post_accumulate_grad_hooks": "see the user's hooks on gradients, and silence them",
-        f"{_OPTIMIZER}._optimizer_step_pre_hooks": "order hooks of an optimizer's step, and see the user's",
-        f"{_OPTIMIZER}._optimizer_step_post_hooks": "order hooks of an optimizer's step",
+        f"{_OPTIMIZER}._optimizer_step_pre_hooks": "see the user's hooks of an optimizer's step",
         f"{_OPTIMIZER}._optimizer_state_dict_pre_hooks": "run the hooks of an optimizer's state_dict",
         f"{_OPTIMIZER}._optimizer_state_dict_post_hooks": "run the hooks of an optimizer's state_dict",
         f"{_OPTIMIZER}._optimizer_load_state_dict_pre_hooks": "run the hooks of an optimizer's load_state_dict",
@@ -154,7 +154,6 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.utils._pytree.tree_map_only": "walk through nested containers",
         "torch.utils._pytree.tree_unflatten": "walk through nested containers",
         "torch._foreach_copy_": "copy many tensors at once",
-        "torch._foreach_div_": "divide many tensors at once",
         "torch._foreach_mul": "multiply many tensors at once",
         "torch._foreach_mul_": "multiply many tensors at once",
         "torch._foreach_norm": "take the norms of many tensors at once",
@@ -183,16 +182,18 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.nn.Module._wrapped_call_impl": "find the module whose call torch.compile traces",
     },
     "trace/kernels.py": {
-        "torch.ops.aten._to_copy": "know kernels that cast",
         "torch.ops.aten._unsafe_view": "know kernels that make views",
     },
     # What many programs read, and torch does not change without notice: instances, dicts and schemas that its own
     # pages and subclasses of its users name.
     ANYWHERE: {
+        "torch.ops.aten._lazy_clone": "know the cast of a weight that costs no copy",
+        "torch.ops.aten._to_copy": "know kernels that cast",
         "torch.Tensor._base": "find the tensor that a view is of",
         "torch.Tensor._version": "tell whether a tensor was written",
         "torch.UntypedStorage._cdata": "tell whether two tensors share memory",
         "torch.nn.Module._apply": "refuse that a converted model is cast",
+        "torch.nn.Module._slow_forward": "warn that a trace of a converted model cannot be saved",
         "torch.nn.Module._buffers": "find and replace buffers",
         "torch.nn.Module._forward_hooks": "find hooks",
         "torch.nn.Module._forward_pre_hooks": "find hooks",

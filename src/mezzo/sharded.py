@@ -65,10 +65,15 @@ def sharded_as(shard: Tensor, whole: Tensor) -> Tensor:
 
     **Cost**: a copy of the shard, where ``whole`` is a DTensor. No communication.
     """
+    return held_as(shard.clone(), whole) if is_distributed(whole) else shard
+
+
+def held_as(shard: Tensor, whole: Tensor) -> Tensor:
+    """Return :func:`sharded_as`, in the memory of the shard that is given."""
     if not is_distributed(whole):
         return shard
     made = torch.empty_like(whole, dtype=shard.dtype, requires_grad=False)
-    local(made).copy_(shard)
+    hold_locally(made, shard)
     return made
 
 

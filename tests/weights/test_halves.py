@@ -1,5 +1,6 @@
 """``Halves``, the tensor: whatever is done to it, beside a plain FP32 parameter to which the same is done."""
 
+import copy
 import ctypes
 import re
 import threading
@@ -12,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo import UnsupportedError
+from mezzo import MezzoError, NumericsError, UnsupportedError
 from mezzo.weights import Halves, decode, encode
 from mezzo.weights.models import restore, store
 
@@ -84,8 +85,20 @@ def test_a_parameter_stays_the_object_that_it_is_and_comes_back_bit_for_bit(dtyp
     assert calls == ["hook", "hook"]
 
 
+def test_fp16_weights_beyond_its_range_are_refused_by_name_and_nothing_is_changed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    large = model[1].weight
+    large.data[2, 2] = 70000.0
+    with pytest.raises(MezzoError, match=r"1\.weight"):
+        mezzo.prepare(model, "O2,dtype=float16,emulate=true")
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    with pytest.raises(NumericsError, match=r"head\.weight"):
+        Halves.of(large, FP16, name="head.weight")
+    assert not Halves.of(large, BF16).isinf().any()
+
+
 def test_no_name_of_ours_hides_one_of_torchs():
-    ours = {"__slots__", "data", "data_ptr", "is_shared", "numpy", "share_memory_", "tolist"}
+    ours = {"__slots__", "data", "data_ptr", "is_shared", "numpy", "share_memory_", "storage", "tolist"}
     assert {name for name in vars(Halves) if not name.startswith("_")} & {*dir(torch.Tensor)} <= ours
 
 
@@ -304,6 +317,27 @@ def test_a_program_does_to_halves_what_it_does_to_a_plain_parameter(name):
         assert_alike(one, two)
         assert_alike(param, weight)
         assert weight.dtype == torch.float32
+
+
+def test_what_comes_out_is_plain_but_for_views_and_moves():
+    """A buffer of a program's that came in FP16 halves would be rounded."""
+    weight = pair()[1].detach()
+    for each in (
+        torch.zeros_like(weight), torch.empty_like(weight), weight.new_zeros(3), weight.new_empty(2), weight.clone(),
+        weight + 0, torch.cat([weight]), weight[torch.tensor([0])],
+        copy.deepcopy(weight), weight.flip(0), weight.to(torch.float64), weight.to(BF16),
+    ):  # fmt: skip
+        assert type(each) is torch.Tensor
+    for each in (weight.t(), weight[1], weight.data, weight.to("cpu", copy=True), weight.to("meta")):
+        assert type(each) is Halves
+
+
+def test_a_write_where_elements_share_memory_raises_and_writes_nothing():
+    for weight in pair():
+        before = weight.detach().clone()
+        with pytest.raises(RuntimeError, match="single memory location"):
+            weight.data[:1].expand(3, 8).add_(1)
+        assert torch.equal(weight, before)
 
 
 @each_dtype

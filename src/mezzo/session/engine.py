@@ -192,7 +192,6 @@ class Engine(Writes):
             self.group()
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
-        has_low = self.wrappers.has_low
         if self.plain and scale is not None and not self._has_warned:
             self._warn_of_hooks(windows)
         is_users = self.plain or self.waits
@@ -206,12 +205,8 @@ class Engine(Writes):
             for window in windows:
                 if is_users:
                     window.forget_cleared()
-                window.begin(
-                    scale,
-                    is_wide=self.plain and not has_low and not self.weights.units,  # whose parts get low gradients
-                    steps_aside=has_low,
-                    leaves_zeros=has_low and self.wrappers.finds_unused,
-                )
+                is_wide = self.plain and not self.weights.units  # whose parts get low gradients
+                window.begin(scale, is_wide=is_wide, is_wrapped=self.wrappers.are_there)
             self.under_way = by
             self._count(True)
 
@@ -225,7 +220,7 @@ class Engine(Writes):
             self.under_way = None
             self._count(False)
             for window in losses:
-                window.end(losses[window], average=self.wrappers.averaged)
+                window.end(losses[window])
             self.wrappers.end_pass()
             if self.plain:
                 self._unscale(losses)
@@ -235,8 +230,6 @@ class Engine(Writes):
         with uninterrupted():
             self.under_way = None
             self._count(False)
-            for window in windows:
-                window.fail()
             if self.plain:  # earlier passes' gradients have got this one's scale
                 with torch.no_grad():
                     self._unscale(windows)

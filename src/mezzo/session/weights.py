@@ -175,7 +175,8 @@ class Weights:
 
     def keys_of(self, model: nn.Module) -> dict[str, str]:
         """Return the names of :meth:`named_state` that are one model's by the keys of that model's own state dict."""
-        keys = {each: ((key, key) for key in each.state_dict()) if each is model else () for each in self.models}
+        keys: dict[nn.Module, Iterable[tuple[str, Any]]] = dict.fromkeys(self.models, ())
+        keys[model] = ((key, key) for key in model.state_dict(keep_vars=True))
         return {key: name for name, key in self._named(keys)}
 
     def _named(self, each: Mapping[nn.Module, Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:

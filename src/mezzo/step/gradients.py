@@ -1,10 +1,9 @@
-"""The gradients of one step, their values and norms; and FP32 values for code that knows no halves."""
+"""The gradients of one step, their values and norms."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import compress, repeat
 from operator import attrgetter, is_not
 from typing import Any, Final, TypeAlias
@@ -15,10 +14,8 @@ from torch import Tensor
 
 from mezzo import tensors
 from mezzo.sharded import is_distributed, local
-from mezzo.step.executors.choose import executor_for, portable, update_of
-from mezzo.step.passes import Bucket, NoKernel, Verdict
-from mezzo.step.storage import READ, SPLIT, Storage
-from mezzo.step.update import Scalars, States, UpdateRule
+from mezzo.step.executors.choose import executor_for, portable
+from mezzo.step.passes import NoKernel
 from mezzo.tensors import LOW, foreach_norm, foreach_zero_, moved
 
 Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
@@ -191,83 +188,3 @@ def alike(tensors: list[Tensor]) -> Alike:
     for i, tensor in enumerate(tensors):
         groups[tensor.device, tensor.dtype].append(i)
     return groups
-
-
-# FP32 values in two halves, and as FP32 tensors for code that knows no halves, such as torch's optimizers.
-#
-# Before such code runs its tensors are *widened*: values become FP32. After it they are *stored*: they become halves
-# again. Either is an element-wise rule like an optimizer's, and runs on the same executors.
-
-
-def _no_numbers(hypers: Scalars, step: Tensor) -> dict[str, Tensor]:
-    return {}
-
-
-def _widen(gradient: Tensor, weight: Tensor, states: States, numbers: Scalars) -> tuple[Tensor, States]:
-    return weight, (weight,)
-
-
-def _store(gradient: Tensor, weight: Tensor, states: States, numbers: Scalars) -> tuple[Tensor, States]:
-    return gradient, ()
-
-
-#: Writes the halves of what is given as the gradient.
-STORE: Final = UpdateRule(name="store", options=frozenset(), hypers=(), states=(), numbers_of=_no_numbers, apply=_store)
-#: Writes the value of the halves, and reads no gradient.
-WIDEN: Final = replace(STORE, name="widen", states=("value",), apply=_widen)
-
-
-class Exchange:
-    """FP32 tensors that take turns with the halves of the same values.
-
-    All are plain tensors of one device, the same objects for life. Their memory may change between calls; as long as
-    it does not, tables of addresses are kept. What lies in the memory order of its high half goes in one launch for
-    each set of dtypes; tensors with gaps, and what lies otherwise, go one by one.
-
-    Args:
-        high: bfloat16 or float16: at least one.
-        low: The int16 halves beside them.
-        values: Where their FP32 values go.
-
-    **Cost**: no host sync on a GPU. On the host less than 1 µs a tensor and call; 8 bytes of memory an element and
-    call.
-
-    Example:
-        >>> import torch
-        >>> from mezzo.step.storage import encode
-        >>> high, low = encode(torch.tensor([1.0, 0.1]), torch.bfloat16)
-        >>> value = torch.empty(2)
-        >>> exchange = Exchange([high], [low], [value])
-        >>> exchange.widen()
-        >>> value
-        tensor([1.0000, 0.1000])
-        >>> exchange.store([value.neg_()])
-        >>> high, low
-        (tensor([-1.0000, -0.1001], dtype=torch.bfloat16), tensor([     0, -13107], dtype=torch.int16))
-    """
-
-    def __init__(self, high: Sequence[Tensor], low: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        device = high[0].device
-        step = torch.zeros((), dtype=torch.int64, device=device)  # which no rule here reads
-
-        def bucket(rule: UpdateRule, storage: Storage, states: Sequence[States]) -> Bucket:
-            return Bucket(rule=rule, storage=storage, hypers={}, step=step, weights=high, extras=low, states=states)
-
-        self._high = high
-        self._widen = update_of(bucket(WIDEN, READ, [(value,) for value in values]))
-        self._store = update_of(bucket(STORE, SPLIT, [()] * len(high)))
-        self._verdict = Verdict.of_flags(None, None, device)
-
-    def widen(self) -> None:
-        """Write the values in FP32; halves stay as they are."""
-        self._widen(self._high, self._verdict)
-
-    def store(self, values: Sequence[Tensor]) -> None:
-        """Write the halves of FP32 values; what is too large becomes infinite.
-
-        It counts no version of the high halves up: what they are to autograd is known where they are parameters.
-
-        Args:
-            values: FP32, in the order and the shapes of the high halves.
-        """
-        self._store(values, self._verdict)

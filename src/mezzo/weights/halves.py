@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Mapping
 from multiprocessing.reduction import ForkingPickler
@@ -19,21 +18,19 @@ from mezzo.errors import UnsupportedError
 from mezzo.policy.rules import both
 from mezzo.releases import private
 from mezzo.sharded import local
-from mezzo.step.gradients import Exchange
-from mezzo.step.storage import decode, encode, encode_into
+from mezzo.step.storage import encode
 from mezzo.tensors import tree_leaves, tree_map_only
+from mezzo.weights.codec import decoded, get_ready, store_in
 from mezzo.weights.collectives import ended, is_collective, writes_first
 
 _ATEN: Final = torch.ops.aten
-_TO_COPY: Final = _ATEN._to_copy.default
-_LAZILY: Final = _ATEN._lazy_clone.default
+_TO_COPY: Final = torch.ops.aten._to_copy.default
+_LAZILY: Final = torch.ops.aten._lazy_clone.default
 _LAZY_CLONE: Final = private("torch._lazy_clone")
 _FORBID_ADDRESS: Final = private("torch._C._set_throw_on_mutable_data_ptr")
 _SWAP: Final = private("torch._C._swap_tensor_impl")
 _WRAPPER: Final = private("torch.Tensor._make_wrapper_subclass")
 
-#: From how many elements on kernels of the executors pay for their tables.
-_LARGE: Final = 1 << 18
 #: What makes another tensor of one's shape, and reads no values.
 _LIKE: Final = frozenset(
     getattr(_ATEN, name).default
@@ -44,7 +41,7 @@ _LIKE: Final = frozenset(
 _GATHERS: Final = frozenset({_ATEN.index_select.default, _ATEN.index.Tensor, _ATEN.gather.default})
 #: Views of other bits than the values': what lies in two halves has none.
 _RETYPED: Final = frozenset(
-    {_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default, _ATEN._neg_view.default}
+    {_ATEN.view.dtype, _ATEN.view_as_complex.default, _ATEN.view_as_real.default, torch.ops.aten._neg_view.default}
 )
 #: Whose operations do what their schemas say: no other kernel is handed a copy that it may write in secret, but what
 #: its author declares fit for torch.compile, which goes by schemas, too (``torch.library.custom_op`` does so).
@@ -62,14 +59,14 @@ class Cell:
         wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
             What lies at ``start + n`` in the storage of the high half lies at ``wide.storage_offset() + n`` in its own.
         start: Where in the storage of the high half the tensor begins whose views share this.
-        is_lent: Whether that is for a reader of addresses, until the next cast or step.
+        is_lent: Whether that is for a reader of addresses or of a state dict, until the next cast or step.
         uses: How often a cast has returned the high half while gradients were recorded, and how often something else
             has read values, since a session has forgotten it.
     """
 
     __slots__ = ("is_lent", "start", "uses", "wide")
 
-    def __init__(self, start: int, wide: Tensor | None = None) -> None:
+    def __init__(self, start: int | torch.SymInt, wide: Tensor | None = None) -> None:
         self.start, self.wide, self.is_lent, self.uses = start, wide, False, [0, 0]
 
 
@@ -127,7 +124,7 @@ class Halves(Tensor):
         return made
 
     # Attributes are torch's own: they cost nothing.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__
 
     @classmethod
     def of(cls, value: Tensor, dtype: torch.dtype, *, name: str | None = None) -> Halves:
@@ -142,6 +139,7 @@ class Halves(Tensor):
             NumericsError: A finite value that ``dtype`` would round to infinity (FP16: beyond 65504).
         """
         made: Halves = cls(*encode(value.detach(), dtype, name=name))
+        get_ready(made.hi)
         made.path = name or ""
         return made
 
@@ -169,8 +167,17 @@ class Halves(Tensor):
         cell = self.cell
         if cell.wide is None:
             with torch.inference_mode(self.is_inference()):  # memory that outlives the mode it is made in
-                cell.wide, cell.is_lent = _decoded(*self.whole()), is_lent
+                cell.wide, cell.is_lent = decoded(*self.whole()), is_lent
         return self.value()
+
+    def lend(self) -> Tensor:
+        """Return the values in memory of their own: what is written there until the next cast or step is not lost.
+
+        While an optimizer steps, which lets its memory go then, it is a copy.
+        """
+        if self.cell.wide is None or self.cell.is_lent:
+            return self.widen(is_lent=True).detach()
+        return self.value().clone()
 
     def settle(self) -> None:
         """Store in halves again what lies in FP32 for a reader of addresses."""
@@ -178,12 +185,12 @@ class Halves(Tensor):
         if cell.is_lent and (wide := cell.wide) is not None:
             cell.wide, cell.is_lent = None, False
             size, stride = wide.size(), wide.stride()
-            _encode(wide, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
+            store_in(wide, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
 
     def value(self) -> Tensor:
         """Return the FP32 values, a plain tensor: a new one, or the one in which they lie for now."""
         wide = self.wide
-        return _decoded(self.hi, self.lo) if wide is None else wide
+        return decoded(self.hi, self.lo) if wide is None else wide
 
     def assign(self, value: Tensor) -> None:
         """Take other FP32 values, of a shape that broadcasts to its own; beyond FP16's range they become infinite."""
@@ -191,7 +198,7 @@ class Halves(Tensor):
             wide.copy_(value)
             return
         value = value.to(self.hi.device, torch.float32)
-        _encode(value if value.shape == self.hi.shape else value.expand_as(self.hi), self.hi, self.lo)
+        store_in(value if value.shape == self.hi.shape else value.expand_as(self.hi), self.hi, self.lo)
 
     def low(self, dtype: torch.dtype) -> Tensor:
         """Return the values in a dtype, connected for gradients: of the high half's dtype that, as a cast does.
@@ -228,7 +235,9 @@ class Halves(Tensor):
     # What torch asks of tensors -------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is _TO_COPY or func is _LAZILY:
             weight: Any = args[0]
             hi, cell = weight.hi, weight.cell
@@ -259,7 +268,7 @@ class Halves(Tensor):
         value = self.detach().clone()
         return nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self._plain())
 
     def __format__(self, spec: str) -> str:
@@ -278,7 +287,7 @@ class Halves(Tensor):
         return nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        made = self._plain()
+        made: Any = self._plain()
         vars(made).update(_own(self))
         return made.__reduce_ex__(protocol)
 
@@ -301,18 +310,24 @@ class Halves(Tensor):
         """
         return self.widen(is_lent=True).data_ptr()
 
+    def storage(self) -> Any:
+        """Return the memory that :meth:`data_ptr` lends, as safetensors asks for it."""
+        return self.widen(is_lent=True).storage()
+
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise no_memory(self.path, "DLPack")
 
     def share_memory_(self) -> Any:
         """Move both halves to memory that processes share."""
+        each: Any
         for each in (self.hi, self.lo, *([] if self.cell.wide is None else [self.cell.wide])):
             each.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Whether the halves lie in memory that processes share."""
-        return self.hi.is_shared()
+        high: Any = self.hi
+        return bool(high.is_shared())
 
     @property
     def data(self) -> Any:
@@ -328,7 +343,7 @@ class Halves(Tensor):
             # It lies where the other lies.
             self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
-            become(self, value)
+            become(self, value.detach())
 
 
 def _same(half: Tensor) -> Tensor:
@@ -366,7 +381,7 @@ def no_memory(name: str, asker: str) -> UnsupportedError:
 
 
 @functools.cache
-def _kind(func: OpOverload[..., Any]) -> str:
+def _kind(func: Any) -> str:
     """Return how an operation is carried out: a key of :data:`_CARRY_OUT`."""
     if func in _RETYPED:
         return "retyped"
@@ -470,7 +485,7 @@ def _as_gather(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(weight, Halves) or weight.cell.wide is not None:
         return _as_any(func, args, kwargs)
     _note_read(weight)
-    return _decoded(func(weight.hi, *args[1:], **kwargs), func(weight.lo, *args[1:], **kwargs))
+    return decoded(func(weight.hi, *args[1:], **kwargs), func(weight.lo, *args[1:], **kwargs))
 
 
 def _as_embedding(func: Any, args: Any, kwargs: Any) -> Any:
@@ -480,7 +495,7 @@ def _as_embedding(func: Any, args: Any, kwargs: Any) -> Any:
     _note_read(weight)
     rows = indices.reshape(-1)
     hi, lo = (each.index_select(0, rows) for each in (weight.hi, weight.lo))
-    return _decoded(hi, lo).view(*indices.shape, *weight.shape[1:])
+    return decoded(hi, lo).view(*indices.shape, *weight.shape[1:])
 
 
 def _as_copy(func: Any, args: Any, kwargs: Any) -> Any:
@@ -550,8 +565,8 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
             back[id(wide)] = each
             if each.cell.wide is None:
                 each.assign(wide)
-        if many and written:
-            increment_version(written)
+        if many and (counted := [each for each in written if not each.is_inference()]):
+            increment_version(counted)
     if isinstance(out, Tensor):
         return back.get(id(out), out)
     return tree_map_only(Tensor, lambda each: back.get(id(each), each), out) if back else out
@@ -561,13 +576,12 @@ def _as_aliases(func: Any, args: Any, kwargs: Any, weights: list[Halves]) -> Any
     """Carry out what writes tensors of which some share memory: while it runs, their values lie in FP32."""
     here = {id(each.cell): each for each in weights if each.cell.wide is None}
     for each in here.values():
-        each.widen()
+        each.widen(is_lent=True)
     try:
         return _as_any(func, args, kwargs, may_alias=False)
     finally:
         for each in here.values():
-            _encode(each.cell.wide, *each.whole())
-            each.cell.wide = None
+            each.settle()
 
 
 _CARRY_OUT: Final[Mapping[str, Callable[[Any, Any, Any], Any]]] = {
@@ -575,58 +589,6 @@ _CARRY_OUT: Final[Mapping[str, Callable[[Any, Any, Any], Any]]] = {
     "gather": _as_gather, "embedding": _as_embedding, "clone": _as_clone, "copy": _as_copy, "composite": _as_composite,
     "reshaped": _as_reshaped, "unknown": _as_unknown,
 }  # fmt: skip
-
-
-# Encoding and decoding --------------------------------------------------------------------------------------------
-
-_NAN: Final = float("nan")
-#: The device types and dtypes whose kernels were built.
-_BUILT: Final[set[tuple[str, torch.dtype]]] = set()
-
-
-def _decoded(hi: Tensor, lo: Tensor) -> Tensor:
-    """Return the FP32 values of halves that :func:`_encode` has made, or :func:`mezzo.weights.encode`."""
-    if not _is_large(hi):
-        if hi.dtype == torch.bfloat16:  # of such halves decode() without what guards against others, a fifth of its ops
-            return (hi.view(torch.int16).to(torch.int32) << 16).add_(lo).view(torch.float32)
-        return decode(hi, lo)
-    value = torch.empty_like(hi, dtype=torch.float32)
-    Exchange([hi], [lo], [value]).widen()
-    return value
-
-
-def _encode(value: Tensor, hi: Tensor, lo: Tensor) -> None:
-    if _is_large(hi) and value.stride() == hi.stride():
-        Exchange([hi], [lo], [value]).store([value])
-    elif hi.dtype == torch.bfloat16:
-        bits = torch.where(value == value, value, _NAN).view(torch.int32)
-        high = (bits + 0x8000) >> 16
-        lo.copy_(bits - (high << 16))
-        hi.view(torch.int16).copy_(high)
-    else:
-        encode_into(value, hi, lo)
-
-
-def _is_large(hi: Tensor) -> bool:
-    """Whether kernels of the executors are to run; builds them where they are new."""
-    if type(hi) is not Tensor or hi.numel() < _LARGE or hi.is_meta:
-        return False
-    if (kind := (hi.device.type, hi.dtype)) not in _BUILT:
-        # Kernels are traced, which below torch's dispatcher cannot be done: another thread has a dispatcher's state of
-        # its own.
-        building = threading.Thread(target=_build, args=(hi.device, hi.dtype))
-        building.start()
-        building.join()
-        _BUILT.add(kind)
-    return True
-
-
-def _build(device: torch.device, dtype: torch.dtype) -> None:
-    value = torch.zeros(8, device=device)
-    hi, lo = torch.zeros(8, device=device, dtype=dtype), torch.zeros(8, device=device, dtype=torch.int16)
-    exchange = Exchange([hi], [lo], [value])
-    exchange.widen()
-    exchange.store([value])
 
 
 # Identity ---------------------------------------------------------------------------------------------------------
@@ -646,7 +608,7 @@ def become(tensor: Any, made: Tensor) -> None:
     """
     if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
-    own, gradient = _own(tensor), tensor.grad
+    own, gradient = _own(tensor), tensor.grad if tensor.is_leaf else None
     try:
         _SWAP(tensor, made)
     except RuntimeError as error:
@@ -693,12 +655,13 @@ def in_halves(param: Tensor) -> Halves | None:
 
 
 def _rebuilt(hi: Tensor, lo: Tensor, is_param: bool, requires_grad: bool, name: str) -> Tensor:
+    get_ready(hi)
     made: Any = Halves(hi, lo)
     made.path = name
     return nn.Parameter(made, requires_grad) if is_param else made
 
 
-def _shared(tensor: Halves) -> Any:
+def _shared(tensor: Any) -> Any:
     """Reduce a tensor for another process, which shares the halves."""
     if tensor.cell.wide is not None:
         return tensor._plain().__reduce_ex__(2)

@@ -9,7 +9,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,17 +19,20 @@ from torch import Tensor, nn
 from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError, message, raise_together, some_of
 from mezzo.hooks import is_ours
 from mezzo.policy.rules import both
-from mezzo.sharded import hold_locally, is_distributed, local
+from mezzo.sharded import flags_of_all, held_as, hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond
 from mezzo.tensors import LOW, dtype_name
+from mezzo.weights.codec import get_ready
 from mezzo.weights.halves import Halves, become, in_halves
-from mezzo.weights.shards import Shard
+from mezzo.weights.shards import HeldShard
 from mezzo.weights.stepping import watch_steps
 
 _HOOKS: Final = (
     "_forward_pre_hooks", "_forward_hooks", "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )  # fmt: skip
+#: What modules know of hooks by their keys.
+_OF_HOOKS: Final = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 def of_halves(param: Tensor) -> bool:
@@ -54,7 +57,7 @@ def store(dtypes: Mapping[nn.Parameter, torch.dtype], names: Mapping[nn.Paramete
         here = local(param.detach())
         if isinstance(here, Halves):  # of two models that share it
             continue
-        made = _encoded(here, dtype, Shard if is_distributed(param) else Halves)
+        made = _encoded(here, dtype, HeldShard if is_distributed(param) else Halves)
         made.path = names[param]
         try:
             _replace(param, made)
@@ -67,6 +70,7 @@ def _encoded(values: Tensor, dtype: torch.dtype, kind: type[Halves] = Halves) ->
     wide = values.to(torch.float32)
     high, low = torch.empty_like(wide, dtype=dtype), torch.empty_like(wide, dtype=torch.int16)
     encode_into(wide, high, low)
+    get_ready(high)
     made: Halves = kind(high, low)
     return made
 
@@ -115,8 +119,9 @@ def follow(model: nn.Module) -> Callable[[], None]:
     """Have a model's state dicts hold plain FP32 values, and its copies and pickles be plain models.
 
     ``load_state_dict(assign=True)`` writes into the parameters that are there, which an optimizer knows.
-    ``model.half()`` and other casts of what is stored in halves are refused. What is in a state dict are copies: what a
-    program writes into them reaches no weight, where it would reach plain ones. ``load_state_dict`` does.
+    ``model.half()`` and other casts of what is stored in halves are refused. The weights lie in a state dict's tensors
+    until the next cast of them or the next step, so that what a program writes there, it writes to them, as for plain
+    ones; from then on the state dict holds what they were.
 
     Args:
         model: The model.
@@ -192,7 +197,7 @@ def halves(model: nn.Module) -> Bytes:
     for param in model.parameters():
         here = local(param)
         total += here.numel()
-        if isinstance(here, Halves) and here.cell.wide is None:
+        if isinstance(here, Halves) and (here.cell.wide is None or here.cell.is_lent):
             high, low, count = high + 2 * here.numel(), low + 2 * here.numel(), count + here.numel()
         else:
             plain += here.numel() * here.element_size()
@@ -207,23 +212,18 @@ class _StateHook:
 
     def __init__(self, root: nn.Module | None = None) -> None:
         self._root = None if root is None else weakref.ref(root)
-        self._shown: tuple[Callable[[], Any], dict[Tensor, Tensor]] = lambda: None, {}
 
     def __reduce__(self) -> Any:
         return _StateHook, ()
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-        """Put plain values in the places of halves, one tensor for tied ones; ``keep_vars=True`` shows parameters."""
+        """Put plain values in the places of halves; ``keep_vars=True`` shows parameters."""
         if self._root is None:
             return
-        if self._shown[0]() is not state:
-            self._shown = (weakref.ref(state) if isinstance(state, OrderedDict) else lambda: None), {}
-        shown = self._shown[1]
         for key, tensor in named_in(module, prefix):
-            if isinstance(tensor, Halves) and state.get(key, tensor) is not tensor:
-                if tensor not in shown:
-                    shown[tensor] = tensor.detach().clone()
-                state[key] = shown[tensor]
+            here = local(tensor)
+            if isinstance(here, Halves) and state.get(key, tensor) is not tensor:
+                state[key] = held_as(here.lend(), tensor)
 
     def load(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
         """Refuse what FP16 halves do not hold; write what is to be assigned into the parameters that are there.
@@ -252,14 +252,21 @@ class _StateHook:
 
 def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator[MezzoError]:
     """Yield what stands against loading a state dict into a model, with all its parts."""
-    large = list[str]()
+    values = dict[str, tuple[Tensor, Tensor]]()
     for path, each in module.named_modules():
         for key, tensor in named_in(each, f"{prefix}{path}." if path else prefix):
             value, halves = state.get(key), in_halves(tensor)
             if halves is None or halves.hi.dtype != torch.float16 or not isinstance(value, Tensor):
                 continue
-            if value.is_floating_point() and is_beyond(local(value), torch.float16):
-                large.append(key)
+            if value.is_floating_point():
+                values[key] = tensor, local(value)
+    if not values:
+        return
+    params = [param for param, _ in values.values()]
+    device = next((param.device for param in params if not param.is_meta), torch.device("cpu"))
+    flags = torch.tensor([is_beyond(value, torch.float16) for _, value in values.values()], device=device)
+    found = flags_of_all(flags, params).tolist()  # of a sharded one every rank knows its own part
+    large = [key for key, is_large in zip(values, found, strict=True) if is_large]
     if large:
         yield NumericsError(
             "the state dict has weights beyond the range of the model's halves",
@@ -273,26 +280,47 @@ def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator
 
 def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a plain module: the copy of one that is under a policy."""
-    taken: dict[nn.Module, dict[str, Any]] = {}
-    for each in module.modules():
-        names = vars(each)
-        bound = [name for name, value in names.items() if name in _BOUND or getattr(value, "is_of_mezzo", False)]
-        taken[each] = {name: names.pop(name) for name in bound}
-    try:
-        made = copy.deepcopy(module, memo)
-    finally:
-        for each, names in taken.items():
-            vars(each).update(names)
+    with _without_ours(module.modules()):
+        made: nn.Module = copy.deepcopy(module, memo)
     for each in made.modules():
-        for name in _HOOKS:
-            hooks = getattr(each, name)
-            for key in [key for key, hook in hooks.items() if is_ours(hook)]:
-                del hooks[key]
+        ours = _ours(vars(each))
+        for name in (*_HOOKS, *_OF_HOOKS):
+            table = vars(each)[name]
+            for key in ours & table.keys():
+                del table[key]
     return made
 
 
 def _pickled(module: nn.Module, protocol: Any) -> Any:
-    return copy.deepcopy(module).__reduce_ex__(protocol)
+    """Reduce a module to a plain one, whose parameters are those of an optimizer that is pickled beside it."""
+    with _without_ours([module]):
+        made = module.__reduce_ex__(protocol)
+        if isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
+            state, ours = {**made[2]}, _ours(made[2])
+            for name in state.keys() & {*_HOOKS, *_OF_HOOKS}:
+                state[name] = OrderedDict((key, each) for key, each in state[name].items() if key not in ours)
+            made = (*made[:2], state, *made[3:])
+    return made
+
+
+@contextmanager
+def _without_ours(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Take off modules, for now, the attributes that they have under a policy."""
+    taken: dict[nn.Module, dict[str, Any]] = {}
+    for each in modules:
+        names = vars(each)
+        bound = [name for name, value in names.items() if name in _BOUND or getattr(value, "is_of_mezzo", False)]
+        taken[each] = {name: names.pop(name) for name in bound}
+    try:
+        yield
+    finally:
+        for each, names in taken.items():
+            vars(each).update(names)
+
+
+def _ours(names: Mapping[str, Any]) -> set[int]:
+    """Return the keys of mezzo's hooks among those of a module."""
+    return {key for name in _HOOKS for key, hook in names.get(name, {}).items() if is_ours(hook)}
 
 
 def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -341,13 +369,27 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
         param.grad = gradient
 
 
+def _traced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module while ``torch.jit.trace`` watches, and warn of what its files would hold."""
+    if any(param is not None and of_halves(param) for param in module._parameters.values()):
+        text = message(
+            "a model is traced whose weights are stored in halves",
+            where="torch.jit.trace",
+            why="torch.jit.save would write zeros for them",
+            write="torch.jit.trace(copy.deepcopy(model), …), which is a plain model; "
+            f"or {both('fp32_param=*')}, which stores all plainly",
+        )
+        warnings.warn(text, stacklevel=2)
+    return type(module)._slow_forward(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 def _flattened(module: nn.Module) -> None:
     """Do nothing: halves are handed to kernels one by one."""
 
 
 #: What a followed module has of its own, in the places of its class's.
 _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
-    "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied,
+    "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied, "_slow_forward": _traced,
 }  # fmt: skip
 #: What no copy has of it.
 _BOUND: Final = ("_mezzo_followed", "_mezzo_prepared", "flatten_parameters", *_METHODS)

@@ -24,7 +24,7 @@ _LAZILY: Final = torch.ops.aten._lazy_clone.default
 _CASTS: Final = frozenset({torch.ops.aten._to_copy.default, _LAZILY})
 
 
-class Shard(Halves):
+class HeldShard(Halves):
     """What a rank holds of a weight that is sharded: the local tensor of a DTensor.
 
     ``fully_shard`` looks for the methods here. What it makes to pad a part is in halves, too.
@@ -34,7 +34,7 @@ class Shard(Halves):
         """Return zeros, in halves, as ``fully_shard`` asks for to pad what it holds."""
         if kwargs:
             return super().new_zeros(*size, **kwargs)
-        made: Shard = Shard(self.hi.new_zeros(*size), self.lo.new_zeros(*size))
+        made: HeldShard = HeldShard(self.hi.new_zeros(*size), self.lo.new_zeros(*size))
         made.path = self.path
         return made
 
@@ -44,7 +44,7 @@ class Shard(Halves):
 
     def pin_memory(self, *_: Any) -> Any:
         """Return a copy in memory of the host's that a device can read."""
-        made: Shard = Shard(self.hi.pin_memory(), self.lo.pin_memory())
+        made: HeldShard = HeldShard(self.hi.pin_memory(), self.lo.pin_memory())
         made.path = self.path
         return made
 
@@ -62,6 +62,7 @@ class Shard(Halves):
             module: The module that has it.
             mp_policy: What the user of torch's ``fully_shard`` wants parameters to be cast to.
         """
+        self.settle()
         hi, lo = self.hi, self.lo
         if self.cell.wide is not None:  # as while an optimizer's step runs the model
             hi, lo = torch.empty_like(hi), torch.empty_like(lo)
@@ -141,7 +142,7 @@ class Whole(Cell):
     def begin(self, sent: _Sent) -> None:
         """Know that other values have arrived."""
         self.kept.clear()
-        self._sent = sent
+        self.wide, self.is_lent, self._sent = None, False, sent
 
     def lo(self) -> Tensor:
         """Return the low half, flat: gathered now, if it is not here."""
@@ -180,13 +181,15 @@ class Gathered(Halves):
             return here
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func in _CASTS:
+            args[0].settle()
             hi = args[0].hi
-            if func is _LAZILY or (kwargs == {"dtype": hi.dtype} and casts_by_itself(hi.device.type)):
-                return hi.detach()
-            if kwargs == {"dtype": hi.dtype}:  # the program may write it; torch cannot resize what is copied lazily
-                return hi.clone()
+            if args[0].cell.wide is None and (func is _LAZILY or kwargs == {"dtype": hi.dtype}):
+                # What the program has asked for it may write, and what is copied lazily torch cannot resize.
+                return hi.detach() if func is _LAZILY or casts_by_itself(hi.device.type) else hi.clone()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     @staticmethod

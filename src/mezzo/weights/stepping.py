@@ -16,8 +16,9 @@ from mezzo.compiling import never_compiled
 from mezzo.hooks import Look
 from mezzo.releases import private
 from mezzo.sharded import locals_of
-from mezzo.step.gradients import Exchange, alike
-from mezzo.weights.halves import Halves
+from mezzo.step.gradients import alike
+from mezzo.weights.codec import Exchange
+from mezzo.weights.halves import Halves, in_halves
 
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
@@ -80,7 +81,8 @@ class _Decoded:
         Returns:
             Whether this can serve another step: nothing else lies in this memory.
         """
-        return all([part.store(keeps_memory=keeps_memory) for part in self._parts])
+        serve = [part.store(keeps_memory=keeps_memory) for part in self._parts]
+        return all(serve)
 
 
 class _Alike:
@@ -121,7 +123,7 @@ class _Alike:
 def written_by(optimizer: Optimizer) -> list[Halves]:
     """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    found = [here for here in locals_of(params) if type(here) is Halves and here.cell.wide is None]
+    found = [here for here in locals_of(params) if type(here) is Halves and in_halves(here) is not None]
     return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
 
 
@@ -174,6 +176,6 @@ def in_memory(params: Iterable[Tensor]) -> list[Tensor]:
         part
         for here in locals_of([*params])
         for part in (
-            (here,) if type(here) is not Halves else (here.hi, here.lo) if here.cell.wide is None else (here.value(),)
+            (here,) if type(here) is not Halves else (here.value(),) if in_halves(here) is None else (here.hi, here.lo)
         )
     ]

@@ -27,9 +27,9 @@ from mezzo.step.executors import triton as shared
 from mezzo.step.executors import triton as tables
 from mezzo.step.executors import triton_source as source_of
 from mezzo.step.executors.emit import update_name
-from mezzo.step.gradients import STORE, WIDEN
 from mezzo.step.storage import PLAIN, READ, SPLIT
 from mezzo.step.update import rule
+from mezzo.weights.codec import STORE, WIDEN
 
 from ...support.releases import FP32_NORM_REGISTERS, since
 

@@ -18,7 +18,7 @@ from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.releases import private
 from mezzo.sharded import Shard, is_distributed
-from mezzo.tensors import CASTABLE, LOW
+from mezzo.tensors import CASTABLE, LOW, dtype_name
 
 #: What normalises by statistics of its input: batch norm and instance norm.
 NORM: Final = private("torch.nn.modules.batchnorm._NormBase")
@@ -186,19 +186,21 @@ def sharded_otherwise(model: nn.Module, policy: Policy) -> Iterator[MezzoError]:
     parts: dict[Tensor, Shard] = {part.param: part for part in sharded.shards(model)}
     if not parts:
         return
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     paths = {unit: path for path, unit in model.named_modules()}
-    low: dict[str, list[str]] = {}
-    for param, part in parts.items():
-        if policy.param_dtype == torch.float32 and not policy.halves and part.cast in LOW and param.dtype not in LOW:
-            low.setdefault(paths[part.unit], []).append(names[param])
-    for path, few in low.items():
-        module = f"model.{path}" if path else "model"
+    other: dict[tuple[str, torch.dtype, torch.dtype], list[str]] = {}
+    for param, name, module in stored_tensors(model):
+        part = parts.get(param)
+        if part is not None and part.cast is not None and part.cast in LOW and param.dtype not in LOW:
+            wanted, _ = policy.storage(name, name.rpartition(".")[0], is_norm=isinstance(module, NORM))
+            if part.cast != wanted:
+                other.setdefault((paths[part.unit], part.cast, wanted), []).append(name)
+    for (path, cast, wanted), few in other.items():
+        unit = f"model.{path}" if path else "model"
         yield UnsupportedError(
-            f"fully_shard gathers parameters in 16 bits, and {policy.level} wants them in float32",
-            where=f"{some_of(few, 3)}, of fully_shard({module})",
-            write=f"mezzo.fully_shard(model, {str(policy)!r}), which does it all;\nor torch's: "
-            f"fully_shard({module}) without param_dtype",
+            f"fully_shard gathers parameters in {dtype_name(cast)}, and {policy.level} wants {dtype_name(wanted)}",
+            where=f"{some_of(few, 3)}, of fully_shard({unit})",
+            write=f"mezzo.fully_shard(model, {str(policy)!r}), which does it all;\n"
+            f"or torch's: fully_shard({unit}) without param_dtype",
         )
     hooked = {*with_gradient_hooks(model.parameters())}  # a user's hook may average a gradient by hand
     alone = [

@@ -115,7 +115,7 @@ def wanted_storage(model: nn.Module, policy: Policy, *, converts: bool = False, 
             "of models that share modules: one session, mezzo.MixedPrecision([first, second], optimizer, policy);\n"
             "of a copy, by copy.deepcopy or pickle: build the model anew and load_state_dict(copy.state_dict())",
         )
-    raise_together([*_unfit(model), *_idle_rules(model, policy)])
+    raise_together([*unfit(model), *_idle_rules(model, policy)])
     problems: list[MezzoError] = []
     wanted: dict[Tensor, torch.dtype] = {}
     deciding: dict[Tensor, tuple[Rule | None, str]] = {}
@@ -200,7 +200,7 @@ def changes_since(model: nn.Module) -> Iterator[StateError]:
         )
 
 
-def _unfit(model: nn.Module) -> Iterator[UnsupportedError]:
+def unfit(model: nn.Module) -> Iterator[UnsupportedError]:
     """Yield what keeps a model from being trained in mixed precision, whatever the policy."""
     params = list(model.named_parameters())
     lazy = [name for name, p in params if isinstance(p, nn.parameter.UninitializedParameter)]

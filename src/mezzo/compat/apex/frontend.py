@@ -254,7 +254,7 @@ def initialize(
         cast_model_type: What O2 and O3 compute in: ``torch.float16`` or ``torch.bfloat16``.
         patch_torch_functions: With False O1 casts nothing; no function of torch's is replaced in any case.
         keep_batchnorm_fp32: Of O2, where it is FP32 in any case, and O3; the strings ``"True"`` and ``"False"`` too.
-        master_weights: Of O2 and O3.
+        master_weights: Of O2 and O3: True stores weights as O2 does, and False as O3 does.
         loss_scale: ``"dynamic"``, a number, or a number as text. A dynamic one starts at 2^16, is halved by an
             overflow, and doubled by 2000 steps without.
         cast_model_outputs: The dtype of the models' floating outputs; when omitted that of the table.
@@ -373,7 +373,7 @@ def scale_loss(
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Cast nothing in here: for a part of a model's forward pass at O1."""
+    """Cast nothing in here: for a part of a model's forward pass at O1 and O2."""
     with contextlib.ExitStack() as stack:
         for kind in dict.fromkeys(("cpu", *default_kinds())) if _AMP.is_running else ():
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -381,14 +381,11 @@ def disable_casts() -> Iterator[None]:
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what an optimizer updates, in FP32, with unscaled FP32 gradients.
+    """Yield what an optimizer updates: the models' parameters, which but in O3 are FP32 themselves.
 
     Args:
         optimizer: An optimizer that :func:`initialize` returned, or any other.
     """
-    session = _AMP.session
-    if session is not None and optimizer in session.weights.optimizers:
-        return session.master_params(optimizer)
     return (param for group in optimizer.param_groups for param in group["params"])
 
 

@@ -8,15 +8,16 @@ import torch
 from mezzo import UnsupportedError
 from mezzo.step.executors import choose, cpp
 from mezzo.step.executors.portable import Portable
-from mezzo.step.gradients import Exchange
 from mezzo.step.storage import decode, encode, encode_into
+from mezzo.weights.codec import Exchange
 
-from .executors.implementations import BF16, CPU, FP16, FP32, LAYOUTS, like, random
+from ..step.executors.implementations import BF16, CPU, FP16, FP32, LAYOUTS, PARAMETERS, like, prepared, random
 
 
-@pytest.fixture
-def device(each, monkeypatch):
+@pytest.fixture(params=PARAMETERS)
+def device(request, monkeypatch):
     """Where tensors are: each executor in turn carries exchanges out there."""
+    each = prepared(request, monkeypatch)
     monkeypatch.setattr(choose, "executor_for", lambda device: each.make())
     return each.device
 
