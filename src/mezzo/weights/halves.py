@@ -627,7 +627,7 @@ def become(tensor: Any, made: Tensor) -> None:
     tensor.__dict__, made.__dict__ = {**vars(made), **own}, {}
     made.grad = None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if hooks := getattr(tensor, name, None):
+        if (hooks := getattr(tensor, name, None)) is not None:  # an empty one, too: hooks that come later go there
             setattr(tensor, name, hooks)
     if gradient is not None and gradient.shape == tensor.shape:
         tensor.grad = gradient.to(tensor.dtype)
