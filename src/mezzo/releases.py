@@ -193,6 +193,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.Tensor._version": "tell whether a tensor was written",
         "torch.UntypedStorage._cdata": "tell whether two tensors share memory",
         "torch.nn.Module._apply": "refuse that a converted model is cast",
+        "torch.nn.Module._slow_forward": "warn that a trace of a converted model cannot be saved",
         "torch.nn.Module._buffers": "find and replace buffers",
         "torch.nn.Module._forward_hooks": "find hooks",
         "torch.nn.Module._forward_pre_hooks": "find hooks",

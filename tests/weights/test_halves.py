@@ -98,7 +98,7 @@ def test_fp16_weights_beyond_its_range_are_refused_by_name_and_nothing_is_change
 
 
 def test_no_name_of_ours_hides_one_of_torchs():
-    ours = {"__slots__", "data", "data_ptr", "is_shared", "numpy", "share_memory_", "tolist"}
+    ours = {"__slots__", "data", "data_ptr", "is_shared", "numpy", "share_memory_", "storage", "tolist"}
     assert {name for name in vars(Halves) if not name.startswith("_")} & {*dir(torch.Tensor)} <= ours
 
 

@@ -182,7 +182,7 @@ def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
     if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for model in models for m in model.modules()):
         yield UnsupportedError(
             "the model is wrapped by FullyShardedDataParallel, which is FSDP1",
-            why="it keeps parameters in flat pieces, in which rules, masters and norms find none of a model's",
+            why="it keeps parameters in flat pieces, in which rules, halves and norms find none of a model's",
             write="mezzo.fully_shard(model, policy), which is FSDP2; then the optimizer, then the session",
         )
     if any(isinstance(m, nn.DataParallel) for model in models for m in model.modules()):
@@ -226,9 +226,9 @@ def _is_taken(of: _Subject) -> MezzoError | None:
     if not any(is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks):
         return None
     return StateError(
-        "the optimizer belongs to a session already, or was adopted",
+        "the optimizer belongs to a session already",
         where=of.kind,
-        write="session.close() (or prepared.remove()) first",
+        write="amp.close() of that one first",
     )
 
 
@@ -239,7 +239,7 @@ def _updates_others(of: _Subject) -> MezzoError | None:
     return PolicyError(
         "the optimizer updates parameters that are not the models'",
         where=f"{of.kind}: {some_of(foreign)}",
-        why="casting and masters would not reach them; was the model copied, rebuilt or given to fully_shard "
+        why="casts and halves would not reach them; was the model copied, rebuilt or given to fully_shard "
         "after the optimizer?",
         write=f"{of.kind}(model.parameters(), …) after the model is final",
     )
@@ -284,7 +284,7 @@ def _trains_low_alone(of: _Subject) -> MezzoError | None:
         return None
     dtype = dtype_name(low[0].dtype)
     return UnsupportedError(
-        f"{dtype} weights would be trained without masters",
+        f"{dtype} weights would be trained without FP32 values",
         where=some_of([of.names[param] for param in low]),
         why=f"an update below half a unit in the last place of {dtype} is lost",
         write=f'model.float(); or Policy.O2("{dtype}"), the text O2,dtype={dtype}, which keeps FP32 values',
@@ -301,7 +301,7 @@ def _holds_state(of: _Subject) -> MezzoError | None:
         return None
     own, level = as_one_pass(of.optimizer), of.policy.level
     dtype = dtype_name(of.policy.dtype)
-    cure = f'a policy with masters: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
+    cure = f'a policy that keeps FP32 values: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
     if own is not None:  # whose moments keep their own dtype
         return None
     held = _held_state(of.optimizer, of.names)
@@ -310,7 +310,7 @@ def _holds_state(of: _Subject) -> MezzoError | None:
     return StateError(
         "the optimizer holds FP32 state for parameters that are about to be low",
         where=f"{of.kind}: {some_of(held)}",
-        why=f"{level} keeps no masters, and torch's optimizers keep state in the parameters' dtype",
+        why=f"{level} keeps no FP32 values, and torch's optimizers keep state in the parameters' dtype",
         write=f"{cure}; or an optimizer that has not stepped yet",
     )
 

@@ -117,7 +117,7 @@ class Writes:
         of_mezzo = one_pass(optimizers)
         on_device = [each for each in optimizers if by is None and takes_flags(each)]
         shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
-        # Another optimizer would read the same gradients, and weights without masters take no FP32 ones.
+        # Another optimizer would read the same gradients, and low weights take no FP32 ones.
         multiplying = [each for each in on_device if each not in shared_by and (each in of_mezzo or not _narrows(each))]
         for own in of_mezzo:  # what one refuses is refused before another has stepped
             does_all = own in multiplying
@@ -308,7 +308,7 @@ def _narrows(optimizer: Optimizer) -> bool:
 
 
 def _narrow(params: Any) -> None:
-    """Give low weights without masters gradients of their own dtype, as torch's optimizers want them."""
+    """Give low weights gradients of their own dtype, as torch's optimizers want them."""
     for param in params:
         if param.dtype in LOW and param.grad is not None and param.grad.dtype not in LOW:
             wide, param.grad, param.grad_dtype = param.grad, None, param.dtype

@@ -263,7 +263,8 @@ def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator
     if not values:
         return
     params = [param for param, _ in values.values()]
-    flags = torch.tensor([is_beyond(value, torch.float16) for _, value in values.values()], device=params[0].device)
+    device = next((param.device for param in params if not param.is_meta), torch.device("cpu"))
+    flags = torch.tensor([is_beyond(value, torch.float16) for _, value in values.values()], device=device)
     found = flags_of_all(flags, params).tolist()  # of a sharded one every rank knows its own part
     large = [key for key, is_large in zip(values, found, strict=True) if is_large]
     if large:
@@ -368,13 +369,27 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
         param.grad = gradient
 
 
+def _traced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run a module while ``torch.jit.trace`` watches, and warn of what its files would hold."""
+    if any(param is not None and of_halves(param) for param in module._parameters.values()):
+        text = message(
+            "a model is traced whose weights are stored in halves",
+            where="torch.jit.trace",
+            why="torch.jit.save would write zeros for them",
+            write="torch.jit.trace(copy.deepcopy(model), …), which is a plain model; "
+            f"or {both('fp32_param=*')}, which stores all plainly",
+        )
+        warnings.warn(text, stacklevel=2)
+    return type(module)._slow_forward(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 def _flattened(module: nn.Module) -> None:
     """Do nothing: halves are handed to kernels one by one."""
 
 
 #: What a followed module has of its own, in the places of its class's.
 _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
-    "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied,
+    "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied, "_slow_forward": _traced,
 }  # fmt: skip
 #: What no copy has of it.
 _BOUND: Final = ("_mezzo_followed", "_mezzo_prepared", "flatten_parameters", *_METHODS)

@@ -29,8 +29,8 @@ from mezzo import files
 from mezzo.cast.device import child, claims
 from mezzo.cast.device.child import FAMILIES, Family
 from mezzo.cast.device.claims import NOTHING, Claim
-from mezzo.dispatch import DisableTorchFunction
 from mezzo.compiling import constant_in_graphs
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError, UnsupportedError, nearest
 from mezzo.tensors import dtype_name
 

@@ -88,7 +88,7 @@ class Prepared:
         model: The model.
         policy: The policy it was prepared with, and what the model's classes add to it.
         asked: That policy, as it was given.
-        in_session: Whether a session has adopted the model, and is not closed yet.
+        in_session: Whether a session has the model, and is not closed yet.
         kinds: The device types of its tensors, which its regions cover.
         params: The parameters that rules speak about.
     """
