@@ -28,7 +28,7 @@ def fully_shard(model: M, policy: Policy | str | os.PathLike[str], *, wrap: Clas
 
     Each rank keeps a part of every parameter; what a forward or backward pass needs is gathered, and let go. Under O2 a
     session stores each part in halves, and the high half is gathered, without a cast, whatever the optimizer. The low
-    half follows where something reads FP32 values of a weight: an embedding, a norm by hand, a call outside of a region.
+    half follows where something reads FP32 values of a weight: an embedding, a norm by hand, calls outside of regions.
     That is a collective, in which all ranks that hold parts take part, as in all that is gathered. What is computed is
     what O1 computes over FP32 parts. Small parameters travel in FP32 in the same gather. Under O3 modules whose
     parameters stay FP32 are gathered apart. Inputs and outputs are cast by :class:`mezzo.MixedPrecision` or

@@ -504,8 +504,8 @@ def _as_unknown(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _as_wide(values: list[Any]) -> list[Any] | None:
     """Return a list with FP32 tensors in the places of halves that lie there; ``None`` where some lie otherwise."""
-    wides = [each.cell.wide if type(each) is Halves else each for each in values]
-    halves = [each for each in values if type(each) is Halves]
+    wides = [each.cell.wide if isinstance(each, Halves) else each for each in values]
+    halves = [each for each in values if isinstance(each, Halves)]
     return None if any(map(is_, wides, repeat(None))) or any(map(_IS_PART, halves)) else wides
 
 
@@ -525,7 +525,7 @@ def _in_lists(func: Any, args: Any, kwargs: Any) -> bool:
     func(*(wides.get(place, each) for place, each in enumerate(args)), **kwargs)
     for place, _ in _written(func):
         if place in lists:
-            increment_version([each for each in lists[place] if type(each) is Halves])
+            increment_version([each for each in lists[place] if isinstance(each, Halves)])
     return True
 
 
