@@ -7,6 +7,7 @@ from unittest.mock import patch
 from mezzo.optim import optimizer as one_pass
 from mezzo.session.capture import Captured
 from mezzo.step import gradients
+from mezzo.weights import codec
 from mezzo.weights.stepping import in_memory
 
 from ..session.capture.host_graph import HostGraph, Predicated
@@ -20,7 +21,7 @@ def predicated():
     with (
         patch.object(one_pass, "executor_for", lambda device: Predicated()),
         patch.object(gradients, "executor_for", lambda device: Predicated()),
-        patch.object(gradients, "update_of", Predicated().update_of),
+        patch.object(codec, "update_of", Predicated().update_of),
     ):
         yield
 

@@ -123,7 +123,8 @@ class _Alike:
 def written_by(optimizer: Optimizer) -> list[Halves]:
     """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    found = [here for here in locals_of(params) if type(here) is Halves and in_halves(here) is not None]
+    halves = [here for here in locals_of(params) if type(here) is Halves]
+    found = [here for here in halves if here.cell.wide is None or in_halves(here) is not None]
     return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
 
 
@@ -176,6 +177,10 @@ def in_memory(params: Iterable[Tensor]) -> list[Tensor]:
         part
         for here in locals_of([*params])
         for part in (
-            (here,) if type(here) is not Halves else (here.value(),) if in_halves(here) is None else (here.hi, here.lo)
+            (here,)
+            if type(here) is not Halves
+            else (here.hi, here.lo)
+            if here.cell.wide is None or in_halves(here) is not None
+            else (here.value(),)
         )
     ]
