@@ -113,7 +113,7 @@ class _Alike:
         self._exchange.store(self._values)
         has_left = False
         for each, value in zip(self._weights, self._values, strict=True):
-            if type(each) is Halves and each.cell.wide is value:
+            if isinstance(each, Halves) and each.cell.wide is value:
                 each.cell.wide = None
             else:  # a parameter may have become a plain one, in this memory
                 has_left = True
