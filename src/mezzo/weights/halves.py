@@ -314,7 +314,7 @@ class Halves(Tensor):
 
     def storage(self) -> Any:
         """Return the memory that :meth:`data_ptr` lends, as safetensors asks for it."""
-        return self.widen(is_lent=True).storage()
+        return self.widen(is_lent=True).storage()  # type: ignore[no-untyped-call]
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise no_memory(self.path, "DLPack")
