@@ -461,7 +461,7 @@ class Loop(Twins):
 
     def agrees_on_scales(self):
         scale = self.oracle.scale
-        assert float(self.amp.loss_scale) == scale.now
+        assert float(self.amp.loss_scale) == scale.now, f"{float(self.amp.loss_scale)}, and not {scale.now}"
         if not self.driver.has("session"):
             return
         stats = self.amp.stats()

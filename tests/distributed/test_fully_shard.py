@@ -99,15 +99,19 @@ class Sharp(torch.optim.SGD):
             closure()
         params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
         uphill = [0.1 * param.grad for param in params]
+        shards = [here for here in map(local, params) if isinstance(here, Halves)]
+        for here in shards:  # as while a step of torch's optimizers
+            here.widen()
         for param, by in zip(params, uphill, strict=True):
-            if isinstance(here := local(param), Halves):
-                here.widen()  # as while a step of torch's optimizers
             param.add_(by)
         with torch.enable_grad():
             closure()
         for param, by in zip(params, uphill, strict=True):
             param.sub_(by)
         super().step()
+        for here in shards:
+            here.cell.is_lent = True
+            here.settle()
 
 
 OPTIMIZERS = {

@@ -32,7 +32,7 @@ from mezzo.optim.state import (
     saved,
     wrong_weights,
 )
-from mezzo.sharded import is_distributed, local, number_of_shard, placed, sharding
+from mezzo.sharded import is_distributed, local, locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.moments import is_coded, zeros
@@ -40,7 +40,7 @@ from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
 from mezzo.tensors import LOW, described, dtype_name, foreach_copy_
-from mezzo.weights.halves import in_halves
+from mezzo.weights.halves import Halves, in_halves
 from mezzo.weights.stepping import in_memory
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -362,7 +362,7 @@ class OnePassOptimizer(Optimizer):
                 storage=SPLIT if halves else PLAIN,
                 hypers=hypers.tensors,
                 step=kept[0]["step"],
-                weights=[high for high, _ in halves] or in_memory(members),
+                weights=[high for high, _ in halves] or [_lying(each) for each in locals_of(members)],
                 extras=[low for _, low in halves] or [None] * len(members),
                 states=[kept_of(state, update_rule.states) for state in kept],
                 # Copies of a shard are rounded alike at random, and two shards are not.
@@ -450,6 +450,11 @@ class OnePassOptimizer(Optimizer):
         self._hypers.clear()
         for hook in after:
             hook(self)
+
+
+def _lying(here: Tensor) -> Tensor:
+    """Return the tensor in which the values of a parameter lie that is not stored in halves, or not for now."""
+    return here.value() if isinstance(here, Halves) else here
 
 
 def _halves_of(param: Tensor) -> _Parts | None:

@@ -6,7 +6,9 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from itertools import compress, repeat
 from multiprocessing.reduction import ForkingPickler
+from operator import attrgetter, is_, not_
 from typing import Any, Final
 
 import torch
@@ -17,9 +19,10 @@ from mezzo.dispatch import OpOverload, autocast_dtype
 from mezzo.errors import UnsupportedError
 from mezzo.policy.rules import both
 from mezzo.releases import private
-from mezzo.sharded import local
+from mezzo.sharded import local, locals_of
 from mezzo.step.storage import encode
 from mezzo.tensors import tree_leaves, tree_map_only
+from mezzo.weights.cell import Cell, no_memory
 from mezzo.weights.codec import decoded, get_ready, store_in
 from mezzo.weights.collectives import ended, is_collective, writes_first
 
@@ -48,26 +51,11 @@ _RETYPED: Final = frozenset(
 _KNOWN: Final = frozenset({"aten", "prim", "prims", "mkldnn", "quantized", "torchvision", "torchaudio", "mezzo"})
 #: The types of arguments that may hold tensors.
 _NESTED: Final = frozenset({list, tuple})
+_WIDE: Final = attrgetter("cell.wide")
+_IS_LENT: Final = attrgetter("cell.is_lent")
+_IS_PART: Final = attrgetter("is_part")
 #: What a tensor has of it, in the dictionary of its attributes.
 _ATTRIBUTES: Final = ("hi", "lo", "cell", "is_part", "path", "_is_param")
-
-
-class Cell:
-    """What a tensor of halves shares with its views.
-
-    Attributes:
-        wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
-            What lies at ``start + n`` in the storage of the high half lies at ``wide.storage_offset() + n`` in its own.
-        start: Where in the storage of the high half the tensor begins whose views share this.
-        is_lent: Whether that is for a reader of addresses or of a state dict, until the next cast or step.
-        uses: How often a cast has returned the high half while gradients were recorded, and how often something else
-            has read values, since a session has forgotten it.
-    """
-
-    __slots__ = ("is_lent", "start", "uses", "wide")
-
-    def __init__(self, start: int | torch.SymInt, wide: Tensor | None = None) -> None:
-        self.start, self.wide, self.is_lent, self.uses = start, wide, False, [0, 0]
 
 
 class Halves(Tensor):
@@ -314,7 +302,8 @@ class Halves(Tensor):
 
     def storage(self) -> Any:
         """Return the memory that :meth:`data_ptr` lends, as safetensors asks for it."""
-        return self.widen(is_lent=True).storage()  # type: ignore[no-untyped-call]
+        found: Any = self.widen(is_lent=True)
+        return found.storage()
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
         raise no_memory(self.path, "DLPack")
@@ -361,22 +350,6 @@ def _lies_within(tensor: Halves) -> bool:
 def _own(tensor: Tensor) -> dict[str, Any]:
     """Return the attributes that a program has given a tensor."""
     return {name: value for name, value in vars(tensor).items() if name not in _ATTRIBUTES}
-
-
-def no_memory(name: str, asker: str) -> UnsupportedError:
-    """Build the error of whoever wants the FP32 values of a tensor that is stored in halves to lie in memory.
-
-    Args:
-        name: The parameter's.
-        asker: Who wants them.
-    """
-    what = f"the parameter {name}" if name else "a parameter"
-    return UnsupportedError(
-        f"{what} has no FP32 memory that a kernel could read",
-        where=asker,
-        why="it is stored in two halves of 16 bits",
-        write=f"{both('fp32_param=' + (name or '…'))}: stores it plainly; or its clone()",
-    )
 
 
 # How operations are carried out -----------------------------------------------------------------------------------
@@ -529,8 +502,37 @@ def _as_unknown(func: Any, args: Any, kwargs: Any) -> Any:
     raise no_memory(found[0].path if found else "", str(func))
 
 
+def _as_wide(values: list[Any]) -> list[Any] | None:
+    """Return a list with FP32 tensors in the places of halves that lie there; ``None`` where some lie otherwise."""
+    wides = [each.cell.wide if type(each) is Halves else each for each in values]
+    halves = [each for each in values if type(each) is Halves]
+    return None if any(map(is_, wides, repeat(None))) or any(map(_IS_PART, halves)) else wides
+
+
+def _in_lists(func: Any, args: Any, kwargs: Any) -> bool:
+    """Carry out what an optimizer does to lists of parameters while they lie in FP32; False where that is not so.
+
+    **Cost**: few calls of Python's whatever the length of the lists.
+    """
+    if torch.is_grad_enabled() or func._schema.returns:
+        return False
+    lists = {
+        place: each for place, each in enumerate(args) if type(each) is list and each and isinstance(each[0], Tensor)
+    }
+    wides = {place: _as_wide(each) for place, each in lists.items()}
+    if None in wides.values() or any(isinstance(each, Halves) for each in (*args, *kwargs.values())):
+        return False
+    func(*(wides.get(place, each) for place, each in enumerate(args)), **kwargs)
+    for place, _ in _written(func):
+        if place in lists:
+            increment_version([each for each in lists[place] if type(each) is Halves])
+    return True
+
+
 def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any:
     """Read FP32 values, and write back what was written."""
+    if args and type(args[0]) is list and _in_lists(func, args, kwargs):
+        return None
     seen: dict[int, tuple[Halves, Tensor]] = {}
 
     def value(each: Halves) -> Tensor:
@@ -625,7 +627,7 @@ def become(tensor: Any, made: Tensor) -> None:
     tensor.__dict__, made.__dict__ = {**vars(made), **own}, {}
     made.grad = None
     for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if hooks := getattr(tensor, name, None):
+        if (hooks := getattr(tensor, name, None)) is not None:  # an empty one, too: hooks that come later go there
             setattr(tensor, name, hooks)
     if gradient is not None and gradient.shape == tensor.shape:
         tensor.grad = gradient.to(tensor.dtype)
@@ -654,6 +656,21 @@ def in_halves(param: Tensor) -> Halves | None:
     if here.cell.is_lent:
         here.settle()
     return here if here.cell.wide is None else None
+
+
+def halves_among(tensors: list[Tensor]) -> tuple[list[Halves], list[Tensor]]:
+    """Tell the tensors of halves from the others, of DTensors this rank's; what is lent is stored again.
+
+    **Cost**: loops of C's, few calls of Python's whatever their number.
+    """
+    here = locals_of(tensors)
+    kinds = [*map(type, here)]
+    others = {kind for kind in {*kinds} if not issubclass(kind, Halves)}
+    are_others = [*map(others.__contains__, kinds)]
+    found: list[Any] = [*compress(here, map(not_, are_others))]
+    for each in compress(found, map(_IS_LENT, found)):
+        each.settle()
+    return found, [*compress(here, are_others)]
 
 
 def _rebuilt(hi: Tensor, lo: Tensor, is_param: bool, requires_grad: bool, name: str) -> Tensor:

@@ -16,7 +16,8 @@ from mezzo.dispatch import DisableTorchFunction, casts_by_itself, without_dispat
 from mezzo.sharded import local
 from mezzo.step.storage import encode_into
 from mezzo.tensors import LOW
-from mezzo.weights.halves import Cell, Halves
+from mezzo.weights.cell import Cell
+from mezzo.weights.halves import Halves
 
 #: Of several names those of later releases, which deprecate the former.
 _ALL_GATHER: Final[Any] = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, compress, repeat
 from operator import attrgetter, is_
 from typing import Any, Final
 
@@ -15,15 +15,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from mezzo.compiling import never_compiled
 from mezzo.hooks import Look
 from mezzo.releases import private
-from mezzo.sharded import locals_of
 from mezzo.step.gradients import alike
 from mezzo.weights.codec import Exchange
-from mezzo.weights.halves import Halves
+from mezzo.weights.halves import Halves, halves_among
 
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
 _HOOKS: Final[list[Any]] = []
 _CELL: Final = attrgetter("cell")
+_WIDE: Final = attrgetter("cell.wide")
+_HIGH: Final = attrgetter("hi")
+_LOW: Final = attrgetter("lo")
 #: Values begin at multiples of so many elements, 64 bytes.
 _ALIGNED: Final = 16
 
@@ -123,7 +125,8 @@ class _Alike:
 def written_by(optimizer: Optimizer) -> list[Halves]:
     """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
     params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    found = [here for here in locals_of(params) if type(here) is Halves and len(_lying(here)) == 2]
+    found, _ = halves_among(params)
+    found = [*compress(found, map(is_, map(_WIDE, found), repeat(None)))]
     return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
 
 
@@ -172,13 +175,7 @@ def keep_memory(optimizer: Optimizer) -> object:
 
 def in_memory(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors in which the values of parameters lie: of halves both of them, of a DTensor this rank's."""
-    return [part for here in locals_of([*params]) for part in _lying(here)]
-
-
-def _lying(here: Tensor) -> tuple[Tensor, ...]:
-    if type(here) is not Halves:
-        return (here,)
-    cell = here.cell
-    if cell.is_lent:
-        here.settle()
-    return (here.hi, here.lo) if cell.wide is None else (here.value(),)
+    found, plain = halves_among([*params])
+    halved = [*compress(found, map(is_, map(_WIDE, found), repeat(None)))]
+    wide = [each.value() for each in found if each.cell.wide is not None]
+    return [*plain, *map(_HIGH, halved), *map(_LOW, halved), *wide]
