@@ -55,7 +55,7 @@ _WIDE: Final = attrgetter("cell.wide")
 _IS_LENT: Final = attrgetter("cell.is_lent")
 _IS_PART: Final = attrgetter("is_part")
 #: What a tensor has of it, in the dictionary of its attributes.
-_ATTRIBUTES: Final = ("hi", "lo", "cell", "is_part", "path", "_is_param")
+_ATTRIBUTES: Final = ("hi", "lo", "cell", "is_part", "path", "_is_param", "_low_half")
 
 
 class Halves(Tensor):
