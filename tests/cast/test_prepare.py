@@ -169,7 +169,7 @@ def test_complex_models_stay_as_they_are(policy):
 def test_a_cast_of_a_prepared_model_is_refused(cast):
     model = nn.Sequential(nn.Linear(4, 4))
     handle = mezzo.prepare(model, "O2,bf16")
-    with refused(StateError, "a converted model is cast", "Linear: float32 → ", "or prepared.remove()", parts=(model,)):
+    with refused(StateError, "a converted model is cast", "float32 → ", "or prepared.remove()", parts=(model,)):
         getattr(model, cast)()
     assert in_halves(model.float()).keys() == {"0.weight"}
     handle.remove()

@@ -329,18 +329,20 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
     Raises:
         StateError: It would.
     """
-    here = {name: param for name, param in module._parameters.items() if param is not None and of_halves(param)}
-    dtypes = {torch.float32} if here else set[torch.dtype]()
-    dtypes |= {param.dtype for param in module._parameters.values() if param is not None and param.dtype in LOW}
-    for dtype in dtypes:
+    stored: dict[torch.dtype, str] = {}  # one of each dtype, of the parts too: they are changed before it
+    for name, param in module.named_parameters():
+        if of_halves(param) or param.dtype in LOW:
+            stored.setdefault(param.dtype, name)
+    for dtype, name in stored.items():
         if (to := change(torch.empty(0, dtype=dtype)).dtype) != dtype:
             raise StateError(
                 "a converted model is cast",
-                where=f"{type(module).__name__}: {dtype_name(dtype)} → {dtype_name(to)}",
+                where=f"{name} of {type(module).__name__}: {dtype_name(dtype)} → {dtype_name(to)}",
                 why="its policy says how parameters are stored",
                 write="amp.close() (or prepared.remove()), which gives FP32 weights; copy.deepcopy(model) is a plain "
-                "model; .to(device) alone may be called",
+                f"model; {both('fp32_param=' + name)} stores it plainly; .to(device) alone may be called",
             )
+    here = {name: param for name, param in module._parameters.items() if param is not None and of_halves(param)}
     every = module._parameters
     plain = {name: param for name, param in every.items() if name not in here or is_distributed(here[name])}
     vars(module)["_parameters"] = plain
