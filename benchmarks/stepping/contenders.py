@@ -15,7 +15,7 @@ from mezzo import optim
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.session import MixedPrecision
 from mezzo.tensors import dtype_name
-from mezzo.weights.stepping import in_memory
+from mezzo.weights import Halves
 
 __all__ = ["CAPTURED", "CONTENDERS", "Contender", "Ready"]
 
@@ -82,10 +82,12 @@ class _Weights:
         return [param.detach().to(dtype) for param in self.params]
 
     def kept(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return weights, their low halves, gradients and state, each once."""
+        """Return weights, the high halves of those that have such, their low ones, gradients and state, each once."""
         states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         gradients = [param.grad for param in self.params if param.grad is not None]
-        return list({id(t): t for t in (*in_memory(self.params), *gradients, *states)}.values())
+        weights = [param.hi if isinstance(param, Halves) else param for param in self.params]
+        low = [param.lo for param in self.params if isinstance(param, Halves)]
+        return list({id(t): t for t in (*weights, *low, *gradients, *states)}.values())
 
 
 def _torch_amp(**options: Any) -> Build:

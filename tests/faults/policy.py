@@ -9,7 +9,7 @@ FAULTS = (
          "tests/policy/test_policy.py::test_builders_put_their_rule_first_and_return_new_policies",
          "a rule that is added would change nothing"),
         ("policy: batch norm is never low", "if is_norm and self.keep_batchnorm_fp32:", "if is_norm:",
-         "tests/cast/test_prepare.py::test_conversion_stores_what_the_design_says_and_remove_undoes_it",
+         "tests/cast/test_prepare.py::test_o3_is_what_model_to_computes_and_gives_out_fp32",
          "keep_batchnorm_fp32=false would do nothing"),
         ("policy: norms are FP32 on accelerators", 'return entry.cuda if norms == "fp32" else entry.portable',
          "return entry.cuda",
