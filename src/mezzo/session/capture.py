@@ -187,6 +187,7 @@ class Captured(Generic[R]):
                 self._recorded = self._record(graph, batch)
         else:
             _refuse_changes(self._recorded.holds, _held(engine))
+            engine.update()  # what a step outside has left to the next loss
             engine.scaler.enter(self._recorded.scale)
             self._upload()
         return self._replay(graph, self._recorded)

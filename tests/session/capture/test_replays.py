@@ -151,6 +151,26 @@ def test_a_step_without_the_graph_leaves_its_memory_alone():
     assert loop.graph.replays == 9 - FIRST
 
 
+def test_an_overflow_outside_of_the_graph_that_waits_for_the_next_loss_lowers_the_scale_of_a_replay():
+    """One of two optimizers has stepped then, while gradients of the other carry the scale."""
+
+    def between(loop, number):
+        if number == 4:
+            x, y, boost = batch(20, 1e38)
+            with loop.amp.autocast():
+                loss = functional.cross_entropy(loop.model(x).float(), y)
+            loop.amp.backward(loss * boost)
+            assert loop.amp.step(loop.optimizer).skipped
+            loop.amp.zero_grad()
+
+    def make():
+        return Loop(make=lambda groups: [optim.AdamW(groups[:1], lr=1e-2), optim.Lion(groups[1:], lr=1e-3)])
+
+    eager, captured, loop = both(make, batches(range(7)), between)
+    assert bits(eager) == bits(captured)
+    assert loop.graph.replays == 7 - FIRST
+
+
 # What it refuses ------------------------------------------------------------------------------------------
 
 
