@@ -229,9 +229,9 @@ class Apex(Attach):
         }
         if "ceiling" in config.scale:
             options["max_loss_scale"] = 256.0
-        if config.level in ("O2", "O3"):
+        if config.given in ("O2", "O3"):
             options["cast_model_type"] = getattr(torch, config.dtype)
-        apex.initialize(model, self.optimizers, opt_level=config.level, verbosity=0, **options)
+        apex.initialize(model, self.optimizers, opt_level=config.given, verbosity=0, **options)
         return frontend._AMP.session
 
     def close(self):

@@ -40,7 +40,10 @@ def rule(**strategies):
 
 
 class Twins(stateful.RuleBasedStateMachine):
-    """A machine whose sequences under O2 are run again under O1, when they are over."""
+    """A machine whose sequences under O2 are run again under O1, when they are over.
+
+    The twin's level is called O2 as well, so that rules that ask whether the level is another one do what they did.
+    """
 
     tape, is_inside = None, False
 
@@ -49,8 +52,8 @@ class Twins(stateful.RuleBasedStateMachine):
 
         Moments that are rounded at random are rounded by where their weights stand among those of their kind.
         """
-        self.begun = replace(config, level="O1"), seed
-        has_twin = config.level == "O2" and DRIVERS[config.style].suited(self.begun[0]) == self.begun[0]
+        plain, self.begun = replace(config, level="O1"), (replace(config, is_twin=True), seed)
+        has_twin = config.level == "O2" and DRIVERS[config.style].suited(plain) == plain
         if has_twin and config.state_dtype == "float32" and config.style not in ALONE:
             self.tape = []
 
