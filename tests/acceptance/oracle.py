@@ -185,12 +185,14 @@ class Contract:
         waits: The scale moves in ``update()`` alone.
         updates: A step calls that as well.
         sees_losses: A loss that is not finite skips the step.
+        sums_low: Gradients are summed in their weights' dtype, and not in FP32.
     """
 
     is_plain: bool = False
     waits: bool = False
     updates: bool = False
     sees_losses: bool = True
+    sums_low: bool = False
 
 
 @dataclass
@@ -253,6 +255,7 @@ class Oracle:
                 group.window.found, group.window.finite = False, True  # zeros in all of them clear as well
             if group.window.epoch != epoch:
                 group.rescale(scale, epoch)
+            group.gradients = {name: rounded(g, self.sums(name)) for name, g in group.gradients.items()}
             group.window.carried, group.window.epoch = scale, epoch
             group.window.made_with = None if scale is None else (epoch, scale)
             group.window.calls += 1
@@ -266,10 +269,14 @@ class Oracle:
                 if name in gradients:
                     before = group.gradients.get(name)
                     group.gradients[name] = (
-                        gradients[name] if before is None else rounded(before + gradients[name], "float32")
+                        gradients[name] if before is None else rounded(before + gradients[name], self.sums(name))
                     )
             if self.is_plain:
                 group.rescale(None, None, checks=True)
+
+    def sums(self, name):
+        """The dtype in which a weight's gradients are summed."""
+        return self.weights[name].dtype if self.contract.sums_low else "float32"
 
     def add(self, name, number):
         """An optimizer gets one weight more."""
