@@ -73,5 +73,11 @@ class CapturedStep(FiveLines):
         self.held = self.holds() if self.graph.replays else None
         return step
 
+    def trained(self, oracle):
+        """What has been computed by a graph has moved the scale as well, which waits for the next loss elsewhere."""
+        self.forget(oracle)
+        if self.graph.replays:
+            oracle.commit()
+
 
 DRIVERS |= {"captured step": CapturedStep}

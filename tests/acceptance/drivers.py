@@ -65,6 +65,7 @@ class Driver(Protocol):
     def groups(self, oracle, chosen, reached): ...  # the groups whose windows a pass opens
     def may_add(self, oracle): ...  # whether a pass may begin, whatever gradients there are
     def updated(self, oracle): ...  # what an update does besides
+    def trained(self, oracle): ...  # what a whole step in one call leaves
     def forget(self, oracle): ...  # what clearing all gradients does to windows
     def taken(self): ...  # another after each step
 

@@ -259,7 +259,7 @@ class Loop(Twins):
         groups = [group for group in self.oracle.groups if group.gradients]
         self.take_step(groups, lambda: self.driver.train(share))
         self.check_outputs(self.driver.outputs, share.widths, seen)
-        self.driver.forget(self.oracle)
+        self.driver.trained(self.oracle)
         for group in self.oracle.groups:
             group.clear([])
 
