@@ -99,6 +99,9 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     "numerics/footprint.py": {
         "torch._C._data_address": "count what copies of high halves share with them once",
     },
+    "weights/cell.py": {
+        "torch._C._storage_Use_Count": "store in halves again what lies in FP32 for nobody any more",
+    },
     "weights/halves.py": {
         "torch._lazy_clone": "have casts of weights cost no copy",
         "torch._C._set_throw_on_mutable_data_ptr": "have kernels raise that would read memory that is not there",

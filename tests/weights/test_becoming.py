@@ -41,6 +41,7 @@ def test_a_graph_of_before_gives_its_gradient_to_the_parameter(has_some):
     assert torch.equal(model.weight.grad, torch.ones(3, 4))
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_what_something_in_torch_refers_to_is_refused_and_nothing_is_changed():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before, seen = [p.detach().clone() for p in model.parameters()], recorded(model, model[1])

@@ -82,3 +82,28 @@ def test_frozen_weights_and_those_without_a_gradient_are_not_decoded():
     optimizer.step()
     assert seen == [[True, False, False]]
     assert [p.cell.wide for p in model] == [None] * 3
+
+
+def test_what_is_assigned_lies_in_halves_again_once_nobody_else_has_it():
+    """As a target network that follows by assignment, or ``view_as_complex`` in a forward pass."""
+    weight = halved(nn.Linear(8, 8)).weight
+    expected = weight.detach().clone()
+    for _ in range(3):
+        weight.data = weight.data * 0.9 + 0.01
+        expected = expected * 0.9 + 0.01
+        assert weight.cell.wide is not None
+        assert torch.equal(weight.to(BF16), weight.hi)
+        assert weight.cell.wide is None
+        assert torch.equal(weight.detach().clone(), expected)
+    other = halved(nn.Linear(8, 8)).weight
+    kept = weight.data = torch.randn(8, 8)
+    view = torch.view_as_complex(other.detach().view(8, 4, 2))
+    for each in (weight, other):
+        each.to(BF16)
+        assert each.cell.wide is not None
+    kept.mul_(2)
+    assert torch.equal(weight.detach().clone(), kept)
+    del kept, view
+    for each in (weight, other):
+        each.to(BF16)
+        assert each.cell.wide is None

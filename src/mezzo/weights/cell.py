@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
 from mezzo.policy.rules import both
+from mezzo.releases import private
+
+_COUNT: Final = private("torch._C._storage_Use_Count")
+#: How many refer to the memory of a tensor that nobody else has: the tensor, and the storage that is asked.
+_ALONE: Final = 2
 
 
 class Cell:
@@ -25,6 +32,13 @@ class Cell:
 
     def __init__(self, start: int | torch.SymInt, wide: Tensor | None = None) -> None:
         self.start, self.wide, self.is_lent, self.uses = start, wide, False, [0, 0]
+
+    def is_left(self) -> bool:
+        """Whether nothing else lies where the values do: what ``param.data`` was given is gone, and no view is left."""
+        if self.wide is None:
+            return False
+        storage = self.wide.untyped_storage()  # which counts itself
+        return int(_COUNT(storage._cdata)) <= _ALONE
 
 
 def no_memory(name: str, asker: str) -> UnsupportedError:

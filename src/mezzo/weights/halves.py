@@ -229,7 +229,8 @@ class Halves(Tensor):
         if func is _TO_COPY or func is _LAZILY:
             weight: Any = args[0]
             hi, cell = weight.hi, weight.cell
-            if cell.is_lent:
+            if cell.wide is not None and type(hi) is Tensor and (cell.is_lent or cell.is_left()):
+                cell.is_lent = True
                 weight.settle()
             is_cast = not kwargs or (len(kwargs) == 1 and kwargs.get("dtype") is hi.dtype)
             if is_cast and cell.wide is None and type(hi) is Tensor:

@@ -94,7 +94,8 @@ class _Alike:
         high, low = zip(*(each.whole() for each in weights), strict=True)
         *starts, total = accumulate((-(-each.numel() // _ALIGNED) * _ALIGNED for each in high), initial=0)
         memory = torch.empty(total, dtype=torch.float32, device=high[0].device)
-        self._weights, self._memory, self._size = weights, memory.untyped_storage(), 4 * total
+        # The tensor is held: nothing is stored again meanwhile because nobody else lay there.
+        self._weights, self._all, self._memory, self._size = weights, memory, memory.untyped_storage(), 4 * total
         self._values = [
             memory.as_strided(each.size(), each.stride(), start) for each, start in zip(high, starts, strict=True)
         ]
