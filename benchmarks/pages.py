@@ -57,11 +57,12 @@ def figures() -> str:
     steps, trainings = newest("step-cpu-*.json"), newest("train-cpu-*.json")
     for dtype in ("bfloat16", "float16"):
         rows = the(steps, shapes="gpt2-small", dtype=dtype)["rows"]
-        split, amp = the(rows, name="mezzo O2, AdamW split"), rows[0]
+        split = the(rows, name="mezzo O2, AdamW split")
         lines.append(_timed(f"optimizer step of 124 M parameters, O2 in {dtype}", split))
-    coded = the(rows, name="mezzo O2, AdamW split, int8 moments")
-    kept = [f"{row['kept_bytes']:.3g}" for row in (split, coded, amp)]
-    lines.append(f"| bytes kept for a parameter, O2; with int8 moments | {kept[0]}; {kept[1]} | torch.amp: {kept[2]} |")
+    rows = newest("memory-cpu-*.json")["rows"]
+    ways = [the(rows, model="GPT-2 small", way=way) for way in ("O2", "O2, int8 moments", "torch.amp")]
+    kept = [f"{row['kept'] / 2**20:,.0f} MiB" for row in ways]
+    lines.append(f"| kept to train GPT-2 small, O2; with int8 moments | {kept[0]}; {kept[1]} | torch.amp: {kept[2]} |")
     for net, level in (("gpt2-small", "O2"), ("64-tiny", "O1")):
         rows = the(trainings, net=net)["rows"]
         lines.append(_timed(f"training step of {net}, {level} in bfloat16", the(rows, way=f"mezzo {level}")))
@@ -127,18 +128,26 @@ def trainings() -> str:
 
 
 def kept() -> str:
-    """What training keeps: of a parameter, each way, and for the backward pass, at each level."""
-    rows = newest("step-cpu-*.json")[0]["rows"]
-    lines = ["| of a parameter, gradient and optimizer state included | bytes |", "|---|---:|"]
-    for name in (
-        "torch.amp, fused AdamW",
-        *(f"mezzo O2, AdamW {each}" for each in ("split", "split, BF16 moments", "split, int8 moments")),
-    ):
-        lines.append(f"| {name} | {the(rows, name=name)['kept_bytes']:.3g} |")
-    lines += ["", "| for the backward pass | FP32 | O1 in BF16 | O2 in BF16 |", "|---|---:|---:|---:|"]
+    """What training keeps: whole models, each way, as the newest ``benchmarks/memory.py`` has counted them."""
+    result = newest("memory-cpu-*.json")
+    heads = ["MiB", "weights", "gradients", "moments", "kept", "bytes a parameter", "casts", "while it steps"]
+    lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
+    for row in result["rows"]:
+        sizes = [row[name] for name in ("weights", "gradients", "moments", "kept")]
+        each = [f"{size / 2**20:,.0f}" for size in sizes]
+        more = [f"+{row[name] / 2**20:.0f}" if row[name] else "" for name in ("casts", "step")]
+        cells = [f"{row['model']}, {row['way']}", *each, f"{row['kept'] / row['num_parameters']:.3g}", *more]
+        lines.append(f"| {' | '.join(cells)} |")
+    about = "Counted on the tensors of two steps in BF16 with AdamW, and not measured: no GPU, no clock"
+    return "\n".join([*lines, "", f"{about}. {where(result)} (`benchmarks/memory.py`)."])
+
+
+def saved() -> str:
+    """What two families save for the backward pass, at each level."""
+    lines = ["| for the backward pass | FP32 | O1 in BF16 | O2 in BF16 |", "|---|---:|---:|---:|"]
     for name in ("digits_cnn", "docs_lm"):
-        saved = [row["saved_bytes"] / 2**20 for row in _rows(name, "O0", "O1,dtype=bfloat16", "O2,dtype=bfloat16")]
-        lines.append(f"| {name} | {' | '.join(f'{each:.3g} MiB' for each in saved)} |")
+        sizes = [row["saved_bytes"] / 2**20 for row in _rows(name, "O0", "O1,dtype=bfloat16", "O2,dtype=bfloat16")]
+        lines.append(f"| {name} | {' | '.join(f'{each:.3g} MiB' for each in sizes)} |")
     return "\n".join(lines)
 
 
@@ -272,7 +281,7 @@ PAGES: Final[Mapping[str, Mapping[str, Callable[[], str]]]] = MappingProxyType(
             "numbers": suite.numbers,
             "without": suite.without,
         },
-        "docs/memory.md": {"memory": kept, "moments": moments},
+        "docs/memory.md": {"memory": kept, "saved": saved, "moments": moments},
         "docs/policy.md": {
             "fields": vocabulary.policy_fields,
             "levels": vocabulary.levels,

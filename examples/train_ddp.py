@@ -20,7 +20,7 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4)).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 amp = mezzo.MixedPrecision(model, optimizer, "O2,dtype=bfloat16", max_grad_norm=1.0)  # first, or mezzo.prepare
-ddp = DistributedDataParallel(model)  # then: gradients travel in BF16, two bytes for each
+ddp = DistributedDataParallel(model)  # then
 
 x = torch.randn(512, 16, device=device)[rank::size]  # this rank's share
 y = x[:, :4].argmax(dim=1)

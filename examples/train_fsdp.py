@@ -1,4 +1,4 @@
-"""A model sharded over ranks: each keeps its part of weights, remainders and moments, 14 bytes a parameter in all.
+"""A model sharded over ranks: each keeps its part of weights, in halves, gradients and moments.
 
 torchrun --nproc-per-node 2 examples/train_fsdp.py
 """
@@ -18,8 +18,8 @@ policy = "O2,dtype=bfloat16"
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 4)).to(device)
-mezzo.fully_shard(model, policy, wrap=torch.nn.Linear)  # torch's, in the policy's dtypes; each linear by itself
-optimizer = mezzo.optim.AdamW(model.parameters(), lr=1e-2)  # the shard that is gathered is the high half of the weight
+mezzo.fully_shard(model, policy, wrap=torch.nn.Linear)  # torch's, under the policy; each linear by itself
+optimizer = mezzo.optim.AdamW(model.parameters(), lr=1e-2)  # of a shard in halves the high one is gathered
 amp = mezzo.MixedPrecision(model, optimizer, policy, max_grad_norm=1.0)  # the norm of whole gradients
 
 x = torch.randn(512, 16, device=device)[rank::size]

@@ -23,6 +23,8 @@ from mezzo.releases import ANYWHERE, NEWEST_TESTED, OLDEST, PRIVATE
 from .house import SOURCE, nodes, sources
 
 ROOT = Path(__file__).parents[1]
+#: What torch cannot do without where mezzo is imported, and where gradients are turned on and off.
+OF_TORCH = {"torch._C._dispatch_has_kernel_for_dispatch_key", "torch._C._set_grad_enabled"}
 #: Private names of Python's, and of the frameworks that bridges are for.
 OTHERS = {"_asdict", "_exit", "_getframe", "_wrap_closure"}
 #: Texts of a user's that begin as a private name does, and keys of torch's states.
@@ -125,7 +127,7 @@ def test_attributes_of_objects_are_looked_for_before_they_are_read(monkeypatch):
         for use, name in (
             (lambda: hooks.step_hooks(optimizer), "_optimizer_step_pre_hooks"),
             (lambda: hooks.with_gradient_hooks([torch.ones(1)]), "_backward_hooks"),
-            (lambda: sharded.hold_as(torch.ones(1), torch.ones(1)), "_local_tensor"),
+            (lambda: sharded.hold_locally(torch.ones(1), torch.ones(1)), "_local_tensor"),
             (lambda: sharded.has_unreduced([object()]), "_get_fsdp_state"),
         ):
             with pytest.raises(UnsupportedError, match=f"torch {torch.__version__}".replace("+", r"\+") + f".*{name}"):
@@ -221,7 +223,7 @@ PLANTED = """
         **{f"torch.utils._pytree.{name}": getattr(tensors, name) for name in (
             "tree_flatten", "tree_is_leaf", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten")},
         **{f"torch._{name}": getattr(tensors, name) for name in (
-            "foreach_copy_", "foreach_div_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_")},
+            "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_")},
     }
     said = {}
     for name, use in uses.items():
@@ -248,8 +250,7 @@ def test_importing_mezzo_needs_no_private_name_and_the_first_use_of_one_names_it
     listed += "import mezzo.session.capture, mezzo.session.attach, mezzo.numerics, mezzo.compat.torch\n"
     listed += "print(*(name for name in {*sys.modules} - before if name.split('.')[0] != 'mezzo'))"
     modules = run([sys.executable, "-c", listed]).stdout.split()
-    # Without the one torch turns gradients neither on nor off.
-    names = [name for name, file in OWNER.items() if file != ANYWHERE and name != "torch._C._set_grad_enabled"]
+    names = [name for name, file in OWNER.items() if file != ANYWHERE and name not in OF_TORCH]
     done = run([sys.executable, "-c", textwrap.dedent(PLANTED)], input=json.dumps([names, modules]))
     assert done.returncode == 0, done.stderr[-3000:]
     gone, said = json.loads(done.stdout)

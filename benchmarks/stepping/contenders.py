@@ -66,27 +66,28 @@ class _Weights:
         self.params = [nn.Parameter(weight.mul_(0.02)) for weight in made]
         self._gradients: list[Tensor] = []
 
-    def make_gradients(self) -> None:
-        """Make one gradient for each parameter, in the dtype it has by now."""
+    def make_gradients(self, dtype: torch.dtype = torch.float32) -> None:
+        """Make one gradient for each parameter, in the dtype that a backward pass leaves."""
         made = (torch.randn(p.shape, generator=self._generator, device=p.device) for p in self.params)
-        pairs = zip(made, self.params, strict=True)
-        self._gradients = [gradient.mul_(1e-3 * _SCALE).to(param.dtype) for gradient, param in pairs]
+        self._gradients = [gradient.mul_(1e-3 * _SCALE).to(dtype) for gradient in made]
 
     def give(self, *, copies: bool) -> None:
         """Set the gradients; copies of them for a step that writes to gradients."""
         for param, gradient in zip(self.params, self._gradients, strict=True):
+            param.grad, param.grad_dtype = None, gradient.dtype
             param.grad = gradient.clone() if copies else gradient
 
     def casts(self, dtype: torch.dtype) -> list[Tensor]:
         """Return what the next forward pass computes with."""
         return [param.detach().to(dtype) for param in self.params]
 
-    def kept(self, optimizer: torch.optim.Optimizer, halves: Halves | None = None) -> list[Tensor]:
-        """Return weights, their low halves, gradients and state, each once."""
+    def kept(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return weights, the high halves of those that have such, their low ones, gradients and state, each once."""
         states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         gradients = [param.grad for param in self.params if param.grad is not None]
-        rests = [halves.rest_of(param) for param in self.params if halves is not None and halves.has_rest(param)]
-        return list({id(t): t for t in (*self.params, *rests, *gradients, *states)}.values())
+        weights = [param.hi if isinstance(param, Halves) else param for param in self.params]
+        low = [param.lo for param in self.params if isinstance(param, Halves)]
+        return list({id(t): t for t in (*weights, *low, *gradients, *states)}.values())
 
 
 def _torch_amp(**options: Any) -> Build:
@@ -130,11 +131,10 @@ def _session(
         optimizer = make(weights.params)
         policy = f"{level},dtype={dtype_name(dtype)},loss_scale=dynamic(init={_SCALE:g}),emulate=true"
         model = nn.ParameterList(weights.params)
-        prepared = mezzo.prepare(model, policy)
         amp = MixedPrecision(model, optimizer, policy, max_grad_norm=1.0)
-        weights.make_gradients()
-        one = torch.zeros((), device=device, requires_grad=True)
         rewrites = as_one_pass(optimizer) is None
+        weights.make_gradients(dtype if level == "O2" and not rewrites else torch.float32)
+        one = torch.zeros((), device=device, requires_grad=True)
 
         def before() -> None:
             amp.zero_grad()
@@ -157,7 +157,7 @@ def _session(
             before=(lambda: weights.give(copies=False)) if captured else before,
             step=run,
             casts=(lambda: weights.casts(dtype)) if level == "O1" else None,
-            kept=lambda: weights.kept(optimizer, prepared.halves),
+            kept=lambda: weights.kept(optimizer),
         )
 
     return build

@@ -6,6 +6,7 @@ The one file that takes private names of modes and of functorch's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -38,6 +39,10 @@ function_modes: Final[Callable[[], list[Any]]] = private("torch.overrides._get_c
 dispatch_modes: Final[Callable[[], list[Any]]] = private(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack"
 )
+#: A context in which no dispatch mode is asked, such as those under which torch traces.
+without_dispatch_modes: Final[Callable[[], AbstractContextManager[Any]]] = private(
+    "torch.utils._python_dispatch._disable_current_modes"
+)
 num_dispatch_modes: Final[Callable[[], int]] = private("torch._C._len_torch_dispatch_stack")
 _DISPATCH_MODE: Final = private("torch._C._get_dispatch_mode")
 _FAKE: Final = private("torch._C._TorchDispatchModeKey.FAKE")
@@ -53,6 +58,28 @@ def makes_fake() -> bool:
     """Whether tensors that are made now are fake, without values."""
     require("torch._C._get_dispatch_mode", "torch._C._TorchDispatchModeKey.FAKE")
     return _DISPATCH_MODE(_FAKE) is not None
+
+
+_AT_ENTRY: Final = private("torch._C._RestorePythonTLSSnapshot")
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return what ``torch.autocast`` cast to where an operation was called that is being dispatched; ``None`` if off.
+
+    Below the dispatcher torch says that it is off everywhere.
+    """
+    with _AT_ENTRY():
+        return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+def casts_by_itself(device_type: str) -> bool:
+    """Whether an operation that is being dispatched is a cast of ``torch.autocast``'s own, and none of the program's.
+
+    Where autocast casts it is off, and yet a region is entered.
+    """
+    depth = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return depth > 1 and autocast_dtype(device_type) is None
 
 
 # What is inside of tensors ---------------------------------------------------------------------------------

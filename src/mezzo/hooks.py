@@ -36,6 +36,21 @@ class OwnHook:
         return OwnHook, ()
 
 
+class Look:
+    """A hook before optimizers' steps that changes no value, and nothing that mezzo's optimizers have made ready.
+
+    Args:
+        look: Is called with the optimizer; it may raise.
+    """
+
+    def __init__(self, look: Callable[[Optimizer], object]) -> None:
+        self._look = look
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Look at an optimizer that is about to step."""
+        self._look(optimizer)
+
+
 def owner_of(hook: Any) -> Any:
     """Return whose method a hook is; one that is no method belongs to itself."""
     hook = getattr(hook, "hook", hook)  # as modules wrap those on loading
@@ -87,14 +102,6 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 def hooks_of_every_step() -> list[Any]:
     """Return the hooks that run before each step of any optimizer."""
     return [*_OF_EVERY_STEP.values()]
-
-
-def run_innermost(optimizer: Any, pre: RemovableHandle, post: RemovableHandle) -> None:
-    """Have two hooks run nearest to an optimizer's step: the last before it, and the first after it."""
-    require(*_OF_OPTIMIZERS)
-    if pre.id in optimizer._optimizer_step_pre_hooks:
-        optimizer._optimizer_step_pre_hooks.move_to_end(pre.id)
-        optimizer._optimizer_step_post_hooks.move_to_end(post.id, last=False)
 
 
 def saving_hooks(optimizer: Optimizer) -> tuple[Iterable[Any], Iterable[Any]]:

@@ -79,6 +79,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.overrides._get_current_function_mode_stack": "find the regions that are active",
         "torch._C._len_torch_dispatch_stack": "tell whether kernels may read memory directly",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "tell whether a pass is watched",
+        "torch.utils._python_dispatch._disable_current_modes": "gather a weight whose use is traced",
         "torch.utils._python_dispatch.TorchDispatchMode": "watch the kernels of a pass",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "leave tensors alone that wrap others",
         "torch._subclasses.fake_tensor.FakeTensorMode": "count what kernels would move",
@@ -90,9 +91,31 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._functorch.is_batchedtensor": "tell whether torch.vmap is at work",
         "torch._C._functorch.is_legacy_batchedtensor": "tell whether gradients are batched",
         "torch.autograd.forward_ad._current_level": "tell whether forward-mode AD is at work",
+        "torch._C._RestorePythonTLSSnapshot": "ask whether autocast is on where a tensor's own operations are called",
         "torch._C._dispatch_get_registrations_for_dispatch_key": "ask which ops torch's autocast treats",
         "torch._C._nn": "find the functions behind an op's name",
         "torch._ops.HigherOrderOperator": "tell programs in a captured graph from ops",
+    },
+    "numerics/footprint.py": {
+        "torch._C._data_address": "count what copies of high halves share with them once",
+    },
+    "weights/cell.py": {
+        "torch._C._storage_Use_Count": "store in halves again what lies in FP32 for nobody any more",
+    },
+    "weights/halves.py": {
+        "torch._lazy_clone": "have casts of weights cost no copy",
+        "torch._C._set_throw_on_mutable_data_ptr": "have kernels raise that would read memory that is not there",
+        "torch._C._swap_tensor_impl": "have a parameter stay the object that it is when it is stored in halves",
+        "torch._C._dispatch_has_kernel_for_dispatch_key": "tell what torch composes of other operations",
+        "torch.ops.aten._neg_view": "know a view of other bits",
+        "torch.Tensor._make_wrapper_subclass": "make a tensor that lies in two others",
+    },
+    "weights/collectives.py": {
+        "torch.ops._c10d_functional": "wait until a collective has written",
+        "torch._C._distributed_c10d._create_work_from_future": "return work that is done from a collective",
+    },
+    "weights/stepping.py": {
+        "torch.optim.optimizer._foreach_supported_types": "have torch's optimizers update many weights at a time",
     },
     "sharded.py": {
         "torch.distributed.fsdp.FSDPModule._get_fsdp_state": "ask what fully_shard has sharded",
@@ -104,6 +127,9 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         f"{_FSDP}._fsdp_param_group.FSDPParamGroup._partial_reduce_output": "find gradients that wait to be reduced",
         f"{_FSDP}._fsdp_param.FSDPParam.sharded_param": "ask what fully_shard has sharded",
         f"{_FSDP}._fsdp_param.FSDPParam.reset_sharded_param": "give shards another dtype",
+        f"{_FSDP}._fsdp_param.FSDPParam._init_extensions": "have shards be gathered in another way",
+        f"{_FSDP}._fsdp_param.FSDPParam._sharded_param_data": "have shards lie in other memory",
+        f"{_FSDP}._fsdp_param.FSDPParam.all_gather_outputs": "have shards be gathered in another way",
         f"{_FSDP}._fsdp_param.FSDPParam._unsharded_param": "know parameters while they are gathered",
         f"{_FSDP}._fsdp_param.FSDPParam.unsharded_accumulated_grad": "find gradients that wait to be reduced",
         "torch.distributed.tensor.DTensor._local_tensor": "read and write the shard that a rank holds",
@@ -116,8 +142,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     "hooks.py": {
         "torch.Tensor._backward_hooks": "order hooks on gradients, and see the user's",
         "torch.Tensor._post_accumulate_grad_hooks": "see the user's hooks on gradients, and silence them",
-        f"{_OPTIMIZER}._optimizer_step_pre_hooks": "order hooks of an optimizer's step, and see the user's",
-        f"{_OPTIMIZER}._optimizer_step_post_hooks": "order hooks of an optimizer's step",
+        f"{_OPTIMIZER}._optimizer_step_pre_hooks": "see the user's hooks of an optimizer's step",
         f"{_OPTIMIZER}._optimizer_state_dict_pre_hooks": "run the hooks of an optimizer's state_dict",
         f"{_OPTIMIZER}._optimizer_state_dict_post_hooks": "run the hooks of an optimizer's state_dict",
         f"{_OPTIMIZER}._optimizer_load_state_dict_pre_hooks": "run the hooks of an optimizer's load_state_dict",
@@ -132,7 +157,6 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.utils._pytree.tree_map_only": "walk through nested containers",
         "torch.utils._pytree.tree_unflatten": "walk through nested containers",
         "torch._foreach_copy_": "copy many tensors at once",
-        "torch._foreach_div_": "divide many tensors at once",
         "torch._foreach_mul": "multiply many tensors at once",
         "torch._foreach_mul_": "multiply many tensors at once",
         "torch._foreach_norm": "take the norms of many tensors at once",
@@ -161,16 +185,18 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.nn.Module._wrapped_call_impl": "find the module whose call torch.compile traces",
     },
     "trace/kernels.py": {
-        "torch.ops.aten._to_copy": "know kernels that cast",
         "torch.ops.aten._unsafe_view": "know kernels that make views",
     },
     # What many programs read, and torch does not change without notice: instances, dicts and schemas that its own
     # pages and subclasses of its users name.
     ANYWHERE: {
+        "torch.ops.aten._lazy_clone": "know the cast of a weight that costs no copy",
+        "torch.ops.aten._to_copy": "know kernels that cast",
         "torch.Tensor._base": "find the tensor that a view is of",
         "torch.Tensor._version": "tell whether a tensor was written",
         "torch.UntypedStorage._cdata": "tell whether two tensors share memory",
         "torch.nn.Module._apply": "refuse that a converted model is cast",
+        "torch.nn.Module._slow_forward": "warn that a trace of a converted model cannot be saved",
         "torch.nn.Module._buffers": "find and replace buffers",
         "torch.nn.Module._forward_hooks": "find hooks",
         "torch.nn.Module._forward_pre_hooks": "find hooks",

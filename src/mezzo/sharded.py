@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Final
 
 import torch
@@ -51,10 +50,10 @@ _PLAIN: Final = {Tensor, nn.Parameter}
 
 def locals_of(tensors: list[Tensor]) -> list[Tensor]:
     """Return :func:`local` of each of many tensors: the same list where none is a DTensor."""
-    if {*map(type, tensors)} <= _PLAIN:
+    kinds, module = {*map(type, tensors)}, sys.modules.get("torch.distributed.tensor")
+    if kinds <= _PLAIN or module is None or not any(issubclass(kind, module.DTensor) for kind in kinds):
         return tensors
-    found = list(map(local, tensors))
-    return tensors if all(map(is_, found, tensors)) else found
+    return list(map(local, tensors))
 
 
 def sharded_as(shard: Tensor, whole: Tensor) -> Tensor:
@@ -66,10 +65,15 @@ def sharded_as(shard: Tensor, whole: Tensor) -> Tensor:
 
     **Cost**: a copy of the shard, where ``whole`` is a DTensor. No communication.
     """
+    return held_as(shard.clone(), whole) if is_distributed(whole) else shard
+
+
+def held_as(shard: Tensor, whole: Tensor) -> Tensor:
+    """Return :func:`sharded_as`, in the memory of the shard that is given."""
     if not is_distributed(whole):
         return shard
     made = torch.empty_like(whole, dtype=shard.dtype, requires_grad=False)
-    local(made).copy_(shard)
+    hold_locally(made, shard)
     return made
 
 
@@ -120,10 +124,29 @@ def _cut(tensor: Any) -> Sequence[int]:
     return [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
 
 
-def hold_as(tensor: Any, other: Any) -> None:
-    """Have a DTensor hold the shard that another one holds; ``tensor.data = other`` gives it the dtype alone."""
+def hold_locally(tensor: Any, shard: Tensor) -> None:
+    """Have a DTensor hold another tensor as this rank's shard, of the same shape and dtype."""
     require(*_OF_DTENSOR)
-    tensor._local_tensor, tensor._spec = other._local_tensor, other._spec
+    tensor._local_tensor = shard
+
+
+def give(tensor: Any, data: Any) -> None:
+    """Give a tensor data of another dtype, and gradients of that dtype if they had the tensor's until now."""
+    follows = isinstance(tensor, nn.Parameter) and tensor.grad_dtype == tensor.dtype
+    tensor.data = data
+    if is_distributed(tensor):  # torch gives it the other's dtype, but not what it holds
+        require(*_OF_DTENSOR)
+        tensor._local_tensor, tensor._spec = data._local_tensor, data._spec
+    if follows and tensor.grad_dtype != data.dtype:  # torch keeps one that was ever set, whatever the tensor becomes
+        tensor.grad_dtype = data.dtype
+
+
+def give_back(tensor: Any, data: Any) -> None:
+    """Give a tensor data in the dtype that it had, and its gradient with it; one that has it is left alone."""
+    if tensor.dtype != data.dtype:
+        gradient, tensor.grad = tensor.grad, None
+        give(tensor, data)
+        tensor.grad = None if gradient is None else gradient.to(data.dtype)
 
 
 def flags_of_all(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
@@ -189,15 +212,18 @@ def reshard(units: Iterable[Any]) -> None:
 
 
 def refresh(model: nn.Module) -> None:
-    """Let torch know that shards were given other memory, or another dtype.
+    """Let torch know that shards were given other memory, or another dtype; what was gathered of them is forgotten.
 
-    It looks at both by itself before its first forward pass. A gathered parameter stays the tensor that it is, so that
-    the dtype in which it is gathered must stay.
+    It looks at both by itself before its first forward pass.
     """
     reshard(units(model))  # a pass without a backward one leaves what torch would take for shards
     for _, group in _groups(units(model)):
         for each in group.fsdp_params:
+            each._sharded_param_data = None  # which it would ask for its address
             each.reset_sharded_param()
+            each._init_extensions()
+            each.all_gather_outputs = []
+            vars(each).pop("_unsharded_param", None)
         if group._reset_sharded_params:  # torch has looked at the dtypes already
             group._init_mp_dtypes()
 

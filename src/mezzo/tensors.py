@@ -36,7 +36,6 @@ tree_unflatten: Final[Callable[..., Any]] = private("torch.utils._pytree.tree_un
 
 #: torch's own functions of many tensors at once, as few kernels as there are devices and dtypes.
 foreach_copy_: Final[Callable[..., None]] = private("torch._foreach_copy_")
-foreach_div_: Final[Callable[..., None]] = private("torch._foreach_div_")
 foreach_mul: Final[Callable[..., list[Tensor]]] = private("torch._foreach_mul")
 foreach_mul_: Final[Callable[..., None]] = private("torch._foreach_mul_")
 foreach_norm: Final[Callable[..., list[Tensor]]] = private("torch._foreach_norm")

@@ -7,6 +7,8 @@ from unittest.mock import patch
 from mezzo.optim import optimizer as one_pass
 from mezzo.session.capture import Captured
 from mezzo.step import gradients
+from mezzo.weights import codec
+from mezzo.weights.stepping import in_memory
 
 from ..session.capture.host_graph import HostGraph, Predicated
 from .drivers import DRIVERS, FiveLines
@@ -19,7 +21,7 @@ def predicated():
     with (
         patch.object(one_pass, "executor_for", lambda device: Predicated()),
         patch.object(gradients, "executor_for", lambda device: Predicated()),
-        patch.object(gradients, "update_of", Predicated().update_of),
+        patch.object(codec, "update_of", Predicated().update_of),
     ):
         yield
 
@@ -57,7 +59,7 @@ class CapturedStep(FiveLines):
                 state = [
                     value.data_ptr() for value in optimizer.state.get(param, {}).values() if hasattr(value, "data_ptr")
                 ]
-                held.append((param.data_ptr(), param.requires_grad, state))
+                held.append(([part.data_ptr() for part in in_memory([param])], param.requires_grad, state))
         return held
 
     def is_stale(self):
@@ -70,6 +72,12 @@ class CapturedStep(FiveLines):
         self.model.calls = calls + 1  # which a replay cannot count
         self.held = self.holds() if self.graph.replays else None
         return step
+
+    def trained(self, oracle):
+        """What has been computed by a graph has moved the scale as well, which waits for the next loss elsewhere."""
+        self.forget(oracle)
+        if self.graph.replays:
+            oracle.commit()
 
 
 DRIVERS |= {"captured step": CapturedStep}

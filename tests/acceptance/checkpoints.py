@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import precondition
 
 from .drivers import DRIVERS
 from .interrupt import Interrupt, lines
 from .loop import Loop, needs
 from .subject import Subject, array, fresh_weights
+from .twins import rule
 
 orders = st.permutations([0, 1, 2, 3])
 
@@ -68,10 +69,11 @@ class Checkpoints(Loop):
 
     def continue_under_another_policy(self, oracle, begun):
         for name, weight in oracle.weights.items():
-            weight.dtype, weight.form = begun.weights[name].dtype, begun.weights[name].form
+            now = begun.weights[name]
+            weight.dtype, weight.form, weight.half = now.dtype, now.form, now.half
             exact = self.subject.exact(name)
             assert (np.abs(exact - weight.exact) <= weight.grid).all(), name
-            weight.exact, weight.low = exact, weight.round(exact)
+            weight.exact = exact
         before, now = oracle.scale, begun.scale
         if (before.mode, before.now if before.mode == "constant" else 0) != (
             now.mode, now.now if now.mode == "constant" else 0,

@@ -65,6 +65,7 @@ class Driver(Protocol):
     def groups(self, oracle, chosen, reached): ...  # the groups whose windows a pass opens
     def may_add(self, oracle): ...  # whether a pass may begin, whatever gradients there are
     def updated(self, oracle): ...  # what an update does besides
+    def trained(self, oracle): ...  # what a whole step in one call leaves
     def forget(self, oracle): ...  # what clearing all gradients does to windows
     def taken(self): ...  # another after each step
 
@@ -229,9 +230,9 @@ class Apex(Attach):
         }
         if "ceiling" in config.scale:
             options["max_loss_scale"] = 256.0
-        if config.level in ("O2", "O3"):
+        if config.given in ("O2", "O3"):
             options["cast_model_type"] = getattr(torch, config.dtype)
-        apex.initialize(model, self.optimizers, opt_level=config.level, verbosity=0, **options)
+        apex.initialize(model, self.optimizers, opt_level=config.given, verbosity=0, **options)
         return frontend._AMP.session
 
     def close(self):

@@ -5,13 +5,14 @@ import contextlib
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import precondition, rule
+from hypothesis.stateful import precondition
 
 from mezzo.errors import NumericsError
 
 from .checkpoints import Checkpoints
 from .interrupt import Interrupt, lines
 from .loop import MOST_CALLS, needs, passes, some
+from .twins import rule
 
 
 class BoomError(Exception):

@@ -77,53 +77,34 @@ class Weight:
 
     Attributes:
         dtype: Of the model's tensor.
-        form: ``plain``; ``halves`` for low ones with FP32 values; ``torch`` for low ones without, which one of torch's
-            optimizers updates in their own arithmetic.
-        exact: Its FP32 value.
-        low: What the model computes with.
+        form: ``plain``; ``torch`` for low ones, which one of torch's optimizers updates in their own arithmetic.
+        half: The dtype of its high half, where it is stored in two.
+        exact: Its value.
         states: The optimizer's moments; zeros where it has not made them yet.
         count: Updates so far.
         trains: ``requires_grad``.
-        pending: Which elements were edited beside the remainder of another value, which takes the exact one at most
-            half a spacing away.
-        is_elsewhere: Whether a program gave it memory in which no forward pass has seen it: its remainder is lost with
-            the next memory that it is given.
     """
 
     dtype: str
     form: str
+    half: str
     exact: np.ndarray
-    low: np.ndarray
     states: dict = field(default_factory=dict)
     count: int = 0
     trains: bool = True
-    pending: np.ndarray | None = None
-    is_elsewhere: bool = False
-
-    @property
-    def keeps_all(self):
-        """Whether FP32 values are kept beside low-precision weights."""
-        return self.dtype == "float32" or self.form == "halves"
 
     @property
     def grid(self):
         """How far from an FP32 value what is stored of it may be."""
-        return 2.0**-40 if self.form == "halves" and self.dtype == "float16" else 0.0
+        return 2.0**-40 if self.half == "float16" else 0.0
 
-    def edit(self, low):
-        """Somebody wrote the model's tensor: where its bits are the same, so is the value."""
-        if self.form == "halves":
-            changed = (low != self.low) | (np.signbit(low) != np.signbit(self.low))
-            self.pending = changed if self.pending is None else self.pending | changed
-        else:
-            self.exact = low
-        self.low = low
-
-    def round(self, exact):
-        """What the model computes with, for an exact value."""
-        if self.form == "halves" and self.dtype == "bfloat16":
-            return rounded(exact, "bfloat16", away=True)
-        return rounded(exact, self.dtype)
+    def keep(self, value):
+        """What is stored of a value: in FP16 halves a tiny one is a whole number of 2⁻³⁹."""
+        value = rounded(value, self.dtype)
+        if self.half != "float16":
+            return value
+        high = rounded(value, "float16")
+        return np.where(np.abs(high) >= 2.0**-14, value, high + np.rint((value - high) * 2.0**39) * 2.0**-39)
 
 
 @dataclass
@@ -204,12 +185,14 @@ class Contract:
         waits: The scale moves in ``update()`` alone.
         updates: A step calls that as well.
         sees_losses: A loss that is not finite skips the step.
+        sums_low: Gradients are summed in their weights' dtype, and not in FP32.
     """
 
     is_plain: bool = False
     waits: bool = False
     updates: bool = False
     sees_losses: bool = True
+    sums_low: bool = False
 
 
 @dataclass
@@ -272,6 +255,7 @@ class Oracle:
                 group.window.found, group.window.finite = False, True  # zeros in all of them clear as well
             if group.window.epoch != epoch:
                 group.rescale(scale, epoch)
+            group.gradients = {name: rounded(g, self.sums(name)) for name, g in group.gradients.items()}
             group.window.carried, group.window.epoch = scale, epoch
             group.window.made_with = None if scale is None else (epoch, scale)
             group.window.calls += 1
@@ -285,15 +269,18 @@ class Oracle:
                 if name in gradients:
                     before = group.gradients.get(name)
                     group.gradients[name] = (
-                        gradients[name] if before is None else rounded(before + gradients[name], "float32")
+                        gradients[name] if before is None else rounded(before + gradients[name], self.sums(name))
                     )
             if self.is_plain:
                 group.rescale(None, None, checks=True)
 
-    def add(self, name, number, dtype, form):
+    def sums(self, name):
+        """The dtype in which a weight's gradients are summed."""
+        return self.weights[name].dtype if self.contract.sums_low else "float32"
+
+    def add(self, name, number):
         """An optimizer gets one weight more."""
-        weight, group = self.weights[name], self.groups[number]
-        weight.dtype, weight.form = dtype, form
+        group = self.groups[number]
         group.members.append(name)
         group.lr[name] = LR
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
 from torch._dynamo import register_backend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +19,7 @@ from .drivers import DRIVERS, Attach, FiveLines
 from .edits import Edits
 from .faults import BoomError, Faults, boom
 from .subject import NAMES, Net
+from .twins import rule
 
 #: Dynamo leaves a model to Python after eight variants: which layers train, whether inputs do, and in which region.
 VARIANTS = 256
@@ -133,12 +133,8 @@ class Planned(FiveLines):
 
     @staticmethod
     def planned(config):
-        """The policy; where FP32 numbers flow, no op that follows may round them.
-
-        Of a buffer that compiled code writes the first update would be rounded (documented).
-        """
-        text = config.policy + (",autocast=true,fp32_param=seen" if config.level == "O2" else "")
-        return text + (",fp32=cat+neg" if config.pinned else "")
+        """The policy; where FP32 numbers flow, no op that follows may round them."""
+        return config.policy + (",fp32=cat+neg" if config.pinned else "")
 
     def begin(self, model, config, **options):
         return mezzo.MixedPrecision(model, self.optimizers, self.policy, **options)

@@ -123,7 +123,7 @@ class Paddle(Torch):
     def begin(self, model, config, **_):
         scale = self.scale(config)
         paddle.decorate(
-            model, self.optimizers, level=config.level, dtype=config.dtype, master_grad=True, save_dtype="float32"
+            model, self.optimizers, level=config.given, dtype=config.dtype, master_grad=True, save_dtype="float32"
         )
         with paddle.auto_cast(dtype="float16"):
             pass  # or the scaler would disable itself, as it does after a region in bfloat16
@@ -131,7 +131,7 @@ class Paddle(Torch):
         return Loose(model, self.optimizers, self.scaler)
 
     def region(self):
-        return paddle.auto_cast(level=self.config.level, dtype=self.config.dtype)
+        return paddle.auto_cast(level=self.config.given, dtype=self.config.dtype)
 
     def backward(self, loss, optimizers):
         with paddle.auto_cast(dtype="float16"):

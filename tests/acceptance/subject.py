@@ -59,6 +59,7 @@ class Config:
         products: Of the layers' products. These layers are too small for them, and stay low to the bit; what is
             remembered for them is made, moved, saved and loaded all the same.
         style: Whose calls drive it, of :mod:`.drivers`.
+        is_twin: Whether O1 stands in for O2: of :mod:`.twins`.
     """
 
     level: str = "O2"
@@ -74,6 +75,12 @@ class Config:
     wide: bool = False
     products: str = ""
     style: str = "five lines"
+    is_twin: bool = False
+
+    @property
+    def given(self):
+        """The level that a session is given."""
+        return "O1" if self.is_twin and self.level == "O2" else self.level
 
     @property
     def shapes(self):
@@ -83,7 +90,7 @@ class Config:
     def policy(self):
         if self.level == "O0":
             return "O0" + (f",loss_scale={self.scale}" if self.scale else "")
-        text = f"{self.level},dtype={self.dtype}" + (f",loss_scale={self.scale}" if self.scale else "")
+        text = f"{self.given},dtype={self.dtype}" + (f",loss_scale={self.scale}" if self.scale else "")
         return text + (",fp32_module=second" if self.pinned else "") + self.products
 
     @property
@@ -93,12 +100,12 @@ class Config:
         return not (half and self.scale not in ("", "none", "1"))
 
     def stored(self, name):
-        """The dtype of a parameter, and how its exact value is kept."""
-        if self.level in ("O0", "O1") or (self.pinned and name == "second.weight"):
-            return "float32", "plain"
-        if self.level == "O2":
-            return self.dtype, "halves"
-        return self.dtype, "plain" if self.library == "mezzo" else "torch"
+        """The dtype of a parameter, how it is updated, and the dtype of its high half, if it has one."""
+        if self.given in ("O0", "O1") or (self.pinned and name == "second.weight"):
+            return "float32", "plain", ""
+        if self.given == "O2":  # in halves where two dimensions are longer than one
+            return "float32", "plain", self.dtype if min(self.shapes[name]) > 1 else ""
+        return self.dtype, "plain" if self.library == "mezzo" else "torch", ""
 
     def computes(self, name):
         """The dtype of a layer's arithmetic."""
@@ -155,10 +162,13 @@ class Subject:
         """What the promises say of a session just begun, over weights just read."""
         weights = {}
         for name, param in self.model.named_parameters():
-            dtype, form = self.config.stored(name)
-            weights[name] = Weight(dtype, form, self.exact(name), array(param), trains=param.requires_grad)
+            weights[name] = Weight(*self.config.stored(name), self.exact(name), trains=param.requires_grad)
         groups = [Group(list(each), self.config.rule, dict.fromkeys(each, LR)) for each in self.members]
         return Oracle(weights, groups, self.driver.scale(self.config), self.config.clip, self.driver.contract)
+
+    @property
+    def names(self):
+        return dict(self.model.named_parameters())
 
     def add_late(self, number):
         self.optimizers[number].add_param_group({"params": [self.model.late.weight]})

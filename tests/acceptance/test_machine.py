@@ -143,18 +143,6 @@ def test_many_sequences_on_two_ranks():
     on_ranks(2, run_sequences_on_rank, MANY, timeout=60 + MANY)
 
 
-def test_moments_that_are_rounded_go_on_after_a_look_at_fp32_weights():
-    """What a long search found: drawn sequences seldom have such moments, a look, and a step after it."""
-    machine = Sessions()
-    machine.begin(Config(dtype="float16", scale="64", state_dtype="bfloat16"), seed=0)
-    batch = {"values": 3, "widths": (1.0, 1.0), "kind": "plain", "elsewhere": "plain"}
-    for _ in range(2):
-        machine.train(batches=[batch, batch])
-        machine.agrees()
-        machine.edit_in_fp32(number=0, how="half", in_a_loop=False)
-        machine.agrees()
-
-
 @pytest.mark.parametrize("style", ["five lines", "attach"])
 def test_the_pass_after_one_that_a_signal_has_ended_is_noticed(style):
     machine, batch = Sessions(), {"values": 3, "widths": (1.0, 1.0), "kind": "plain", "elsewhere": "plain"}

@@ -24,6 +24,7 @@ SMALLEST = {
     "formats.py": "--elements 4096 --repetitions 1",
     "gpu": "--dry-run",
     "host.py": "--tensors 2 4 --rounds 1",
+    "memory.py": "--size least",
     "moments.py": "--steps 2 --stride 600 --seeds 1 --script-steps 2",
     "plan.py": "--models 'conv–log chain' --repetitions 1",
     "recorder.py": "--repetitions 1 --steps 2",

@@ -263,7 +263,7 @@ def audited(name, dtype, *, again):
     operands = drawn(shapes, dtype)
     wanted = derivatives(function, [x.double().requires_grad_() for x in operands], dtype, again)
     low = [x.clone().requires_grad_() for x in operands]
-    with LowKernels() as kernels, mezzo.autocast(mezzo.Policy.O2(dtype, emulate=True), "cpu"):
+    with LowKernels() as kernels, mezzo.autocast(mezzo.Policy.O3(dtype, emulate=True), "cpu"):
         found = derivatives(function, low, dtype, again)
     assert kernels.names <= {"add", "add_", "mul"}, name  # the engine's sums of gradients
     return tuple(units(mine, theirs, dtype) for mine, theirs in zip(found, wanted, strict=True))
@@ -293,7 +293,7 @@ def test_every_product_is_rounded_once_and_its_derivatives_too(dtype):
 
 
 def region(dtype):
-    return mezzo.autocast(mezzo.Policy.O2(dtype, emulate=True), "cpu")
+    return mezzo.autocast(mezzo.Policy.O3(dtype, emulate=True), "cpu")
 
 
 def gradients(function, operands):

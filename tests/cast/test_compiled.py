@@ -42,7 +42,7 @@ def results(function, model, x):
 def test_a_region_made_inside_a_whole_graph():
     """Layers in the graph know the region around them, whatever the loss scale."""
     model, x, counter = mixed(), data(4, 8), CompileCounterWithBackend("eager")
-    policy = "O2,dtype=float16,emulate=true,autocast=true,loss_scale=dynamic(init=64)"
+    policy = "O2,dtype=float16,emulate=true,loss_scale=dynamic(init=64)"
     region = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), policy).autocast
 
     def run(x):

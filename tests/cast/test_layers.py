@@ -27,7 +27,7 @@ class Hand:
 
     def __init__(self, policy):
         parsed = mezzo.Policy.parse(policy)
-        self.converts, self.dtype, self.emulate = parsed.level == "O2", parsed.dtype, parsed.emulate
+        self.dtype, self.emulate = parsed.dtype, parsed.emulate
 
     def low(self, function, *operands, **options):
         """Round the operands, compute, round the result: in the low precision itself, or in FP32."""
@@ -41,8 +41,8 @@ class Hand:
         return value.to(self.dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
     def wide(self, function, x, *others, **options):
-        """Compute in FP32 under O1; O2 stores low precision and casts no op."""
-        return function(x if self.converts else x.float(), *others, **options)
+        """Compute in FP32."""
+        return function(x.float(), *others, **options)
 
     def linear(self, module, x):
         return self.low(functional.linear, x, module.weight, module.bias)
@@ -67,10 +67,8 @@ def gradients(policy, model, x, run):
 def by_hand(policy, model, x, run):
     """The same step with casts by hand; ``run(hand, model, x)`` spells out the arithmetic."""
     hand = Hand(policy)
-    model = model.to(hand.dtype) if hand.converts else model
-    owns = any(param.requires_grad for param in model.parameters(recurse=False))
     x = x.clone().requires_grad_()
-    loss = first(run(hand, model, x.to(hand.dtype) if hand.converts and owns else x)).square().mean()
+    loss = first(run(hand, model, x)).square().mean()
     (loss * 128).backward()
     # Of leaves that no optimizer has the session takes the scale away.
     return [loss.detach(), x.grad / 128, *(p.grad for p in model.parameters())]
@@ -124,8 +122,7 @@ def encoder():
 
 def encoded(hand, model, x):
     def norm(module, y):
-        given = y.to(hand.dtype) if hand.converts else y
-        return hand.wide(functional.layer_norm, given, (8,), module.weight, module.bias)
+        return hand.wide(functional.layer_norm, y, (8,), module.weight, module.bias)
 
     for layer in model.layers:
         x = norm(layer.norm1, x + attention(hand, layer.self_attn, x, need_weights=False)[0])
@@ -221,10 +218,10 @@ def test_custom_autograd_functions(policy, decorated):
             return hand.low(torch.matmul, a, b)
 
         x = hand.linear(model, x)
-        if decorated == "cast_inputs" and not hand.converts:
+        if decorated == "cast_inputs":
             return own_function(torch.matmul, torch.exp, torch.matmul, torch.exp).apply(x.float(), model.weight)
         forward = product, lambda y: hand.wide(torch.exp, y)
-        inside = decorated == "custom_fwd" and not hand.converts
+        inside = decorated == "custom_fwd"
         return own_function(*forward, *(forward if inside else (torch.matmul, torch.exp))).apply(x, model.weight)
 
     assert_matches(policy, lambda: Model(8, 8), data(4, 8), theirs)

@@ -160,7 +160,7 @@ def test_a_policy_decides(capsys, tmp_path):
     _, out, _ = of_ops(capsys, "layer_norm", "--policy", "O1,norms=fp32_math,fp32_module=[ab]*")
     assert "fp32_module=[ab]*" in out
     assert rows_of(out)["layer_norm"][0] == "fp32_math"
-    assert "O2 casts no op" in of_ops(capsys, "linear", "--policy", "O2")[1]
+    assert "O3 casts no op" in of_ops(capsys, "linear", "--policy", "O3")[1]
 
 
 def test_ops_as_json(capsys):

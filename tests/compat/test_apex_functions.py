@@ -142,10 +142,10 @@ def test_registered_functions():
     assert found == (HALF, HALF)
 
 
-def test_registered_functions_are_of_o1():
+def test_registered_functions_are_of_levels_that_cast_at_ops():
     place = types.SimpleNamespace(__name__="place", kernel=lambda x: x.dtype)
     kernel = place.kernel
-    for level in ("O0", "O2", "O3"):
+    for level in ("O0", "O3"):
         amp.register_float_function(place, "kernel")
         with initialized(network(), opt_level=level):
             assert place.kernel is kernel

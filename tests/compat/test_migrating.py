@@ -32,7 +32,7 @@ def trained(program):
     stats = None
     if isinstance(session := names.get("amp"), mezzo.MixedPrecision):
         stats = session.stats()
-        session.close()  # the masters' values
+        session.close()
     return before, flat(names["model"]) - before, names["loss"].item(), stats
 
 

@@ -1,4 +1,4 @@
-"""``paddle.auto_cast``: regions inside regions, and models that are stored low."""
+"""``paddle.auto_cast``: regions inside regions, and models whose weights are stored in halves."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_levels_and_dtypes_are_read_as_paddle_reads_them(conv):
             assert conv(image).dtype == torch.float16
 
 
-# Models whose weights are stored low -------------------------------------------------------------------
+# Models whose weights are stored in halves -------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -88,7 +88,7 @@ def block():
 
 def test_a_region_holds_inside_a_prepared_model(block):
     block(x)
-    assert block.inside == (torch.float16, torch.float16)  # mezzo's own O2
+    assert block.inside == (torch.float32, torch.float32)  # no region: FP32 weights
     for level, custom, expected in (
         ("O2", {}, (torch.float16, torch.float16)),
         ("O2", {"custom_black_list": ["softmax"]}, (torch.float16, torch.float32)),
@@ -101,6 +101,6 @@ def test_a_region_holds_inside_a_prepared_model(block):
         assert (level, custom, block.inside) == (level, custom, expected)
         assert out.dtype == expected[1]  # nothing is cast on the way out
     with paddle.auto_cast(level="O2"), paddle.auto_cast(enable=False):
-        assert block(x).dtype == torch.float16  # no region: the model's own casts again
+        assert block(x).dtype == torch.float32  # no region again
     with mezzo.autocast("O1,dtype=float16,fp32=softmax"):
         assert block(x).dtype == torch.float32  # as any region does

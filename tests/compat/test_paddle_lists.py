@@ -7,7 +7,7 @@ from torch.nn import functional
 import mezzo
 from mezzo import LossScale, Policy
 from mezzo.compat import fleet
-from mezzo.compat.paddle.regions import rules
+from mezzo.compat.paddle.regions import policy_of, rules
 from mezzo.policy.ops import OPS, resolve
 from mezzo.policy.ops.table import FLEET, PADDLE
 
@@ -219,6 +219,12 @@ def test_each_rule_says_why():
     assert Policy.parse(str(policy)) == policy
 
 
+def test_paddles_o2_is_o2_with_fp32_outputs():
+    policy = policy_of("O2", torch.bfloat16, custom_black_list=["relu"])
+    assert (policy.level, policy.halves, policy.output_dtype) == ("O2", True, torch.float32)
+    assert [policy.explain(op).treatment for op in ("relu", "exp", "linear")] == ["fp32", "promote", "low"]
+
+
 # Fleet's amp_configs ------------------------------------------------------------------------------------------
 
 
@@ -254,10 +260,11 @@ def test_each_knob_of_the_loss_scale():
 @pytest.mark.parametrize("key, dtype", [("use_pure_fp16", torch.float16), ("use_pure_bf16", torch.bfloat16)])
 def test_pure_is_o2(key, dtype):
     policy = fleet.policy({key: True, "custom_black_list": ["softmax"], "custom_black_varnames": ["head.*"]})
-    assert (policy.level, policy.dtype, policy.param_dtype, policy.master_weights) == ("O2", dtype, dtype, True)
+    assert (policy.level, policy.dtype, policy.halves, policy.output_dtype) == ("O2", dtype, True, torch.float32)
     assert policy.loss_scale == (LossScale.like("fleet") if dtype == torch.float16 else LossScale.none())
     assert policy.explain("softmax").treatment == "fp32"
-    assert policy.explain("mean").treatment == "native"  # Fleet's own black list says nothing in O2
+    # Fleet's own black list says nothing in O2.
+    assert [policy.explain(op).treatment for op in ("mean", "exp", "linear")] == ["native", "promote", "low"]
     assert policy.storage("head.weight", "head")[0] == torch.float32
     off = {"use_pure_fp16": False, "use_pure_bf16": False, "use_fp16_guard": True, "use_optimizer_fp16": False}
     assert fleet.policy(off) == fleet.policy()

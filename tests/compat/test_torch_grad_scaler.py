@@ -55,9 +55,10 @@ def test_a_fused_sgd_whose_first_step_is_skipped_begins_as_if_it_were_not():
             model = network()
             prepared = mezzo.prepare(model, f"O2,dtype={dtype}")
             optimizer, scaler = OPTIMIZERS[name](model.parameters()), GradScaler("cpu", init_scale=2.0**10)
-            prepared.adopt(optimizer)
             for number in range(3):
-                scaler.scale(loss_of(model, number, number == 0)).backward()
+                with prepared.autocast():
+                    loss = loss_of(model, number, number == 0)
+                scaler.scale(loss).backward()
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()

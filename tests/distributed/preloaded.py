@@ -19,12 +19,11 @@ import mezzo.session
 import mezzo.weights
 
 for dtype in (torch.float32, torch.bfloat16, torch.float16):  # their kernels: one takes a fifth of a second to write
-    weight, halves = torch.nn.Parameter(torch.ones(8)), mezzo.weights.Halves()
+    weight = torch.nn.Parameter(torch.ones(8))
     if dtype != torch.float32:
-        halves.store({weight: dtype})
-    weight.grad = torch.ones_like(weight)
+        weight = torch.nn.Parameter(mezzo.weights.Halves.of(weight, dtype))
+    weight.grad = torch.ones(8)
     for optimizer in (mezzo.optim.AdamW([weight]), mezzo.optim.SGD([weight], lr=0.1, momentum=0.9)):
-        optimizer.adopt([halves])
         optimizer.step()
 
 gc.collect()

@@ -231,6 +231,62 @@ def kept(amp):
     return digest(found["model"], found["optimizers"])
 
 
+# By torch.distributed.checkpoint alone ----------------------------------------------------------------------
+
+
+def of_model(model):
+    return digest(model.state_dict())
+
+
+def plain_or_halves(policy, seed):
+    """Return a model in either storage: in one process whole, else in shards."""
+    model = net(seed)
+    if dist.get_world_size() > 1:
+        mezzo.fully_shard(model, policy, wrap=nn.Linear)
+    return model, MixedPrecision(model, OPTIMIZERS["adamw"](model.parameters()), policy)
+
+
+def saved_by_torch(folder):
+    """Save a model by each call, once more weights than were saved have changed since; return what was there."""
+    words = {}
+    for name in ("save", "async_save"):
+        model, amp = plain_or_halves(POLICIES[0], 0)
+        train(model, amp, range(2))
+        words[name] = of_model(model)
+        found = getattr(checkpoint, name)({"model": model.state_dict()}, checkpoint_id=folder / name)
+        with torch.no_grad():
+            for param in model.parameters() if name == "async_save" else ():
+                param.mul_(2)
+        if name == "async_save":
+            found.result()
+        words[f"{name}, after"] = of_model(model) != words[name]
+    return words
+
+
+def loaded_by_torch(folder, names):
+    """Load into halves and into plain parameters: by ``load_state_dict``, and into the tensors that are there."""
+    words = {}
+    for name in names:
+        for policy in (POLICIES[0], "O1,dtype=bfloat16,emulate=true"):
+            model, _ = plain_or_halves(policy, 1)
+            state = {"model": model.state_dict()}
+            checkpoint.load(state, checkpoint_id=folder / name)
+            model.load_state_dict(state["model"])
+            words[name, policy] = of_model(model)
+    return words
+
+
+def test_torch_alone_saves_and_loads_halves_over_any_number_of_ranks(tmp_path):
+    ranks = on_ranks(2, saved_by_torch, tmp_path)
+    there, names = ranks[0], ("save", "async_save")
+    assert ranks[1] == there
+    assert there["save, after"] is False
+    assert there["async_save, after"] is True
+    for count in (1, 2, 4):
+        for words in on_ranks(count, loaded_by_torch, tmp_path, names):
+            assert {key: word == there[key[0]] for key, word in words.items()} == dict.fromkeys(words, True), count
+
+
 # Moments in codes -----------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 
 import mezzo
-from mezzo.distributed.exchange import OneRank, Ranks, average, broadcast_first
+from mezzo.distributed.exchange import OneRank, Ranks
 from mezzo.step.gradients import dense, norms
 
 from .ranks import on_ranks, text_of
@@ -63,17 +63,6 @@ def agreed():
     return found, said, str(ranks.ended_by(1.0, 6)), ranks.ended_by(0.0, 6)
 
 
-def averages():
-    """Average sums of which rank 0 lacks one, and both lack one; take the first rank's values."""
-    rank = dist.get_rank()
-    params = [torch.zeros(3), torch.zeros(2, 2), torch.zeros(1)]
-    sums = {params[0]: torch.full((3,), rank + 1.0)} | ({params[1]: torch.ones(2, 2)} if rank else {})
-    found = average(params, sums, dist.group.WORLD)
-    values = [torch.full((2,), float(rank)), torch.full((), float(rank))]
-    broadcast_first(values, dist.group.WORLD)
-    return [found[param].tolist() if param in found else None for param in params], [v.tolist() for v in values]
-
-
 def refused():
     mesh = init_device_mesh("cpu", (2,))
     name_of = {}.get
@@ -97,7 +86,7 @@ def refused():
 
 
 def everything():
-    return sharded_norms(), agreed(), averages(), refused()
+    return sharded_norms(), agreed(), refused()
 
 
 @pytest.fixture(scope="module")
@@ -123,12 +112,6 @@ def test_what_one_rank_finds_holds_on_all_and_an_absent_rank_ends_the_step_of_al
                 assert text == "ValueError: mine"
             else:
                 assert text.startswith(f"DistributedError: rank 1 ended step {number} with an error, or had no grad")
-
-
-def test_sums_that_wait_beside_a_wrapper_are_averaged_whoever_has_them(of_two):
-    for _, _, (found, values), _ in of_two:
-        assert found == [[1.5] * 3, [[0.5] * 2] * 2, None]
-        assert values == [[0.0, 0.0], 0.0]
 
 
 def test_what_does_not_fit_the_group_is_refused(of_two):

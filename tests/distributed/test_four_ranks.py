@@ -12,7 +12,7 @@ from mezzo import optim
 from mezzo.distributed.exchange import Ranks
 
 from .ranks import on_ranks
-from .test_fully_shard import BF16, OPTIMIZERS, in_one_process, net, same, train, whole
+from .test_fully_shard import BF16, O1, OPTIMIZERS, in_one_process, net, same, train, whole
 from .test_sharded_optimizers import bits, differences, give_gradients, halved, numbers, shard
 from .test_sharded_sessions import FIXED
 
@@ -55,12 +55,12 @@ def of_two_dims():
         full = numbers((5, 6), 0)
         mine, theirs = nn.Parameter(shard(full.clone(), mesh, placements)), nn.Parameter(full.clone())
         optimizer, other = optim.AdamW([mine], lr=0.02), optim.AdamW([theirs], lr=0.02)
-        owners = halved([mine], torch.bfloat16, optimizer), halved([theirs], torch.bfloat16, other)
+        halved([mine, theirs], torch.bfloat16)
         for step in range(3):
             for param, each in ((mine, optimizer), (theirs, other)):
                 give_gradients([param], step)
                 each.step()
-        found += [(placements, *each) for each in differences([mine], [theirs], optimizer, other, *owners)]
+        found += [(placements, *each) for each in differences([mine], [theirs], optimizer, other)]
     return found
 
 
@@ -75,7 +75,7 @@ def rounded_at_random(state_dtype):
     params = [nn.Parameter(shard(torch.ones(4, 64), mesh, layout)) for layout in layouts]
     params.append(nn.Parameter(torch.ones(4, 64)))
     optimizer = optim.AdamW(params, lr=1e-3, weight_decay=0.0, state_dtype=state_dtype)
-    halved(params, torch.bfloat16, optimizer)
+    halved(params, torch.bfloat16)
     for _ in range(3):
         for param in params:
             param.grad = torch.full_like(param, 0.3)
@@ -97,7 +97,7 @@ class Parallel(nn.Module):
 
 def on_meshes():
     found = {}
-    for policy in ("O0", BF16):
+    for policy in ("O0", O1, BF16):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = mezzo.fully_shard(net(), policy, mesh=mesh)
         amp = mezzo.MixedPrecision(model, OPTIMIZERS["adamw"](model.parameters()), policy)
@@ -181,3 +181,11 @@ def test_replicas_and_tensor_parallel_shards_train_as_one_process_does(of_four):
                 assert worst < limit, (policy, way)
                 assert theirs == pytest.approx(norms, rel=1e-4 if policy == "O0" else 0.05), (policy, way)
                 assert same(params, of_four[0]["meshes"][policy, way][0]) == []
+
+
+def test_o2_is_o1_bit_for_bit_on_two_dims_of_ranks(of_four):
+    for found in (each["meshes"] for each in of_four):
+        for way in ("replicas", "tensor"):
+            (params, norms), (others, theirs) = found[O1, way], found[BF16, way]
+            assert same(params, others) == [], way
+            assert norms == theirs, way

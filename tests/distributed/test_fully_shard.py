@@ -1,19 +1,23 @@
 """`mezzo.fully_shard` and sessions over what it shards, against one process with the same global batch."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.sharded import local
 from mezzo.tensors import tensors
+from mezzo.weights import Halves
 
 from .ranks import on_ranks
+from .twins import without_ties
 
 BF16 = "O2,dtype=bfloat16,emulate=false"
 FP16 = "O2,dtype=float16,emulate=false"
@@ -86,11 +90,38 @@ def same(one, other):
     return sorted(name for name in one | other if not torch.equal(one[name], other[name]))
 
 
+class Sharp(torch.optim.SGD):
+    """Steps with the gradients of weights that were moved uphill, as sharpness-aware minimisation does."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
+        uphill = [0.1 * param.grad for param in params]
+        shards = [here for here in map(local, params) if isinstance(here, Halves)]
+        for here in shards:  # as while a step of torch's optimizers
+            here.widen()
+        for param, by in zip(params, uphill, strict=True):
+            param.add_(by)
+        with torch.enable_grad():
+            closure()
+        for param, by in zip(params, uphill, strict=True):
+            param.sub_(by)
+        super().step()
+        for here in shards:
+            here.cell.is_lent = True
+            here.settle()
+
+
 OPTIMIZERS = {
+    "sharp": lambda params: Sharp(params, lr=0.1),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "foreach": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=True),
     "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "mezzo": lambda params: mezzo.optim.AdamW(params, lr=0.01),
 }
 
 
@@ -148,49 +179,122 @@ def test_fp32_is_what_one_process_makes_of_the_whole_batch(of_two):
         assert min(norms) < 3 < max(norms)
 
 
-# Low precision: plain FSDP2 with FP32 masters that are kept by hand -----------------------------------------
+# O2 is O1 -------------------------------------------------------------------------------------------------
 
 
-def by_hand(optimizer, micro, syncs):
-    """Low weights in plain FSDP2, and FP32 masters of the same parts, which the same low gradients update."""
-    model, exact = net().to(torch.bfloat16), net()
-    for each in (model, exact):
-        for module in (*each.blocks, each):
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-    pairs = list(zip(model.parameters(), exact.parameters(), strict=True))
-    step_of = OPTIMIZERS[optimizer](exact.parameters())
+class Mixed(nn.Module):
+    """Weights that products read, and such as others read in FP32: a table of rows, a norm by hand, a tied head."""
+
+    def __init__(self, tied=False, frozen=False, checkpoints=False):
+        super().__init__()
+        self.table = nn.Embedding(9, 5)
+        self.blocks = nn.ModuleList(Block(5) for _ in range(2))
+        self.own = nn.Parameter(torch.linspace(-1, 1, 25).view(5, 5) + 0.01)
+        self.one, self.head = nn.Linear(5, 1), nn.Linear(5, 9, bias=False)
+        self.checkpoints = checkpoints
+        if tied:
+            self.head.weight = self.table.weight
+        if frozen:
+            self.blocks[0].up.weight.requires_grad_(False)
+
+    def forward(self, index):
+        x = self.table(index)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+        x = x @ self.own.t() + nn.functional.normalize(x) @ nn.functional.normalize(self.own)
+        return self.head(x) + self.one(x) * self.own.to(torch.bfloat16).mul_(2).float().sum()
+
+
+def twin(level, dtype="bfloat16", emulate="false", optimizer="adamw", model=(), shard="mezzo", micro=1, clip=None,
+         compiled=False, **kwargs):  # fmt: skip
+    """Train under a level; return losses, norms, an evaluation outside of regions, and this rank's values."""
+    policy = f"{level},dtype={dtype},emulate={emulate}" + ",loss_scale=64" * (dtype == "float16")
+    torch.manual_seed(0)
+    net = Mixed(**dict.fromkeys(model, True))
+    if compiled:
+        for block in net.blocks:
+            block.compile(backend="aot_eager")
+    without_ties(net, getattr(torch, dtype))
+    if shard == "mezzo":
+        mezzo.fully_shard(net, policy, **kwargs)
+    else:
+        handle = mezzo.prepare(net, policy) if shard == "prepared" else None
+        for module in (*net.blocks, net):
+            fully_shard(module, **kwargs)
+    step_of = OPTIMIZERS[optimizer](net.parameters())
+    amp = mezzo.MixedPrecision(handle if shard == "prepared" else net, step_of, policy, max_grad_norm=clip)
+    found = []
     for step in range(2):
-        for number in range(micro):
-            model.set_requires_gradient_sync(syncs or number == micro - 1)
-            x, y = map(own_part, batch(step * micro + number))
-            ((model(x.to(torch.bfloat16)).float() - y).square().mean() / micro).backward()
-            for param, master in pairs:
-                if param.grad is not None:
-                    gradient, param.grad = param.grad.to(torch.float32), None
-                    master.grad = gradient if master.grad is None else master.grad + gradient
-        step_of.step()
-        step_of.zero_grad()
-        with torch.no_grad():
-            for param, master in pairs:
-                param.copy_(master)
-    return own(exact)
 
+        def backward(step=step):
+            """Go through all micro-batches, and return the last loss."""
+            amp.zero_grad()
+            for number in range(micro):
+                make = torch.Generator().manual_seed(10 * step + number)
+                index = own_part(torch.randint(0, 9, (8, 6), generator=make))
+                with amp.no_sync() if number < micro - 1 else contextlib.nullcontext(), amp.autocast():
+                    loss = nn.functional.cross_entropy(net(index).flatten(0, 1), index.flatten()) / micro
+                amp.backward(loss)
+                found.append(loss.item())
+            return loss
 
-def in_session(optimizer, micro, syncs):
-    model, amp = sharded(BF16, optimizer=optimizer)
-    train(model, amp, 2, micro, syncs)
+        if optimizer == "sharp":
+            amp.step(closure=backward)
+        else:
+            backward()
+            found.append(float(amp.step().grad_norm))
+        with torch.no_grad():  # what is written to a state dict is written to the model
+            for value in net.state_dict().values():
+                local(value).mul_(1.01)
+        without_ties(net, getattr(torch, dtype))
+    with torch.no_grad():
+        found.append(float(net(torch.arange(9)).sum()))
+    for unit in (each for each in net.modules() if isinstance(each, FSDPModule)):
+        unit.reshard()
+    count = sum(isinstance(local(param), Halves) for param in net.parameters())
+    values = own(net)
     amp.close()
-    return own(model)
+    if shard == "prepared":
+        handle.remove()
+    left = same(values, own(net)) + [name for name, param in net.named_parameters() if type(local(param)) is not Tensor]
+    return found, values, count, left
 
 
-def differences_from_masters():
-    ways = ("adamw", 1, True), ("foreach", 2, False), ("fused", 2, False), ("sgd", 1, True)
-    return {way: same(by_hand(*way), in_session(*way)) for way in ways}
+LOW_FIRST = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+TWINS = {
+    "plain": {},
+    "native": {"emulate": "true", "optimizer": "foreach"},
+    "fp16": {"dtype": "float16", "optimizer": "fused", "emulate": "true"},
+    "sgd": {"optimizer": "sgd", "clip": 0.1},
+    "mezzo's": {"optimizer": "mezzo", "micro": 2},
+    "no_sync": {"optimizer": "adagrad", "micro": 2, "emulate": "true"},
+    "tied, frozen": {"model": ("tied", "frozen")},
+    "recomputed": {"model": ("checkpoints",), "optimizer": "foreach"},
+    "closure": {"optimizer": "sharp"},
+    "torch's": {"shard": "torch"},
+    "prepared": {"shard": "prepared", "optimizer": "mezzo"},
+    "kept gathered": {"reshard_after_forward": False},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "compiled": {"compiled": True},
+}
 
 
-def test_o2_updates_fp32_values_of_parts_bit_for_bit_as_masters_kept_by_hand(of_two):
-    for found in of_two:
-        assert {case: names for case, names in found["masters"].items() if names} == {}
+def twins():
+    found = {}
+    for name, options in TWINS.items():
+        one, values, none, _ = twin("O1", **options)
+        two, others, count, left = twin("O2", **options)
+        found[name] = {"numbers": (one, two), "values": same(values, others), "halves": (none, count), "left": left}
+    return found
+
+
+def test_o2_is_o1_bit_for_bit(of_two):
+    for found in (each["twins"] for each in of_two):
+        for name, each in found.items():
+            one, two = each["numbers"]
+            assert one == two, name
+            assert each["values"] == each["left"] == [], name
+            assert each["halves"] == (0, 6 if name.startswith("tied") else 7), name
 
 
 # What policies say of modules and parameters, against a session in one process ------------------------------
@@ -248,26 +352,6 @@ def test_modules_compute_in_the_dtypes_that_they_have_in_one_process(of_two):
         for policy in POLICIES:
             model = with_norm()
             assert found["dtypes"][policy] == seen_dtypes(model, mezzo.prepare(model, policy)), policy
-
-
-def sharded_accumulation():
-    found = {}
-    for policy in (BF16, mezzo.Policy.parse(FP16).evolve(loss_scale=64)):
-        for way, options in {True: {}, False: {}, "again": {"checkpoints": True}}.items():
-            model, amp = sharded(policy, net(**options), optimizer="sgd")
-            train(model, amp, steps=2, micro=2, syncs=way is True)
-            found[str(policy), way] = whole(model)
-    return found
-
-
-def test_accumulation_with_and_without_exchanges_and_with_recomputation_trains_alike(of_two):
-    first, second = (found["sums"] for found in of_two)
-    exact, _ = in_one_process("O0", optimizer="sgd", steps=2, micro=2)
-    for (policy, way), found in first.items():
-        assert same(found, second[policy, way]) == [], (policy, way)
-        worst = max(float((found[name] - value).abs().max()) for name, value in exact.items())
-        assert worst <= 0.03, (policy, way, worst)
-        assert same(first[policy, False], first[policy, "again"]) == [], policy
 
 
 # Orders: what is made when -------------------------------------------------------------------------------
@@ -356,7 +440,7 @@ class Collectives(TorchDispatchMode):
 
 
 def sent():
-    """Bytes that a step gathers and reduces, and in which dtypes, by policy."""
+    """What a step gathers and reduces, by policy: the bytes, the dtypes, and the bytes that are expected."""
     found = {}
     for policy in ("O0", O1, BF16):
         model, amp = sharded(policy)
@@ -366,16 +450,23 @@ def sent():
         for kind in ("allgather", "reducesca"):
             there = [each for each in collectives.found if each[0] == kind]
             found[policy, kind] = sum(each[1] for each in there), sorted({str(each[2]) for each in there})
+        expected = 0
+        for name, param in model.named_parameters():
+            rows = -(-param.shape[0] // 2) * 2
+            size = rows * param[0].numel() * (2 if isinstance(local(param), Halves) else 4)
+            expected += size * (2 if name.startswith("blocks") else 1)  # which are gathered again to go back through
+        found[policy, "expected"] = expected
     return found
 
 
-def test_o2_gathers_half_the_bytes_and_reduces_in_fp32(of_two):
+def test_o2_gathers_high_halves_alone_and_reduces_in_fp32(of_two):
     for found in (each["sent"] for each in of_two):
-        gathered, _ = found["O0", "allgather"]
+        for policy in ("O0", O1):
+            assert found[policy, "allgather"] == (found[policy, "expected"], ["torch.float32"])
+        assert found[BF16, "allgather"] == (found[BF16, "expected"], ["torch.uint8"])  # beside small ones in FP32
+        assert found[BF16, "expected"] < 0.7 * found[O1, "expected"]
         reduced = found["O0", "reducesca"]
-        assert found[O1, "allgather"] == (gathered, ["torch.float32"])
-        assert found[BF16, "allgather"] == (gathered / 2, ["torch.bfloat16"])
-        assert found[BF16, "reducesca"] == reduced == (reduced[0], ["torch.float32"])
+        assert found[O1, "reducesca"] == found[BF16, "reducesca"] == (reduced[0], ["torch.float32"])
 
 
 # All of them, in one launch -------------------------------------------------------------------------------
@@ -384,9 +475,8 @@ def test_o2_gathers_half_the_bytes_and_reduces_in_fp32(of_two):
 def everything():
     return {
         "fp32": in_fp32(),
-        "masters": differences_from_masters(),
+        "twins": twins(),
         "dtypes": dtypes_of_all(),
-        "sums": sharded_accumulation(),
         "orders": orders(),
         "sent": sent(),
     }

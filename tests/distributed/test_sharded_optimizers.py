@@ -14,6 +14,7 @@ from mezzo.sharded import local
 from mezzo.step.executors.portable import Portable
 from mezzo.step.moments import decode, fit
 from mezzo.weights import Halves
+from mezzo.weights.models import store
 
 from .ranks import on_ranks
 
@@ -36,20 +37,18 @@ def numbers(shape, seed):
 
 
 def bits(tensor):
-    tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return tensor.dtype, tuple(tensor.shape), tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()
+    tensor = local(tensor.detach()).clone()
+    return tensor.dtype, tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).tolist()
 
 
 def shard(full, mesh, placements):
     return distribute_tensor(full, mesh, placements, src_data_rank=None)
 
 
-def halved(params, dtype, optimizer):
-    halves = Halves()
+def halved(params, dtype):
     if dtype != FP32:
-        halves.store(dict.fromkeys(params, dtype))
-    optimizer.adopt([halves])
-    return halves
+        store(dict.fromkeys(params, dtype), dict.fromkeys(params, "a weight"))
+        assert all(isinstance(local(param), Halves) for param in params)
 
 
 def params_of(mesh, placements=None):
@@ -78,22 +77,21 @@ def same(have, want, ulps):
     """Whether two tensors are: bit for bit, or FP32 arithmetic within some units in the last place."""
     if not ulps or have.dtype in (torch.int16, torch.int64):
         return bits(have) == bits(want) or bool(ulps)
-    have, want = (each._local_tensor if isinstance(each, DTensor) else each for each in (have, want))
+    have, want = (local(each.detach()) for each in (have, want))
     eps = torch.finfo(have.dtype).eps
     return torch.allclose(have, want, rtol=ulps * eps, atol=ulps * 2**-23)
 
 
-def differences(sharded, whole, optimizer, other, halves, of_other, ulps=0):
+def differences(sharded, whole, optimizer, other, ulps=0):
     """Name what of some sharded parameters and their state is not the shard of what it should be."""
     found = []
     for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
-        pairs = {"weight": (mine, theirs)}
+        pairs = {"weight": (mine, theirs.detach().clone())}
         state, wanted = optimizer.state[mine], other.state[theirs]
         if state.keys() != wanted.keys():
             found.append((number, sorted(state), sorted(wanted)))
             continue
         pairs |= {name: (state[name], wanted[name]) for name in state}
-        pairs["value"] = halves.read(mine), of_other.read(theirs)
         for name, (have, want) in pairs.items():
             if isinstance(mine, DTensor) and name != "step":
                 if not isinstance(have, DTensor) or have.placements != mine.placements or have.shape != want.shape:
@@ -113,14 +111,14 @@ def updates(executor, cases):
         kind, options = RULES[rule]
         sharded, whole = params_of(mesh)
         optimizer, other = (kind(params, **options) for params in (sharded, whole))
-        owners = halved(sharded, dtype, optimizer), halved(whole, dtype, other)
+        halved([*sharded, *whole], dtype)
         for step in range(4):
             for params, each in ((sharded, optimizer), (whole, other)):
                 give_gradients(params, step, without=[1, 3] if step == 2 else ())
                 if step == 3:
                     each.param_groups[0]["lr"] *= 0.5
                 each.step()
-        found += [(rule, dtype, *each) for each in differences(sharded, whole, optimizer, other, *owners, ulps)]
+        found += [(rule, dtype, *each) for each in differences(sharded, whole, optimizer, other, ulps)]
     return found
 
 
@@ -129,7 +127,7 @@ def lying_otherwise():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded, whole = params_of(mesh)
     optimizer, other = (optim.AdamW(params, lr=0.02) for params in (sharded, whole))
-    owners = halved(sharded, BF16, optimizer), halved(whole, BF16, other)
+    halved([*sharded, *whole], BF16)
     give_gradients(whole, 1)
     other.step()
     for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
@@ -141,7 +139,7 @@ def lying_otherwise():
         else:
             mine.grad = gradient
     optimizer.step()
-    return differences(sharded, whole, optimizer, other, *owners)
+    return differences(sharded, whole, optimizer, other)
 
 
 def only_counted_together():
@@ -162,27 +160,27 @@ SOME = [(rule, dtype) for rule, dtype in itertools.product(RULES, STORED) if rul
 def trained(dtype, mesh):
     sharded, whole = params_of(mesh)
     optimizer, other = (optim.AdamW(params, lr=0.02) for params in (sharded, whole))
-    owners = halved(sharded, dtype, optimizer), halved(whole, dtype, other)
+    halved([*sharded, *whole], dtype)
     for step in range(2):
         for params, each in ((sharded, optimizer), (whole, other)):
             give_gradients(params, step)
             each.step()
-    return sharded, whole, optimizer, other, *owners
+    return sharded, whole, optimizer, other
 
 
 def moved():
     """A shard that lies elsewhere since the last step is found again: as after torch's FSDP has padded it."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    sharded, whole, optimizer, other, *owners = trained(BF16, mesh)
+    sharded, whole, optimizer, other = trained(BF16, mesh)
     before = [param._local_tensor for param in sharded[:-1]]
     for param in sharded[:-1]:
-        param._local_tensor = param._local_tensor.clone()
+        param._local_tensor = param._local_tensor.to(FP32, copy=True)  # as halves again
     kept = [each.clone() for each in before]
     for params, each in ((sharded, optimizer), (whole, other)):
         give_gradients(params, 7)
         each.step()
     stale = [bits(mine) != bits(copied) for mine, copied in zip(before, kept, strict=True)]
-    return differences(sharded, whole, optimizer, other, *owners), any(stale)
+    return differences(sharded, whole, optimizer, other), any(stale)
 
 
 def in_codes():
@@ -192,7 +190,7 @@ def in_codes():
         kind, options = RULES[rule]
         sharded, whole = params_of(mesh)
         optimizer, other = kind(sharded, state_dtype="int8", **options), kind(whole, **options)
-        halved(sharded, BF16, optimizer)
+        halved(sharded, BF16)
         for _ in range(3):
             for params, each in ((sharded, optimizer), (whole, other)):
                 give_gradients(params, 0)  # so that nothing cancels out
@@ -204,7 +202,7 @@ def in_codes():
                 most = 0.2 * max(map(abs, exact.flatten().tolist()), default=0.0)  # three roundings of a sixteenth each
                 exact = shard(exact, mesh, mine.placements)._local_tensor if isinstance(mine, DTensor) else exact
                 is_near = torch.allclose(decode(local(codes), here), exact, rtol=0, atol=most)
-                lies = type(codes) is type(mine.data) and fit(local(codes), here)
+                lies = isinstance(codes, DTensor) == isinstance(mine, DTensor) and fit(local(codes), here)
                 found += [] if is_near and lies else [(rule, number, name)]
     return found
 

@@ -34,7 +34,7 @@ REFUSED = [
     (net, O2, {"wrap": "blocks.*"}, PolicyError, "takes classes of modules", "'blocks"),
     (net, O2, {"wrap": [nn.Linear, len]}, PolicyError, "takes classes of modules", "len"),
     (net, f"{O2},fp32_module=head", {}, PolicyError, "matches no module"),
-    (net, f"{O2},fp32_param=1.bias", {}, UnsupportedError, "two dtypes", "1.bias in float32",
+    (net, "O3,dtype=bfloat16,fp32_param=1.bias", {}, UnsupportedError, "two dtypes", "1.bias in float32",
      "1.weight in bfloat16", "policy.keep_fp32(modules=[\"1\"]), the text fp32_module=1: for all of them"),
     (lambda: net().double(), "O1", {}, UnsupportedError, "float64 parameters"),
     (lambda: [net()], "O1", {}, PolicyError, "must be an nn.Module"),
@@ -79,6 +79,7 @@ def test_torchs_own_is_taken_where_its_dtypes_agree(alone):
         ("O0", MixedPrecisionPolicy()),
         ("O1,dtype=bfloat16", MixedPrecisionPolicy()),
         (O2, LOW),
+        (O2, MixedPrecisionPolicy()),
         (O2, MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)),
         ("O3,dtype=bfloat16", LOW),
     ]:
@@ -116,14 +117,12 @@ def by_torch(mp_policy=None):
 
 #: The model, the policy of the session, the error and its words.
 SHARDED_OTHERWISE = [
-    (by_torch, O2, UnsupportedError, "gathers parameters in float32, and O2 wants bfloat16",
-     "param_dtype=torch.bfloat16"),
     (lambda: by_torch(LOW), "O2,dtype=float16", UnsupportedError, "in bfloat16, and O2 wants float16",
      "mezzo.fully_shard"),
     (lambda: by_torch(LOW), "O1,dtype=bfloat16", UnsupportedError,
      "gathers parameters in bfloat16, and O1 wants float32", "without param_dtype"),
-    (lambda: by_torch(LOW), f"{O2},fp32_module=2", UnsupportedError, "2.weight, 2.bias, of fully_shard(model)",
-     "fully_shard(model.2) without param_dtype"),
+    (lambda: by_torch(LOW), f"{O2},fp32_module=2", UnsupportedError, "in bfloat16, and O2 wants float32",
+     "2.weight, 2.bias, of fully_shard(model)", "fully_shard(model) without param_dtype"),
     (forgotten, "O1,dtype=bfloat16", UnsupportedError, "not be averaged over ranks",
      "where  0.weight, 0.bias, 2.weight, 2.bias"),
     (large, "O2,dtype=float16", UnsupportedError, "do not fit float16", "where  1.weight"),

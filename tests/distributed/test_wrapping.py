@@ -9,6 +9,7 @@ from mezzo.distributed.sharding import planned, wrapped
 
 BF16, FP32 = torch.bfloat16, torch.float32
 O2 = Policy.O2("bfloat16")
+LOW = Policy.O3("bfloat16", keep_batchnorm_fp32=True)
 
 
 class Block(nn.Module):
@@ -39,8 +40,8 @@ def paths(model, wrap):
     return {path for path, module in model.named_modules() if module in found}
 
 
-def plan(model, policy=O2, wrap=()):
-    units = planned(model, wanted_storage(model, policy), policy.param_dtype, wrapped(model, wrap))
+def plan(model, policy, wrap):
+    units = planned(model, wanted_storage(model, policy).plain, policy.param_dtype, wrapped(model, wrap))
     return [(unit.path, unit.dtype) for unit in units]
 
 
@@ -59,31 +60,31 @@ def test_modules_are_chosen_by_class_or_by_themselves():
         assert paths(model, wrap) == expected, wrap
 
 
-def test_what_the_policy_keeps_in_fp32_is_gathered_apart():
+def test_what_is_stored_in_another_dtype_is_gathered_apart():
     model = Net()
     norms = [("blocks.0.norm", FP32), ("blocks.1.norm", FP32)]
     for policy, wrap, expected in [
-        (O2, (), [*norms, ("", BF16)]),
-        (O2, None, [norms[0], ("blocks.0", BF16), norms[1], ("blocks.1", BF16), ("", BF16)]),
+        (LOW, (), [*norms, ("", BF16)]),
+        (LOW, None, [norms[0], ("blocks.0", BF16), norms[1], ("blocks.1", BF16), ("", BF16)]),
         (Policy.O3("bfloat16"), (), [("", BF16)]),
+        (O2.keep_fp32(modules="head"), None, [("blocks.0", FP32), ("blocks.1", FP32), ("", FP32)]),  # bytes of both
         (Policy.O0(), None, [("blocks.0", FP32), ("blocks.1", FP32), ("", FP32)]),
         (Policy.O1("float16"), (), [("", FP32)]),
-        (O2.keep_fp32(modules="head"), (), [*norms, ("head", FP32), ("", BF16)]),  # one unit for both of its layers
+        (LOW.keep_fp32(modules="head"), (), [*norms, ("head", FP32), ("", BF16)]),  # one unit for both of its layers
         (
-            O2.keep_fp32(modules="head"),
+            LOW.keep_fp32(modules="head"),
             nn.Sequential,
             [*norms, ("head", FP32), ("", BF16)],
         ),
-        (O2.keep_fp32(params="head.0.*"), (), [*norms, ("head.0", FP32), ("", BF16)]),
-        (O2.keep_fp32(modules="blocks.*"), (), [("blocks.0", FP32), ("blocks.1", FP32), ("", BF16)]),
+        (LOW.keep_fp32(params="head.0.*"), (), [*norms, ("head.0", FP32), ("", BF16)]),
+        (LOW.keep_fp32(modules="blocks.*"), (), [("blocks.0", FP32), ("blocks.1", FP32), ("", BF16)]),
         # The model's own parameter in FP32: what is low is gathered apart then, as large as it can be.
         (
-            O2.keep_fp32(params="scale"),
+            LOW.keep_fp32(params="scale"),
             (),
             [("few.0", BF16)]
             + [(f"blocks.{i}.{name}", BF16) for i in range(2) for name in ("up", "down")]
             + [("head", BF16), ("", FP32)],
         ),
-        (Policy.O1("bfloat16", rules=Policy.parse("O1,low_param=head.0.*").rules), (), [("head.0", BF16), ("", FP32)]),
     ]:
         assert plan(model, policy, wrap) == expected, (str(policy), wrap)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mezzo
 from mezzo.explanation import explain
+from mezzo.weights import Halves
 
 BF16 = "O1,dtype=bfloat16,emulate=true"
 
@@ -102,8 +103,11 @@ def test_nothing_runs_low():
 # Bytes --------------------------------------------------------------------------------------------------
 
 
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten._lazy_clone.default)
+
+
 class Moved(TorchDispatchMode):
-    """Add up what kernels read and write, views and fresh memory left out."""
+    """Add up what kernels read and write; views, fresh memory and casts of weights in halves are left out."""
 
     def __init__(self):
         super().__init__()
@@ -111,7 +115,9 @@ class Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if not func.is_view and not any(word in func.name() for word in ("_unsafe_view", "aten::empty", "new_empty")):
+        halves = isinstance(next(iter(args), None), Halves) and func in CASTS  # whose high one comes out
+        is_moved = not any(word in func.name() for word in ("_unsafe_view", "aten::empty", "new_empty"))
+        if not func.is_view and is_moved and not halves:
             leaves = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
             self.num_bytes += sum(each.numel() * each.element_size() for each in leaves)
         return out

@@ -98,7 +98,7 @@ class OwnCast(nn.Module):
 
 
 class Table(nn.Module):
-    """Positions in a buffer, which O2 stores low."""
+    """Positions in a buffer, which O3 stores low."""
 
     def __init__(self, persistent=True):
         super().__init__()
@@ -128,11 +128,11 @@ def test_integers_that_the_model_itself_casts_are_followed_through_cat(level):
 
 @pytest.mark.parametrize("dtype", SIGNIFICAND)
 def test_a_buffer_that_is_stored_low(dtype):
-    (finding,) = found("lost integers", Table(), torch.ones(1), policy=policy("O2", dtype))
+    (finding,) = found("lost integers", Table(), torch.ones(1), policy=policy("O3", dtype))
     assert "of the buffer positions up to 2,999" in finding.text
     cure = "fp32_param=positions,fp32_module=embed"
     assert f"the text {cure};" in finding.text
-    cured = policy("O2", dtype, cure)
+    cured = policy("O3", dtype, cure)
     assert found("lost integers", Table(), torch.ones(1), policy=cured) == []
 
 
@@ -276,9 +276,9 @@ TOKENS = torch.arange(24)[None]
     "level, rule, dtype",
     [
         ("O1", "fp32_module=embed", "bfloat16"),
-        ("O2", "fp32_module=head", "bfloat16"),
+        ("O3", "fp32_module=head", "bfloat16"),
         ("O1", "fp32_param=embed.weight", "float16"),
-        ("O2", "fp32_param=head.weight", "bfloat16"),
+        ("O3", "fp32_param=head.weight", "bfloat16"),
     ],
 )
 def test_one_tensor_under_two_treatments(level, rule, dtype):

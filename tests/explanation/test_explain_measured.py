@@ -61,8 +61,21 @@ def test_emulation_is_told_apart_from_the_policy(two_layers):
     assert {row.computes_in for row in explanation.rows} == {("bfloat16",)}
 
 
-def test_a_model_stored_low_casts_what_its_first_module_takes_in_and_what_it_gives_out(two_layers):
+def test_weights_in_halves_are_cast_nowhere(two_layers):
+    """Their biases are plain; gradients are FP32 under O1 and O2."""
     explanation = explain(*two_layers, "O2,dtype=bfloat16,emulate=false")
+    assert set(explanation.casts) == {each for each in BY_HAND if each.what != "parameter"} | {
+        cast("first", "forward", "parameter", "float32", "bfloat16", 1, 8 * 6),
+        cast("second", "forward", "parameter", "float32", "bfloat16", 1, 2 * 6),
+    }
+    line = "weights: 48 of 58 elements in halves: 96 + 96 bytes, and 40 bytes plain"
+    assert line in explanation.answer.points
+    assert line in " ".join(str(explanation).split())
+    assert "in halves" not in str(explain(*two_layers, BF16))
+
+
+def test_a_model_stored_low_casts_what_its_first_module_takes_in_and_what_it_gives_out(two_layers):
+    explanation = explain(*two_layers, "O3,dtype=bfloat16,emulate=false")
     assert set(explanation.casts) == {
         cast("first", "forward", "activation", "float32", "bfloat16", 1, 12 * 6, op=""),
         cast("", "forward", "activation", "bfloat16", "float32", 1, 6 * 6, op=""),

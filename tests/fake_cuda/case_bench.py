@@ -64,7 +64,7 @@ def test_steps_are_timed_by_events_and_their_kernels_listed(measured, dtype):
     assert found["device"] == "cuda"
     assert all(row["step_ms"] == 1.0 and row["ahead"] for row in found["rows"])
     split, moments, codes = found["kernels"]
-    assert split["large_us"] == {"squares": 100.0, "roots": 100.0, "adamw_split": 100.0}
+    assert split["large_us"] == {"squares": 100.0, "roots": 100.0, "adamw_split": 100.0, "adamw_plain": 100.0}
     assert 0 < split["small"] < 80
     assert split["small_us"] == 2 * split["small"]
     assert moments["name"].endswith("BF16 moments")

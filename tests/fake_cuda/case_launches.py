@@ -18,11 +18,11 @@ from .machine import Graph
 #: steps, which is computed first: a step that is refused half-way has not counted. A scale moves by one more.
 LAUNCHES = {
     ("O1 fp16", "AdamW", "plain"): (["squares", "roots", "adamw_plain"], 6),
-    ("O2 fp16", "AdamW", "unscaled"): (["squares", "roots", "adamw_split", "adamw_plain"], 12),
+    ("O2 fp16", "AdamW", "unscaled"): (["squares", "roots", "adamw_split", "adamw_plain"], 11),
     ("O3 bf16", "moments", "plain"): (["squares", "roots", "adamw_plain"], 5),  # no remainders: plain BF16 weights
-    ("O2 bf16", "moments", "plain"): (["squares", "squares", "roots", "adamw_split", "adamw_plain"], 6),  # FP32 norms
+    ("O2 bf16", "moments", "plain"): (["squares", "roots", "adamw_split", "adamw_plain"], 6),
     # With torch's optimizers all are counted, those over whole tensors too: of its own step three.
-    ("O2 fp16", "fused AdamW", "plain"): (["widen_read", "store_split"], 10),
+    ("O2 fp16", "fused AdamW", "plain"): (["widen_read", "store_split"], 8),
 }
 
 
@@ -49,7 +49,7 @@ def test_a_step_launches_no_more_for_many_tensors_than_for_few(machine, policy, 
     assert len(few.small) == small
     assert few.reads == many.reads == []
     if optimizer != "fused AdamW" and way == "plain":  # gradients that moved are uploaded once for both passes
-        assert len(many.uploads) <= 1
+        assert len(many.uploads) <= (1 if "adamw_split" not in mine else 3)  # in halves and plain: a table for each
         assert not [
             each for each in many.pinned if "executors/triton.py" not in each and "session/stats.py" not in each
         ]
@@ -165,7 +165,7 @@ def test_a_captured_step_uploads_nothing_in_its_graph_and_allocates_nothing_in_i
 
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "fused AdamW"])
-def test_to_store_the_weights_of_a_session_the_host_waits_once(machine, optimizer):
+def test_to_store_the_weights_of_a_session_the_host_waits_for_nothing(machine, optimizer):
     with machine.watched() as record:
         Trained("O2 fp16", optimizer, layers=3)
-    assert len([read for read in record.reads if " at weights/" in read or " at step/" in read]) == 1
+    assert not [read for read in record.reads if " at weights/" in read or " at step/" in read]

@@ -104,7 +104,7 @@ def groups(model):
 def test_learning_rates_that_are_tensors_stay_on_the_device(machine, make):
     record = Loop("O2,dtype=float16", plain, make).steady(machine)
     assert record.reads == []
-    assert len(record.uploads) <= 4  # three buckets find where gradients lie in the one table that pass 1 had uploaded
+    assert len(record.uploads) <= 8  # where gradients lie: of halves and of plain weights, which have other dtypes
 
 
 def test_without_a_predicate_the_host_asks_once_a_step_and_for_nothing_else(machine):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
 
 from mezzo import optim
-from mezzo.weights import Halves
+from mezzo.weights.models import store
 
 #: Uneven on two ranks; on the second rank there is nothing of the last.
 SHAPES = [((7, 32), Shard(0)), ((8, 6), Shard(1)), ((5,), Replicate()), ((1, 16), Shard(0))]
@@ -26,9 +26,8 @@ def mesh(request):
 
 
 def one_step(machine, params, options):
-    halves, optimizer = Halves(), optim.AdamW(params, lr=0.01, **options)
-    halves.store(dict.fromkeys(params, torch.bfloat16))
-    optimizer.adopt([halves])
+    optimizer = optim.AdamW(params, lr=0.01, **options)
+    store(dict.fromkeys(params, torch.bfloat16), dict.fromkeys(params, "weight"))
     for _ in range(2):
         for param in params:
             param.grad = torch.ones_like(param)
@@ -45,7 +44,7 @@ def one_step(machine, params, options):
     ids=str,
 )
 def test_shards_take_no_more_launches_than_plain_tensors(machine, mesh, options):
-    whole = [torch.ones(shape, dtype=torch.bfloat16, device="cuda") for shape, _ in SHAPES]
+    whole = [torch.ones(shape, device="cuda") for shape, _ in SHAPES]
     sharded = [
         nn.Parameter(distribute_tensor(tensor, mesh, [placement], src_data_rank=None))
         for tensor, (_, placement) in zip(whole, SHAPES, strict=True)

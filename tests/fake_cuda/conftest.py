@@ -1,6 +1,9 @@
 """In a process with the fake device ``case_*.py`` are collected; in any other only what starts such a process."""
 
 import pytest
+from torch._subclasses.fake_tensor import FakeTensor
+
+from mezzo.cast.model import refusals
 
 from ..gpus import FAKE
 from .machine import Machine
@@ -10,7 +13,9 @@ if not FAKE:
 
 
 @pytest.fixture
-def machine():
-    """The fake device, for the length of a test."""
+def machine(monkeypatch):
+    """The fake device, for the length of a test: its parameters are no class of a program's own."""
+    is_plain = refusals.is_plain
+    monkeypatch.setattr(refusals, "is_plain", lambda param: type(param) is FakeTensor or is_plain(param))
     with Machine() as made:
         yield made

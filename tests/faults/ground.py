@@ -108,13 +108,5 @@ FAULTS = (
          "            pass\n",
          "tests/trace/test_trace.py::test_a_pass_in_the_sandbox_leaves_everything_as_it_was",
          "locating an overflow would train the model"),
-        ("views: hooks before the step see views", "        optimizer._optimizer_step_pre_hooks.move_to_end(pre.id)\n",
-         "        pass\n",
-         "tests/weights/test_views.py::test_hooks_of_a_program_see_the_models_parameters_before_and_after_a_step",
-         "a hook that edits gradients would edit the model's, after these were read"),
-        ("views: hooks after the step see views", "        optimizer._optimizer_step_post_hooks.move_to_end(post.id, last=False)\n",
-         "        pass\n",
-         "tests/weights/test_views.py::test_hooks_of_a_program_see_the_models_parameters_before_and_after_a_step",
-         "a hook that clips weights would clip what is about to be overwritten"),
     ),
 )

@@ -298,7 +298,7 @@ def test_after_close_all_is_as_it_was():
     assert "mezzo/scale" not in (program.accelerator.log({"loss": 1.0}), program.told.values[-1])[1]
 
 
-def test_models_are_placed_before_masters_are_made():
+def test_models_are_placed_before_the_session_is_made():
     class Placed(nn.Linear):
         def to(self, device):
             told.append((device, self.weight.dtype))

@@ -150,7 +150,7 @@ def test_what_is_saved_is_fp32_and_loads_so(hf, made, tmp_path):
         def on_step_end(self, *_, model, **__):
             trainer.save_model(str(tmp_path / "saved"))
             model.save_pretrained(tmp_path / "other")
-            self.dtype, self.copied = model.lm_head.weight.dtype, copy.deepcopy(model)
+            self.dtype, self.copied = model.lm_head.weight.hi.dtype, copy.deepcopy(model)
 
     saving = Saving()
     trainer.add_callback(saving)

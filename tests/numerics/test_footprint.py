@@ -47,16 +47,18 @@ def test_saved_bytes_do_not_change_gradients_and_stop_at_the_end_of_the_block():
 
 def test_state_bytes():
     model = nn.Linear(10, 10)  # 110 parameters
-    prepared = mezzo.prepare(model, "O2,dtype=float16,emulate=true")
+    mezzo.prepare(model, "O2,dtype=float16,emulate=true")
     optimizer = torch.optim.AdamW(model.parameters())
-    prepared.adopt(optimizer)
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     optimizer.step()
     counted = state_bytes(model, optimizer)
-    # Two 0-d step counters of 4 bytes beside two FP32 moments.
-    assert counted == StateBytes(weights=220, gradients=220, remainders=220, optimizer=2 * 440 + 2 * 4)
-    assert counted.total == 220 + 220 + 220 + 888
+    # A matrix in two halves and a vector in FP32; two 0-d step counters of 4 bytes beside two FP32 moments.
+    assert counted == StateBytes(weights=200 + 40, gradients=440, remainders=200, optimizer=2 * 440 + 2 * 4)
+    assert counted.total == 440 + 440 + 888
+    x = torch.ones(4, 10)
+    with torch.autocast("cpu", torch.float16):  # a cast of the weight is its high half, and saved as that
+        assert saved_bytes(model, lambda: model(x)) == 2 * 4 * 10
     tied = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
     tied[1].weight = tied[0].weight
     tied.register_buffer("view", tied[0].weight.detach()[:2])

@@ -2,14 +2,16 @@
 
 import torch
 
-from mezzo.weights import Halves
+from mezzo.weights.models import store
 
 
-def halved(params, dtype, *optimizers):
-    """Store FP32 parameters in a dtype, and let optimizers find the low halves; what owns them is returned."""
-    halves = Halves()
+def halved(params, dtype):
+    """Store FP32 parameters in halves of a dtype, in place; FP32 leaves them as they are."""
     if dtype != torch.float32:
-        halves.store(dict.fromkeys(params, dtype))
-    for optimizer in optimizers:
-        optimizer.adopt([halves])
-    return halves
+        store(dict.fromkeys(params, dtype), dict.fromkeys(params, "weight"))
+    return params
+
+
+def values(params):
+    """Return copies of what parameters are, in FP32."""
+    return [param.detach().clone() for param in params]

@@ -54,12 +54,12 @@ def test_bytes_kept_of_a_parameter():
     ]:
         weight = nn.Parameter(torch.randn(64, 32))
         optimizer = kind([weight], **options)
-        halves = halved([weight], torch.bfloat16, optimizer)
+        halved([weight], torch.bfloat16)
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         kept = [value for name, value in optimizer.state[weight].items() if name != "step"]
         assert sum(tensor.nbytes for tensor in kept) == expected * weight.numel(), (kind, options)
-        assert weight.nbytes + halves.rest_of(weight).nbytes == 4 * weight.numel()
+        assert weight.hi.nbytes + weight.lo.nbytes == 4 * weight.numel()
 
 
 def test_short_words_for_the_dtype_of_the_state_are_its_names():

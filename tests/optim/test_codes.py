@@ -101,7 +101,7 @@ def test_a_maximum_that_is_turned_on_in_mid_run_is_in_codes_too():
     for dtype in (FP32, BF16):
         params = parameters()
         optimizer = optim.AdamW(params, lr=1e-2, state_dtype="int8")
-        halved(params, dtype, optimizer)
+        halved(params, dtype)
         train(params, optimizer, range(2))
         optimizer.param_groups[0]["amsgrad"] = True
         train(params, optimizer, range(2, 5))

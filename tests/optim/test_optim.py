@@ -11,6 +11,7 @@ import mezzo
 from mezzo import optim
 from mezzo.step.executors.cpp import Cpp
 from mezzo.step.executors.portable import Portable
+from mezzo.weights.stepping import in_memory
 
 from .halved import halved
 
@@ -76,34 +77,28 @@ def test_steps_are_torch_s_and_state_goes_to_torch_and_back_in_mid_run(pair):
 def test_resuming_is_bit_exact(dtype, state_dtype):
     params, others = parameters(), parameters(seed=1)
     optimizer, resumed = (optim.AdamW(each, lr=1e-2, state_dtype=state_dtype) for each in (params, others))
-    halves, restored = halved(params, dtype, optimizer), halved(others, dtype, resumed)
+    halved(params, dtype)
+    halved(others, dtype)
     train(params, optimizer, range(5))
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     with torch.no_grad():  # weights come with the model
         for param, other in zip(params, others, strict=True):
             other.copy_(param)
-            if other in restored:
-                restored.set_rest(other, halves.rest_of(param))
     train(params, optimizer, range(5, 15))
     train(others, resumed, range(5, 15))
-    for one, other in zip(params, others, strict=True):
-        assert torch.equal(one, other)
-        assert torch.equal(halves.read(one), restored.read(other))
+    assert all(map(torch.equal, params, others))
 
 
-def test_without_a_low_half_updates_of_a_low_weight_are_rounded_to_nearest():
+def test_where_a_session_says_so_updates_of_a_low_weight_are_rounded_to_nearest():
     """``O3`` asks for it."""
-    weight = nn.Parameter(torch.ones(4))
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = optim.SGD([weight], lr=2**-7)
-    halves = halved([weight], torch.bfloat16, optimizer)
+    optimizer.rounds = True
     weight.grad = torch.tensor([0.0, 0.2, 0.3, 1.0], dtype=torch.bfloat16)
-    optimizer.step()  # in halves, which are let go of then
-    halves.drop()
     for _ in range(3):
         start = weight.detach().float()
         optimizer.step()
         assert torch.equal(weight, (start - 2**-7 * weight.grad.float()).bfloat16())
-        assert torch.equal(halves.read(weight), weight.float())
 
 
 @pytest.mark.parametrize(
@@ -120,44 +115,39 @@ def test_halves_are_fp32_weights_bit_for_bit_in_bfloat16(kind, executor, monkeyp
     monkeypatch.setattr("mezzo.optim.optimizer.executor_for", lambda *_: executor)
     one, other = parameters(), parameters()
     low, wide = kind(one, lr=1e-2), kind(other, lr=1e-2)
-    halves = halved(one, torch.bfloat16, low)
+    halved(one, torch.bfloat16)
     for step in range(8):
         give_gradients(one, step, dtype=(torch.bfloat16, torch.float32)[step % 2])
         for param, same in zip(one, other, strict=True):
             same.grad = param.grad.float()
         low.step()
         wide.step()
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(halves.read(a), b)
+    assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_models_with_and_without_low_halves_share_an_optimizer(first):
-    rounded, exact, wide = parameters(), parameters(), parameters()
-    both = [rounded, exact]
+def test_weights_in_halves_and_plain_ones_share_an_optimizer(first):
+    plain, exact, wide = parameters(), parameters(), parameters()
+    both = [plain, exact]
     optimizer, reference = optim.AdamW(both[first] + both[1 - first], lr=1e-3), optim.AdamW(wide, lr=1e-3)
-    without, halves = halved(rounded, torch.bfloat16), halved(exact, torch.bfloat16)
-    without.drop()
-    optimizer.adopt([without, halves])
+    halved(exact, torch.bfloat16)
     for step in range(5):
-        give_gradients(rounded, step)
-        for one, two, three in zip(rounded, exact, wide, strict=True):
-            two.grad, three.grad = one.grad, one.grad.float()
+        for params in (plain, exact, wide):
+            give_gradients(params, step)
         optimizer.step()
         reference.step()
-    assert ulps([halves.read(param) for param in exact], [param.detach() for param in wide]) <= 4
-    assert any(not torch.equal(one, two) for one, two in zip(rounded, exact, strict=True))
+    assert all(map(torch.equal, exact, wide))
+    assert all(map(torch.equal, plain, wide))
 
 
 @pytest.mark.parametrize("dtype, state_dtype", STORED)
 def test_a_skipped_step_writes_nothing(dtype, state_dtype):
     params = parameters()
     optimizer = optim.AdamW(params, lr=1e-2, state_dtype=state_dtype)
-    halves = halved(params, dtype, optimizer)
+    halved(params, dtype)
 
     def facts():
-        rests = [halves.rest_of(param) for param in halves]
-        return copy.deepcopy(([p.detach() for p in params], rests, optimizer.state_dict()["state"]))
+        return copy.deepcopy((in_memory(params), optimizer.state_dict()["state"]))
 
     train(params, optimizer, range(3))
     before = facts()
@@ -172,7 +162,8 @@ def test_a_skipped_step_writes_nothing(dtype, state_dtype):
 def test_gradients_are_divided_on_the_way_and_never_written():
     one, other = parameters(), parameters()
     scaled, plain = optim.AdamW(one, lr=1e-2), optim.AdamW(other, lr=1e-2)
-    halves, of_plain = halved(one, torch.bfloat16, scaled), halved(other, torch.bfloat16, plain)
+    halved(one, torch.bfloat16)
+    halved(other, torch.bfloat16)
     for step in range(5):
         give_gradients(one, step, scale=1024.0)
         give_gradients(other, step)
@@ -181,7 +172,7 @@ def test_gradients_are_divided_on_the_way_and_never_written():
         scaled.step()
         plain.step()
         assert all(torch.equal(param.grad, gradient) for param, gradient in zip(one, before, strict=True))
-    assert all(torch.equal(halves.read(a), of_plain.read(b)) for a, b in zip(one, other, strict=True))
+    assert all(map(torch.equal, one, other))
 
 
 def test_groups_schedules_parameters_added_later_and_those_that_miss_steps():

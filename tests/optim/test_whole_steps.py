@@ -14,7 +14,7 @@ from mezzo import UnsupportedError
 from mezzo.optim import optimizer as optimizer_module
 from mezzo.step import passes
 from mezzo.step.executors import choose, cpp, portable
-from mezzo.weights.halves import owner_of
+from mezzo.weights.stepping import in_memory
 
 from .halved import halved
 
@@ -22,7 +22,7 @@ from .halved import halved
 def optimizer_of(kind, dtype=torch.float32, length=20):
     params = [Parameter(torch.linspace(-1, 1, length)) for _ in range(2)]
     optimizer = getattr(mezzo.optim, kind)([{"params": [params[0]]}, {"params": [params[1]]}], lr=0.01)
-    halved(params, dtype, optimizer)
+    halved(params, dtype)
     gradients(params, 0)
     optimizer.step()
     return params, optimizer
@@ -34,8 +34,7 @@ def gradients(params, number):
 
 
 def facts(params, optimizer):
-    rests = [owner.rest_of(param) for param in params if (owner := owner_of(param, optimizer._halves)) is not None]
-    return copy.deepcopy([[param.detach() for param in params], rests, optimizer.state_dict()["state"]])
+    return copy.deepcopy([in_memory(params), optimizer.state_dict()["state"]])
 
 
 def same(one, other):
@@ -98,9 +97,9 @@ def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, c
     for each in (params, others):
         gradients(each, 1)
         for param in each:
-            wide = param.grad.float()
+            low = param.grad.bfloat16()
             param.grad_dtype = None
-            param.grad = wide
+            param.grad = low
     other.step()
 
     def gone(source):

@@ -252,17 +252,18 @@ CURES = [
     # the model, its policy, how large its inputs are, the culprit, and the text
     ("transformer", FP16, 1, "blocks.1.attn matmul output", "fp32_module=blocks.1.attn"),
     ("chain", FP16, 1, "first linear output", "fp32_module=first+second"),
-    ("chain", "O2,emulate=true", 1, "first linear output",
-     'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
+    ("chain", "O2,emulate=true", 1, "first linear output", "fp32_module=first+second"),
     ("chain", "O3,emulate=true,lists=device,output_dtype=float16", 1, "first linear output",
      'policy = mezzo.Policy.parse("O3,dtype=bfloat16,lists=device,emulate=true")'),
     (Rooted, FP16, 1, " matmul output", "fp32=matmul"),
-    (Rooted, "O2,emulate=true", 1, " matmul output", 'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
+    (Rooted, "O2,emulate=true", 1, " matmul output", "fp32=matmul"),
+    (Rooted, "O3,emulate=true", 1, " matmul output", 'policy = mezzo.Policy.parse("O3,dtype=bfloat16,emulate=true")'),
     (Ruled, FP16 + ",low=exp", 1, " exp output", "fp32=exp"),
     (LargeWeight, FP16, 1, "0 linear 0.weight cast to float16", "fp32_param=0.weight"),
     (Normed, FP16, 1e5, "0 linear input 0 cast to float16", "fp32_module=0"),
-    (Normed, "O2,emulate=true", 1e5, "0 to input 0 cast to float16",
-     'policy = mezzo.Policy.parse("O2,dtype=bfloat16,emulate=true")'),
+    (Normed, "O2,emulate=true", 1e5, "0 linear input 0 cast to float16", "fp32_module=0"),
+    (Normed, "O3,emulate=true", 1e5, "0 to input 0 cast to float16",
+     'policy = mezzo.Policy.parse("O3,dtype=bfloat16,emulate=true")'),
 ]  # fmt: skip
 
 

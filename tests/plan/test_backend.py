@@ -373,7 +373,7 @@ def losses(policy, compiles, steps=6):
 
 SESSIONS = (
     ("O1,bf16", "before"), ("O1,bf16,fp32_module=out", "after"), ("O1,fp16,emulate=true", "before"),
-    ("O2,bf16,autocast=true", "after"), ("O1,bf16,fp32_math=gelu", "before"),
+    ("O2,bf16", "after"), ("O1,bf16,fp32_math=gelu", "before"),
 )  # fmt: skip
 OTHER_WAY = tuple((policy, {"before": "after", "after": "before"}[compiles]) for policy, compiles in SESSIONS)
 
@@ -426,8 +426,8 @@ def compiled_once(policy):
 
 REFUSALS = {
     "O0": (lambda: mezzo.compile_backend("O0"), PolicyError, "O0 casts no op"),
-    "O2 alone": (lambda: mezzo.compile_backend("O2,bf16"), PolicyError, "O2,dtype=bfloat16,autocast=true"),
     "O3": (lambda: mezzo.compile_backend("O3,bf16"), PolicyError, "O3 casts no op"),
+    "O3, and what casts": (lambda: mezzo.compile_backend("O3,bf16"), PolicyError, "the text O2,dtype=bfloat16"),
     "a wrong level": (lambda: mezzo.compile_backend("O7"), PolicyError, "O7"),
     "a word for an objective": (lambda: mezzo.compile_backend("O1,bf16", "speed"), PolicyError, 'objective="time"'),
     "an objective above 1": (lambda: mezzo.compile_backend("O1,bf16", 1.5), PolicyError, "1.5"),

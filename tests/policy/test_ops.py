@@ -286,7 +286,7 @@ def test_what_is_explained_is_what_a_region_does(policy, device_type, any_device
         explained = policy.explain(name, device_type=device_type).treatment
         done = {handlers[function].treatment for function in functions(name) if function in handlers}
         if not done and functions(name):  # torch's own, or nobody's
-            done = {getattr(row, device_type) if policy.autocast else "native"}
+            done = {getattr(row, device_type) if policy.casts else "native"}
         assert not done or done == {explained}, name
 
 

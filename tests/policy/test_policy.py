@@ -12,39 +12,53 @@ from hypothesis import strategies as st
 from mezzo import LossScale, Policy, PolicyError, Rule
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, TREATMENTS
 
-# What a level means, written down a second time: weights, autocast, batch norm fp32, masters, scale (fp16, bf16).
+# What a level means, written down a second time: weights, casts, batch norm fp32, halves, scale (fp16, bf16).
 LEVEL_TABLE = {
     "O0": (torch.float32, False, True, False, ("none", "none")),
     "O1": (torch.float32, True, True, False, ("dynamic", "none")),
-    "O2": ("low", False, True, True, ("dynamic", "none")),
+    "O2": (torch.float32, True, True, True, ("dynamic", "none")),
     "O3": ("low", False, False, False, ("constant", "none")),
 }
 
 
 @pytest.mark.parametrize("level", LEVEL_TABLE)
 def test_levels_are_those_of_the_table(level):
-    weights, autocast, batchnorm, masters, scales = LEVEL_TABLE[level]
+    weights, casts, batchnorm, halves, scales = LEVEL_TABLE[level]
     for number, dtype in enumerate((torch.float16, torch.bfloat16)):
         policy = Policy.O0() if level == "O0" else getattr(Policy, level)(dtype)
         assert policy.level == level
         assert policy.dtype == (torch.float32 if level == "O0" else dtype)
         assert policy.param_dtype == (dtype if weights == "low" else weights)
         assert policy.output_dtype == (torch.float32 if weights == "low" else None)
-        assert (policy.autocast, policy.keep_batchnorm_fp32, policy.master_weights) == (autocast, batchnorm, masters)
+        assert (policy.casts, policy.keep_batchnorm_fp32, policy.halves) == (casts, batchnorm, halves)
         assert policy.loss_scale.mode == scales[number]
         assert (policy.lists, policy.norms, policy.emulate, policy.rules) == ("portable", "fp32", "auto", ())
 
 
-def test_defaults_and_where_masters_are():
+def test_defaults_and_what_a_level_alone_says():
     assert Policy.O3().loss_scale == LossScale.constant(1.0)
     assert Policy.O1().dtype == Policy.O2().dtype == Policy.O3().dtype == torch.float16
-    assert Policy.O1("bf16", param_dtype="bf16").master_weights
-    assert not Policy.O2("bf16", param_dtype="fp32", autocast=True).master_weights
+    for made in (Policy.O1("bf16", param_dtype="fp32"), Policy.O2("bf16", param_dtype="fp32")):
+        assert made == Policy.parse(f"{made.level},bf16")
+    assert Policy.O3("bf16", param_dtype="bf16") == Policy.O3("bf16")
+    assert Policy.O2("bf16").evolve(dtype="fp16").param_dtype == torch.float32
+
+
+def test_o2_is_o1_but_for_where_weights_live():
+    for dtype in ("float16", "bfloat16"):
+        for change in ({}, {"norms": "fp32_math"}, {"lists": "device"}, {"rules": [Rule("low", op="softmax")]}):
+            one, two = Policy.O1(dtype, **change), Policy.O2(dtype, **change)
+            assert two.differences(one) == ("level: O2 → O1",)
+            for op in (*OPS, "exp_", "torch.randn"):
+                for kind in (None, "cpu", "cuda"):
+                    assert two.explain(op, device_type=kind) == one.explain(op, device_type=kind)
+            assert one.storage("a.weight", "a") == (torch.float32, None)
+            assert two.storage("a.weight", "a") == (two.dtype, None)
 
 
 def test_every_property_of_a_level_can_be_overridden():
     for name, value, expected in (
-        ("autocast", True, True),
+        ("output_dtype", "float32", torch.float32),
         ("output_dtype", "bfloat16", torch.bfloat16),
         ("output_dtype", None, None),
         ("keep_batchnorm_fp32", False, False),
@@ -118,12 +132,12 @@ def test_products_of_weights_take_less_than_sixteen_bits_and_nothing_else_does()
 def test_explain_gives_rule_reason_and_source():
     policy = Policy.O1().keep_fp32(modules=["head"])
     inside, outside, without = (
-        policy.explain("linear", "head.fc"), policy.explain("linear", "body.fc"), Policy.O2().explain("linear"),
+        policy.explain("linear", "head.fc"), policy.explain("linear", "body.fc"), Policy.O3().explain("linear"),
     )  # fmt: skip
     assert (inside.treatment, inside.rule, inside.source) == ("fp32", Rule("fp32", module="head"), "policy")
     assert "fp32_module=head" in inside.reason
     assert (outside.treatment, outside.rule, outside.reason, outside.source) == ("low", None, "gemm", "op table")
-    assert (without.treatment, without.source) == ("native", "level O2")
+    assert (without.treatment, without.reason, without.source) == ("native", "O3 casts no op", "level O3")
     policy = Policy.O1(rules=[Rule("low", op="softmax", module="attn*")])  # both must match
     for op, module, treatment in (("softmax", "attn.0", "low"), ("softmax", "mlp", "fp32"), ("exp", "attn.0", "fp32"),
                                   ("softmax", None, "fp32")):  # fmt: skip
@@ -135,10 +149,18 @@ def test_explain_gives_rule_reason_and_source():
         (Policy.O1("bf16", rules=[head]), torch.float32, None),
         (Policy.O2("fp16", rules=[head]), torch.float16, head),
         (Policy.O2("bf16").keep_fp32(modules=["head"]), torch.float32, Rule("fp32", module="head")),
-        (Policy.O1("bf16", rules=[Rule("low", param="head.*")]), torch.bfloat16, Rule("low", param="head.*")),
+        (Policy.O3("bf16", rules=[head]), torch.bfloat16, head),
+        *((make("bf16", rules=[Rule("low", param="head.*")]), torch.bfloat16, Rule("low", param="head.*"))
+          for make in (Policy.O1, Policy.O2, Policy.O3)),
+        *((make("bf16").keep_fp32(params="head.*"), torch.float32, Rule("fp32", param="head.*"))
+          for make in (Policy.O1, Policy.O2, Policy.O3)),
+        (Policy.O0(), torch.float32, None),
         (Policy.O3("bf16"), torch.bfloat16, None),
-    ):
+    ):  # fmt: skip
         assert policy.storage("head.weight", "head") == (dtype, rule)
+    for policy, dtype in ((Policy.O2("bf16"), torch.float32), (Policy.O3("bf16"), torch.bfloat16),
+                          (Policy.O3("bf16", keep_batchnorm_fp32=True), torch.float32)):  # fmt: skip
+        assert policy.storage("norm.weight", "norm", is_norm=True) == (dtype, None)
 
 
 def test_the_source_is_who_decided_and_not_whose_lists_name_the_op():
@@ -165,7 +187,8 @@ def test_canonical_text_round_trips():
         "O1,dtype=bfloat16",
         "O1,dtype=bfloat16,low=softmax+gelu,fp32_module=head.*",
         "O2,dtype=float16,loss_scale=constant(1024),fp32_param=*.scale",
-        "O2,dtype=bfloat16,output_dtype=none,autocast=true,low=a::b,fp32=exp+log,low=tanh",
+        "O2,dtype=bfloat16,output_dtype=float32,low=a::b,fp32=exp+log,low=tanh",
+        "O3,dtype=bfloat16,output_dtype=none,keep_batchnorm_fp32=true",
         "O1,dtype=float16,norms=fp32_math,emulate=false,fp32=softmax@blocks.*.attn",
         "O2,dtype=bfloat16,fp8_module=blocks.*",
         "O1,dtype=bfloat16,fp8_recipe=delayed,fp8_history=16,fp8_amax=latest,fp8=linear@a,fp8_module=b,fp8_param=*.w",
@@ -226,7 +249,7 @@ def test_a_word_for_a_dtype_stands_wherever_one_does():
             assert Policy.parse(f"{level},{word},fp32=softmax") == make(dtype).fp32("softmax")
             assert Policy.parse(f"{level},{word},output_dtype={word}") == make(dtype, output_dtype=word)
             assert make(word, output_dtype=word).output_dtype == dtype
-        assert Policy.parse(f"O2,{word},param_dtype={word}") == Policy.O2(dtype)
+        assert Policy.parse(f"O3,{word},param_dtype={word}") == Policy.O3(dtype)
 
 
 # Files --------------------------------------------------------------------------------------------------
@@ -234,11 +257,11 @@ def test_a_word_for_a_dtype_stands_wherever_one_does():
 
 def test_a_file_is_the_text_one_entry_a_line_with_the_reasons(tmp_path):
     reasoned = (Rule("low", op="exp", reason='range # "checked"\n2026 – ok'), Rule("fp32", param="*.g"))
-    policy = Policy.O2("bfloat16", output_dtype=None, loss_scale=8, rules=reasoned)
+    policy = Policy.O2("bfloat16", output_dtype="float32", loss_scale=8, rules=reasoned)
     policy.save(tmp_path / "mine.policy")
     _, *lines = (tmp_path / "mine.policy").read_text().splitlines()
     assert lines == [
-        "O2", "dtype=bfloat16", "output_dtype=none", "loss_scale=constant(8)",
+        "O2", "dtype=bfloat16", "output_dtype=float32", "loss_scale=constant(8)",
         'low=exp   # range # "checked" 2026 – ok', "fp32_param=*.g",
     ]  # fmt: skip
     loaded = Policy.load(tmp_path / "mine.policy")

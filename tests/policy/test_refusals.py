@@ -26,12 +26,19 @@ ROWS = [
     # Combinations without a meaning
     (lambda: Policy.O0(dtype="float16"), "O0 cannot compute in float16"),
     (lambda: Policy.O1("float32"), "O1 cannot compute in float32"),
-    (lambda: Policy.O0(autocast=True), "cannot autocast"),
-    (lambda: Policy.O1(autocast=False), "no autocast has nothing in float16", both("O1,dtype=float16")),
-    (lambda: Policy.O2(param_dtype="bfloat16"), "weights cannot be bfloat16 while ops compute in float16"),
-    (lambda: Policy.O1(keep_batchnorm_fp32=False), "has no effect on float32 weights"),
+    *((parse(f"{level},param_dtype=bfloat16"), f"{level} has no bfloat16 parameters",
+       "O2 stores FP32 weights in two halves, O3's are low",
+       f"write  {both('O2,dtype=bfloat16')};\n         or {both('O3,dtype=bfloat16')}")
+      for level in ("O0", "O1", "O2")),
+    (lambda: Policy.O2("bf16", param_dtype="bf16"), "O2 has no bfloat16 parameters", both("O2,dtype=bfloat16")),
+    (lambda: Policy.O3(param_dtype="bfloat16"), "weights cannot be bfloat16 while ops compute in float16",
+     both("O3,dtype=bfloat16"), both("O3,dtype=float16")),
+    (lambda: Policy.O3("bf16", param_dtype="fp32"), "O3 with float32 weights has nothing in bfloat16",
+     both("O1,dtype=bfloat16"), both("O2,dtype=bfloat16")),
+    (lambda: Policy.O1(keep_batchnorm_fp32=False), "has no effect in O1", both("O3,dtype=float16")),
+    (lambda: Policy.O0(keep_batchnorm_fp32=False), "has no effect in O0", both("O3,dtype=bfloat16")),
     (lambda: Policy.O3(loss_scale=128.0), "fp16 gradients cannot be unscaled in fp16"),
-    (lambda: Policy.O2("bf16").evolve(dtype="fp16"), "weights cannot be bfloat16", "the text O2,dtype=float16"),
+    (lambda: Policy.O3("bf16").evolve(dtype="fp16"), "weights cannot be bfloat16", "the text O3,dtype=float16"),
     (lambda: Policy.O0(dtype="float16", keep_batchnorm_fp32=False),
      "2 problems\n1. O0 cannot compute in float16", "2. keep_batchnorm_fp32=false"),
     # Words
@@ -46,8 +53,8 @@ ROWS = [
     (parse("O1,low=sofmax"), "unknown op 'sofmax'", "did you mean 'softmax'?"),
     (parse("O1,lists=portabel"), "unknown lists 'portabel'", "did you mean 'portable'?"),
     (lambda: Policy.O1(lists="portabel"), both("lists=portable")),
-    (parse("O2,autocast=maybe"), "unknown autocast 'maybe'", "valid: true, false"),
-    (lambda: Policy.O2(autocast=1), "unknown autocast '1'", "valid: true, false"),
+    (parse("O3,keep_batchnorm_fp32=maybe"), "unknown keep_batchnorm_fp32 'maybe'", "valid: true, false"),
+    (lambda: Policy.O3(keep_batchnorm_fp32=1), "unknown keep_batchnorm_fp32 '1'", "valid: true, false"),
     (lambda: Policy.O2(level="O9"), "unknown level 'O9'", "valid: O0, O1, O2, O3"),
     (lambda: Rule("fp23", op="exp"), "unknown treatment 'fp23'", "did you mean 'fp32'?"),
     (lambda: Rule("bf16", module="head"), "unknown treatment 'bf16'", "the text low_module=head"),
@@ -104,12 +111,24 @@ ROWS = [
     (parse("O1,low_products=dgrad"), "unknown low_products 'dgrad'", "did you mean 'wgrad'"),
     (parse("O1,bf16,e4m3=softmax"), "unknown policy key 'e4m3'", both("fp8=linear")),
     (parse("O1,bf16,fp8_modules=a"), "unknown policy key 'fp8_modules'", both("fp8_module=a")),
-    # Masters are a matter of the level
+    # Where weights live, and whether ops are cast, is a matter of the level
     (parse("O2,bf16,master_weights=false"), both("O3,dtype=bfloat16,keep_batchnorm_fp32=true")),
     (lambda: Policy.O2("fp16", master_weights=False), both("O3,dtype=float16,keep_batchnorm_fp32=true")),
-    (lambda: Policy.O3("bf16", master_weights=True), both("O2,dtype=bfloat16,keep_batchnorm_fp32=false")),
+    (lambda: Policy.O3("bf16", master_weights=True), both("O2,dtype=bfloat16"), "O2 stores FP32 weights in two halves"),
     *((parse(f"{each}"), f"write  {each[:2]} without master_weights")
       for each in ("O1,master_weights=false", "O2,master_weights=true", "O3,master_weights=false")),
+    *((parse(f"{level},bf16,weight_dtype=fp16"), "unknown policy key 'weight_dtype'", "levels differ in where",
+       both("O2,dtype=float16"), both("O3,dtype=float16")) for level in ("O1", "O2")),
+    *((parse(text), "unknown policy key 'autocast'", "O1 and O2 cast at ops, O0 and O3 do not", write)
+      for text, write in (
+          ("O1,bf16,autocast=true", "write  O1 without autocast"), ("O2,bf16,autocast=true", "write  O2 without"),
+          ("O0,autocast=false", "write  O0 without"), ("O3,bf16,autocast=False", "write  O3 without"),
+          ("O2,autocast=maybe", "write  O2 without"), ("O0,autocast=true", both("O1,dtype=bfloat16")),
+          ("O1,bf16,autocast=false", both("O3,dtype=bfloat16")), ("O2,fp16,autocast=False", both("O3,dtype=float16")),
+          ("O3,bf16,autocast=true", f"{both('O1,dtype=bfloat16')};\n         or {both('O2,dtype=bfloat16')}"),
+      )),
+    (lambda: Policy.O2("fp16", autocast=False), both("O3,dtype=float16")),
+    (lambda: Policy.O1("bf16").evolve(autocast=True), "write  O1 without autocast"),
     # Python's words
     (lambda: Policy.O1(fp32_module="head"), both("fp32_module=head")),
     (lambda: Policy.O1(keep_fp32=["a", "b"]), both("fp32_module=a+b")),
@@ -144,7 +163,7 @@ MEANT = """
     params=*.scale fp32_param=*.scale; fp32_params=*.scale fp32_param=*.scale; half=softmax low=softmax;
     half=softmax+head low=softmax,low_module=head; fp16_module=head low_module=head; float32=exp fp32=exp;
     white_list=softmax low=softmax; black_list=conv* fp32=conv*; loss_scaling=1024 loss_scale=1024;
-    compute_dtype=bf16 dtype=bf16; weight_dtype=fp16 param_dtype=fp16; dtyp=bf16 dtype=bf16; fp23=exp fp32=exp;
+    compute_dtype=bf16 dtype=bf16; weight_dtype=fp32 param_dtype=fp32; dtyp=bf16 dtype=bf16; fp23=exp fp32=exp;
     fp32=head fp32_module=head; low=head low_module=head; low=sofmax low=softmax; ban_module=head ban=*@head;
     promote_module=head promote=*@head; native_module=head native=*@head; fp32_math_module=head fp32_math=*@head;
     ban_param=head.weight fp32_param=head.weight
@@ -167,7 +186,8 @@ NAMES = {"Policy": Policy, "Rule": Rule, "policy": Policy.O2("bfloat16").low("ta
 SPELLED = [
     ("O1,bf16", 'Policy.O1("bf16")'),
     ("O0", "Policy.O0()"),
-    ("O2,dtype=float16,autocast=true,output_dtype=none", 'Policy.O2("float16", autocast=True, output_dtype=None)'),
+    ("O3,dtype=float16,keep_batchnorm_fp32=true,output_dtype=none",
+     'Policy.O3("float16", keep_batchnorm_fp32=True, output_dtype=None)'),
     ("O1,dtype=float16,loss_scale=dynamic(init=8,growth=4)",
      'Policy.O1("float16", loss_scale="dynamic(init=8,growth=4)")'),
     ("O2,fp16,loss_scale=1024,low=exp,fp32=log+tan",
@@ -195,7 +215,7 @@ WRONG = [
     "dtype==bf16", "dtyp=bf16", "lists=devices", "precision=16-mixed", "fp32_modul=head", "FP32_MODULE=head",
     "low=softmaxx", "fp32=exp_", "ban_module=head", "native_param=x", "fp32_module=a b", "rules=x",
     "fp32=nn.Sequential", "half=softmax", "O3", ",lists=device", "level=O3", "loss_scale=dynamic(init=8",
-    "keep_fp32=head", "low=exp,fp32=exp", "param_dtype=fp32,autocast=false",
+    "keep_fp32=head", "low=exp,fp32=exp", "param_dtype=bf16", "autocast=false", "weight_dtype=fp16",
 ]  # fmt: skip
 
 

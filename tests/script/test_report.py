@@ -119,7 +119,7 @@ LEFT_ALONE = {
         "SGD over ", COMPILED, "hooks and casts of Python do not reach TorchScript",
     ),
     "a session of the script's own": (
-        OWN_SESSION, BF16, "SGD over Linear", "the optimizer belongs to a session already, or was adopted", "",
+        OWN_SESSION, BF16, "SGD over Linear", "the optimizer belongs to a session already", "",
     ),
     "a policy that the model has no place for": (
         LINEAR + SGD + STEP, f"{O2},fp32_module=heads", "SGD over Linear", "the module glob 'heads' matches no", "",

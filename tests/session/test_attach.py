@@ -205,7 +205,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("policy, optimizer", list(zip([*LOW, *O3], 3 * ["SGD", "mezzo"], strict=True)))
+@pytest.mark.parametrize("policy, optimizer", list(zip(LOW, 2 * ["SGD", "mezzo"], strict=True)))
 def test_copies_are_plain_models_in_fp32(policy, optimizer):
     for way, copied in WAYS.items():
         model, made = built(optimizer)
@@ -261,7 +261,7 @@ def test_a_run_goes_on_bit_for_bit_from_its_own_checkpoint(policy):
 
 
 def test_checkpoints_are_plain_torchs_both_ways():
-    for policy in (*LOW, *O3):
+    for policy in LOW:
         plain, theirs = built("AdamW")
         start = copy.deepcopy(list(plain.parameters()))
         train_plainly(plain, theirs, 0)
@@ -275,8 +275,7 @@ def test_checkpoints_are_plain_torchs_both_ways():
             for number in range(1, 4):
                 train_plainly(model, made, number)
                 train_plainly(plain, theirs, number)
-            if policy in LOW:
-                assert_near(weights(amp), list(plain.parameters()), start, share=0.35)
+            assert_near(weights(amp), list(plain.parameters()), start, share=0.35)
             states = on_disk(model, made)
             exact = [value.float() for value in weights(amp)]
         assert all(value.dtype == torch.float32 for value in states[0].values())

@@ -5,8 +5,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-import mezzo
-
 from ..support.products import Products
 from .loops import assert_same, attached, batch, built, network
 
@@ -260,37 +258,3 @@ def test_parts_without_autocast_are_that_in_compiled_code_too(rule):
             assert torch.equal(compiled(x), model(x).softmax(-1))
         part = torch.compile(model.inner, backend="eager")
         assert torch.equal(part(x), model.inner(x))
-
-
-# Explained ------------------------------------------------------------------------------------------------------------
-
-
-class Scaled(torch.autograd.Function):
-    """A function whose gradient is computed by hand, with an FP32 matrix of its own."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        twice = 2 * torch.eye(len(gradient))
-        return twice @ gradient
-
-
-@pytest.mark.parametrize("begins", [mezzo.MixedPrecision, mezzo.attach])
-def test_torchs_errors_about_dtypes_in_a_backward_pass_are_explained(begins):
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[0].register_forward_hook(lambda module, args, output: Scaled.apply(output))
-    amp = begins(model, sgd(model), POLICIES[1])
-    try:
-        with amp.autocast():
-            loss = model(batch(0)[0]).sum()
-        with pytest.raises(RuntimeError) as error:
-            loss.backward() if begins is mezzo.attach else amp.backward(loss)
-        (note,) = error.value.__notes__
-        assert "twice is float32 [" in note
-        assert "gradient is bfloat16 [" in note
-        assert note.endswith("write  twice.to(gradient.dtype)")
-    finally:
-        amp.close()

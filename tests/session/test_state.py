@@ -12,6 +12,7 @@ from torch import nn
 
 import mezzo
 from mezzo import LossScale, MixedPrecision, Policy, StateError
+from mezzo.weights import Halves
 
 from ..support.refusals import bits, refused
 from .loops import (
@@ -50,17 +51,17 @@ def test_a_state_is_a_plain_tree_that_shares_no_memory_with_the_session():
         assert {type(leaf) for leaf in leaves} <= {int, float, bool, str, torch.Tensor, type(None)}
 
 
-def test_remainders_are_saved_by_name():
-    def of(order):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        params = [p for number in order for p in model[number].parameters()]
-        return model, MixedPrecision(model, torch.optim.SGD(params, lr=0.1), BF16)
-
-    (model, amp), (again, fresh) = of([0, 1]), of([1, 0])
+@pytest.mark.parametrize("policy", LOW[2:])
+def test_a_state_of_before_with_remainders_loads_whose_values_are_the_models(policy):
+    model, _, amp = session(policy, "mezzo")
+    for number in range(2):
+        train(amp, model, number)
+    state = {**amp.state_dict(), "version": 4, "remainders": {"0.weight": torch.ones(16, 8).short()}}
+    again, _, fresh = session(policy, "mezzo")
     again.load_state_dict(model.state_dict())
-    fresh.load_state_dict(amp.state_dict())
+    fresh.load_state_dict(state)
     assert_same(model.state_dict(), again.state_dict())
-    assert_same(amp.state_dict()["remainders"], fresh.state_dict()["remainders"])
+    assert_same(amp.state_dict(), fresh.state_dict())
 
 
 KINDS = [("O0", "AdamW"), (LOW[1], "AdamW"), (BF16, "AdamW"), (LOW[2], "AdamW"), (BF16, "mezzo"), (LOW[2], "mezzo")]
@@ -81,24 +82,6 @@ def test_fp32_values_survive_a_change_of_policy_or_optimizer(one):
             for mine, theirs in zip(weights(amp), weights(fresh[2]), strict=True):
                 assert (mine - theirs).abs().max() <= error
         assert not train(fresh[2], fresh[0], 3).skipped
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("policy", LOW[2:])
-def test_low_values_that_are_loaded_leave_what_rounds_to_them_as_it_is(policy, dtype):
-    """So that the state of the session may be loaded before that of a model that another run has saved low."""
-    for optimizer in ("SGD", "mezzo"):
-        model, _, amp = session(policy, optimizer)
-        train(amp, model, 0)
-        before = [weight.clone() for weight in weights(amp)]
-        assert any((weight.to(dtype) != weight).any() for weight in before)
-        low = {name: weight.to(dtype) for name, weight in zip(model.state_dict(), before, strict=True)}
-        low["0.weight"][0, 0] += 1
-        model.load_state_dict(low)
-        after = weights(amp)
-        assert after[0][0, 0] == low["0.weight"][0, 0]
-        before[0][0, 0] = after[0][0, 0]
-        assert_same(before, after)
 
 
 def test_a_repaired_session_goes_on_after_an_update_that_ended_half_way():
@@ -254,7 +237,7 @@ def test_a_session_over_a_prepared_model_is_the_one_that_prepares_it_itself(poli
                 assert_same(one.state_dict(), two.state_dict())
 
 
-@pytest.mark.parametrize("policy", [*LOW, O3[1]])
+@pytest.mark.parametrize("policy", LOW)
 def test_without_a_session_removing_restores_every_bit(policy):
     model = network()
     with torch.no_grad():
@@ -272,21 +255,18 @@ def test_without_a_session_removing_restores_every_bit(policy):
 
 
 def test_what_is_written_or_loaded_in_between_counts():
-    """What is loaded with all its bits; what is written to half a spacing, and all else exactly."""
+    """With all its bits, however it is written."""
     model, fresh = network(), network()
     nn.init.normal_(fresh[3].weight)
+    twin = copy.deepcopy(fresh)
     handle = mezzo.prepare(model, BF16)
     model.load_state_dict(fresh.state_dict())
-    model[0].weight.data[0, :2] = torch.tensor([2.0, -3.0])  # as programs initialise: no version counts this
-    with torch.no_grad():
-        model[0].weight[1] *= 2
-    master, _, _, _, last, _ = MixedPrecision(handle, OPTIMIZERS["SGD"](model.parameters())).master_params()
-    before = fresh[0].weight.detach()
-    assert master[0, :2].tolist() == pytest.approx([2.0, -3.0], rel=2**-8)
-    torch.testing.assert_close(master[1].detach(), model[0].weight[1].detach().float(), rtol=2**-8, atol=0)
-    assert torch.equal(master[2:], before[2:])
-    assert torch.equal(master[0, 2:], before[0, 2:])
-    assert torch.equal(last, fresh[3].weight)
+    for each in (model, twin):
+        each[0].weight.data[0, :2] = torch.tensor([2.1, -3.3])  # as programs initialise: no version counts this
+        with torch.no_grad():
+            each[0].weight[1] *= 1.7
+    params = MixedPrecision(handle, OPTIMIZERS["SGD"](model.parameters())).master_params()
+    assert_same(list(params), list(twin.parameters()))
 
 
 def test_wrappers_around_a_prepared_model_are_known(alone):
@@ -328,9 +308,7 @@ def test_several_models_train_in_one_session_prepared_or_not(is_tied):
             amp.zero_grad()
         ends.append([model.state_dict() for model in models])
         amp.close()
-        assert [m[0].weight.dtype for m in models] == [torch.bfloat16] * early + [torch.float32] * (
-            2 - early
-        ) or is_tied
+        assert is_tied or [isinstance(m[0].weight, Halves) for m in models] == [True] * early + [False] * (2 - early)
         assert not is_tied or models[1][0].weight is models[0][0].weight
     assert_same(ends[0], ends[1])
     assert_same(ends[0], ends[2])
@@ -355,7 +333,7 @@ def test_values_that_do_not_fit_are_refused_while_they_load():
         begun = begin(model, "O2,emulate=true")
         large = network().state_dict()
         large["0.weight"] *= 1e6
-        with refused(mezzo.NumericsError, "beyond the range of the model's dtype", "0.weight", parts=(model, begun)):
+        with refused(mezzo.NumericsError, "beyond the range of the model's halves", "0.weight", parts=(model, begun)):
             model.load_state_dict(large)
 
 
@@ -377,7 +355,7 @@ def test_what_no_optimizer_updates_is_given_back_as_it_was(policy, begin):
     before, head = frozen(model), model[3].weight.detach().clone()
     optimizer = OPTIMIZERS["AdamW"](model[3].parameters())
     amp = begin(model, optimizer, policy)
-    assert model[0].weight.dtype == amp.policy.dtype  # and that is what computes
+    assert model[0].weight.hi.dtype == amp.policy.dtype
     for number in range(3):
         if begin is MixedPrecision:
             train(amp, model, number)

@@ -32,7 +32,6 @@ class Handler:
     treatment: Treatment
     emulated: bool = False
     recipe: Recipe | None = None  # of a product of a weight, below sixteen bits
-    wide_weights: bool = False  # every argument but the first goes to FP32
     low_result: bool = False  # what comes out goes to the compute dtype
     keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
     reason: str = ""  # of a ban
@@ -133,7 +132,7 @@ def _find(
     """Find them; reasons take no part in comparing policies, but a ban says its own."""
     whole = policy.module_rule(module or "")
     is_island = whole is not None and whole.treatment == "fp32"
-    native_autocast = policy.autocast and not is_island
+    native_autocast = policy.casts and not is_island
     ops = [*OPS, *(op for rule in policy.rules for op in rule.ops), *((*EMULATED, *COMPOSED) if emulated else ())]
     differing, alike, every = dict[str, Handler](), dict[str, Handler](), dict[str, Handler]()
     for op in dict.fromkeys(ops):
@@ -158,7 +157,7 @@ def _find(
         handlers |= {function: handler for name, handler in of.items() for function in callables(name)}
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
-        gives_back=not policy.autocast and not is_island, handlers=handlers, opened=_concerned(handlers),
+        gives_back=not policy.casts and not is_island, handlers=handlers, opened=_concerned(handlers),
         pinned={}, pins_buffers=False, memories=(),
         key=", emulated ".join((f"{policy.region_text()} in {module!r} on {device_type}", *sorted(emulated))),
     )  # fmt: skip

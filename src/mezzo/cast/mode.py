@@ -36,6 +36,7 @@ from mezzo.errors import UnsupportedError
 from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
 from mezzo.tensors import CASTABLE, dtype_name, mark, tensors, tree_is_leaf, tree_map
+from mezzo.weights.halves import Halves
 
 # Casting what a user passes around: tensors in nested containers, dataclasses and mappings.
 
@@ -193,6 +194,8 @@ class WeightCasts:
         """
         if param.dtype == dtype:
             return param
+        if isinstance(param, Halves) and not torch.compiler.is_compiling():
+            return param.low(dtype)  # which is there already
         if (
             torch.compiler.is_compiling()
             or torch.is_inference_mode_enabled()
@@ -378,11 +381,6 @@ def _carry_out(
             raise _banned(handler)
     given, named = args, kwargs
     back = _floats(args, kwargs)[:1] if handler.treatment == "fp32_math" else []
-    if handler.wide_weights:
-        args, kwargs = (
-            (*args[:1], *_cast(args[1:], torch.float32)),
-            kwargs | {name: _cast(value, torch.float32) for name, value in kwargs.items() if name != "input"},
-        )
     if target is not None:
         if handler.op in _INPUT_ONLY:
             args = (*_cast(args[:1], target), *args[1:])

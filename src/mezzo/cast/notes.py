@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mezzo.formats import Quantized
 
-Kind = Literal["op", "cast", "emulation", "quantised", "buffer"]
+Kind = Literal["op", "cast", "emulation", "quantised"]
 
 
 class Quantising(NamedTuple):

@@ -20,13 +20,12 @@ import torch
 from torch import Tensor
 
 from mezzo.cast.device import FAMILIES, default_kinds
-from mezzo.cast.differences import Differences, Handler, Known, find_differences, open_function
+from mezzo.cast.differences import Differences, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
 from mezzo.compiling import compiled_inside_alone, constant_in_graphs
 from mezzo.errors import UnsupportedError
 from mezzo.policy import Policy
-from mezzo.policy.ops import functions
 from mezzo.policy.rules import both
 
 # The precision in which CUDA's GEMMs accumulate: flags of torch's, set for a region and put back after it.
@@ -126,16 +125,6 @@ class Region:
         """
         found = tuple([find_differences(policy, kind, module, known) for kind in device_types])
         return cls(policy=policy, per_device=found)
-
-    def with_wide_norm(self) -> Region:
-        """Return this region with batch norm's weights widened to the FP32 of its statistics, for the call only."""
-        handler = Handler(op="batch_norm", treatment="native", wide_weights=True)
-        wide = dict.fromkeys((*functions("batch_norm"), *functions("instance_norm")), handler)
-        per_device = tuple(
-            dataclasses.replace(each, handlers={**each.handlers, **wide}, key=f"{each.key}, wide norms")
-            for each in self.per_device
-        )
-        return dataclasses.replace(self, per_device=per_device)
 
     @property
     def device_types(self) -> tuple[str, ...]:

@@ -79,7 +79,7 @@ def compare(
         typer.Option(min=0, help="What counts as equal, in its unit; 1 % when omitted.", show_default=False),
     ] = None,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="O2 in FP16 without scale, at scale 8, without masters, too.")
+        bool, typer.Option("--ablate", help="O2 in FP16 without scale and at scale 8, and O3, too.")
     ] = False,
     steps: Steps = None,
     out: Out = None,

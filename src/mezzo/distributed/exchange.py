@@ -3,15 +3,14 @@
 A step asks :class:`Ranks` twice: for the norms of whole gradients, where parameters are sharded, and for what holds on
 all ranks. What follows from the two is a pure function of equal inputs, so that ranks that began alike stay alike:
 skips, scales, clipping and weights. Where there is one rank, :class:`OneRank` has the same methods, and exchanges
-nothing. The second half is what a session does beside ``DistributedDataParallel``.
+nothing. The second part is what a session does beside ``DistributedDataParallel``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -25,8 +24,6 @@ from mezzo.errors import DistributedError, PolicyError, StateError, UnsupportedE
 from mezzo.hooks import OwnHook
 from mezzo.releases import require_all
 from mezzo.sharded import is_distributed
-from mezzo.tensors import LOW, foreach_copy_, foreach_div_
-from mezzo.weights import Halves
 
 #: Squared norms above this are infinite in FP32, in which each tensor's own sum is.
 _LARGEST: Final = torch.finfo(torch.float32).max
@@ -324,78 +321,10 @@ def _groups_of(param: Any, name_of: Callable[[Tensor], str]) -> list[dist.Proces
 # Beside DistributedDataParallel ---------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def average(params: Sequence[Tensor], sums: Mapping[Tensor, Tensor], group: dist.ProcessGroup) -> dict[Tensor, Tensor]:
-    """Average FP32 sums of micro-batches over ranks, beside the mean that ``DistributedDataParallel`` takes by itself.
-
-    Its buckets have the dtype of the parameters, in which sums of micro-batches would be rounded: they wait aside while
-    it reduces the last micro-batch's gradients, and are averaged here.
-
-    Args:
-        params: The parameters that may have a sum, in the same order on all ranks.
-        sums: By parameter: float32, of this rank's micro-batches that were not reduced. They are written in place.
-        group: The ranks that ``DistributedDataParallel`` reduces over.
-
-    Returns:
-        The averages: of each parameter that has a sum on any rank.
-
-    **Cost**: one all-reduce of 4 bytes for each number, which are held twice meanwhile. The host waits for the device
-    only where a parameter has no sum here.
-    """
-    found: dict[Tensor, Tensor] = {}
-    for device in dict.fromkeys(param.device for param in params):
-        here = [param for param in params if param.device == device]
-        parts = [sums[param] if param in sums else torch.zeros_like(param, dtype=torch.float32) for param in here]
-        # Ranks on which other branches of the model ran have other sums: how many have one is counted.
-        counts = torch.stack([torch.full((), float(param in sums), device=device) for param in here])
-        flat = torch.cat([*map(torch.flatten, parts), counts])
-        dist.all_reduce(flat, group=group)
-        *means, counts = torch.split(flat, [*map(torch.numel, parts), len(here)])
-        foreach_copy_(parts, [mean.view_as(part) for mean, part in zip(means, parts, strict=True)])
-        foreach_div_(parts, group.size())
-        is_there = [True] * len(here) if all(param in sums for param in here) else (counts > 0).tolist()
-        found |= {param: part for param, part, has_sum in zip(here, parts, is_there, strict=True) if has_sum}
-    return found
-
-
-@torch.no_grad()
-def broadcast_first(values: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Give all ranks the first one's FP32 values, in place: ``DistributedDataParallel`` gave them rounded ones.
-
-    Args:
-        values: The FP32 values of low-precision parameters, in the same order on all ranks.
-        group: The ranks that ``DistributedDataParallel`` reduces over.
-    """
-    for value in values:
-        dist.broadcast(value, group=group, group_src=0)
-
-
-# ``DistributedDataParallel`` around a session's models: what it reduces, and what a session does beside it.
-#
-# A wrapper may be older than its session or younger: it is found as a model runs in it. Its buckets have the dtype that
-# parameters had when it was made, and sums of micro-batches are FP32: they wait aside while it reduces the gradients of
-# the last micro-batch, and those that were not reduced are averaged then.
-
-
-@dataclass(slots=True)
-class _Met:
-    """What is known of a wrapper.
-
-    Attributes:
-        low: Its parameters in low precision that get gradients.
-        reduces: Whether it reduces the gradients of the forward pass that has run in it last; ``None`` before one.
-        is_local: Whether there are gradients since its last reduction that it has not reduced.
-        follows: Whether FP32 values on all ranks are the first one's.
-    """
-
-    low: list[Tensor]
-    reduces: bool | None = None
-    is_local: bool = False
-    follows: bool = False
-
-
 class Wrappers:
-    """The wrappers that models of a session run in.
+    """The ``DistributedDataParallel`` wrappers that models of a session run in.
+
+    One may be older than its session or younger: it is found as a model runs in it.
 
     Args:
         ranks: Those that step together: a wrapper over others is refused.
@@ -403,7 +332,8 @@ class Wrappers:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._met: WeakKeyDictionary[DistributedDataParallel, _Met] = WeakKeyDictionary()
+        # Whether each reduces the gradients of the forward pass that has run in it last; ``None`` before one.
+        self._met: WeakKeyDictionary[DistributedDataParallel, bool | None] = WeakKeyDictionary()
         self._paused: dict[DistributedDataParallel, bool] = {}
         self._pauses = 0
 
@@ -418,19 +348,13 @@ class Wrappers:
     @never_compiled
     def _enter(self, model: nn.Module, *_: Any) -> None:
         wrapper = DistributedDataParallel._active_ddp_module
-        if not torch.is_grad_enabled():
-            return
-        if wrapper is None:  # what comes back will not be reduced
-            for each, met in self._met.items():
-                met.is_local |= each.module is model
+        if wrapper is None or not torch.is_grad_enabled():
             return
         if wrapper not in self._met:
             self._ranks.require_within(wrapper.process_group, "DistributedDataParallel reduces over")
-            low: list[Tensor] = [p for p in wrapper.parameters() if p.dtype in LOW and p.requires_grad]
-            self._met[wrapper] = _Met(low)
         if self._pauses:
             self._pause(wrapper)
-        self._met[wrapper].reduces = wrapper.require_backward_grad_sync
+        self._met[wrapper] = wrapper.require_backward_grad_sync
 
     @contextmanager
     def no_sync(self, models: Iterable[nn.Module], units: Collection[Any]) -> Iterator[None]:
@@ -465,54 +389,18 @@ class Wrappers:
     # A backward pass --------------------------------------------------------------------------------------
 
     @property
-    def has_low(self) -> bool:
-        """Whether there are wrappers whose buckets are low: FP32 sums wait aside while they reduce."""
-        return any(met.low for met in self._met.values())
-
-    @property
-    def finds_unused(self) -> bool:
-        """Whether a wrapper looks for unused parameters: it wants a gradient of each that was used since it reduced."""
-        return any(each.find_unused_parameters and met.reduces for each, met in self._met.items())
+    def are_there(self) -> bool:
+        """Whether any was met: gradients have the dtypes of parameters then, as buckets do."""
+        return len(self._met) > 0
 
     def reduced_with(self, reached: set[int]) -> set[int]:
         """Add to parameters, by ``id``, those that a wrapper reduces with them: other ranks may have reached these."""
-        for wrapper, met in self._met.items():
-            if met.reduces and not reached.isdisjoint(mine := {id(param) for param in wrapper.parameters()}):
+        for wrapper, reduces in self._met.items():
+            if reduces and not reached.isdisjoint(mine := {id(param) for param in wrapper.parameters()}):
                 reached = reached | mine
         return reached
 
-    def averaged(self, leaves: Collection[Tensor], sums: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        """Return FP32 sums that waited aside, those averaged over ranks that nothing has reduced yet.
-
-        Args:
-            leaves: The parameters whose gradients a backward pass has made, the same ones on all ranks.
-            sums: By parameter, of passes before; in place.
-        """
-        mine = set(leaves)
-        for wrapper, met in self._met.items():
-            if met.reduces and met.is_local and (low := [param for param in met.low if param in mine]):
-                there = {param: sums[param] for param in low if param in sums}
-                sums |= average(low, there, wrapper.process_group)
-        return sums
-
     def end_pass(self) -> None:
-        """Take note of what a backward pass has reduced."""
-        for met in self._met.values():
-            if met.reduces is not None:
-                met.is_local, met.reduces = not met.reduces, None
-
-    # Weights ----------------------------------------------------------------------------------------------
-
-    def follow_first(self, stored: Callable[[], Mapping[Tensor, Halves]]) -> None:
-        """Take the first rank's FP32 values, once for each wrapper: it gave the others rounded weights alone.
-
-        Args:
-            stored: Returns who owns the FP32 value of each low parameter.
-        """
-        for wrapper, met in self._met.items():
-            if not met.follows:
-                met.follows, owners = True, stored()
-                values = {p: owners[p].read(p) for p in wrapper.parameters() if p in owners}
-                broadcast_first(values.values(), wrapper.process_group)
-                for param, value in values.items() if wrapper.process_group.rank() else ():
-                    owners[param].write(param, value)
+        """Take note that a backward pass has reduced what it was to reduce."""
+        for wrapper in self._met:
+            self._met[wrapper] = None

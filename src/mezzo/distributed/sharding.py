@@ -26,16 +26,15 @@ Classes: TypeAlias = type[nn.Module] | Iterable[type[nn.Module]]
 def fully_shard(model: M, policy: Policy | str | os.PathLike[str], *, wrap: Classes | None = None, **kwargs: Any) -> M:
     """Shard a model's parameters over ranks, as ``torch.distributed.fsdp.fully_shard`` does, in a policy's dtypes.
 
-    Each rank keeps a part of every parameter; what a forward or backward pass needs is gathered, in the dtype that the
-    policy stores parameters in, and let go. Under O2 a session makes each part the 16-bit half that is gathered,
-    without a cast, and any optimizer updates its FP32 value. Modules that the policy keeps in FP32 (batch norm,
-    ``keep_fp32``) are gathered apart, in FP32. Inputs and outputs are cast by :class:`mezzo.MixedPrecision` or
-    :func:`mezzo.prepare`, where the model is entered and left: first ``fully_shard``, then the optimizer, then the
-    session.
+    Each rank keeps a part of every parameter; what a forward or backward pass needs is gathered, and let go. Under O2 a
+    session stores each part in halves, and the high half is gathered, without a cast, whatever the optimizer. The low
+    half follows where something reads FP32 values of a weight: an embedding, a norm by hand, calls outside of regions.
+    That is a collective, in which all ranks that hold parts take part, as in all that is gathered. What is computed is
+    what O1 computes over FP32 parts. Small parameters travel in FP32 in the same gather. Under O3 modules whose
+    parameters stay FP32 are gathered apart. Inputs and outputs are cast by :class:`mezzo.MixedPrecision` or
+    :func:`mezzo.prepare`: first ``fully_shard``, then the optimizer, then the session.
 
-    Gradients are summed over ranks, and over the micro-batches of ``no_sync()``, in FP32, and rounded once, to the
-    dtype of their part. Sums in 16 bits would lose what is small: BF16 keeps eight bits of them, and FP16, which has
-    to be divided before it is summed so as not to overflow, makes zeros of the smallest.
+    Gradients are summed over ranks, and over the micro-batches of ``no_sync()``, in FP32.
 
     Args:
         model: The model, on any device; on the meta device its parts have no memory until ``model.to_empty(…)``.
@@ -51,12 +50,13 @@ def fully_shard(model: M, policy: Policy | str | os.PathLike[str], *, wrap: Clas
     Raises:
         PolicyError: A ``wrap`` or rule that matches nothing.
         TypeError: ``mp_policy``.
-        UnsupportedError: Parameters of one module in two dtypes.
+        UnsupportedError: Parameters of one module that O3 stores in two dtypes.
         StateError: The model is wrapped or prepared in a way that does not go with it.
 
-    **Cost**: for each module in ``wrap``, each that is kept in FP32, and the model, one all-gather before its forward
-    and one before its backward pass, under O2 half the bytes of FP32 each; and one reduce-scatter in FP32. Without
-    ``wrap`` and ``ModuleList`` the whole model is gathered at once.
+    **Cost**: for each module in ``wrap``, each that O3 keeps in FP32, and the model, one all-gather before its forward
+    and one before its backward pass, under O2 half the bytes of what is stored in halves, and of what is read in FP32
+    one more for its low half; and one reduce-scatter in FP32. Without ``wrap`` and ``ModuleList`` the whole model is
+    gathered at once.
 
     Example:
         >>> import mezzo, torch
@@ -82,7 +82,7 @@ def fully_shard(model: M, policy: Policy | str | os.PathLike[str], *, wrap: Clas
     policy = with_pinned_classes(model, asked)
     prepared: list[Prepared] = preparations_in(model)
     raise_together(_prepared_otherwise(prepared, asked))
-    storage = {} if prepared else wanted_storage(model, policy)  # which a preparation has carried out
+    storage = {} if prepared else wanted_storage(model, policy).plain  # which a preparation has carried out
     for unit in planned(model, storage, policy.param_dtype, wrapped(model, wrap)):
         plain(unit.module, mp_policy=_dtypes(unit.dtype), **kwargs)
     for handle in prepared:

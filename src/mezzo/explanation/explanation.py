@@ -247,7 +247,8 @@ def answer_to(explained: Explained) -> Answer:
     low = dtype_name(policy.dtype)
     others = [each for each in explained.products if each.dtype != low]
     points = (
-        *_other_products(explained, others), *_casts(explained), *_paddings(explained), *_found(explained),
+        *_other_products(explained, others), *_casts(explained), *_weights(explained), *_paddings(explained),
+        *_found(explained),
     )  # fmt: skip
     write, why = _advice(explained, policy, others)
     return Answer(headline=_headline(explained, low, others), points=points, write=write, why=why)
@@ -311,6 +312,11 @@ def _casts(explained: Explained) -> Iterator[str]:
     dearest = ", ".join(f"{kind} {byte_text(size)}" for kind, size in kinds.most_common(2))
     text = f"{counted(explained.num_casts(), 'cast')} read and write {byte_text(total)}{_of_all(explained, total)}"
     yield f"{text}; the dearest: {dearest}"
+
+
+def _weights(explained: Explained) -> Iterator[str]:
+    if explained.weights:
+        yield f"weights: {explained.weights}"
 
 
 def _of_all(explained: Explained, size: int) -> str:
@@ -478,6 +484,7 @@ class Explanation(Explained):
         findings: What else there is to know.
         products: The matrix products and convolutions of the forward pass, those with the most operations first.
         moved_bytes: What all kernels of both passes read and write, casts included.
+        weights: How many bytes of the parameters lie where; empty where none is stored in halves.
     """
 
     @property

@@ -276,6 +276,7 @@ class Explained:
         findings: What else there is to know.
         products: The matrix products and convolutions of the forward pass, those with the most operations first.
         moved_bytes: What all kernels of both passes read and write, casts included.
+        weights: How many bytes of the parameters lie where; empty where none is stored in halves.
     """
 
     model: str
@@ -289,6 +290,7 @@ class Explained:
     findings: tuple[Finding, ...]
     products: tuple[Product, ...] = ()
     moved_bytes: int = 0
+    weights: str = ""
 
     def num_casts(self, **fields: str) -> int:
         """Count the casts whose fields have these values, emulation left out unless ``by="emulation"``.

@@ -27,6 +27,7 @@ from mezzo.trace.measure import LostIntegers, lost_integers
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python, require_scalar
 from mezzo.trace.trace import Trace
+from mezzo.weights import halves
 
 Loss = Callable[[Any], Tensor]
 
@@ -105,7 +106,6 @@ def _traced(
     rounded = _rounded_buffers(model, policy)
     handle = Prepared(model, policy, tells=False)  # a finding does
     trace = Trace(Decider(handle.policy, _ruled(model, handle.policy)), policy.dtype, Where(until=here()))
-    handle.halves.drop()
     region = handle.autocast()
     trace.learn(model, (args, kwargs))
     for path, lost in rounded.items():
@@ -134,6 +134,7 @@ def _traced(
         findings=findings(model, policy, rows, trace, has_backward=bool(differentiable)),
         products=_products(trace),
         moved_bytes=trace.moved_bytes,
+        weights=str(stored) if (stored := halves(model)).count else "",
     )
 
 
@@ -198,14 +199,12 @@ def _ruled(model: nn.Module, policy: Policy) -> dict[int, tuple[Rule, str]]:
 
 
 def _rounded_buffers(model: nn.Module, policy: Policy) -> dict[str, LostIntegers]:
-    """Find the buffers whose integers are lost where they are stored, before they are."""
+    """Find the buffers whose integers are lost where they are stored low, in O3, before they are."""
     found = {}
-    for path, buffer in model.named_buffers():
-        module, _, name = path.rpartition(".")
-        if buffer.dtype == torch.float32 and name not in model.get_submodule(module)._non_persistent_buffers_set:
-            dtype, _ = policy.storage(path, module)
-            if dtype in LOW and (lost := lost_integers(buffer, dtype)) is not None:
-                found[path] = lost
+    for path, buffer in model.named_buffers() if policy.param_dtype in LOW else ():
+        dtype, _ = policy.storage(path, path.rpartition(".")[0])
+        if buffer.dtype == torch.float32 and dtype in LOW and (lost := lost_integers(buffer, dtype)) is not None:
+            found[path] = lost
     return found
 
 

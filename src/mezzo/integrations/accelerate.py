@@ -6,9 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from types import MethodType
 from typing import Any, ClassVar, Final, Literal
-from weakref import ref
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,7 +19,6 @@ from mezzo.session.attach import AttachedPrecision
 from mezzo.session.refusals import models_and_optimizers
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.state import save
-from mezzo.tensors import LOW
 
 require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "accelerate")
 
@@ -54,7 +51,7 @@ def attach(
     - the prepared optimizer's ``step()`` updates or skips; ``accelerator.optimizer_step_was_skipped`` tells which, and
       prepared schedulers wait as they do for Accelerate's own scaler;
     - ``accelerator.save_state`` and ``load_state`` go on bit for bit; state dicts, ``save_model`` and
-      ``save_pretrained`` hold FP32 weights;
+      ``save_pretrained`` hold FP32 weights, in O3 those of 16 bits;
     - ``accelerator.log`` tells its trackers ``mezzo/scale``, the loss scale, and ``mezzo/skipped``, a count of steps.
 
     Args:
@@ -167,15 +164,12 @@ class AcceleratedPrecision(AttachedPrecision):
         refuse(accelerator, modules)
         for model in modules:
             if accelerator.device_placement and not accelerator.verify_device_map(model):
-                model.to(accelerator.device)  # as prepare() would: FP32 values are kept where the parameters are
+                model.to(accelerator.device)  # as prepare() would: the scale lives where the parameters are
         self._is_telling = False
         super().__init__(modules, given, policy, **options)
         self._bind_own(accelerator, "scaler", _AcceleratorsScaler(self))
         self._bind_own(accelerator, "autocast", partial(_region, self))
         self._bind_own(accelerator, "log", partial(_log, self, accelerator.log))
-        for model in modules if policy.param_dtype in LOW else ():
-            if hasattr(type(model), "config_class"):  # as transformers' own models have
-                self._bind_own(model, "save_pretrained", MethodType(_saving(self), model))
 
     def metrics(self) -> dict[str, float]:
         """Return what belongs into a log: the loss scale, and the count of skipped steps.
@@ -217,8 +211,8 @@ class _AcceleratorsScaler(SessionScaler):
             self.amp.step_and_tell(optimizer, closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the session's state without the FP32 weights, which the models' own state dicts have."""
-        return {} if self.amp.is_closed else save(self.amp.engine, self.amp.policy, weights=False)
+        """Return the session's state, also while gradients wait for a step."""
+        return {} if self.amp.is_closed else save(self.amp.engine, self.amp.policy, in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a session's state, or another scaler's."""
@@ -234,17 +228,3 @@ def _region(amp: AcceleratedPrecision, autocast_handler: Any = None) -> Abstract
 def _log(amp: AcceleratedPrecision, log: Callable[..., None], values: dict[str, Any], *args: Any, **kw: Any) -> None:
     """Log a session's values besides a program's: what ``accelerator.log`` does."""
     log({**amp.metrics(), **values}, *args, **kw)
-
-
-def _saving(amp: AcceleratedPrecision) -> Callable[..., None]:
-    """Return what ``save_pretrained`` of a model of transformers is, whose weights are FP32, as its state dict is."""
-    here = ref(amp)  # a copy of the model has the method as well, and not the session
-
-    def save_pretrained(model: Any, save_directory: Any, is_main_process: bool = True, *args: Any, **kw: Any) -> None:
-        type(model).save_pretrained(model, save_directory, is_main_process, *args, **kw)
-        session = here()
-        if is_main_process and session is not None and any(model is each for each in session.weights.models):
-            model.config.dtype = "float32"  # not that of the parameters, in which from_pretrained() would load
-            model.config.save_pretrained(save_directory)
-
-    return save_pretrained

@@ -21,7 +21,7 @@ from mezzo.session.refusals import wrong_options
 from mezzo.session.state import save
 from mezzo.session.weights import widen_states
 from mezzo.tensors import LOW
-from mezzo.weights.models import show_fp32
+from mezzo.weights.models import follow
 
 require_extra("lightning", "the precision plugin for Lightning needs lightning", "lightning.pytorch")
 
@@ -52,9 +52,9 @@ class MezzoPrecision(Precision):
     Accumulation, clipping, hooks, closures, manual optimization, validation and ``strategy="ddp"`` stay as they are:
     when a backward pass ends, gradients are FP32, unscaled and checked, and ``optimizer.step()`` updates or skips. In
     the Trainer the module is converted for each run, and FP32 again after it; in Fabric from its setup until
-    ``plugin.teardown()``. Checkpoints of either hold FP32 weights, and beside the optimizers' state the session's: they
-    go on bit for bit. The Trainer logs ``mezzo/scale``, the loss scale, and ``mezzo/skipped``, a count of steps; for
-    Fabric :meth:`metrics` has both.
+    ``plugin.teardown()``. Checkpoints of either hold FP32 weights, in O3 those of 16 bits, and beside the optimizers'
+    state the session's: they go on bit for bit. The Trainer logs ``mezzo/scale``, the loss scale, and
+    ``mezzo/skipped``, a count of steps; for Fabric :meth:`metrics` has both.
 
     Args:
         policy: A policy, its text, or the path of a policy file.
@@ -112,7 +112,7 @@ class MezzoPrecision(Precision):
             if prepared.model is not module:  # which is what is saved, copied, and trained by the session
                 vars(module)["_mezzo_prepared"] = [prepared]
                 self._undo.callback(vars(module).pop, "_mezzo_prepared", None)
-                self._undo.callback(show_fp32(module, prepared.halves))
+                self._undo.callback(follow(module))
         if not hasattr(Strategy.setup_optimizer, "__wrapped__"):
             Strategy.setup_optimizer = _telling(Strategy.setup_optimizer)  # type: ignore[method-assign]
         return module
@@ -233,8 +233,8 @@ class MezzoPrecision(Precision):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, for a checkpoint of the Trainer's; after a run that of its end."""
-        # Without the FP32 weights, which the module's own state dict has, and also while gradients wait for a step.
-        return self._saved if self.session is None else save(self.session.engine, self.policy, weights=False)
+        # Also while gradients wait for a step.
+        return self._saved if self.session is None else save(self.session.engine, self.policy, in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a checkpoint of the Trainer's."""

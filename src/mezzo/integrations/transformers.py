@@ -45,7 +45,7 @@ def plug(
     - its scheduler waits where a step was skipped; ``global_step`` counts that step, as with its own scaler;
     - ``log_history``, and what callbacks log, have ``mezzo/scale``, the loss scale, and ``mezzo/skipped``, a count of
       steps, beside ``loss``;
-    - checkpoints and ``save_model()`` hold FP32 weights at every level.
+    - checkpoints and ``save_model()`` hold FP32 weights, in O3 those of 16 bits.
 
     Args:
         trainer: The Trainer. Its class becomes one that derives from :class:`MezzoMixin` and its own.

@@ -119,10 +119,10 @@ def _cause(first: RecordedTensor) -> tuple[str, str]:
         return why, explained
     if first.kind == "weights":
         why = (
-            f"An update left FP16's range. Without FP32 masters optimizers compute in {named}, where AdamW's eps of "
+            f"An update left FP16's range. Of weights in {named} alone optimizers compute in it, where AdamW's eps of "
             "1e-8 is zero, and what is divided by it infinite."
         )
-        return why, f'policy="O2,dtype={first.dtype}", which keeps FP32 masters'
+        return why, f'policy="O2,dtype={first.dtype}", whose weights are FP32'
     why = "FP16 ends at 65504, whatever the loss scale, and what is beyond is infinite; or a batch had such numbers."
     return why, f"{explained}; where it is FP16's range, {both('dtype=bfloat16')}"
 
@@ -181,8 +181,8 @@ def _written(evidence: Evidence, scale: LossScale) -> str:
 
 
 def rescaled(policy: Policy, scale: LossScale) -> Policy:
-    """Return a policy with another loss scale, and with FP32 masters if it has none: FP16 cannot unscale gradients."""
-    if policy.master_weights or policy.param_dtype == torch.float32:
+    """Return a policy with another loss scale, and with FP32 weights: FP16 cannot unscale gradients."""
+    if policy.param_dtype == torch.float32:
         return dataclasses.replace(policy, loss_scale=scale)
     return Policy.O2(policy.dtype, emulate=policy.emulate, loss_scale=scale)
 
@@ -246,7 +246,7 @@ def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
 
 
 def stopped(evidence: Evidence, lost: Mapping[str, SwallowedUpdates]) -> Iterator[Alert]:
-    """Find weights that are stored low, without masters, and do not move although they have gradients."""
+    """Find weights that are stored in 16 bits alone, and do not move although they have gradients."""
     low = {path: dtype for path, dtype in stored_low(evidence).items() if path in lost}
     still = {path: lost[path].share_unmoved for path in low if lost[path].share_unmoved > SWALLOWED}
     if still:
@@ -258,7 +258,7 @@ def stopped(evidence: Evidence, lost: Mapping[str, SwallowedUpdates]) -> Iterato
             what=f"{share_text(unmoved, whole)} of the weights with a gradient did not move.",
             where=f"{worst}: {share_text(still[worst], 1)}; of {len(low)} weights {len(still)} lose over a tenth",
             why=f"They are stored in {dtype}: an update of less than half the gap to the next number rounds away.",
-            write=f'policy="O2,dtype={low[worst]}", which keeps FP32 masters',
+            write=f'policy="O2,dtype={low[worst]}", whose weights are FP32',
         )
 
 
@@ -603,7 +603,7 @@ def _fp8(totals: Totals) -> FormatAnswer:
 
 
 def _swallowing(lost: Mapping[str, SwallowedUpdates]) -> Iterator[str]:
-    """Say of the 16-bit formats how many updates vanish where weights are stored in them without masters."""
+    """Say of the 16-bit formats how many updates vanish where weights are stored in them alone."""
     for target in (FP16, BF16):
         known = {path: each for path, each in lost.items() if target.name in each.swallowed and each.updated}
         if not known:
@@ -613,8 +613,8 @@ def _swallowing(lost: Mapping[str, SwallowedUpdates]) -> Iterator[str]:
         name, share = format_text([target.name]), share_text(whole.swallowed[target.name], whole.updated)
         if whole.share(target) > SWALLOWED:
             yield (
-                f"Weights stored in {name} without FP32 masters swallow {share} of the updates, "
-                f"{share_text(known[worst].share(target), 1)} in {worst}: keep masters, as O1 and O2 do."
+                f"Weights stored in {name} alone swallow {share} of the updates, "
+                f"{share_text(known[worst].share(target), 1)} in {worst}: keep them FP32, as O1 and O2 do."
             )
         else:
             yield f"Weights stored in {name} swallow {share} of the updates."
@@ -634,18 +634,18 @@ def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequenc
     if header.compute_dtype == FP16.name and any(each.kind in GRADIENTS for each in spoilt):
         return rescaled(current, LossScale.dynamic()), "Its loss scale skips steps whose gradients are not finite."
     scale = better_scale(evidence)
-    if alerts and not (current.master_weights or current.param_dtype == torch.float32):
-        masters = Policy.O2(current.dtype, emulate=current.emulate)
+    if alerts and current.param_dtype != torch.float32:
+        wide = Policy.O2(current.dtype, emulate=current.emulate)
         if any(flushed(evidence)) and scale is not None:
-            masters = rescaled(current, scale)
-        return masters, "O2 keeps FP32 masters of the weights, which no update leaves or rounds away in."
+            wide = rescaled(current, scale)
+        return wide, "Weights of O2 are FP32, which no update leaves or rounds away in."
     if header.compute_dtype == BF16.name or not alerts:
         return None, ""
     beyond = [each.dtype for each in spoilt][:1] == [FP16.name] or any(near(evidence))
     if not beyond and scale is not None and any(flushed(evidence)):
         return rescaled(current, scale), "The loss scale moves the gradients into FP16's range."
     if beyond or any(flushed(evidence)):
-        level = Policy.O1 if current.autocast else Policy.O2
+        level = Policy.O2 if current.halves else Policy.O1
         bfloat16 = level(BF16.name, rules=current.rules, emulate=current.emulate)
         return bfloat16, "BF16 has FP32's range, and needs no loss scale."
     return None, ""

@@ -68,8 +68,8 @@ class SwallowedUpdates:
         swallowed: Of these, by storage format: elements where round(w + Δw) == w.
         beyond: Of these: elements whose weight is at least 2048 times their update, in magnitude.
         with_gradient: Elements whose gradient is not zero.
-        unmoved: Of these: elements whose update is zero. In weights that are stored in low precision, without masters,
-            they are the updates that were swallowed already.
+        unmoved: Of these: elements whose update is zero. In weights that are stored in 16 bits alone, they are
+            the updates that were swallowed already.
     """
 
     updated: int

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import Final, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.sharded import local
+from mezzo.releases import private
 from mezzo.tensors import tensors
-from mezzo.weights.models import halves_in
+from mezzo.weights.halves import in_halves
+from mezzo.weights.stepping import in_memory
+
+#: Where the storage of a tensor lies, which its own data_ptr() would separate from what it shares with others.
+_ADDRESS: Final = private("torch._C._data_address")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +24,9 @@ class StateBytes:
     """What lives from one step to the next, each storage counted once, where it first appears.
 
     Attributes:
-        weights: Parameters and buffers of the model.
+        weights: Parameters and buffers of the model, of those in two halves the high ones.
         gradients: Gradients held.
-        remainders: The low halves of weights that are stored in two.
+        remainders: The low halves.
         optimizer: Moments and other tensors of the optimizer's state.
     """
 
@@ -57,12 +61,11 @@ def state_bytes(model: nn.Module, *optimizers: Optimizer) -> StateBytes:
         StateBytes(weights=256, gradients=256, remainders=0, optimizer=0)
     """
     params, seen = list(model.parameters()), set[int]()
-    owners = dict.fromkeys(halves for module in model.modules() for halves in halves_in(module))
-    rests = (halves.rest_of(tensor) for halves in owners for tensor in halves if halves.has_rest(tensor))
+    remainders = _fresh_bytes((halves.lo for halves in map(in_halves, params) if halves is not None), seen)
     return StateBytes(
         weights=_fresh_bytes([*params, *model.buffers()], seen),
         gradients=_fresh_bytes((param.grad for param in params if param.grad is not None), seen),
-        remainders=_fresh_bytes(rests, seen),
+        remainders=remainders,
         optimizer=_fresh_bytes(tensors([each.state for each in optimizers]), seen),
     )
 
@@ -109,9 +112,9 @@ class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
 
 def _fresh_bytes(each: Iterable[Tensor], seen: set[int]) -> int:
     total = 0
-    for tensor in each:
-        storage = local(tensor).untyped_storage()
-        if storage.nbytes() and storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            total += storage.nbytes()
+    for tensor in in_memory(each):
+        size, address = tensor.untyped_storage().nbytes(), _ADDRESS(tensor)
+        if size and address not in seen:
+            seen.add(address)
+            total += size
     return total

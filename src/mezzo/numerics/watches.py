@@ -23,8 +23,7 @@ from mezzo.numerics.histogram import COUNTABLE, ROW, count_into, standing_alone
 from mezzo.numerics.subject import Subject
 from mezzo.tensors import dtype_name, each_tensor, flat, mark, moved
 from mezzo.trace.modes import is_watched
-from mezzo.weights.halves import owner_of
-from mezzo.weights.models import halves_in
+from mezzo.weights import Halves
 
 # Updates that vanish: added to a weight in some storage format, they round away.
 
@@ -408,11 +407,11 @@ class WeightWatch:
             updated: The parameters that the step is one of.
         """
         moving = (param for param in self._subject.params if param.requires_grad and param in updated)
-        for param, value in self._values(filter(is_countable, moving)):
+        for param, value in _values(moving):
             if "weights" in self._kinds:
                 self._put("weights", param, value.dtype, self._tally.count(value))
             if "updates" in self._kinds:
-                self._before[param] = value.to(torch.float32, copy=value.dtype == param.dtype), value.dtype
+                self._before[param] = value.to(torch.float32, copy=True), value.dtype
 
     def keep(self, moved: Container[Tensor]) -> None:
         """Let go of the copies of parameters that the step is not one of after all."""
@@ -422,7 +421,7 @@ class WeightWatch:
         """Count the weights that no step has moved."""
         places = self._subject.params if "weights" in self._kinds else {}
         others = [param for param, place in places.items() if ("weights", *place) not in self._places]
-        for param, value in self._values(filter(is_countable, others)):
+        for param, value in _values(others):
             self._put("weights", param, value.dtype, self._tally.count(value))
 
     def gradient(self, param: Tensor, gradient: Tensor, factor: Tensor | None) -> None:
@@ -444,7 +443,7 @@ class WeightWatch:
     def after(self) -> None:
         """Count the updates of the weights that were copied, and let go of the copies."""
         moves = []
-        for param, value in self._values(self._before):
+        for param, value in _values(self._before):
             before, dtype = self._before[param]
             update = value.float() - before
             row = self._tally.count(update)
@@ -458,15 +457,16 @@ class WeightWatch:
         for device in dict.fromkeys(move.update.device for move in moves):
             count_moves([move for move in moves if move.update.device == device], self._formats)
 
-    def _values(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield parameters, each with its FP32 value if it is stored in two halves, and else with what it holds."""
-        owners = [*dict.fromkeys(each for module in self._subject.model.modules() for each in halves_in(module))]
-        for param in params:
-            owner = owner_of(param, owners)
-            yield param, param.detach() if owner is None else owner.read(param)
-
     def _put(self, kind: str, param: Tensor, dtype: torch.dtype, row: int) -> None:
         self._places[kind, *self._subject.params[param]] = dtype_name(dtype), [row]
+
+
+def _values(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the parameters whose values can be counted, each with them."""
+    for param in params:
+        value = param.value() if isinstance(param, Halves) else param.detach()  # halves are decoded once
+        if is_countable(value):
+            yield param, value
 
 
 def swallowed_of(numbers: Sequence[int], formats: Sequence[Format]) -> SwallowedUpdates:

@@ -1,7 +1,7 @@
 """Optimizers that update everything in one pass: torch's signatures, parameter groups and state dicts.
 
-What an update does to an element, how weights lie in memory and how kernels are launched is said in ``mezzo.step``; who
-owns FP32 values of low parameters, and how torch's optimizers see them, in ``mezzo.weights``.
+What an update does to an element, how weights lie in memory and how kernels are launched is said in ``mezzo.step``;
+what a weight in halves is to every other optimizer, in ``mezzo.weights``.
 """
 
 from mezzo.optim.classes import SGD, Adam, AdamW, Lion

@@ -55,7 +55,7 @@ class AdamW(OnePassOptimizer):
         >>> bool(amp.step().skipped)
         False
         >>> model.weight.dtype, optimizer.state[model.weight]["exp_avg"].dtype
-        (torch.bfloat16, torch.float32)
+        (torch.float32, torch.float32)
 
     References:
         Loshchilov & Hutter, *Decoupled Weight Decay Regularization*, ICLR 2019.

@@ -32,7 +32,7 @@ from mezzo.optim.state import (
     saved,
     wrong_weights,
 )
-from mezzo.sharded import local, locals_of, number_of_shard, placed, sharding
+from mezzo.sharded import is_distributed, local, locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.moments import is_coded, zeros
@@ -40,9 +40,13 @@ from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
 from mezzo.tensors import LOW, described, dtype_name, foreach_copy_
-from mezzo.weights.halves import Halves, owner_of
+from mezzo.weights.halves import Halves, in_halves
+from mezzo.weights.stepping import in_memory
 
 Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+#: The high and the low half of a weight.
+_Parts: TypeAlias = tuple[Tensor, Tensor]
 
 _KIND: Final = attrgetter("dtype", "shape", "device")
 _LAYOUT: Final = attrgetter("layout")
@@ -51,10 +55,11 @@ _DENSE: Final = {torch.strided}
 
 @dataclass(slots=True, eq=False)
 class _Ready:
-    """Parameters that are updated together, and what updates this rank's part of them."""
+    """Parameters that are updated together, what updates this rank's part of them, and whether they are DTensors."""
 
     params: list[Tensor]
     update: BucketUpdate
+    is_sharded: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,23 +70,20 @@ class _Wanted:
         rule: The rule.
         params: The parameters.
         kinds: What each of them is.
-        replaced: How often the low halves of adopted models were given other memory until the buckets were built.
-        shards: What this rank holds of each, once buckets were built; ``None`` where all are plain tensors.
+        memory: The tensors in which their values lie on this rank.
         buckets: Those of them that are updated together, in the same order; ``None`` until they were built.
     """
 
     rule: UpdateRule
     params: list[Tensor]
     kinds: list[Any]
-    replaced: list[int]
-    shards: list[Tensor] | None = None
+    memory: list[Tensor]
     buckets: list[_Ready] | None = None
 
     def is_as(self, other: _Wanted) -> bool:
         """Whether the buckets that were built for another serve this one."""
-        alike = self.rule == other.rule and self.kinds == other.kinds and self.replaced == other.replaced
-        same = alike and all(map(is_, self.params, other.params))
-        return same and (other.shards is None or all(map(is_, map(local, self.params), other.shards)))
+        alike = self.rule == other.rule and self.kinds == other.kinds and len(self.memory) == len(other.memory)
+        return alike and all(map(is_, self.params, other.params)) and all(map(is_, self.memory, other.memory))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,9 +108,8 @@ class _Prepared:
 class OnePassOptimizer(Optimizer):
     """An optimizer whose step reads and writes everything once, and never asks the host whether to skip.
 
-    FP32 values of low parameters belong to their model: an optimizer that was adopted reads and writes both halves of
-    them in the same pass as everything else, and keeps nothing of them itself. :class:`mezzo.MixedPrecision` adopts it,
-    or :func:`mezzo.prepare` by ``prepared.adopt(optimizer)``.
+    Of parameters that are stored in halves it reads and writes both, in the same pass as everything else, and keeps
+    nothing of them itself.
 
     A session hands its verdict to :meth:`update`. ``torch.amp.GradScaler`` sets the attributes ``found_inf`` and
     ``grad_scale`` for a step, as for torch's fused optimizers: 0-d tensors, whether to skip, and what to divide
@@ -116,9 +117,13 @@ class OnePassOptimizer(Optimizer):
 
     Attributes:
         updates: How many steps were taken or skipped since the optimizer was made.
+        reads_halves: That its kernels read and write halves by themselves.
+        rounds: Whether low parameters without a low half (O3) are rounded to their dtype after each update, as a
+            session says; else they are refused.
     """
 
     _rule: ClassVar[str]
+    reads_halves: ClassVar[bool] = True
     _step_supports_amp_scaling = True
 
     def __init__(self, params: Params, torch_only: Mapping[str, Any], **defaults: Any) -> None:
@@ -129,32 +134,18 @@ class OnePassOptimizer(Optimizer):
         super().__init__(ordered(params), defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer, here or on another machine. It is adopted by no model."""
+        """Restore a copied or unpickled optimizer, here or on another machine."""
         self._start()
         super().__setstate__(state)
 
     def _start(self) -> None:
         """Know nothing yet of what the state is for."""
-        self._halves: list[Halves] = []
         self._ready: dict[int, _Wanted] = {}  # what was prepared for the state as it is, by the group's number
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
         self._prepared: _Prepared | None = None
         self._verdict: Verdict | None = None  # of the step under way
         self.updates = 0
-
-    def adopt(self, halves: Sequence[Halves]) -> None:
-        """Find the low halves of low parameters in these from now on, and in no others.
-
-        Args:
-            halves: Of the models whose parameters this optimizer updates. A parameter that they contain without a low
-                half (``O3``) is rounded to its own dtype after each update.
-        """
-        self._halves = list(halves)
-        self._ready.clear()
-
-    def leave(self) -> None:
-        """Serve no model any more: be as the optimizer was built, with its state."""
-        self.adopt(())
+        self.rounds = False
 
     def rule_of(self, group: Group) -> UpdateRule:
         """Return a group's update rule."""
@@ -196,7 +187,7 @@ class OnePassOptimizer(Optimizer):
             What the closure returned.
 
         Raises:
-            StateError: A low parameter of no adopted model; or one that was resized, or moved, since its state was
+            StateError: A low parameter outside a session; or one that was resized, or moved, since its state was
                 made.
             PolicyError: A hyper-parameter that no update can work with, or a parameter in float64.
             UnsupportedError: A sparse gradient. Whatever is raised, nothing was updated.
@@ -291,7 +282,7 @@ class OnePassOptimizer(Optimizer):
         """
         if len(gradients) > len(ready.params):
             gradients = [param.grad for param in ready.params]
-        if ready.update.bucket.weights is not ready.params:  # tensor parallelism leaves some as sums not taken yet
+        if ready.is_sharded:  # tensor parallelism leaves some as sums not taken yet
             gradients = [local(placed(each, param)) for each, param in zip(gradients, ready.params, strict=True)]
         try:
             return ready.update.ready(gradients)
@@ -317,8 +308,6 @@ class OnePassOptimizer(Optimizer):
 
         What no kernel could update is refused before any group is touched.
         """
-        for halves in self._halves:
-            halves.settle()
         return [self._wanted_of(number, group) for number, group in enumerate(self.param_groups)]
 
     def _wanted_of(self, number: int, group: Group) -> tuple[_Wanted, list[Tensor]]:
@@ -331,42 +320,23 @@ class OnePassOptimizer(Optimizer):
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
-        wanted = _Wanted(self.rule_of(group), params, list(map(_KIND, params)), self._replaced())
+        wanted = _Wanted(self.rule_of(group), params, list(map(_KIND, params)), in_memory(params))
         if (known := self._ready.get(number)) is not None and wanted.is_as(known):
             return known, gradients
         raise_together(wrong_weights(params))
-        self._require_owners(params, f"{type(self).__name__}, group {number}")
+        if not self.rounds:
+            _require_exact(params, f"{type(self).__name__}, group {number}")
         for param in params:
             state = self.state.get(param, {})
             check_unchanged(param, {name: state[name] for name in wanted.rule.states if name in state})
             check_scales(param, state, wanted.rule.states)
-            if (owner := owner_of(param, self._halves)) is not None:
-                check_unchanged(local(param), {"low half": owner.rest_of(param)})
         return wanted, gradients
-
-    def _replaced(self) -> list[int]:
-        return [halves.num_replaced for halves in self._halves]
-
-    def _require_owners(self, params: list[Tensor], where: str) -> None:
-        """Refuse low parameters that belong to no adopted model."""
-        low = (param for param in params if param.dtype in LOW)
-        if alone := [param for param in low if not any(param in halves for halves in self._halves)]:
-            dtype = dtype_name(alone[0].dtype)
-            raise StateError(
-                f"{dtype} weights without a remainder",
-                where=f"{where}: {some_of(list(map(described, alone)))}",
-                why=f"an update below half a unit in the last place of {dtype} is lost",
-                write="prepared = mezzo.prepare(model.float(), policy); prepared.adopt(optimizer)\n"
-                "or mezzo.MixedPrecision(model.float(), optimizer, policy)",
-            )
 
     def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
         """Return a group's buckets, built anew when other parameters have gradients."""
         if (buckets := wanted.buckets) is None:
-            weights, buckets = locals_of(wanted.params), list(self._built(number, wanted.params, wanted.rule))
-            shards = None if weights is wanted.params else weights
-            # Counted anew: to ask for a low half may have moved it to its weight's device.
-            self._ready[number] = replace(wanted, replaced=self._replaced(), shards=shards, buckets=buckets)
+            buckets = list(self._built(number, wanted.params, wanted.rule))
+            self._ready[number] = replace(wanted, buckets=buckets)
         for device in {each.update.bucket.step.device for each in buckets}:
             self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
         return buckets
@@ -374,35 +344,35 @@ class OnePassOptimizer(Optimizer):
     def _built(self, number: int, params: list[Tensor], update_rule: UpdateRule) -> Iterator[_Ready]:
         group = self.param_groups[number]
         self._give_state(group, params, update_rule)
-        alike: dict[Hashable, list[tuple[Tensor, Tensor | None]]] = {}
+        alike: dict[Hashable, list[tuple[Tensor, _Parts | None]]] = {}
         for param in params:
-            owner = owner_of(param, self._halves)
-            rest = None if owner is None else owner.rest_of(param)
+            parts = _halves_of(param)
             is_rounded = any(self.state[param][name].dtype != torch.float32 for name in update_rule.states)
             seeded = sharding(param) if is_rounded else None  # as which moments are rounded
-            kind = param.device, param.dtype, rest is None, id(self.state[param]["step"]), seeded
-            alike.setdefault(kind, []).append((param, rest))
+            kind = param.device, param.dtype, parts and parts[0].dtype, id(self.state[param]["step"]), seeded
+            alike.setdefault(kind, []).append((param, parts))
         for together in alike.values():
-            members, rests = [param for param, _ in together], [rest for _, rest in together]
+            members, halves = [param for param, _ in together], [parts for _, parts in together if parts is not None]
             device = members[0].device
             self._leave_others_behind(members)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
             kept = [self.state[param] for param in members]
             bucket = Bucket(
                 rule=update_rule,
-                storage=PLAIN if rests[0] is None else SPLIT,
+                storage=SPLIT if halves else PLAIN,
                 hypers=hypers.tensors,
                 step=kept[0]["step"],
-                weights=locals_of(members),
-                extras=rests,
+                weights=[high for high, _ in halves] or [_lying(each) for each in locals_of(members)],
+                extras=[low for _, low in halves] or [None] * len(members),
                 states=[kept_of(state, update_rule.states) for state in kept],
                 # Copies of a shard are rounded alike at random, and two shards are not.
                 seed=number + (number_of_shard(members[0]) << 16),
             )
+            is_sharded = any(map(is_distributed, members))
             try:
-                yield _Ready(members, executor_for(device).update_of(bucket))
+                yield _Ready(members, executor_for(device).update_of(bucket), is_sharded)
             except NoKernel as error:
-                yield _Ready(members, portable(error).update_of(bucket))
+                yield _Ready(members, portable(error).update_of(bucket), is_sharded)
 
     def _give_state(self, group: Group, params: list[Tensor], update_rule: UpdateRule) -> None:
         """Make what parameters lack: a count that all new ones share, and zeros."""
@@ -474,12 +444,36 @@ class OnePassOptimizer(Optimizer):
             given = given if replaced is None else replaced
         check_state(given, self._rule)
         state, groups = restored(given, self.param_groups, self.rule_of)
-        # torch's own: that of this class would forget what was adopted.
+        # torch's own: that of this class would forget what a session has set.
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
         self._ready.clear()
         self._hypers.clear()
         for hook in after:
             hook(self)
+
+
+def _lying(here: Tensor) -> Tensor:
+    """Return the tensor in which the values of a parameter lie that is not stored in halves, or not for now."""
+    return here.value() if isinstance(here, Halves) else here
+
+
+def _halves_of(param: Tensor) -> _Parts | None:
+    """Return the two halves in which a parameter is stored, of a DTensor this rank's."""
+    halves = in_halves(param)
+    return None if halves is None else (halves.hi, halves.lo)
+
+
+def _require_exact(params: list[Tensor], where: str) -> None:
+    """Refuse low parameters, whose updates would be rounded."""
+    if alone := [param for param in params if param.dtype in LOW]:
+        dtype = dtype_name(alone[0].dtype)
+        raise StateError(
+            f"{dtype} weights without a remainder",
+            where=f"{where}: {some_of(list(map(described, alone)))}",
+            why=f"an update below half a unit in the last place of {dtype} is lost",
+            write="mezzo.prepare(model.float(), policy), or mezzo.MixedPrecision(model.float(), optimizer, policy), "
+            "with O2: weights are FP32, stored in two halves",
+        )
 
 
 def as_one_pass(optimizer: Optimizer) -> OnePassOptimizer | None:

@@ -17,7 +17,6 @@ from typing import Any, Final, TypeAlias
 import numpy
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, StateError, closest, message, nearest, raise_together, shown, some_of
 from mezzo.sharded import flags_of_all, is_distributed, local, placed, sharded_as, sharding
@@ -47,21 +46,6 @@ _TORCH_ONLY: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "decoupled_weight_decay": ("that is another class here", "leave it out; mezzo.optim.AdamW where it is True"),
     }
 )
-
-
-class Look:
-    """A hook before optimizers' steps that writes nothing: what a step has made ready stays so behind it.
-
-    Args:
-        look: Is called with the optimizer; it may raise.
-    """
-
-    def __init__(self, look: Callable[[Optimizer], object]) -> None:
-        self._look = look
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Look at an optimizer that is about to step."""
-        self._look(optimizer)
 
 
 def check_arguments(optimizer: object, others: Mapping[str, Any]) -> None:

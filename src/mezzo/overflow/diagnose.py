@@ -242,7 +242,7 @@ class Context:
     autocasts: bool = False
 
     def __post_init__(self) -> None:
-        self.autocasts = self.policy is not None and self.policy.autocast
+        self.autocasts = self.policy is not None and self.policy.casts
 
 
 def diagnose(origin: Origin, context: Context, lowered: float | None = None) -> Overflow:
@@ -271,8 +271,8 @@ def _judged(origin: Origin, context: Context, lowered: float | None) -> tuple[Ki
     name, before = origin.tensor.name, "was not finite before the"
     if origin.role == "parameter":
         cause = f"the parameter {name} {before} pass: an earlier update or load made it so"
-        if origin.tensor.dtype == "float16" and not (context.policy is not None and context.policy.master_weights):
-            cause += "\nwithout FP32 masters an optimizer computes in float16, where Adam's eps of 1e-8 is 0"
+        if origin.tensor.dtype == "float16":
+            cause += "\nof weights in float16 alone an optimizer computes in it, where Adam's eps of 1e-8 is 0"
         return "parameter", cause, _RELOAD
     if origin.role == "buffer":
         return "buffer", f"the buffer {name} {before} pass: running statistics keep what one bad batch left", _RELOAD

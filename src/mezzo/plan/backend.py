@@ -52,7 +52,7 @@ def compile_backend(
     keeps the placement that it had, and the log says so.
 
     Args:
-        policy: A policy that casts ops: O1, or ``O2,autocast=true``.
+        policy: A policy that casts ops: O1 or O2.
         objective: As :func:`mezzo.plan.plan`.
         inner: A backend that gets the graphs, or its name. For ``"inductor"``, and for what is no name, costs are those
             of fused kernels, otherwise those of single ones.

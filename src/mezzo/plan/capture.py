@@ -240,7 +240,9 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     names = list(inspect.signature(model.forward).parameters)
     policy = with_low_ends(model, policy)
     storage = wanted_storage(model, policy, waits=True)
-    stored = {path: storage[param] for path, param in model.named_parameters() if param in storage}
+    # Of halves the high one is read, which costs no cast.
+    dtypes: dict[Tensor, torch.dtype] = dict((*storage.plain.items(), *storage.halves.items()))
+    stored = {path: dtypes[param] for path, param in model.named_parameters() if param in dtypes}
     found: list[Graph | MezzoError] = []
 
     def keep(graph: fx.GraphModule, inputs: Any) -> Any:
@@ -307,10 +309,10 @@ def _last_line(text: str) -> str:
 
 def require_choice(policy: Policy) -> None:
     """Refuse a policy that casts no op."""
-    if not policy.autocast:
+    if not policy.casts:
         raise PolicyError(
             f"{policy.level} casts no op, so that there is no choice to make",
-            write=f"{both('O1,dtype=bfloat16')}, or with low weights {both('O2,dtype=bfloat16,autocast=true')}",
+            write=f"{both('O1,dtype=bfloat16')}; or with weights in halves {both('O2,dtype=bfloat16')}",
         )
 
 
@@ -332,7 +334,7 @@ def read(
         root_of: Returns the path that a module has in the model, by the local variable that holds it in what was
             captured.
         names: Of the model's arguments, where what was captured takes any.
-        stored: What parameters will be stored in, by their paths, where that is not what they are now.
+        stored: What parameters will be read in without a cast, by their paths, where that is not what they are now.
 
     Raises:
         PolicyError: The policy casts no op, or bans one that the graph has.

@@ -50,7 +50,7 @@ def plan(
     Args:
         model: The model, in the state in which it is to run: ``train()`` or ``eval()``.
         *inputs: Its positional arguments. A single tuple stands for all of them, a single mapping for keywords.
-        policy: A policy that casts ops (O1, or ``O2,autocast=true``), its text, or the path of a policy file.
+        policy: A policy that casts ops (O1 or O2), its text, or the path of a policy file.
         objective: ``"time"``: bytes moved in a step; ``"memory"``: bytes that it keeps for the backward pass; or a
             number between 0 (time) and 1 (memory) by which a byte kept counts, and one moved by the rest. Of placements
             that are equal, the better one in what was not asked for, and then the one with fewer low ops.

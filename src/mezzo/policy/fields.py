@@ -30,7 +30,7 @@ WORDS: Final[dict[str, dict[str, Any]]] = {
     "level": {level: level for level in LEVELS},
     **dict.fromkeys(("dtype", "param_dtype"), DTYPES),
     "output_dtype": {**DTYPES, "none": None},
-    **dict.fromkeys(("autocast", "keep_batchnorm_fp32"), _BOOLEANS),
+    "keep_batchnorm_fp32": _BOOLEANS,
     "lists": {"portable": "portable", "device": "device"},
     "norms": {"fp32": "fp32", "fp32_math": "fp32_math"},
     "emulate": {"auto": "auto", **_BOOLEANS},
@@ -50,16 +50,14 @@ LONGEST_TEXT: Final = 100_000
 
 def level_fields(level: Level, dtype: torch.dtype) -> dict[str, Any]:
     """Return what a level sets."""
-    low = level in ("O2", "O3")
     scale: LossScale = LossScale.none()
     if dtype == torch.float16 and level != "O0":
         scale = LossScale.constant(1.0) if level == "O3" else LossScale.dynamic()
     return {
         "level": level,
         "dtype": dtype,
-        "param_dtype": dtype if low else torch.float32,
-        "output_dtype": torch.float32 if low else None,
-        "autocast": level == "O1",
+        "param_dtype": dtype if level == "O3" else torch.float32,
+        "output_dtype": torch.float32 if level == "O3" else None,
         "keep_batchnorm_fp32": level != "O3",
         "loss_scale": scale,
         "lists": "portable",
@@ -91,7 +89,21 @@ _FIXED: Final = {
 #: The builder whose name is most often taken for a key.
 _KEEP: Final = "keep_fp32"
 _LEVEL_KEYS: Final = ("level", "opt_level", "amp_level")
-_MASTERS: Final = ("master_weights", "masters", "master", "master_weight")
+_STORED: Final = (
+    "levels differ in where weights live: O1 has FP32 weights, O2 stores FP32 weights in two halves, O3's are low"
+)
+#: What has weights that a user wants stored in 16 bits.
+_STORING: Final = "O2,dtype={low} O3,dtype={low}"
+#: Keys that are answered by the level: why, and by the level and another answer what has that one.
+_BY_LEVEL: Final[dict[str, tuple[str, dict[tuple[str, str], str]]]] = {
+    **dict.fromkeys(("master_weights", "masters", "master", "master_weight"), (_STORED, {
+        ("O2", "false"): "O3,dtype={low},keep_batchnorm_fp32=true", ("O3", "true"): "O2,dtype={low}",
+    })),
+    "autocast": ("O1 and O2 cast at ops, O0 and O3 do not", {
+        ("O0", "true"): "O1,dtype=bfloat16", ("O3", "true"): "O1,dtype={low} O2,dtype={low}",
+        ("O1", "false"): "O3,dtype={low}", ("O2", "false"): "O3,dtype={low}",
+    }),
+}  # fmt: skip
 
 
 def wrong_values(values: Mapping[str, Any]) -> Iterator[PolicyError]:
@@ -144,31 +156,28 @@ def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
         values: The value of every field; none is wrong by itself.
     """
     level, dtype, param_dtype, scale = (values[name] for name in ("level", "dtype", "param_dtype", "loss_scale"))
-    low, is_fp32, name = param_dtype in LOW, dtype == torch.float32, dtype_name(dtype)
-    stores = level if level in ("O2", "O3") else "O2"
-    low_name = name if dtype in LOW else "bfloat16"
+    is_fp32, is_low = dtype == torch.float32, param_dtype in LOW
+    name, stored = dtype_name(dtype), dtype_name(param_dtype)
     problems = (  # whether it is there, what, why, the texts to write
         (level == "O0" and not is_fp32,
          f"O0 cannot compute in {name}", "O0 is the FP32 reference", f"O1,dtype={name}"),
         (level != "O0" and is_fp32,
          f"{level} cannot compute in float32", "nothing would be mixed", f"{level},dtype=bfloat16 O0"),
-        (level == "O0" and is_fp32 and values["autocast"],
-         f"{level} with dtype=float32 cannot autocast", "autocast casts to a low-precision dtype", "O1,dtype=bfloat16"),
-        (low and param_dtype != dtype,
-         f"weights cannot be {dtype_name(param_dtype)} while ops compute in {name}",
+        (level != "O3" and is_low, f"{level} has no {stored} parameters", _STORED, _STORING.format(low=stored)),
+        (level == "O3" and is_low and not is_fp32 and param_dtype != dtype,
+         f"weights cannot be {stored} while ops compute in {name}",
          "each use would cast between two 16-bit formats, which is as lossy as both together",
-         f"{stores},dtype={dtype_name(param_dtype)}" + (f" {stores},dtype={name}" if dtype in LOW else "")),
-        (level != "O0" and dtype in LOW and not low and not values["autocast"],
-         f"{level} with float32 weights and no autocast has nothing in {name}",
-         "neither the weights nor the ops would be low precision", f"O1,dtype={name}"),
-        (not values["keep_batchnorm_fp32"] and not low,
-         "keep_batchnorm_fp32=false has no effect on float32 weights",
-         "only weights stored in low precision can take batch norm with them",
-         f"O2,dtype={low_name},keep_batchnorm_fp32=false"),
+         f"O3,dtype={stored} O3,dtype={name}"),
+        (level == "O3" and not is_low and not is_fp32,
+         f"O3 with {stored} weights has nothing in {name}", "it casts no op: its weights alone are low",
+         f"O1,dtype={name} O2,dtype={name}"),
+        (level in ("O0", "O1") and not values["keep_batchnorm_fp32"],
+         f"keep_batchnorm_fp32=false has no effect in {level}", "its weights are FP32, batch norm's too",
+         f"O3,dtype={'bfloat16' if is_fp32 else name}"),
     )  # fmt: skip
     for is_there, what, why, write in problems:
         if is_there:
-            yield PolicyError(what, why=why, write=";\nor ".join(map(both, write.split())))
+            yield PolicyError(what, why=why, write=_cures(write))
     if level == "O0" and (rule := next((rule for rule in values["rules"] if rule.treatment in QUANTISED), None)):
         yield PolicyError(
             f"O0 has no {rule.treatment} products",
@@ -182,9 +191,14 @@ def impossible_combinations(values: Mapping[str, Any]) -> Iterator[PolicyError]:
         yield PolicyError(
             "fp16 gradients cannot be unscaled in fp16",
             where=f"O3,dtype=float16,loss_scale={scale}",
-            why="dividing them by the scale in float16 flushes small ones to zero; FP32 values take them in FP32",
-            write=f"{both('O2,dtype=float16')}, which keeps FP32 values;\n{both('loss_scale=1')}",
+            why="dividing them by the scale in float16 flushes small ones to zero; those of FP32 weights are FP32",
+            write=f"{both('O2,dtype=float16')}, whose weights are FP32;\n{both('loss_scale=1')}",
         )
+
+
+def _cures(texts: str) -> str:
+    """Write cures with spaces between them, each in both spellings."""
+    return ";\nor ".join(map(both, texts.split()))
 
 
 def _contradictions(rules: tuple[Rule, ...]) -> Iterator[PolicyError]:
@@ -265,18 +279,19 @@ def unknown_key(key: str, value: Any, level: str, dtype: Any) -> PolicyError:
     what, words, given = f"unknown policy key {shown(key)}", ("dtype", *FIELDS, *RULE_KEYS), _given(value)
     if key in _FIXED:
         return PolicyError(what, why=_FIXED[key], write=f"the policy without {key}")
-    if key in _MASTERS:
-        why = "levels differ in where weights live: O1 has FP32 weights, O2 stores two halves of them, O3 the high half"
-        has, asked, write = level == "O2", given == "true", f"{level} without {key}"
-        if level in ("O2", "O3") and asked != has:
-            low = text_of(_value("dtype", dtype))
-            write = both(f"{'O2' if asked else 'O3'},dtype={low},keep_batchnorm_fp32={text_of(has)}")
+    low = text_of(_value("dtype", dtype))
+    if key in _BY_LEVEL:
+        why, others = _BY_LEVEL[key]
+        other = others.get((level, given.lower()))
+        write = f"{level} without {key}" if other is None else _cures(other.format(low=low))
         return PolicyError(what, why=why, write=write)
     if key.lower() in _LEVEL_KEYS:
-        level, low = (given.upper() if given.upper() in LEVELS else "O1"), text_of(_value("dtype", dtype))
+        level = given.upper() if given.upper() in LEVELS else "O1"
         text = level if level == "O0" else f"{level},dtype={low if dtype_of(low) in LOW else 'bfloat16'}"
         return PolicyError(what, why="a level has no key, and stands first", write=both(text))
     near = _ALSO_CALLED.get(key.lower()) or closest(key, (*words, _KEEP))
+    if near == "param_dtype" and level != "O3" and dtype_of(given) in LOW:
+        return PolicyError(what, why=_STORED, write=_cures(_STORING.format(low=text_of(dtype_of(given)))))
     if entries := [f"{key}={given}"] if key in RULE_KEYS else meant(_KEEP if near == _KEEP else key, given):
         why = "a rule's key is what is done, then _module or _param where it is done to one: fp32_module=head"
         return PolicyError(what, why=why, write="; or ".join(map(both, entries)))

@@ -16,7 +16,6 @@ from mezzo.policy.fields import LEVELS, Level
 from mezzo.policy.ops import OPS, QUANTISED, Op, Treatment, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, both, format_rules
 from mezzo.scale import LossScale
-from mezzo.tensors import LOW
 
 Lists = Literal["portable", "device"]
 Norms = Literal["fp32", "fp32_math"]
@@ -40,10 +39,10 @@ class Policy:
     Attributes:
         level: ``O0`` … ``O3``, the defaults this policy started from.
         dtype: What low-precision ops compute in; ``float32`` only in O0.
-        param_dtype: What parameters are stored in, where no rule says otherwise.
+        param_dtype: What parameters are to everybody, where no rule says otherwise: ``dtype`` in O3, else FP32.
         output_dtype: What the model's floating outputs are cast to; ``None`` leaves them.
-        autocast: Whether ops are cast one by one from the op table.
-        keep_batchnorm_fp32: Whether norms with running statistics keep FP32 weights.
+        keep_batchnorm_fp32: Whether norms with running statistics keep FP32 weights in O3; in O2 theirs are too small
+            for halves.
         loss_scale: How the loss is scaled; :meth:`LossScale.none` when it is not.
         lists: ``portable`` gives torch's CUDA dtypes on every device, and sums in FP32 inside products; ``device``
             torch's own behaviour on each.
@@ -78,7 +77,6 @@ class Policy:
     dtype: torch.dtype
     param_dtype: torch.dtype
     output_dtype: torch.dtype | None
-    autocast: bool
     keep_batchnorm_fp32: bool
     loss_scale: LossScale
     lists: Lists = "portable"
@@ -109,12 +107,12 @@ class Policy:
 
     @classmethod
     def O2(cls, dtype: str | torch.dtype = "float16", **overrides: Any) -> Self:
-        """Weights in two halves, the low-precision one that is used and the rest of FP32; batch norm stays FP32."""
+        """O1 with weights stored in two halves: one of 16 bits, which products read, and the rest of FP32."""
         return cls(**fields.resolved("O2", {"dtype": dtype, **overrides}))
 
     @classmethod
     def O3(cls, dtype: str | torch.dtype = "float16", **overrides: Any) -> Self:
-        """Low precision throughout: the speed to aim for, not a way to train."""
+        """Low precision throughout, what ``model.to(dtype)`` computes: the speed to aim for, not a way to train."""
         return cls(**fields.resolved("O3", {"dtype": dtype, **overrides}))
 
     def _values(self) -> dict[str, Any]:
@@ -129,9 +127,14 @@ class Policy:
         return dataclasses.replace(self, **fields.replaced(overrides, self.level, self.dtype))
 
     @property
-    def master_weights(self) -> bool:
-        """Whether the optimizer updates FP32 values of low-precision parameters: in every level but O3."""
-        return self.param_dtype in LOW and self.level != "O3"
+    def casts(self) -> bool:
+        """Whether ops are cast one by one from the op table."""
+        return self.level in ("O1", "O2")
+
+    @property
+    def halves(self) -> bool:
+        """Whether weights are stored in halves, where no rule says otherwise: FP32 to everybody, low to products."""
+        return self.level == "O2"
 
     # Rules ------------------------------------------------------------------------------------------
 
@@ -261,7 +264,7 @@ class Policy:
         if entry is not None and entry.is_norm and self.norms == "fp32_math":
             reason = f"{entry.reason}: FP32 inside, the input's dtype out"
             return Decision(treatment="fp32_math", rule=None, reason=reason, source="norms=fp32_math")
-        if not self.autocast:
+        if not self.casts:
             why = f"{self.level} casts no op"
             return Decision(treatment="native", rule=None, reason=why, source=f"level {self.level}")
         if entry is None:
@@ -275,21 +278,32 @@ class Policy:
     def storage(self, param: str, module: str, *, is_norm: bool = False) -> tuple[torch.dtype, Rule | None]:
         """Say what dtype a floating parameter or buffer is stored in, and the rule that says so.
 
+        In O1 and O2 a low dtype is that of the halves of an FP32 parameter. Of shapes nothing is known here: where no
+        rule decides, the caller stores only parameters with two or more dimensions longer than one in halves, and no
+        buffer.
+
         Args:
             param: Its path in the model.
             module: Path of the module that owns it.
             is_norm: Whether that module is a norm with running statistics.
+
+        Example:
+            >>> Policy.O2("bfloat16").storage("head.weight", "head")
+            (torch.bfloat16, None)
+            >>> Policy.O2("bfloat16").keep_fp32(modules=["head"]).storage("head.weight", "head")[0]
+            torch.float32
         """
+        stored = self.dtype if self.halves else self.param_dtype
         for rule in self.rules:
             pinned = (rule.matches_param(param) and rule.treatment not in QUANTISED) or (
                 rule.op is None and rule.treatment in ("low", "fp32") and rule.matches_module(module)
             )
-            # A module rule speaks about storage only where the level stores low precision at all.
-            if pinned and (rule.param is not None or self.param_dtype != torch.float32):
+            # A module rule speaks about storage only where the level stores 16 bits at all.
+            if pinned and (rule.param is not None or stored != torch.float32):
                 return (self.dtype if rule.treatment == "low" else torch.float32), rule
         if is_norm and self.keep_batchnorm_fp32:
             return torch.float32, None
-        return self.param_dtype, None
+        return stored, None
 
     def product_rule(self, param: str) -> Rule | None:
         """Return the rule on a parameter by its path that says in what its products are computed, if there is one."""

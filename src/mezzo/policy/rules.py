@@ -347,7 +347,7 @@ class Decision:
         treatment: The treatment.
         rule: The rule that decided; ``None`` when the level or the op table did.
         reason: Why, in words.
-        source: Who decided: ``policy`` (one of its rules), ``op table``, ``level O2`` (it casts no single op), a field
+        source: Who decided: ``policy`` (one of its rules), ``op table``, ``level O3`` (it casts no op), a field
             such as ``lists=device``, or ``torch``, to which the op is left. Whose lists name the op, which decides
             nothing, is in the table (``mezzo show ops``).
     """

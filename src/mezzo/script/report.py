@@ -131,7 +131,7 @@ class ScriptReport:
     @property
     def _asks_for_low(self) -> bool:
         policy = Policy.parse(self.policy)
-        return policy.autocast or policy.param_dtype in LOW
+        return policy.casts or policy.param_dtype in LOW
 
     def _lines(self) -> Iterator[str]:
         yield f"mezzo run {self.program} under {self.policy}: {self._answer()}"

@@ -271,7 +271,7 @@ class Gathering:
         self._told.update([*models, *optimizers])
 
     def _session_over(self, models: list[nn.Module], optimizers: list[Optimizer]) -> AttachedPrecision | None:
-        """Begin a session, with weights in FP32 where they cannot be stored low.
+        """Begin a session, with weights in plain FP32 where they cannot be stored otherwise.
 
         Raises:
             PolicyError: They cannot be, and are: the models were wrapped like that already.
@@ -282,7 +282,7 @@ class Gathering:
             return self._attach(models, optimizers, policy)
         except MezzoError as error:
             why = str(error)
-        if policy.param_dtype in LOW:
+        if _converts(policy):
             in_fp32 = Policy.O1(policy.dtype, loss_scale=policy.loss_scale, rules=policy.rules)
             if any(map(preparations_in, models)):
                 raise PolicyError(
@@ -308,8 +308,13 @@ def _give(param: nn.Parameter, gradient: Tensor) -> None:
     param.grad = gradient
 
 
+def _converts(policy: Policy) -> bool:
+    """Whether a policy stores weights otherwise than in plain FP32."""
+    return policy.halves or policy.param_dtype in LOW
+
+
 def convert_before_wrapping(policy: Policy, report: ScriptReport, seams: Seams) -> contextlib.ExitStack:
-    """Store weights low, where the policy does, before ``DistributedDataParallel`` wraps a model: after is too late.
+    """Store weights as the policy says before ``DistributedDataParallel`` wraps a model: after is too late.
 
     Args:
         policy: The policy.
@@ -328,10 +333,10 @@ def convert_before_wrapping(policy: Policy, report: ScriptReport, seams: Seams) 
         except MezzoError as error:
             report.left_alone[f"{name_of(module)} in DistributedDataParallel"] = str(error)
         else:
-            report.intercepted["DistributedDataParallel, to store weights low before it wraps"] += 1
+            report.intercepted["DistributedDataParallel, to convert weights before it wraps"] += 1
         plain(self, module, *args, **kwargs)
 
-    if policy.param_dtype in LOW:
+    if _converts(policy):
         seams.replace(DistributedDataParallel, "__init__", init)
     return undo
 

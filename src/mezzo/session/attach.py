@@ -33,9 +33,8 @@ from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
-from mezzo.session.update import evaluates_once
+from mezzo.session.update import evaluates_once, inner_optimizers
 from mezzo.session.window import Walk, refuse_scaled, unscaled, walked
-from mezzo.weights.views import inner_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -168,7 +167,7 @@ class AttachedPrecision(MixedPrecision):
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
-                calls = Calls(self.weights.models, self.policy, self.autocast, before=self.weights.settle)
+                calls = Calls(self.weights.models, self.policy, self.autocast)
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
                 self._bind_torchs(*door(), _run)
@@ -200,8 +199,7 @@ class AttachedPrecision(MixedPrecision):
         self._require_open("add")
         weights, engine = self.weights, self.engine
         _, given = models_and_optimizers(weights.models, listed(optimizers))
-        wide = set(weights.stored())
-        check_optimizers(weights.models, given, self.policy, wide)
+        check_optimizers(weights.models, given, self.policy)
         new = {id(param) for each in given for group in each.param_groups for param in group["params"]}
         near = [window for window in engine.windows if not new.isdisjoint(map(id, window.leaves()))]
         if any(window.passes and window.has_gradients() for window in near):
@@ -211,7 +209,7 @@ class AttachedPrecision(MixedPrecision):
                 write="amp.step() or amp.zero_grad() first",
             )
         weights.optimizers += given
-        weights.adopt(given)
+        weights.take(given)
         engine.group()
         for undo in engine.watch(given):
             self._undo.callback(undo)
@@ -302,7 +300,7 @@ class AttachedPrecision(MixedPrecision):
     # State ------------------------------------------------------------------------------------------------
 
     def _carry(self, _: Optimizer, found: dict[str, Any]) -> None:
-        found[CARRIED] = state.save(self.engine, self.policy, weights=False)
+        found[CARRIED] = state.save(self.engine, self.policy, in_window=True)
 
     def resume(self, found: Mapping[str, Any] | None) -> None:
         """Go on from the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.
@@ -357,8 +355,7 @@ def _run(
         with amp.autocast().around_backward(), hidden:  # checkpoints are recomputed under the policy
             found = plain(roots, gradients, *args, **kwargs)
         engine.end(dict.fromkeys(windows, losses))
-    except BaseException as error:
-        amp.weights.explain(error)
+    except BaseException:
         engine.fail(windows)
         raise
     return found

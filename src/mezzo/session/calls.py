@@ -38,7 +38,6 @@ class Calls:
         models: The models.
         policy: Their policy.
         region: Returns its region.
-        before: Is called before a region is entered.
     """
 
     def __init__(
@@ -46,13 +45,10 @@ class Calls:
         models: Iterable[nn.Module],
         policy: Policy,
         region: Callable[[], autocast],
-        *,
-        before: Callable[[], None] = lambda: None,
     ) -> None:
-        self._region, self._before = region, before
-        is_plain = policy.param_dtype == torch.float32
-        self._gives_out = policy.output_dtype or (torch.float32 if is_plain else None)
-        self._autocasts = policy.autocast
+        self._region = region
+        self._gives_out = policy.output_dtype or torch.float32
+        self._autocasts = policy.casts
         self._here, self._is_over = threading.local(), False
         self._parts = set[Callable[..., Any]]()  # methods whose last call in a forward pass was part of another one
         self._undo = ExitStack()
@@ -102,7 +98,6 @@ class Calls:
             return plain(*args, **kwargs)
         self._here.inside = True
         try:
-            self._before()
             with self._region(), autocast.of(within.region()) if within and within.path else nullcontext():
                 output = plain(*args, **kwargs)
         finally:

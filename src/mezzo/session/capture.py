@@ -27,7 +27,7 @@ from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.portable import uploaded_once
 from mezzo.tensors import addresses, described, tensors, tree_flatten, tree_map, tree_unflatten
-from mezzo.weights.views import views_of
+from mezzo.weights.stepping import in_memory, keep_memory
 
 R = TypeVar("R")
 T = TypeVar("T")
@@ -73,9 +73,9 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
             session; what the graph holds has changed.
         RuntimeError: Torch's, from the third or fourth call: a line of ``fn`` waits for the device.
 
-    **Cost**: the graph keeps the memory of one step's activations and gradients, and with torch's optimizers over low
-    weights that of their FP32 views, 8 bytes a parameter. A call: the copies of the batch, one
-    launch, some one-element kernels; no host sync.
+    **Cost**: the graph keeps the memory of one step's activations and gradients, and with torch's optimizers 4 bytes
+    for each element of a weight in halves, where its FP32 value lies during a step. A call: the copies of the batch,
+    one launch, some one-element kernels; no host sync.
 
     Example:
         >>> import mezzo, torch
@@ -114,7 +114,7 @@ class _Recorded(Generic[R]):
         outcomes: What each replay tells the account, with its numbers as one vector.
         scale: Where the graph reads the loss scale's state, and leaves the next one.
         holds: What the graph has of the session: see :func:`_held`.
-        memory: What else the graph writes: that of FP32 views, which a step without the graph may have others of.
+        memory: What else the graph writes: FP32 values of halves, for which a step without the graph may have others.
     """
 
     output: R
@@ -144,8 +144,7 @@ class Captured(Generic[R]):
             optimizers: list[Any] = amp.engine.weights.optimizers
             for optimizer in optimizers:
                 optimizer._warned_capturable_if_run_uncaptured = True  # as its first steps are
-                if (views := views_of(optimizer)) is not None:
-                    views.keeps_memory = True
+                keep_memory(optimizer)
 
     def __repr__(self) -> str:
         return f"Captured({getattr(self._fn, '__qualname__', repr(self._fn))})"
@@ -188,6 +187,7 @@ class Captured(Generic[R]):
                 self._recorded = self._record(graph, batch)
         else:
             _refuse_changes(self._recorded.holds, _held(engine))
+            engine.update()  # what a step outside has left to the next loss
             engine.scaler.enter(self._recorded.scale)
             self._upload()
         return self._replay(graph, self._recorded)
@@ -246,8 +246,7 @@ class Captured(Generic[R]):
             raise
         finally:
             engine.account.kept = None
-        views = filter(None, map(views_of, engine.weights.optimizers))
-        memory = [part for each in views for part in each.parts]
+        memory = [keep_memory(optimizer) for optimizer in engine.weights.optimizers]
         return _Recorded(output=output, outcomes=outcomes, scale=scale, holds=_held(engine), memory=memory)
 
     def _upload(self) -> None:
@@ -497,19 +496,16 @@ def _held(engine: Engine) -> dict[str, Any]:
 
     **Cost**: a look at each parameter and each tensor of optimizer state, some 0.1 µs each.
     """
-    weights, stored = engine.weights, engine.weights.stored()
+    weights = engine.weights
     found: dict[str, Any] = {"max_grad_norm": engine.max_grad_norm}
     for number, model in enumerate(weights.models):
         name = f"{type(model).__name__}, model {number}"
-        found[f"parameters and buffers of {name}"] = addresses([*model.parameters(), *model.buffers()])
+        found[f"parameters and buffers of {name}"] = addresses([*in_memory(model.parameters()), *model.buffers()])
         found[f"requires_grad of {name}"] = [param.requires_grad for param in model.parameters()]
-        found[f"low halves of {name}"] = addresses(
-            [halves.rest_of(param) for param in model.parameters() for halves in [stored.get(param)] if halves]
-        )
         found[f"training of {name}"] = [module.training for module in model.modules()]
     for number, optimizer in enumerate(weights.optimizers):
         name = f"{type(optimizer).__name__}, optimizer {number}"
-        found[f"what {name} updates"] = addresses(list(weights.updated(optimizer)))
+        found[f"what {name} updates"] = addresses(in_memory(weights.updated(optimizer)))
         found[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))
         if (own := as_one_pass(optimizer)) is not None:  # numbers, and tensors in host memory, are brought over
             values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]

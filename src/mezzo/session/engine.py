@@ -32,7 +32,6 @@ from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.passes import Verdict, as_fused, decided, not_finite
 from mezzo.tensors import foreach_norm, moved
-from mezzo.weights.views import views_of
 
 #: How a loop with a ``GradScaler`` calls it.
 SCALERS_ORDER: Final = "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
@@ -105,7 +104,14 @@ class Engine(Writes):
             window.optimizers = [each for one in near for each in one.optimizers] + [optimizer]
             windows = [each for each in windows if each not in near] + [window]
         self.windows = windows
+        for window in windows:
+            window.narrows = self._narrows(window)
         self.ranks.follow(self.weights.updated(), self.weights.name_of)
+
+    def _narrows(self, window: Window) -> bool:
+        """Whether gradients of 16 bits may stay so until the step: the five lines, mezzo's optimizers, one rank."""
+        is_own = all(as_one_pass(each) is not None for each in window.optimizers)
+        return is_own and not self.plain and not self.waits and self.ranks.size == 1 and not self.weights.units
 
     def owns(self, leaf: Tensor) -> bool:
         """Whether an optimizer of the session updates a parameter."""
@@ -186,7 +192,6 @@ class Engine(Writes):
             self.group()
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
-        has_low = self.wrappers.has_low
         if self.plain and scale is not None and not self._has_warned:
             self._warn_of_hooks(windows)
         is_users = self.plain or self.waits
@@ -200,12 +205,8 @@ class Engine(Writes):
             for window in windows:
                 if is_users:
                     window.forget_cleared()
-                window.begin(
-                    scale,
-                    is_wide=self.plain and not has_low and not self.weights.units,  # whose parts get low gradients
-                    steps_aside=has_low,
-                    leaves_zeros=has_low and self.wrappers.finds_unused,
-                )
+                is_wide = self.plain and not self.weights.units  # whose parts get low gradients
+                window.begin(scale, is_wide=is_wide, is_wrapped=self.wrappers.are_there)
             self.under_way = by
             self._count(True)
 
@@ -219,7 +220,7 @@ class Engine(Writes):
             self.under_way = None
             self._count(False)
             for window in losses:
-                window.end(losses[window], average=self.wrappers.averaged)
+                window.end(losses[window])
             self.wrappers.end_pass()
             if self.plain:
                 self._unscale(losses)
@@ -229,8 +230,6 @@ class Engine(Writes):
         with uninterrupted():
             self.under_way = None
             self._count(False)
-            for window in windows:
-                window.fail()
             if self.plain:  # earlier passes' gradients have got this one's scale
                 with torch.no_grad():
                     self._unscale(windows)
@@ -334,7 +333,6 @@ class Engine(Writes):
         """
         self._refuse_capture(closure)
         self.account.check()
-        self.wrappers.follow_first(self.weights.stored)
         if closure is not None:
             step = evaluated(self, optimizers, closure)
         else:
@@ -350,7 +348,6 @@ class Engine(Writes):
 
     def _take(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
         self.require_whole()
-        self._refuse_shown(optimizers)
         windows = self._open(optimizers, "step")
         self.warn_of_edits(windows)
         stepping = [each for window in windows for each in window.optimizers if each in optimizers]
@@ -358,11 +355,6 @@ class Engine(Writes):
         judged, absent = self.judge(windows, stepping)
         self.write(windows, stepping, judged, by=by)
         return self.finish(windows, judged, absent)
-
-    def _refuse_shown(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse a step while ``param_groups`` show FP32 to a program's own code."""
-        if any((views := views_of(each)) is not None and views.is_open for each in optimizers):
-            raise StateError("step() inside amp.fp32(optimizer)", write="amp.step() after that block")
 
     def _refuse_capture(self, closure: object) -> None:
         """Refuse a closure in a captured step, and a step that is captured in a graph of the user's own."""

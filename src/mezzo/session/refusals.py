@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, sgd
 
 from mezzo.cast import Prepared
+from mezzo.cast.model.refusals import unfit
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, raise_together, some_of, unknown_word
 from mezzo.hooks import is_ours, owner_of, step_hooks
 from mezzo.optim.optimizer import as_one_pass
@@ -133,13 +134,11 @@ class _Subject:
         optimizer: The optimizer.
         policy: The session's policy.
         names: The names of the models' parameters.
-        wide: The parameters that prepared models store low.
     """
 
     optimizer: Optimizer
     policy: Policy
     names: dict[Tensor, str]
-    wide: set[Tensor]
 
     @property
     def kind(self) -> str:
@@ -150,29 +149,28 @@ class _Subject:
         return [param for group in self.optimizer.param_groups for param in group["params"]]
 
 
-def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, handles: Handles) -> None:
+def check_session(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
     """Raise all that stands against a session, together.
 
     Args:
         models: The models.
         optimizers: The optimizers.
         policy: The policy.
-        handles: Those of models that were prepared before.
     """
-    wide = {param for found in handles.values() for handle in found for param in handle.halves}
-    raise_together([*_of_models(models), *_of_optimizers(models, optimizers, policy, wide)])
+    raise_together([*_of_models(models), *_of_optimizers(models, optimizers, policy)])
+    for model in models:  # before any is converted: weights that TorchScript shares could not be put back
+        raise_together(unfit(model))
 
 
-def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor]) -> None:
+def check_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> None:
     """Raise all that stands against optimizers that join a session.
 
     Args:
         models: The session's.
         optimizers: The new ones.
         policy: The policy.
-        wide: The parameters that are stored low by the policy.
     """
-    raise_together(_of_optimizers(models, optimizers, policy, wide))
+    raise_together(_of_optimizers(models, optimizers, policy))
 
 
 def _names(models: list[nn.Module]) -> dict[Tensor, str]:
@@ -184,7 +182,7 @@ def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
     if fsdp and any(isinstance(m, fsdp.FullyShardedDataParallel) for model in models for m in model.modules()):
         yield UnsupportedError(
             "the model is wrapped by FullyShardedDataParallel, which is FSDP1",
-            why="it keeps parameters in flat pieces, in which rules, masters and norms find none of a model's",
+            why="it keeps parameters in flat pieces, in which rules, halves and norms find none of a model's",
             write="mezzo.fully_shard(model, policy), which is FSDP2; then the optimizer, then the session",
         )
     if any(isinstance(m, nn.DataParallel) for model in models for m in model.modules()):
@@ -195,14 +193,12 @@ def _of_models(models: list[nn.Module]) -> Iterator[MezzoError]:
         )
 
 
-def _of_optimizers(
-    models: list[nn.Module], optimizers: list[Optimizer], policy: Policy, wide: set[Tensor]
-) -> Iterator[MezzoError]:
+def _of_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> Iterator[MezzoError]:
     if len(set(optimizers)) < len(optimizers):
         yield PolicyError("an optimizer is listed twice", why="it would step twice", write="each one once")
     names = _names(models)
     for optimizer in optimizers:
-        subject = _Subject(optimizer, policy, names, wide)
+        subject = _Subject(optimizer, policy, names)
         for refuse in _REFUSALS:
             if (problem := refuse(subject)) is not None:
                 yield problem
@@ -230,9 +226,9 @@ def _is_taken(of: _Subject) -> MezzoError | None:
     if not any(is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks):
         return None
     return StateError(
-        "the optimizer belongs to a session already, or was adopted",
+        "the optimizer belongs to a session already",
         where=of.kind,
-        write="session.close() (or prepared.remove()) first",
+        write="amp.close() of that one first",
     )
 
 
@@ -243,14 +239,14 @@ def _updates_others(of: _Subject) -> MezzoError | None:
     return PolicyError(
         "the optimizer updates parameters that are not the models'",
         where=f"{of.kind}: {some_of(foreign)}",
-        why="casting and masters would not reach them; was the model copied, rebuilt or given to fully_shard "
+        why="casts and halves would not reach them; was the model copied, rebuilt or given to fully_shard "
         "after the optimizer?",
         write=f"{of.kind}(model.parameters(), …) after the model is final",
     )
 
 
 def _moves_nothing(of: _Subject) -> MezzoError | None:
-    if of.policy.master_weights or of.policy.param_dtype == torch.float32:
+    if of.policy.param_dtype == torch.float32:
         return None
     fused = [p for g in of.optimizer.param_groups if g.get("fused") for p in g["params"] if p.device.type == "cpu"]
     largest = max((param.numel() for param in fused), default=0)
@@ -277,21 +273,18 @@ def _stands_still(dtype: torch.dtype, count: int) -> bool:
 
 
 def _trains_low_alone(of: _Subject) -> MezzoError | None:
-    if of.policy.param_dtype != torch.float32:
+    if of.policy.param_dtype != torch.float32 or of.policy.halves:
         return None
     low = [
         param
         for param in of.params
-        if param.dtype in LOW
-        and param.requires_grad
-        and param not in of.wide
-        and not _is_ruled(of.names[param], of.policy)
+        if param.dtype in LOW and param.requires_grad and not _is_ruled(of.names[param], of.policy)
     ]
     if not low:
         return None
     dtype = dtype_name(low[0].dtype)
     return UnsupportedError(
-        f"{dtype} weights would be trained without masters",
+        f"{dtype} weights would be trained without FP32 values",
         where=some_of([of.names[param] for param in low]),
         why=f"an update below half a unit in the last place of {dtype} is lost",
         write=f'model.float(); or Policy.O2("{dtype}"), the text O2,dtype={dtype}, which keeps FP32 values',
@@ -304,21 +297,20 @@ def _is_ruled(name: str, policy: Policy) -> bool:
 
 
 def _holds_state(of: _Subject) -> MezzoError | None:
-    if of.policy.master_weights or of.policy.param_dtype == torch.float32:
+    if of.policy.param_dtype == torch.float32:
         return None
     own, level = as_one_pass(of.optimizer), of.policy.level
     dtype = dtype_name(of.policy.dtype)
-    cure = f'a policy with masters: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
+    cure = f'a policy that keeps FP32 values: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
     if own is not None:  # whose moments keep their own dtype
         return None
-    names = {param: name for param, name in of.names.items() if param.dtype == torch.float32 or param in of.wide}
-    held = _held_state(of.optimizer, names)
+    held = _held_state(of.optimizer, of.names)
     if not held:
         return None
     return StateError(
         "the optimizer holds FP32 state for parameters that are about to be low",
         where=f"{of.kind}: {some_of(held)}",
-        why=f"{level} keeps no masters, and torch's optimizers keep state in the parameters' dtype",
+        why=f"{level} keeps no FP32 values, and torch's optimizers keep state in the parameters' dtype",
         write=f"{cure}; or an optimizer that has not stepped yet",
     )
 
@@ -342,7 +334,7 @@ def _held_state(optimizer: Optimizer, params: Mapping[Tensor, str]) -> list[str]
 
 
 def _eps_is_zero(of: _Subject) -> MezzoError | None:
-    if of.policy.master_weights or of.policy.param_dtype != torch.float16 or as_one_pass(of.optimizer) is not None:
+    if of.policy.param_dtype != torch.float16 or as_one_pass(of.optimizer) is not None:
         return None
     groups = [group for group in of.optimizer.param_groups if isinstance(group.get("eps"), float)]
     lost = [group["eps"] for group in groups if group["eps"] and not float(torch.tensor(group["eps"]).half())]

@@ -8,10 +8,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
 from mezzo.cast import Prepared, region
 from mezzo.compiling import compiled_inside_alone, never_compiled
@@ -30,10 +28,6 @@ from mezzo.session.update import guarded
 from mezzo.session.weights import Weights, handles_of
 from mezzo.session.window import refuse_scaled, unscaled, walked
 from mezzo.step.executors.choose import shared
-from mezzo.tensors import LOW
-from mezzo.weights.halves import owner_of
-from mezzo.weights.models import InFP32
-from mezzo.weights.views import Views, views_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,7 +99,7 @@ class MixedPrecision:
         raise_together(wrong_options(max_grad_norm=max_grad_norm, on_overflow=on_overflow))
         subjects, given = models_and_optimizers(models, optimizers)
         trained, handles, self._policy = handles_of(subjects, policy)
-        check_session(trained, given, self._policy, handles)
+        check_session(trained, given, self._policy)
         ranks = Ranks.of(process_group)
         self._is_closed = False
         self._undo = contextlib.ExitStack()
@@ -126,8 +120,6 @@ class MixedPrecision:
             self._names = contextlib.ExitStack()
             weakref.finalize(self, self._names.close)
             self._undo.callback(self._names.close)
-            if any(True for halves in self.weights.halves() for _ in halves):
-                self._bind_torchs(AveragedModel, "update_parameters", _averages)
         except BaseException:
             self._undo.close()
             raise
@@ -199,26 +191,9 @@ class MixedPrecision:
         """Return how many steps there were, how many were skipped, and how the loss scale moved; a host sync."""
         return self.engine.account.stats()
 
-    @torch.no_grad()
     def master_params(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
-        """Yield the parameters that one optimizer, or all, update: FP32 tensors with the values of low ones.
-
-        After :meth:`unscale_` their gradients are FP32, plain, and the parameters' own: for ``clip_grad_norm_`` in
-        apex's manner. A value that a loop writes to one is stored when the loop goes on; to keep several at a time,
-        ``with amp.fp32(optimizer):``.
-        """
-        for param in list(self.weights.updated(optimizer)):
-            if (owner := owner_of(param, self.weights.halves())) is None:
-                yield param
-                continue
-            shown = nn.Parameter(owner.read(param), param.requires_grad)
-            shown.grad = None if param.grad is None else param.grad.to(torch.float32)
-            version = shown._version
-            try:
-                yield shown
-            finally:
-                if shown._version != version:
-                    owner.write(param, shown)
+        """Yield the parameters that one optimizer, or all, update: they are FP32. apex calls them so."""
+        return self.weights.updated(optimizer)
 
     # The loop -------------------------------------------------------------------------------------------
 
@@ -281,8 +256,7 @@ class MixedPrecision:
             with unscaled(others, scale) if others else contextlib.nullcontext():
                 self.weights.region().run_backward(engine.scaler.scaled(loss), **kwargs)
             engine.end({window: [loss.detach().reshape(())] for window in windows})
-        except BaseException as error:
-            self.weights.explain(error)
+        except BaseException:
             engine.fail(windows)
             raise
 
@@ -389,42 +363,6 @@ class MixedPrecision:
         self.engine.require_whole()
         self.engine.clear(set_to_none)
 
-    @contextlib.contextmanager
-    def fp32(self, optimizer: Optimizer) -> Iterator[None]:
-        """Show FP32 weights in ``optimizer.param_groups``, and store them after: for edits too small for low weights.
-
-        Their gradients are FP32 as well, and plain after :meth:`unscale_`. A lookahead, a decay of weights by hand, or
-        the two steps of SAM belong in here: 1,000 times ``param.mul_(1 - 1e-4)`` change no BF16 weight outside.
-
-        Args:
-            optimizer: One of the session's.
-
-        Raises:
-            StateError: Inside of itself.
-
-        **Cost**: 4 bytes a parameter meanwhile, and 4 for a low gradient; two passes over the weights.
-
-        Example:
-            >>> import mezzo, torch
-            >>> model = torch.nn.Linear(8, 1)
-            >>> optimizer = mezzo.optim.AdamW(model.parameters())
-            >>> amp = mezzo.MixedPrecision(model, optimizer, "O2,dtype=bfloat16")
-            >>> with amp.fp32(optimizer), torch.no_grad():
-            ...     for group in optimizer.param_groups:
-            ...         for param in group["params"]:
-            ...             _ = param.mul_(1 - 1e-4)
-        """
-        self._require_open("fp32")
-        (optimizer,) = chosen(optimizer, self.weights.optimizers)
-        adopted = views_of(optimizer)
-        views = Views(optimizer, self.weights.halves()) if adopted is None else adopted
-        try:
-            with views.shown():
-                yield
-        finally:
-            if adopted is None:  # mezzo's own reads halves by itself
-                views.leave()
-
     # State ----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -433,7 +371,7 @@ class MixedPrecision:
         Raises:
             StateError: Inside an accumulation window.
 
-        **Cost**: a copy of the low halves of weights, and a host sync.
+        **Cost**: a host sync.
         """
         self._require_open("state_dict")
         return state.save(self.engine, self.policy)
@@ -458,9 +396,3 @@ class MixedPrecision:
             self.engine.clear()
             self._undo.close()
             self._is_closed = True
-
-
-def _averages(amp: MixedPrecision, plain: Callable[..., None], averaged: AveragedModel, model: nn.Module) -> None:
-    """Have an average of weights read FP32 values, unless it is stored low itself."""
-    is_low = any(param.dtype in LOW for param in averaged.module.parameters())
-    plain(averaged, model if is_low else InFP32(model, amp.engine.weights.halves()))

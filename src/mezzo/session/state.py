@@ -24,10 +24,10 @@ from mezzo.scale import LossScale
 from mezzo.scale.config import one_number
 from mezzo.scale.state import VALUES, is_count
 from mezzo.session.stats import Stats
-from mezzo.sharded import local, placed, sharded_as
+from mezzo.sharded import local, placed
 from mezzo.step.moments import is_coded
-from mezzo.tensors import described, dtype_name, overflows, tensors
-from mezzo.weights import Halves
+from mezzo.tensors import LOW, described, dtype_name, overflows, tensors
+from mezzo.weights.halves import in_halves
 
 if TYPE_CHECKING:
     from mezzo.session.engine import Engine
@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Of the form of a state; others are refused by their number.
-VERSION: Final = 4
+VERSION: Final = 5
+#: An older one that holds all that this one does: FP32 values were the models' then, too.
+_READ: Final = (4, VERSION)
 
 
 # Saving ---------------------------------------------------------------------------------------------------
@@ -58,34 +60,30 @@ def require_between_steps(engine: Engine, what: str) -> None:
         )
 
 
-def save(engine: Engine, policy: Policy, *, weights: bool = True) -> dict[str, Any]:
+def save(engine: Engine, policy: Policy, *, in_window: bool = False) -> dict[str, Any]:
     """Return a session's state.
 
     Args:
         engine: The session's.
         policy: The session's.
-        weights: Whether the low halves of weights are part of it; the models' own state dicts have FP32 values.
+        in_window: Whether it may be inside an accumulation window, as where a loop that is the user's own saves.
 
     Raises:
         StateError: Inside an accumulation window.
 
-    **Cost**: a copy of these values, and a host sync.
+    **Cost**: a host sync.
     """
-    if weights:
+    if not in_window:
         require_between_steps(engine, "state_dict()")
-    engine.weights.settle()
     engine.commit()
-    stored = engine.weights.stored() if weights else {}
     named = list(engine.weights.named_params())
     memories = engine.weights.memories()
-    rests = {name: sharded_as(stored[p].rest_of(p).clone(), p) for name, p in named if p in stored}
     return {
         "version": VERSION,
         "policy": str(policy),
         "parameters": {name: described(param) for name, param in named},
         "loss_scale": engine.scaler.state_dict(),
         "stats": engine.account.state_dict(),
-        "remainders": rests,
         **({"products": _remembered(engine, memories)} if memories else {}),
     }
 
@@ -127,10 +125,6 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
     engine.clear()
     engine.broken = ""
     named = dict(engine.weights.named_params())
-    stored = engine.weights.stored()
-    for name, rest in state["remainders"].items():
-        if (param := named[name]) in stored and state["parameters"][name].startswith(f"{dtype_name(param.dtype)} "):
-            stored[param].set_rest(param, rest)
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
         _load_scale(engine, _within(state["loss_scale"], policy.loss_scale))
     remembered = state.get("products", {"histories": {}, "draws": []})  # without them all begins anew
@@ -173,7 +167,6 @@ def _by_name(kind: type) -> Callable[[Any], bool]:
 _FIELDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "policy": (_is_policy, "the text of a policy"),
     "parameters": (_by_name(str), "texts by name"),
-    "remainders": (_by_name(Tensor), "tensors by name"),
     **{f"loss_scale.{name}": field for name, field in VALUES.items()},
     **{
         f"stats.{field.name}": (is_count, "a count") if isinstance(field.default, int) else (_is_number, "a number")
@@ -198,10 +191,10 @@ def check(engine: Engine, state: Any, others: list[str] | None = None) -> None:
     if not isinstance(state, Mapping) or "version" not in state:
         where = shown(list(state)) if isinstance(state, Mapping) else shown(state)
         raise StateError("this is not the state of a MixedPrecision session", where=where, write=write)
-    if (version := state["version"]) != VERSION:
+    if (version := state["version"]) not in _READ:
         raise StateError(
             f"the state has version {shown(version)}",
-            why=f"this mezzo reads version {VERSION}, and no checkpoints of releases before it",
+            why=f"this mezzo reads versions {_READ[0]} and {VERSION}, and no others",
             write="the release that has written it; or the model's and optimizer's own states, without the session's",
         )
     damaged = [*_damages(state)]
@@ -265,15 +258,13 @@ def _damages(state: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _differences(engine: Engine, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each parameter that is another one, or whose weight would lose bits."""
-    before, mine, rests = state["parameters"], dict(engine.weights.named_params()), state["remainders"]
-    for name in dict.fromkeys((*before, *mine, *rests)):
+    """Yield each parameter that is another one."""
+    before, mine = state["parameters"], dict(engine.weights.named_params())
+    for name in dict.fromkeys((*before, *mine)):
         was = before.get(name, "missing")
         now = described(mine[name]) if name in mine else "missing"
         if was.partition(" ")[2] != now.partition(" ")[2] or name not in mine:
             yield f"parameter {name}: {was} → {now}"
-        elif name in rests and (rests[name].shape != mine[name].shape or rests[name].dtype != torch.int16):
-            yield f"remainders.{name} is {described(rests[name])}, and the parameter {now}"
 
 
 # Other systems --------------------------------------------------------------------------------------------
@@ -344,9 +335,9 @@ class Stateful:
         checkpoint is read into, so that one that turns out to be damaged leaves the session as it was.
         """
         engine, weights = self._engine, self._engine.weights
-        session, names, halves = save(engine, self._policy, weights=False), weights.names(), weights.halves()
         require_between_steps(engine, "stateful().state_dict()")
-        model = {name: _exact(value, halves) for name, value in weights.named_state()}
+        session, names = save(engine, self._policy, in_window=True), weights.names()
+        model = {name: _exact(value) for name, value in weights.named_state()}
         pairs = [_saved(optimizer, names) for optimizer in weights.optimizers]
         session |= {
             "parameters": {name: described(model[name]) for name, _ in weights.named_params()},
@@ -381,12 +372,11 @@ class Stateful:
         load_checked(engine, self._policy, session)
 
 
-def _exact(value: Any, halves: list[Halves]) -> Any:
-    """Return a copy of what a state dict holds, in FP32 where it is stored low."""
+def _exact(value: Any) -> Any:
+    """Return a copy of what a state dict holds, at least in FP32 if it has low parameters' dtype."""
     if not isinstance(value, Tensor):
         return value
-    owner = next((each for each in halves if value in each), None)
-    return value.detach().clone() if owner is None else owner.read(value)
+    return value.detach().to(torch.float32, copy=True) if value.dtype in LOW else value.detach().clone()
 
 
 def _session_of(state: Any) -> Mapping[str, Any]:
@@ -410,8 +400,15 @@ def _other_tensors(engine: Engine, model: Mapping[str, Any]) -> Iterator[str]:
         was, now = (_form(state[name]) if name in state else "missing" for state in (model, mine))
         if name not in params and was != now:
             yield f"{name}: {was} → {now}"
-        elif name in params and name in model and overflows(local(model[name]), params[name].dtype):
-            yield f"{name}: values beyond {torch.finfo(params[name].dtype).max:g} → {described(params[name])}"
+        elif name in params and name in model and overflows(local(model[name]), _dtype_in(params[name])):
+            dtype = _dtype_in(params[name])
+            yield f"{name}: values beyond {torch.finfo(dtype).max:g} → {dtype_name(dtype)}"
+
+
+def _dtype_in(param: Tensor) -> torch.dtype:
+    """Return the dtype whose range a parameter has: that of its high half, where it is stored in halves."""
+    halves = in_halves(param)
+    return param.dtype if halves is None else halves.hi.dtype
 
 
 def _form(value: Any) -> str:

@@ -17,18 +17,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.errors import PolicyError, StateError, some_of
-from mezzo.hooks import hooks_of_every_step, step_hooks
+from mezzo.hooks import Look, hooks_of_every_step, step_hooks
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.optimizer import as_one_pass, one_pass
-from mezzo.optim.state import Look, changes_nothing
+from mezzo.optim.state import changes_nothing
 from mezzo.session.observers import Judged, Watched
 from mezzo.session.window import Window, multiply
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import dense
 from mezzo.step.passes import as_fused
 from mezzo.tensors import LOW, tree_map
-from mezzo.weights.halves import owner_of
-from mezzo.weights.views import inner_optimizers, views_of
+from mezzo.weights.stepping import stored_again
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -106,8 +105,7 @@ class Writes:
         """Update, or skip.
 
         Optimizers whose kernels can do it, mezzo's and torch's fused ones, unscale, clip and skip on the device. For
-        all others the host asks whether to skip, one sync for all; gradients are multiplied on their way into FP32
-        views, and in place where weights are FP32.
+        all others the host asks whether to skip, one sync for all, and gradients are multiplied in place.
 
         Args:
             windows: The gradients' windows.
@@ -117,26 +115,17 @@ class Writes:
         """
         verdict = judged.verdict
         of_mezzo = one_pass(optimizers)
-        views = {each: found for each in optimizers if (found := views_of(each)) is not None}
         on_device = [each for each in optimizers if by is None and takes_flags(each)]
         shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
-        # Another optimizer would read the same gradients, and weights without masters take no FP32 ones.
-        multiplying = [
-            each
-            for each in on_device
-            if each not in views and each not in shared_by and (each in of_mezzo or not _narrows(each))
-        ]
+        # Another optimizer would read the same gradients, and low weights take no FP32 ones.
+        multiplying = [each for each in on_device if each not in shared_by and (each in of_mezzo or not _narrows(each))]
         for own in of_mezzo:  # what one refuses is refused before another has stepped
             does_all = own in multiplying
             stays = does_all and not _has_other_hooks(own, self.num_hooks)
             own.make_ready(verdict if does_all else verdict.applied(), keep=stays)
         skips = len(on_device) < len(optimizers) and bool(verdict.found_inf)
         stepping = [each for each in optimizers if not skips or each in on_device]
-        for each in stepping:
-            if each in views:
-                views[each].multiplier = None if verdict.is_one else verdict.multiplier
-                views[each].found_inf = verdict.found_inf if each in on_device else None
-        others = [each for each in stepping if each not in multiplying and each not in views]
+        others = [each for each in stepping if each not in multiplying]
         if others and not verdict.is_one:
             params = {id(param): param for other in others for param in self.weights.updated(other)}
             multiply(dense(list(params.values()))[1], verdict.multiplier)
@@ -177,8 +166,7 @@ class Writes:
         finally:
             self.is_stepping = False
             for each in stepping:
-                if (views := views_of(each)) is not None:
-                    views.multiplier = views.found_inf = None
+                stored_again(each)
 
 
 # Optimizers that nobody has told of ---------------------------------------------------------------------------
@@ -225,9 +213,14 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
         raise StateError(
             "an optimizer that the session does not know updates parameters of its models",
             where=f"{type(optimizer).__name__}.step()",
-            why="their gradients were not checked for it, and weights that are stored low have FP32 values beside",
+            why="their gradients were not checked for it, and may carry the loss scale",
             write=f"{begin}model, [optimizer, other], policy)",
         )
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that one has as its attributes, as SAM wraps one."""
+    return [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
 
 
 def _has_other_hooks(optimizer: Optimizer, own: int) -> bool:
@@ -315,7 +308,7 @@ def _narrows(optimizer: Optimizer) -> bool:
 
 
 def _narrow(params: Any) -> None:
-    """Give low weights without masters gradients of their own dtype, as torch's optimizers want them."""
+    """Give low weights gradients of their own dtype, as torch's optimizers want them."""
     for param in params:
         if param.dtype in LOW and param.grad is not None and param.grad.dtype not in LOW:
             wide, param.grad, param.grad_dtype = param.grad, None, param.dtype
@@ -406,15 +399,11 @@ class _Evaluations:
     def __init__(self, engine: Judges, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
         self._engine, self._optimizer, self._closure = engine, optimizer, closure
         (self._window,) = (window for window in engine.windows if optimizer in window.optimizers)
-        self._views = views_of(optimizer)
         self._last: tuple[Judged, Tensor | None, Tensor | None] | None = None
 
     def run(self) -> Step:
         engine, weights = self._engine, self._engine.weights
-        weights.settle()
-        written = list(weights.updated(self._optimizer))
-        written += [owner.rest_of(p) for p in written if (owner := owner_of(p, weights.halves())) is not None]
-        before = [(tensor, tensor.detach().clone()) for tensor in written]
+        before = [(param, param.detach().clone()) for param in weights.updated(self._optimizer)]
         restores = [_remembering(each) for each in (self._optimizer, *inner_optimizers(self._optimizer))]
         engine.is_stepping = True
         try:
@@ -428,8 +417,11 @@ class _Evaluations:
                 )
         except BaseException as error:
             with uninterrupted():
-                for tensor, value in before:
-                    tensor.copy_(value)
+                for each in (self._optimizer, *inner_optimizers(self._optimizer)):
+                    stored_again(each)
+                with torch.no_grad():
+                    for param, value in before:
+                        param.copy_(value)
                 for restore in restores:
                     restore()
                 self._window.close()
@@ -437,8 +429,6 @@ class _Evaluations:
                 raise
         finally:
             engine.is_stepping = False
-            if self._views is not None:
-                self._views.multiplier = None
         assert self._last is not None, "an optimizer that was not asked raises"
         with uninterrupted():
             judged, absent, self._window.made_with = self._last
@@ -466,10 +456,7 @@ class _Evaluations:
         if bool(judged.verdict.found_inf):
             raise Overflowed
         if not judged.verdict.is_one:
-            if self._views is not None:
-                self._views.multiplier = judged.verdict.multiplier
-            else:
-                multiply(judged.gradients, judged.verdict.multiplier)
+            multiply(judged.gradients, judged.verdict.multiplier)
         window.close()
 
 

@@ -18,12 +18,10 @@ from mezzo.cast.products import Memory
 from mezzo.cast.region import autocast
 from mezzo.compiling import INSIDE, inside
 from mezzo.errors import PolicyError, StateError
-from mezzo.optim.optimizer import as_one_pass
+from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.policy import Policy
 from mezzo.session.refusals import Handles
 from mezzo.tensors import LOW
-from mezzo.weights import Halves
-from mezzo.weights.views import adopt, widened
 
 
 def handles_of(given: list[nn.Module | Prepared], policy: Any) -> tuple[list[nn.Module], Handles, Policy]:
@@ -99,24 +97,18 @@ class Weights:
         try:
             for model in self.models:
                 self.prepared += self._handles.get(model) or [Prepared(model, self.policy)]
-            for prepared in self.prepared:
-                prepared.keep_high_alone()
-            self.adopt(self.optimizers)
+            self.take(self.optimizers)
             for prepared in self.prepared:
                 prepared.join()
         except BaseException:
             self.undo()
             raise
 
-    def explain(self, error: BaseException) -> None:
-        """Add to an error of torch's about dtypes what is known of it."""
-        for prepared in self.prepared:
-            prepared.explain(error)
-
-    def adopt(self, optimizers: list[Optimizer]) -> None:
-        """Let optimizers update FP32 values of what is stored low."""
-        for optimizer in optimizers:
-            self._undo.callback(adopt(optimizer, self.halves()))
+    def take(self, optimizers: list[Optimizer]) -> None:
+        """Let mezzo's optimizers round what O3 has them update."""
+        for optimizer in one_pass(optimizers) if self.are_low else ():
+            optimizer.rounds = True
+            self._undo.callback(setattr, optimizer, "rounds", False)
         self.has_grown()
 
     def know(self, optimizers: list[Optimizer]) -> None:
@@ -144,7 +136,7 @@ class Weights:
             prepared.leave()
             if prepared not in given:
                 prepared.remove()
-        if self.are_low and not self.policy.master_weights:
+        if self.are_low:
             widen_states(self.optimizers)
 
     # The models ------------------------------------------------------------------------------------------
@@ -159,10 +151,6 @@ class Weights:
 
     # The weights -----------------------------------------------------------------------------------------
 
-    def halves(self) -> list[Halves]:
-        """Return the owners of FP32 values, one a model."""
-        return [prepared.halves for prepared in self.prepared]
-
     def leaves(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the parameters that an optimizer updates."""
         return [param for group in optimizer.param_groups for param in group["params"]]
@@ -171,17 +159,6 @@ class Weights:
         """Yield the parameters that one optimizer, or each, updates."""
         chosen = self.optimizers if optimizer is None else [optimizer]
         return (param for each in chosen for group in each.param_groups for param in group["params"])
-
-    def stored(self) -> dict[Tensor, Halves]:
-        """Return the parameters that are stored in halves, each with the owner of its FP32 value."""
-        return {
-            t: halves for halves in self.halves() for t in halves if isinstance(t, nn.Parameter) and halves.has_rest(t)
-        }
-
-    def settle(self) -> None:
-        """Store low again what programs have given FP32 memory."""
-        for halves in self.halves():
-            halves.settle()
 
     # Names -----------------------------------------------------------------------------------------------
 
@@ -198,7 +175,8 @@ class Weights:
 
     def keys_of(self, model: nn.Module) -> dict[str, str]:
         """Return the names of :meth:`named_state` that are one model's by the keys of that model's own state dict."""
-        keys = {each: ((key, key) for key in each.state_dict()) if each is model else () for each in self.models}
+        keys: dict[nn.Module, Iterable[tuple[str, Any]]] = dict.fromkeys(self.models, ())
+        keys[model] = ((key, key) for key in model.state_dict(keep_vars=True))
         return {key: name for name, key in self._named(keys)}
 
     def _named(self, each: Mapping[nn.Module, Iterable[tuple[str, Any]]]) -> Iterator[tuple[str, Any]]:
@@ -223,6 +201,13 @@ def widen_states(optimizers: Iterable[Optimizer]) -> None:
     for key, state in (item for each in optimizers if as_one_pass(each) is None for item in each.state.items()):
         if isinstance(key, Tensor) and key.dtype not in LOW and isinstance(state, dict):
             state.update({name: widened(value) for name, value in state.items()})
+
+
+def widened(value: Any) -> Any:
+    """Return optimizer state in FP32, which is exact; LBFGS has lists of it."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in LOW else value
+    return list(map(widened, value)) if type(value) is list else value
 
 
 def _plain_name(model: nn.Module, name: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol
 from weakref import ref
 
 import torch
@@ -27,9 +27,10 @@ from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, norms, with_gradients
 from mezzo.step.passes import not_finite
 from mezzo.tensors import LOW, foreach_copy_, foreach_mul_, marks, moved
+from mezzo.weights.halves import Halves
 
-Average: TypeAlias = Callable[[list[Tensor], dict[Tensor, Tensor]], dict[Tensor, Tensor]]
-
+#: How a weight was used of which autograd computes a gradient of 16 bits: ``Cell.uses``.
+_ONE_CAST: Final = [1, 0]
 #: Bytes of low gradients that are widened together.
 _TOGETHER: Final = 1 << 26
 
@@ -55,19 +56,18 @@ class Window:
         passes: How many backward passes there were since the last step.
         found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
         losses: What these passes have differentiated, 0-d and detached.
+        narrows: Whether gradients of halves may have 16 bits, where that loses nothing.
         left: Marks of the gradients that the last step has left in ``.grad``, with what these carry.
     """
 
     def __init__(self, weights: Weights, optimizers: list[Optimizer]) -> None:
-        self.weights, self.optimizers = weights, optimizers
+        self.weights, self.optimizers, self.narrows = weights, optimizers, False
         self.left: Stale = {}
         self._left_scale: Tensor | None = None
         self._skipped: Tensor | None = None
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
         self._known: tuple[Any, dict[int, Tensor]] = (None, {})
         self._leaves: list[Tensor] = []
-        self._aside: dict[Tensor, Tensor] = {}
-        self._steps_aside = False
         self.forget()
 
     def forget(self) -> None:
@@ -150,15 +150,14 @@ class Window:
             self.found = None if self.found is None else moved(self.found, device) & stays
             self.losses = [moved(loss, device).masked_fill(~stays, 0) for loss in self.losses]
 
-    def begin(self, scale: Tensor | None, *, is_wide: bool, steps_aside: bool, leaves_zeros: bool) -> None:
+    def begin(self, scale: Tensor | None, *, is_wide: bool, is_wrapped: bool) -> None:
         """Make ready for gradients that carry a scale.
 
         Args:
             scale: The scale.
             is_wide: Whether the first gradients of low parameters are FP32 already, and not only sums.
-            steps_aside: Whether ``DistributedDataParallel`` reduces low gradients in this pass: FP32 sums of earlier
-                ones, which its buckets could not hold, wait beside it.
-            leaves_zeros: Whether it wants a gradient of each parameter that has such a sum, zeros at least.
+            is_wrapped: Whether ``DistributedDataParallel`` is around a model, whose buckets have the parameters' dtypes
+                and take gradients in no other.
         """
         leaves = self.leaves()
         there = [leaf for leaf in leaves if leaf.grad is not None]
@@ -167,22 +166,26 @@ class Window:
         self.left = {}
         self.rescale(scale)
         self.made_with = scale
-        if is_wide:
+        if is_wrapped:
+            _have_dtypes_of_parameters(leaves)
+        elif is_wide:
             _widen(leaves)
         else:
-            for leaf in leaves:
-                if leaf.dtype in LOW and leaf.grad is None and not steps_aside:
-                    leaf.grad_dtype = leaf.dtype  # it may have been FP32, and cleared by others
+            for leaf in _low(leaves):
+                if leaf.grad is None:
+                    leaf.grad_dtype = self._first_dtype(leaf)  # it may have been FP32, and cleared by others
             _widen(there)
-        if steps_aside:
-            self._aside = {leaf: leaf.grad for leaf in there if leaf.dtype in LOW and leaf.grad is not None}
-            for leaf in leaves:
-                if leaf.dtype in LOW:
-                    leaf.grad, leaf.grad_dtype = None, leaf.dtype
-                    if leaves_zeros and leaf in self._aside:
-                        leaf.grad = torch.zeros_like(leaf)
-        self._steps_aside = steps_aside
         self.passes += 1
+
+    def _first_dtype(self, leaf: Tensor) -> torch.dtype:
+        """Return the dtype of a leaf's first gradient: 16 bits where that is what autograd computes.
+
+        What a single cast of a weight hands back has 16 bits; whatever else has read it is added to that in FP32, and
+        hooks of the user's compute in FP32.
+        """
+        if isinstance(leaf, Halves) and self.narrows and leaf.cell.wide is None and leaf.cell.uses == _ONE_CAST:
+            return leaf.dtype if hooked([leaf]) else leaf.hi.dtype
+        return leaf.dtype
 
     @torch.no_grad()
     def take(self, scale: Tensor) -> None:
@@ -201,33 +204,19 @@ class Window:
         self.passes = 1
         self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.leaves() if leaf.dtype in LOW}
 
-    def end(self, losses: list[Tensor], average: Average) -> None:
+    def end(self, losses: list[Tensor]) -> None:
         """Take note of what a pass has made.
 
         Args:
             losses: What was differentiated, 0-d and detached.
-            average: Takes the mean over ranks of FP32 sums that waited aside, by parameter.
         """
         self.losses += losses
-        if self._steps_aside:
-            self._aside = average(self.leaves(), self._aside)
-        self._come_back()
-        for leaf in self.leaves():
-            if leaf.dtype in LOW and leaf.grad is None:
+        for leaf in _low(self.leaves()):
+            if leaf.grad is None:
                 leaf.grad_dtype = leaf.dtype  # so that torch.autograd.grad returns what it does in plain torch
-            elif leaf.dtype in LOW and leaf.grad is not None and leaf.grad.dtype not in LOW:
+            elif leaf.grad.dtype != leaf.dtype:
                 leaf.grad_dtype = None
         self._marks = self._now()
-
-    def fail(self) -> None:
-        """Put back what made way for a pass that has raised."""
-        self._come_back()
-
-    def _come_back(self) -> None:
-        for leaf, before in self._aside.items():
-            new, leaf.grad, leaf.grad_dtype = leaf.grad, None, torch.float32
-            leaf.grad = before if new is None else before.add_(new)
-        self._aside = {}
 
     # What they carry ------------------------------------------------------------------------------------
 
@@ -282,9 +271,7 @@ class Window:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
         self._skipped, self._left_scale = skipped, self.scale
-        for leaf in self.leaves():
-            if leaf.dtype in LOW and leaf.grad is None:
-                leaf.grad_dtype = leaf.dtype
+        self._forget_uses()
         for leaf, dtype in self._grad_dtypes.items():
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
@@ -294,11 +281,32 @@ class Window:
 
     def clear(self) -> None:
         """Be as new, once the gradients were cleared."""
-        for leaf in self.leaves():
-            if leaf.dtype in LOW and leaf.grad is None:
-                leaf.grad_dtype = leaf.dtype
+        self._forget_uses()
         self.left = {}
         self.forget()
+
+    def _forget_uses(self) -> None:
+        for leaf in _low(self.leaves()):
+            if leaf.grad is None:
+                leaf.grad_dtype = leaf.dtype
+            if type(leaf) is Halves:
+                leaf.cell.uses[:] = 0, 0
+
+
+def _low(leaves: list[Tensor]) -> list[Tensor]:
+    """Return the parameters whose gradients may have 16 bits."""
+    return [leaf for leaf in leaves if type(leaf) is Halves or leaf.dtype in LOW]
+
+
+@torch.no_grad()
+def _have_dtypes_of_parameters(leaves: list[Tensor]) -> None:
+    for leaf in _low(leaves):
+        gradient = leaf.grad
+        if gradient is not None and gradient.dtype != leaf.dtype:
+            leaf.grad = None
+        leaf.grad_dtype = leaf.dtype
+        if gradient is not None and leaf.grad is None:
+            leaf.grad = gradient.to(leaf.dtype)
 
 
 @torch.no_grad()
@@ -306,9 +314,9 @@ def _widen(leaves: list[Tensor]) -> None:
     """Let low parameters have FP32 gradients, and widen those that they have: many in one kernel."""
     waiting: list[Tensor] = []
     for leaf in leaves:
-        if leaf.dtype not in LOW:
-            continue
         gradient = leaf.grad
+        if leaf.dtype not in LOW and (gradient is None or gradient.dtype not in LOW):
+            continue
         if gradient is None or gradient.dtype not in LOW:
             if leaf.grad_dtype != torch.float32:
                 leaf.grad, leaf.grad_dtype = None, torch.float32

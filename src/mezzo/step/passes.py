@@ -27,7 +27,7 @@ from mezzo.tensors import moved
 class Verdict:
     """What one pass over the gradients has decided of a step, as device tensors.
 
-    The session computes it once. Optimizers, masters, closures and captured graphs take it as it is.
+    The session computes it once. Optimizers, closures and captured graphs take it as it is.
 
     Attributes:
         norms: (gradients,) float32: the 2-norm of each gradient as it is, still scaled; empty where another library

@@ -31,7 +31,7 @@ from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
 
 # Who asked: the op behind a torch function or kernel, the line of the user's code, mezzo's own casts.
 
-Doing = Literal["emulation", "cast", "buffer", "region", "other"]
+Doing = Literal["emulation", "cast", "region", "other"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -165,7 +165,7 @@ class Decider:
             goes_back=param is not None and differences is not None and differences.gives_back,
             low=dtype_name(self.policy.dtype),
             given=_names(given),
-            cause=_cause(kwargs, is_off=self.policy.autocast and not _autocasts(device_type)),
+            cause=_cause(kwargs, is_off=self.policy.casts and not _autocasts(device_type)),
         )
 
     def _param_decision(self, op: str, args: Any, kwargs: Any) -> Decision | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from mezzo.tensors import LOW, tensors
+from mezzo.weights import Halves
 
 _FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
 _ALLOCATIONS: Final = frozenset("empty empty_like empty_strided new_empty new_empty_strided".split())
@@ -31,6 +32,12 @@ def is_cast(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:
         and args[0].dtype.is_floating_point
         and out.dtype.is_floating_point
     )
+
+
+def is_free_cast(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:
+    """Whether a kernel returns the high half of a weight that is stored in halves, which moves nothing."""
+    casts = kernel in (torch.ops.aten._to_copy.default, torch.ops.aten._lazy_clone.default)
+    return casts and isinstance(args[0], Halves) and out.dtype == args[0].hi.dtype
 
 
 def is_rounding(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:

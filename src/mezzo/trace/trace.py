@@ -138,9 +138,9 @@ class Trace:
         with DisableTorchFunction():
             place = self.where.place()
             made_by = doing()
-            if made_by == "buffer":  # from the next pass on the call is given FP32
-                if place.call is not None:
-                    place.call.given = tuple(dict.fromkeys((*place.call.given, "float32")))
+            if kernels.is_free_cast(kernel, args, out):
+                self._account(args[0], out, place, made_by)  # its gradient's cast costs what any does
+                self._labels.put([out], self._labels.get(args[0]) or "parameter")
                 return
             is_alone = place.call is None and not self.where.is_backward and made_by in ("region", "other")
             if is_alone:  # no torch function stands above: a C++ extension, or a scripted function
@@ -192,7 +192,8 @@ class Trace:
         node = current_node() if self.where.is_gradient else None
         if node is not None:
             # The gradient of a cast is cast back on the same account; others follow from mixed dtypes.
-            account = self._accounts.get(number_of(node)) if node.name() == "ToCopyBackward0" else None
+            of_cast = node.name() in ("ToCopyBackward0", "LazyCloneBackward0")  # the other one: of a weight in halves
+            account = self._accounts.get(number_of(node)) if of_cast else None
             return account or Account("model" if isinstance(node, BackwardCFunction) else "torch", place, line)
         if made_by == "cast" or (call is not None and (call.hidden or call.asks_for(before, after))):
             by = "policy"

@@ -4,6 +4,7 @@ import pytest
 
 from mezzo.optim import optimizer as one_pass
 from mezzo.step import gradients
+from mezzo.weights import codec
 
 from .host_graph import Predicated
 
@@ -12,4 +13,4 @@ from .host_graph import Predicated
 def _predicated(monkeypatch):
     for module in (one_pass, gradients):
         monkeypatch.setattr(module, "executor_for", lambda device: Predicated())
-    monkeypatch.setattr(gradients, "update_of", Predicated().update_of)
+    monkeypatch.setattr(codec, "update_of", Predicated().update_of)

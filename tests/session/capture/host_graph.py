@@ -12,9 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mezzo.step.executors.portable import Portable
+from mezzo.weights import Halves
 
 __name__ = "torch.host_graph"  # a message names the innermost line that is not torch's
 
+LAZY = torch.ops.aten._lazy_clone.default  # a copy of memory that a write would move
 ASKS_THE_DEVICE = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"}
 
 
@@ -51,6 +53,8 @@ class Waits(TorchDispatchMode):
     """Refuses what waits for the device, as torch's debug mode of syncs does."""
 
     def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
+        if Halves in types:  # whose own kernels come next
+            return NotImplemented
         if kernel._schema.name in ASKS_THE_DEVICE:
             raise RuntimeError("called a synchronizing CUDA operation")
         return kernel(*args, **kwargs or {})
@@ -64,7 +68,9 @@ class Tape(TorchDispatchMode):
         self.kernels, self.before, self.own = [], {}, set()
 
     def __torch_dispatch__(self, kernel, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
+        if Halves in types:
+            return NotImplemented
+        kernel, kwargs = torch.ops.aten.clone.default if kernel is LAZY else kernel, kwargs or {}
         if kernel._schema.name in ASKS_THE_DEVICE:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         for storage in storages((args, kwargs)):

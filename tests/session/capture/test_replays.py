@@ -137,18 +137,38 @@ def test_the_models_and_the_sessions_state_load_into_the_same_graph(make):
     assert loop.graph.replays == 14 - FIRST
 
 
-def test_weights_that_are_shown_in_fp32_between_replays_are_read_by_the_same_graph():
-    """The block has views of its own, in other memory than the graph's."""
+def test_a_step_without_the_graph_leaves_its_memory_alone():
+    """torch's optimizer writes FP32 values of halves, in memory that the graph knows."""
 
     def between(loop, number):
-        if number in (1, 5, 6):
-            with loop.amp.fp32(loop.optimizer), torch.no_grad():
-                for group in loop.optimizer.param_groups:
-                    torch._foreach_mul_(group["params"], 1 - 1e-4)
+        if number in (4, 5):
+            loop.train_step(*batch(20 + number))
+            with torch.no_grad():
+                loop.model[0].weight.mul_(1 - 1e-4)
 
-    eager, captured, loop = both(lambda: Loop(make=OPTIMIZERS["torch"]), batches(range(9), bad=(4,)), between)
+    eager, captured, loop = both(lambda: Loop(make=OPTIMIZERS["torch"]), batches(range(9), bad=(6,)), between)
     assert bits(eager) == bits(captured)
     assert loop.graph.replays == 9 - FIRST
+
+
+def test_an_overflow_outside_of_the_graph_that_waits_for_the_next_loss_lowers_the_scale_of_a_replay():
+    """One of two optimizers has stepped then, while gradients of the other carry the scale."""
+
+    def between(loop, number):
+        if number == 4:
+            x, y, boost = batch(20, 1e38)
+            with loop.amp.autocast():
+                loss = functional.cross_entropy(loop.model(x).float(), y)
+            loop.amp.backward(loss * boost)
+            assert loop.amp.step(loop.optimizer).skipped
+            loop.amp.zero_grad()
+
+    def make():
+        return Loop(make=lambda groups: [optim.AdamW(groups[:1], lr=1e-2), optim.Lion(groups[1:], lr=1e-3)])
+
+    eager, captured, loop = both(make, batches(range(7)), between)
+    assert bits(eager) == bits(captured)
+    assert loop.graph.replays == 7 - FIRST
 
 
 # What it refuses ------------------------------------------------------------------------------------------
@@ -163,7 +183,7 @@ def move(loop):
 
 
 def swap(loop):
-    loop.model[0].weight.data = loop.model[0].weight.data.float()
+    loop.model[0].weight.data = loop.model[0].weight.data.clone()
 
 
 def grow(loop):

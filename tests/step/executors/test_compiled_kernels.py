@@ -27,9 +27,9 @@ from mezzo.step.executors import triton as shared
 from mezzo.step.executors import triton as tables
 from mezzo.step.executors import triton_source as source_of
 from mezzo.step.executors.emit import update_name
-from mezzo.step.gradients import STORE, WIDEN
 from mezzo.step.storage import PLAIN, READ, SPLIT
 from mezzo.step.update import rule
+from mezzo.weights.codec import STORE, WIDEN
 
 from ...support.releases import FP32_NORM_REGISTERS, since
 
@@ -204,11 +204,11 @@ def test_a_few_numbers_take_one_warp_and_no_stack(native, name):
 def test_what_is_not_used_is_neither_loaded_nor_stored():
     """Bytes are what a step costs; in C++ beside Triton."""
     for dtype in (BF16, FP16):
-        widening = (WIDEN, READ, (dtype, dtype, INT16, FP32, FP32))
+        widening = (WIDEN, READ, (dtype, dtype, INT16, FP32))
         storing = (STORE, SPLIT, (FP32, dtype, INT16))
         text = source_of.update_source(*widening)
-        assert re.findall(r"(\w+) = tl.load\(\1_at", text) == ["gradient", "part0", "part1"]
-        assert re.findall(r"tl.store\((\w+)_at", text) == ["value_state", "gradient_state"]
+        assert re.findall(r"(\w+) = tl.load\(\1_at", text) == ["part0", "part1"]
+        assert re.findall(r"tl.store\((\w+)_at", text) == ["value_state"]
         text = source_of.update_source(*storing)
         assert re.findall(r"(\w+) = tl.load\(\1_at", text) == ["gradient"]
         assert re.findall(r"tl.store\((\w+)_at", text) == ["part0", "part1"]

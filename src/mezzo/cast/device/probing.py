@@ -29,6 +29,7 @@ from mezzo import files
 from mezzo.cast.device import child, claims
 from mezzo.cast.device.child import FAMILIES, Family
 from mezzo.cast.device.claims import NOTHING, Claim
+from mezzo.compiling import constant_in_graphs
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError, UnsupportedError, nearest
 from mezzo.tensors import dtype_name
@@ -77,6 +78,7 @@ class Kinds:
         self._examples = list(examples.values())
         self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
 
+    @constant_in_graphs
     def __call__(self) -> tuple[str, ...]:
         """Return them, the CPU first."""
         now = tuple([example.device.type for example in self._examples])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,62 +46,27 @@ class TakesIn:
         return cast_floating((args, kwargs), self.dtype) if is_off else None
 
 
-class MadeLow:
-    """Cast a weight that a module makes of others before each call: a forward pre-hook, after the one that makes it.
-
-    Args:
-        names: Those of the weights, plain attributes of the module.
-        dtype: What they are cast to.
-    """
-
-    def __init__(self, names: tuple[str, ...], dtype: torch.dtype) -> None:
-        self.names, self.dtype = names, dtype
-
-    @compiled_inside_alone
-    def enter(self, module: nn.Module, _: Any) -> None:
-        """Cast them."""
-        for name in self.names:
-            if name not in module._parameters:  # as it is where what makes it was removed
-                setattr(module, name, getattr(module, name).to(self.dtype))
-
-
 class GivesOut:
-    """Cast what comes out of a model, and explain torch's errors about dtypes: a forward hook, and one before.
+    """Cast what comes out of a model: a forward hook, and one before.
 
     What was low and comes back is low again: a cache of keys and values that ``generate`` hands from call to call.
 
     Args:
-        dtype: What floating outputs are cast to; ``None`` leaves them.
-        explain: Adds to an error what is known about it; ``None`` of a part that makes a weight.
-        before: Is called before each call of the model.
+        dtype: What floating outputs are cast to.
     """
 
-    def __init__(
-        self,
-        dtype: torch.dtype | None,
-        explain: Callable[[BaseException], None] | None = None,
-        before: Callable[[], None] | None = None,
-    ) -> None:
-        self.dtype, self._explain, self._before = dtype, explain, before
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         # By what was given out without gradients: what it was, and its version then.
         self._given: Any = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> Any:
         return GivesOut, (self.dtype,)
 
-    @property
-    def is_model_s(self) -> bool:
-        """Whether this is a whole model's, and not that of a part which makes a weight."""
-        return self._explain is not None
-
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Put what was given out back to what it was."""
-        if torch.compiler.is_compiling():
-            return None
-        if self._before is not None:
-            self._before()
-        if not any(each in self._given for _, each in each_tensor((args, kwargs))):
+        if torch.compiler.is_compiling() or not any(each in self._given for _, each in each_tensor((args, kwargs))):
             return None
         before: tuple[Any, Any] = mapped((args, kwargs), self._as_it_was)
         return before
@@ -117,16 +80,10 @@ class GivesOut:
     @compiled_inside_alone
     def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return what came out, cast."""
-        if output is None and not torch.compiler.is_compiling():
-            if self._explain is not None and (error := sys.exception()) is not None:
-                self._explain(error)
-            return None
         return self.widen(output)
 
     def widen(self, output: Any) -> Any:
         """Cast what is given out, and remember what it was."""
-        if self.dtype is None:
-            return output
         wide = cast_floating(output, self.dtype)
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
             for (_, low), (_, given) in zip(each_tensor(output), each_tensor(wide), strict=True):
@@ -156,7 +113,6 @@ class Within:
         is_own: Whether rules treat the module otherwise than what is around it, or it is the model, and rules speak
             about parameters.
         inputs: What floating inputs are cast to where the region is entered.
-        widens_norm: Whether batch norm has low-precision weights here: kernels want FP32, as the statistics are.
     """
 
     _inside = threading.local()  # the regions of modules with rules that this thread is in
@@ -170,10 +126,9 @@ class Within:
         *,
         is_own: bool,
         inputs: torch.dtype | None = None,
-        widens_norm: bool = False,
     ) -> None:
         self.policy, self.path, self.params, self.kinds = policy, path, params, kinds
-        self.is_own, self.inputs, self.widens_norm = is_own, inputs, widens_norm
+        self.is_own, self.inputs = is_own, inputs
         self._place = id(params), path
         # One stack for each thread, since threads may run one model at the same time.
         self._entered: defaultdict[int, list[autocast | None]] = defaultdict(list)
@@ -181,8 +136,7 @@ class Within:
 
     def region(self) -> Region:
         """Return the region of this module."""
-        region = Region.inside(self.policy, self.path, RuledParams.known_of([self.params]), self.kinds())
-        return region.with_wide_norm() if self.widens_norm else region
+        return Region.inside(self.policy, self.path, RuledParams.known_of([self.params]), self.kinds())
 
     @property
     def is_needed(self) -> bool:
@@ -191,7 +145,7 @@ class Within:
         own, around = (self.policy.module_rule(path) for path in (self.path, self.path.rpartition(".")[0]))
         # Functions in a low part of a module in FP32 are not to be cast to FP32 by the region of that module.
         parts = own is not None and around is not None and (own.treatment, around.treatment) == ("low", "fp32")
-        return self.region().has_differences or (self.path != "" and (self.policy.autocast or parts))
+        return self.region().has_differences or (self.path != "" and (self.policy.casts or parts))
 
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
@@ -216,8 +170,7 @@ class Within:
         if not is_own and len(modes) > 0:  # torch 2.11 traces no bool(list)
             return not modes[-1].recomputing or modes[-1].keys == self._keys_on(self.kinds())
         kinds = self.kinds()
-        is_plain = self.policy.param_dtype == torch.float32
-        if is_plain and self.policy.autocast and not any(torch.is_autocast_enabled(kind) for kind in kinds):
+        if self.policy.casts and not any(torch.is_autocast_enabled(kind) for kind in kinds):
             # Outside any region FP32 weights compute in FP32. But in a part that is kept in FP32 autocast is off, too.
             return not is_own or not (getattr(self._inside, "places", ()) or runs_backward())
         # Whichever tensors stand in the places of ruled ones now, the region is to know them.

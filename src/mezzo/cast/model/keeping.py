@@ -11,15 +11,12 @@ from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import Rule
 
 
-def keeping(
-    models: list[nn.Module], layers: Iterable[Any], classes: tuple[type[nn.Module], ...] = (), *, name: str
-) -> tuple[Rule, ...]:
+def keeping(models: list[nn.Module], layers: Iterable[Any], *, name: str) -> tuple[Rule, ...]:
     """Return the rules that keep layers in FP32, with all inside them.
 
     Args:
         models: Models that get one policy.
         layers: Modules of theirs, or classes of modules, as a user gave them.
-        classes: More classes.
         name: What the user calls the layers, for errors and as the rules' reason.
 
     Raises:
@@ -39,7 +36,7 @@ def keeping(
         for each in layers
         if not isinstance(each, nn.Module) and not (isinstance(each, type) and issubclass(each, nn.Module))
     )
-    kinds = (*classes, *(each for each in layers if isinstance(each, type)))
+    kinds = tuple(each for each in layers if isinstance(each, type))
     given = {id(each): each for each in layers if not isinstance(each, type)}
     named = [dict(model.named_modules(remove_duplicate=False)) for model in models]
     kept = [{path for path, each in of.items() if isinstance(each, kinds) or id(each) in given} for of in named]

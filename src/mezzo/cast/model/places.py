@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from mezzo import sharded
 from mezzo.cast.differences import Known
@@ -20,38 +18,23 @@ from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.releases import private
 from mezzo.sharded import Shard, is_distributed
-from mezzo.tensors import CASTABLE, dtype_name
+from mezzo.tensors import CASTABLE, LOW, dtype_name
 
 #: What normalises by statistics of its input: batch norm and instance norm.
 NORM: Final = private("torch.nn.modules.batchnorm._NormBase")
 
 
 def stored_tensors(model: nn.Module) -> Iterator[tuple[Tensor, str, nn.Module]]:
-    """Yield each floating parameter and persistent buffer under every path it has, with its owner."""
+    """Yield each floating parameter and buffer under every path it has, with its owner."""
     for prefix, module in model.named_modules(remove_duplicate=False):
-        persistent = (
-            (name, buffer) for name, buffer in module._buffers.items() if name not in module._non_persistent_buffers_set
-        )
-        for name, tensor in (*module._parameters.items(), *persistent):
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None and tensor.dtype in CASTABLE:
                 yield tensor, f"{prefix}.{name}" if prefix else name, module
 
 
-def made_weights(module: nn.Module) -> tuple[str, ...]:
-    """Name the weights of a module that old hooks make of others before each call, plain attributes."""
-    hooks = module._forward_pre_hooks.values()
-    return tuple(hook.name for hook in hooks if isinstance(hook, SpectralNorm | WeightNorm))
-
-
-def makes_weight(path: str, module: nn.Module) -> bool:
-    """Whether a weight is made of a tensor, by a parametrization or by an old hook: in FP32, as its map needs.
-
-    Args:
-        path: The tensor's path in the model.
-        module: Its owner.
-    """
-    name = path.rpartition(".")[2]
-    return "parametrizations" in path.split(".") or any(name.startswith(f"{made}_") for made in made_weights(module))
+def is_large(tensor: Tensor) -> bool:
+    """Whether a tensor has two or more dimensions that are longer than one: what products read, and tables of rows."""
+    return sum(size > 1 for size in tensor.shape) > 1
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -122,7 +105,8 @@ class RuledParams:
             (tensor, module, path.rpartition(".")[2], policy.storage(path, path.rpartition(".")[0])[1])
             for tensor, path, module in stored_tensors(model)
         ]
-        ruled = {tensor: rule for tensor, *_, rule in deciding if rule is not None}
+        # Where ops are cast, "low" says how a parameter is stored, which is FP32 to all that reads it.
+        ruled = {t: rule for t, *_, rule in deciding if rule and not (policy.casts and rule.treatment == "low")}
         # A module's rule covers what that module does with a tensor it shares; here is who else reads it.
         shared = {t for t, *_, rule in deciding if t in ruled and (rule is None or rule.param is not None)}
         ruled_places = [(owner, name, _treatment(t, ruled[t])) for t, owner, name, _ in deciding if t in shared]
@@ -197,32 +181,26 @@ def _memory(model: nn.Module, policy: Policy) -> Memory | None:
 # What stands against a policy in the way in which ``fully_shard`` has sharded a model.
 
 
-def sharded_otherwise(
-    model: nn.Module, policy: Policy, storage: Mapping[Tensor, torch.dtype], parts: Mapping[Tensor, Shard]
-) -> Iterator[MezzoError]:
+def sharded_otherwise(model: nn.Module, policy: Policy) -> Iterator[MezzoError]:
     """Yield what ``fully_shard`` did to a model that does not go with a policy."""
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    parts: dict[Tensor, Shard] = {part.param: part for part in sharded.shards(model)}
+    if not parts:
+        return
     paths = {unit: path for path, unit in model.named_modules()}
     other: dict[tuple[str, torch.dtype, torch.dtype], list[str]] = {}
-    for param, part in parts.items():
-        wanted = storage.get(param, param.dtype)
-        # A low one that nothing casts is simply widened.
-        if part.gathered != wanted and not (part.cast is None and wanted == torch.float32):
-            other.setdefault((paths[part.unit], part.gathered, wanted), []).append(names[param])
-    for (path, gathered, wanted), few in other.items():
-        low = wanted != torch.float32
-        module = f"model.{path}" if path else "model"
+    for param, name, module in stored_tensors(model):
+        part = parts.get(param)
+        if part is not None and part.cast is not None and part.cast in LOW and param.dtype not in LOW:
+            wanted, _ = policy.storage(name, name.rpartition(".")[0], is_norm=isinstance(module, NORM))
+            if part.cast != wanted:
+                other.setdefault((paths[part.unit], part.cast, wanted), []).append(name)
+    for (path, cast, wanted), few in other.items():
+        unit = f"model.{path}" if path else "model"
         yield UnsupportedError(
-            f"fully_shard gathers parameters in {dtype_name(gathered)}, and {policy.level} wants {dtype_name(wanted)}",
-            where=f"{some_of(few, 3)}, of fully_shard({module})",
-            write=f"mezzo.fully_shard(model, {str(policy)!r}), which does it all;\nor torch's: "
-            + (
-                f"fully_shard({module}, mp_policy=MixedPrecisionPolicy(param_dtype={wanted}))"
-                if low
-                else f"fully_shard({module}) without param_dtype"
-                if policy.param_dtype == torch.float32
-                else f"fully_shard(model.{few[0].rpartition('.')[0]}) without param_dtype, before that of {module}"
-            ),
+            f"fully_shard gathers parameters in {dtype_name(cast)}, and {policy.level} wants {dtype_name(wanted)}",
+            where=f"{some_of(few, 3)}, of fully_shard({unit})",
+            write=f"mezzo.fully_shard(model, {str(policy)!r}), which does it all;\n"
+            f"or torch's: fully_shard({unit}) without param_dtype",
         )
     hooked = {*with_gradient_hooks(model.parameters())}  # a user's hook may average a gradient by hand
     alone = [

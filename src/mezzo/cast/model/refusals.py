@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.jit import ScriptModule
 
 from mezzo.cast.model.calls import GivesOut, Within
-from mezzo.cast.model.places import NORM, makes_weight, sharded_otherwise, stored_tensors
+from mezzo.cast.model.places import NORM, is_large, sharded_otherwise, stored_tensors
 from mezzo.errors import (
     MezzoError,
     PolicyError,
@@ -30,8 +30,10 @@ from mezzo.hooks import owner_of
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED, callables, functions
 from mezzo.policy.rules import both
-from mezzo.sharded import Shard, flags_of_all, local
-from mezzo.tensors import dtype_name
+from mezzo.sharded import flags_of_all, is_distributed, local
+from mezzo.tensors import CASTABLE, LOW, dtype_name
+from mezzo.weights.halves import Halves
+from mezzo.weights.models import of_halves
 
 # The autograd nodes that add up a parameter's gradients, and whether anything but the parameter keeps one.
 
@@ -83,20 +85,27 @@ def require_module(model: Any) -> None:
         )
 
 
-def wanted_storage(
-    model: nn.Module, policy: Policy, parts: Mapping[Tensor, Shard] | None = None, *, waits: bool = False
-) -> dict[Tensor, torch.dtype]:
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How a policy stores a model.
+
+    Attributes:
+        halves: The parameters that are stored in halves, each with the dtype of its high half.
+        plain: The tensors that a policy gives a dtype, each with that.
+    """
+
+    halves: dict[nn.Parameter, torch.dtype] = field(default_factory=dict)
+    plain: dict[Tensor, torch.dtype] = field(default_factory=dict)
+
+
+def wanted_storage(model: nn.Module, policy: Policy, *, converts: bool = False, waits: bool = False) -> Stored:
     """Decide every tensor's storage, or raise all that stands against the decision.
 
     Args:
         model: The model.
         policy: The policy.
-        parts: Its parameters that ``fully_shard`` has sharded, where the decision is to be carried out: what stands
-            against that is raised as well.
+        converts: Whether the decision is to be carried out: what stands against that is raised as well.
         waits: Whether a session is to find the model prepared, which it must be only once then.
-
-    Returns:
-        The dtype for each floating parameter and each buffer that a policy converts.
     """
     if (waits and preparations_in(model)) or _is_hooked(model):
         raise StateError(
@@ -106,19 +115,14 @@ def wanted_storage(
             "of models that share modules: one session, mezzo.MixedPrecision([first, second], optimizer, policy);\n"
             "of a copy, by copy.deepcopy or pickle: build the model anew and load_state_dict(copy.state_dict())",
         )
-    raise_together([*_unfit(model), *_idle_rules(model, policy)])
+    raise_together([*unfit(model), *_idle_rules(model, policy)])
     problems: list[MezzoError] = []
-    storage: dict[Tensor, torch.dtype] = {}
+    wanted: dict[Tensor, torch.dtype] = {}
     deciding: dict[Tensor, tuple[Rule | None, str]] = {}
     for tensor, path, module in stored_tensors(model):
-        is_norm = isinstance(module, NORM)
-        if is_norm and not isinstance(tensor, nn.Parameter):
-            continue  # running statistics stay FP32
-        dtype, rule = policy.storage(path, path.rpartition(".")[0], is_norm=is_norm)
-        if rule is None and makes_weight(path, module):
-            dtype = torch.float32
+        dtype, rule = policy.storage(path, path.rpartition(".")[0], is_norm=isinstance(module, NORM))
         before = deciding.get(tensor, (None, ""))
-        if rule is not None and before[0] is not None and storage[tensor] != dtype:
+        if rule is not None and before[0] is not None and wanted[tensor] != dtype:
             problems.append(
                 PolicyError(
                     f"the tied parameter {path} is given two storage dtypes",
@@ -126,26 +130,42 @@ def wanted_storage(
                     write=f"one rule for both: {both(f'fp32_param={before[1]}+{path}')}",
                 )
             )
-        if tensor not in storage or rule is not None:
-            storage[tensor], deciding[tensor] = dtype, (rule, path)
-    # FP32 policies store nothing anew: a model that came in low precision keeps what it has.
-    storage = {t: dtype for t, dtype in storage.items() if policy.param_dtype != torch.float32 or deciding[t][0]}
-    if parts is not None:
-        converting = {tensor: dtype for tensor, dtype in storage.items() if tensor.dtype != dtype}
-        unlike = list(sharded_otherwise(model, policy, storage, parts)) if parts else []
-        problems += unlike
-        if converting and not unlike:
-            problems += _cannot_convert(model, policy, converting, parts)
+        if tensor not in wanted or rule is not None:
+            wanted[tensor], deciding[tensor] = dtype, (rule, path)
+    stored = _sorted(policy, wanted, {tensor: rule for tensor, (rule, _) in deciding.items()})
+    if converts:
+        problems += sharded_otherwise(model, policy)
+        if not problems:
+            problems += _cannot_convert(model, policy, stored)
     raise_together(problems)
-    return storage
+    return stored
+
+
+def _sorted(policy: Policy, wanted: Mapping[Tensor, torch.dtype], rules: Mapping[Tensor, Rule | None]) -> Stored:
+    """Tell what is stored in halves from what is stored plainly."""
+    stored = Stored()
+    for tensor, dtype in wanted.items():
+        rule = rules[tensor]
+        by_name = rule is not None and rule.param is not None
+        if policy.param_dtype != torch.float32:
+            stored.plain[tensor] = dtype
+        elif dtype in LOW and isinstance(tensor, nn.Parameter) and is_plain(tensor) and (by_name or is_large(tensor)):
+            stored.halves[tensor] = dtype
+        elif tensor.dtype in LOW and (rule is not None or policy.halves):
+            stored.plain[tensor] = torch.float32  # it came low; other policies leave a model as it came
+    return stored
+
+
+def is_plain(param: nn.Parameter) -> bool:
+    """Whether a parameter is torch's own, or a DTensor of such: one of a class of its own is left as it is."""
+    return type(param) is nn.Parameter or isinstance(param, Halves) or is_distributed(param)
 
 
 def _is_hooked(model: nn.Module) -> bool:
     """Whether a model, or one in it, was prepared: not whether it shares a module with such a one."""
     hooks = [owner_of(hook) for module in model.modules() for hook in module._forward_hooks.values()]
     return any(
-        hook.is_model_s if isinstance(hook, GivesOut) else isinstance(hook, Within) and hook.is_own and hook.path != ""
-        for hook in hooks
+        isinstance(hook, GivesOut) or (isinstance(hook, Within) and hook.is_own and hook.path != "") for hook in hooks
     )
 
 
@@ -169,26 +189,9 @@ def _names_any(rule: Rule, module: nn.Module, path: str) -> bool:
     return rule.module is None or any(rule.matches_module(each) for each, _ in module.named_modules(prefix=path))
 
 
-def changes_since(model: nn.Module, policy: Policy, storage: Mapping[Tensor, torch.dtype]) -> Iterator[StateError]:
-    """Yield what stands against a session over a model that was prepared before, and changed since.
-
-    Args:
-        model: The model.
-        policy: The policy it was prepared with.
-        storage: The dtype that this has decided for each tensor.
-    """
-    named = [(path, tensor) for tensor, path, _ in stored_tensors(model)]
-    params = [(path, tensor) for path, tensor in named if isinstance(tensor, nn.Parameter)]
-    if policy.param_dtype == torch.float32:
-        return
-    if new := [path for path, param in params if param not in storage]:
-        yield StateError(
-            "a prepared model was given other parameters",
-            where=some_of(new),
-            why="they were not converted, and have no FP32 values",
-            write="mezzo.prepare(model, policy) once the model is final",
-        )
-    if held := [path for path, param in params if param.grad is not None]:
+def changes_since(model: nn.Module) -> Iterator[StateError]:
+    """Yield what stands against a session over a model that was prepared before."""
+    if held := [path for path, param in model.named_parameters() if param.grad is not None]:
         yield StateError(
             "parameters of a prepared model hold gradients",
             where=some_of(held),
@@ -197,7 +200,7 @@ def changes_since(model: nn.Module, policy: Policy, storage: Mapping[Tensor, tor
         )
 
 
-def _unfit(model: nn.Module) -> Iterator[UnsupportedError]:
+def unfit(model: nn.Module) -> Iterator[UnsupportedError]:
     """Yield what keeps a model from being trained in mixed precision, whatever the policy."""
     params = list(model.named_parameters())
     lazy = [name for name, p in params if isinstance(p, nn.parameter.UninitializedParameter)]
@@ -205,7 +208,7 @@ def _unfit(model: nn.Module) -> Iterator[UnsupportedError]:
     scripted = [path or type(m).__name__ for path, m in model.named_modules() if isinstance(m, ScriptModule)]
     for names, what, why, write in (
         (lazy, "lazy parameters have no values yet",
-         "there is nothing to store in the policy's dtype, and no shape for a master",
+         "there is nothing to store, and no shape to store it in",
          "model(one_batch) first, then prepare it"),
         (wide, "float64 parameters cannot be trained in mixed precision",
          "they are never cast, so every op that reads them would run in their own precision",
@@ -222,6 +225,7 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     modules = [name for name, _ in named]
     tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
+    held = [name for name, p in model.named_parameters(remove_duplicate=False) if is_plain(p) and p.dtype in CASTABLE]
     for rule in policy.rules:
         if rule.module is not None and not any(map(rule.matches_module, modules)):
             what, near = f"the module glob {rule.module!r} matches no module", closest(rule.module, modules)
@@ -242,7 +246,13 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
             what, near = f"the op glob {rule.op!r} matches no op that could be cast", closest(rule.op, OPS)
             why = "views and what torch lacks are cast nowhere" if rule.ops else nearest(rule.op, OPS)
             yield _idle(what, rule, why, near and not rule.ops and replace(rule, op=near))
-        if rule.param is not None and not any(map(rule.matches_param, tensors)):
+        if rule.param is not None and any(map(rule.matches_param, tensors)):
+            is_stored = any(map(rule.matches_param, held)) or policy.param_dtype != torch.float32
+            if rule.treatment == "low" and not is_stored:
+                what = f"the parameter glob {rule.param!r} matches nothing that can be stored in halves"
+                why = "only floating parameters of torch's own class can; buffers are FP32"
+                yield _idle(what, rule, why, False)
+        elif rule.param is not None:
             what, near = (
                 f"the parameter glob {rule.param!r} matches no parameter or buffer",
                 closest(rule.param, tensors),
@@ -263,71 +273,63 @@ def _can_be_called(op: str) -> bool:
     return "::" in op or bool(functions(op)) or (op in OPS and not callables(op))
 
 
-def _cannot_convert(
-    model: nn.Module, policy: Policy, converting: Mapping[Tensor, torch.dtype], parts: Mapping[Tensor, Shard]
-) -> Iterator[MezzoError]:
-    """Yield all that stands against giving tensors other dtypes.
+def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterator[MezzoError]:
+    """Yield all that stands against storing tensors otherwise.
 
     Args:
         model: The model that they are of.
         policy: The policy that says so.
-        converting: At least one parameter or buffer, each with its new dtype.
-        parts: Its parameters that ``fully_shard`` has sharded, which most often get the dtype when they are gathered.
+        stored: How.
 
     **Cost**: a pass over the tensors, and one host sync.
     """
     names = {tensor: name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    # A weight that trains would have no FP32 value to begin with; the other format may hold a frozen one exactly.
-    params: dict[Tensor, torch.dtype] = {t: d for t, d in converting.items() if isinstance(t, nn.Parameter)}
-    moving = {t for t, d in params.items() if torch.float32 not in (t.dtype, d)}
-    lost, inexact = _flags(converting, moving)
-    if low := [t for t in converting if t in moving and (t.requires_grad or t in inexact)]:
-        targets = ", ".join(sorted({dtype_name(converting[t]) for t in low}))
-        yield UnsupportedError(
-            f"parameters are already in a low precision that {policy.level} would change",
-            where=some_of([f"{names[t]} ({dtype_name(t.dtype)})" for t in low]),
-            why=f"one 16-bit format does not hold what another does; the policy says {targets}",
-            write=f"model.float() first; or {both(f'{policy.level},dtype={dtype_name(low[0].dtype)}')}",
-        )
-    if overflowing := [t for t in converting if t in lost]:
-        yield do_not_fit([names[t] for t in overflowing], converting[overflowing[0]])
-    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+    plain = {tensor: dtype for tensor, dtype in stored.plain.items() if tensor.dtype != dtype}
+    halves = {param: dtype for param, dtype in stored.halves.items() if not of_halves(param)}
+    every: dict[Tensor, torch.dtype] = dict((*plain.items(), *halves.items()))
+    narrowed = {t: dtype for t, dtype in every.items() if dtype not in (t.dtype, torch.float32) and not t.is_meta}
+    if narrowed and (lost := _lost(narrowed)):
+        yield do_not_fit([names[t] for t in lost], narrowed[lost[0]])
+    converted = [t for t in every if isinstance(t, nn.Parameter)]
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()) and converted:
         yield StateError(
             f"{policy.level} cannot convert a model that DistributedDataParallel already wraps",
-            why="its buckets were laid out for the parameters' old dtype",
+            why="it knows the parameters as they were",
             write=f"prepare first, then DistributedDataParallel(model); or {_CONVERTS_NOTHING}",
         )
-    elif dist.is_available() and dist.is_initialized() and (collected := kept(t for t in params if t not in parts)):
+    elif dist.is_available() and dist.is_initialized() and (collected := kept(t for t in converted if is_alone(t))):
         yield StateError(
             f"{policy.level} cannot convert parameters whose gradients are collected already",
             where=some_of([names[t] for t in collected]),
-            why="a wrapper around this model, such as DistributedDataParallel, was made for their old dtype and would "
-            "reduce no gradient;\nor a loss or output of an earlier forward pass is kept",
+            why="a wrapper around this model, such as DistributedDataParallel, was made for them as they were and "
+            "would reduce no gradient;\nor a loss or output of an earlier forward pass is kept",
             write="prepare first, then DistributedDataParallel(model), and the session with the model inside;\n"
             f"del loss, output; or {_CONVERTS_NOTHING}",
         )
-    held = [names[t] for t in params if t.grad is not None and t not in parts]
-    if held:
+    if held := [names[t] for t in converted if t.grad is not None and is_alone(t)]:
         yield StateError(
-            "parameters hold gradients in the dtype they are about to leave",
+            "parameters hold gradients from before they are converted",
             where=some_of(held),
             write="optimizer.zero_grad(set_to_none=True) first",
         )
 
 
-def _flags(converting: Mapping[Tensor, torch.dtype], moving: set[Tensor]) -> tuple[set[Tensor], set[Tensor]]:
-    """Return the tensors with finite values that would become infinite, and those of some that would change at all."""
-    asked = [*converting, *moving]
-    flags = [_is_lost(local(t.detach()), dtype) for t, dtype in converting.items()]
-    flags += [(local(t.detach()).to(converting[t]).to(t.dtype) != local(t.detach())).any() for t in moving]
+def is_alone(tensor: Tensor) -> bool:
+    """Whether a tensor is no DTensor, whose gradients torch's FSDP and tensor parallelism see to."""
+    return not is_distributed(tensor)
+
+
+def _lost(narrowed: Mapping[Tensor, torch.dtype]) -> list[Tensor]:
+    """Return the tensors with finite values that would become infinite."""
+    asked = [*narrowed]
+    flags = [is_lost(local(t.detach()), dtype) for t, dtype in narrowed.items()]
     # Of a sharded one every rank knows its own part.
     found = flags_of_all(torch.stack([flag.to(asked[0].device) for flag in flags]), asked).tolist()
-    chosen = [t for t, is_so in zip(asked, found, strict=True) if is_so]
-    num_lost = sum(found[: len(converting)])
-    return set(chosen[:num_lost]), set(chosen[num_lost:])
+    return [t for t, is_so in zip(asked, found, strict=True) if is_so]
 
 
-def _is_lost(values: Tensor, dtype: torch.dtype) -> Tensor:
+def is_lost(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Tell on the device whether finite values would become infinite in a dtype, 0-d bool."""
     return (values.isfinite() & ~values.to(dtype).isfinite()).any()
 
 
@@ -344,10 +346,10 @@ def do_not_fit(names: Sequence[str], dtype: torch.dtype) -> UnsupportedError:
         names: Whose values; none where other ranks hold them.
         dtype: The precision.
     """
+    name = names[0] if names else "…"
     return UnsupportedError(
         f"values do not fit {dtype_name(dtype)}",
         where=some_of(names) or "weights of another rank",
         why=f"they are beyond {torch.finfo(dtype).max:g} and would become infinite",
-        write=f"policy.keep_fp32(params=[{repr(names[0]) if names else '…'}]), the text "
-        f'fp32_param={names[0] if names else "…"}; or Policy.O2("bfloat16"), the text O2,dtype=bfloat16',
+        write=f"{both(f'fp32_param={name}')}; or {both('O2,dtype=bfloat16')}",
     )

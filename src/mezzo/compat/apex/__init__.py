@@ -1,15 +1,15 @@
 """``apex.amp``, as NVIDIA's documentation taught it, over an attached session: ``from mezzo.compat.apex import amp``.
 
-One session lasts from :func:`initialize` to :func:`deinitialize`. At O1 ops are cast while the models run; a backward
-pass goes through :func:`scale_loss`, and when it ends gradients are FP32, unscaled and checked, on ``master_params``
-too; ``optimizer.step()`` is the session's, and skips where gradients overflowed.
+One session lasts from :func:`initialize` to :func:`deinitialize`. At O1 and O2 ops are cast while the models
+run; a backward pass goes through :func:`scale_loss`, and when it ends gradients are FP32, unscaled and checked;
+``optimizer.step()`` is the session's, and skips where gradients overflowed. ``master_params`` are the parameters.
 
 What differs from apex, since it was a fault of apex's:
 
 - A constant loss scale skips a step whose gradients are not finite, too; apex wrote infinities into the weights.
 - A loss that is itself not finite skips the step, and leaves the scale alone, which could not cure it.
-- ``clip_grad_norm_(model.parameters(), …)`` sees unscaled FP32 gradients at O2 as well, not only
-  ``amp.master_params(optimizer)``; nothing is left scaled, whichever optimizers ``scale_loss`` names.
+- Weights at O2 are FP32 to everybody, stored in two halves, and ``clip_grad_norm_(model.parameters(), …)`` sees their
+  unscaled gradients; nothing is left scaled, whichever optimizers ``scale_loss`` names.
 - Casts of weights see weights that were written in between; state dicts at O2 hold FP32 values, so that a run goes on
   bit for bit.
 - A function that is pinned to FP32 has what it calls run in FP32 as well; no function of torch's is replaced, but what

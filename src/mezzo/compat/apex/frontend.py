@@ -77,7 +77,7 @@ def policy_of(
         return Policy.O0(**fields)
     has_masters = opt_level == "O2" if master_weights is None else master_weights
     make = Policy.O2 if has_masters else Policy.O3  # with which weights, loss scale and norms is what the options say
-    return make(cast_model_type or torch.float16, **fields)
+    return make(cast_model_type or torch.float16, **{"output_dtype": torch.float32, **fields})
 
 
 def _is_known(value: Any) -> bool:
@@ -93,7 +93,7 @@ def _conflicts(level: str, cast: Any, patch: Any, norms: Any, masters: Any) -> I
         ("cast_model_type", cast, level == "O0" and cast not in (None, False, torch.float32),
          "O0 is FP32 training", 'opt_level="O3", cast_model_type=…'),
         ("cast_model_type", cast, is_low and cast not in (None, torch.float16, torch.bfloat16),
-         f"{level} stores the model in 16 bits", 'torch.float16 or torch.bfloat16; or opt_level="O0", which is FP32'),
+         f"{level} computes in 16 bits", 'torch.float16 or torch.bfloat16; or opt_level="O0", which is FP32'),
         ("patch_torch_functions", patch, level != "O1" and bool(patch),
          "casts at ops are what O1 is", 'opt_level="O1"'),
         ("keep_batchnorm_fp32", norms, level == "O1" and norms is not None,
@@ -101,7 +101,7 @@ def _conflicts(level: str, cast: Any, patch: Any, norms: Any, masters: Any) -> I
         ("master_weights", masters, level == "O1" and masters is not None,
          "the model's weights are FP32 themselves", "amp.initialize(…) without master_weights"),
         ("master_weights", masters, level == "O0" and bool(masters),
-         "the model's weights are FP32 themselves", 'opt_level="O2", which has masters'),
+         "the model's weights are FP32 themselves", 'opt_level="O2"'),
     )  # fmt: skip
     for name, value, is_there, why, write in reasons:
         if is_there:
@@ -171,7 +171,7 @@ class _Amp:
                 handle = prepare(model, policy)
                 undo.callback(handle.remove)
                 undo.callback(Calls([model], policy, handle.autocast).close)
-            if policy.autocast:
+            if policy.casts:
                 REGISTERED.replace_others(undo)
             REGISTERED.begin()
             self.session, self._undo = session, undo.pop_all()
@@ -237,27 +237,27 @@ def initialize(
 ) -> Any:
     """Begin mixed precision training of some models and optimizers, in place.
 
-    =========  =======  ============  ==========  ===========  ==========
-    opt_level  weights  casts at ops  batch norm  FP32 values  loss scale
-    =========  =======  ============  ==========  ===========  ==========
-    ``O0``     FP32     no            FP32        the weights  1.0
-    ``O1``     FP32     yes           FP32        the weights  dynamic
-    ``O2``     FP16     no            FP32        kept         dynamic
-    ``O3``     FP16     no            FP16        none         1.0
-    =========  =======  ============  ==========  ===========  ==========
+    =========  ===============  ============  ==========  =======  ==========
+    opt_level  weights          casts at ops  batch norm  outputs  loss scale
+    =========  ===============  ============  ==========  =======  ==========
+    ``O0``     FP32             no            FP32        as is    1.0
+    ``O1``     FP32             yes           FP32        as is    dynamic
+    ``O2``     FP32, in halves  yes           FP32        FP32     dynamic
+    ``O3``     FP16             no            FP16        FP32     1.0
+    =========  ===============  ============  ==========  =======  ==========
 
     Args:
         models: A model, or a list of models; with FP32 weights, and not yet wrapped for several GPUs.
         optimizers: An optimizer, or a list of them; ``None`` for inference.
         enabled: With False this call, and every other one of amp, does nothing.
         opt_level: See above. Each option that follows overrides one property of it, unless it is ``None``.
-        cast_model_type: What O2 and O3 store: ``torch.float16`` or ``torch.bfloat16``.
+        cast_model_type: What O2 and O3 compute in: ``torch.float16`` or ``torch.bfloat16``.
         patch_torch_functions: With False O1 casts nothing; no function of torch's is replaced in any case.
-        keep_batchnorm_fp32: Of O2 and O3; the strings ``"True"`` and ``"False"`` too.
-        master_weights: Of O2 and O3.
+        keep_batchnorm_fp32: Of O2, where it is FP32 in any case, and O3; the strings ``"True"`` and ``"False"`` too.
+        master_weights: Of O2 and O3: True stores weights as O2 does, and False as O3 does.
         loss_scale: ``"dynamic"``, a number, or a number as text. A dynamic one starts at 2^16, is halved by an
             overflow, and doubled by 2000 steps without.
-        cast_model_outputs: The dtype of the models' floating outputs; FP32 when omitted.
+        cast_model_outputs: The dtype of the models' floating outputs; when omitted that of the table.
         num_losses: Accepted: all losses share one scale, and a warning says so once.
         verbosity: From 1 on the log says what was chosen.
         min_loss_scale: The least that a dynamic scale falls to.
@@ -300,7 +300,7 @@ def initialize(
             opt_level, cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale,
             cast_model_outputs, min_loss_scale, max_loss_scale,
         )  # fmt: skip
-        policy = REGISTERED.with_rules(policy) if policy.autocast else policy
+        policy = REGISTERED.with_rules(policy) if policy.casts else policy
         given, made = _listed(models, nn.Module), _listed(optimizers, Optimizer)
         if num_losses > 1:
             _AMP.share_one_scale()
@@ -373,7 +373,7 @@ def scale_loss(
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
-    """Cast nothing in here: for a part of a model's forward pass at O1."""
+    """Cast nothing in here: for a part of a model's forward pass at O1 and O2."""
     with contextlib.ExitStack() as stack:
         for kind in dict.fromkeys(("cpu", *default_kinds())) if _AMP.is_running else ():
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -381,14 +381,11 @@ def disable_casts() -> Iterator[None]:
 
 
 def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield what an optimizer updates, in FP32, with unscaled FP32 gradients.
+    """Yield what an optimizer updates: the models' parameters, which but in O3 are FP32 themselves.
 
     Args:
         optimizer: An optimizer that :func:`initialize` returned, or any other.
     """
-    session = _AMP.session
-    if session is not None and optimizer in session.weights.optimizers:
-        return session.master_params(optimizer)
     return (param for group in optimizer.param_groups for param in group["params"])
 
 

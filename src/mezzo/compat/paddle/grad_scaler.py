@@ -72,7 +72,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
     """
 
     _system = "paddle"
-    _cure = 'decorate(models=model, optimizers=optimizer, level="O2")   # keeps FP32 masters; or model.float() first'
+    _cure = 'decorate(models=model, optimizers=optimizer, level="O2") of a model in FP32: model.float() first'
 
     def __init__(
         self,

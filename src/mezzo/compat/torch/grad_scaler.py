@@ -15,7 +15,6 @@ from mezzo.compiling import never_compiled
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, UnsupportedError, raise_together, shown, some_of
 from mezzo.interrupts import uninterrupted
-from mezzo.optim.optimizer import as_one_pass
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 from mezzo.scale.config import TORCHS_RULES, from_words
@@ -27,7 +26,6 @@ from mezzo.session.weights import Weights
 from mezzo.session.window import Window
 from mezzo.step.executors.choose import shared
 from mezzo.tensors import described, moved
-from mezzo.weights.views import views_of
 
 
 class GradScaler(EngineScaler):
@@ -72,11 +70,11 @@ class GradScaler(EngineScaler):
         (False, 65536.0)
     """
 
-    #: Whose rules the scale follows, and what a user of this style writes to have FP32 masters.
+    #: Whose rules the scale follows, and what a user of this style writes to have FP32 weights.
     _system: Literal["torch", "paddle"] = "torch"
     _cure = (
         "model.float(), and autocast(device_type, torch.float16) around its forward pass;\n"
-        'or mezzo.MixedPrecision(model, optimizer, "O2"), which keeps FP32 masters of a model given in FP32'
+        'or mezzo.MixedPrecision(model, optimizer, "O2"), whose weights are FP32, of a model given in FP32'
     )
 
     def __init__(
@@ -141,9 +139,7 @@ class GradScaler(EngineScaler):
             self._seen[optimizer] = False
 
     def _refuse_fp16(self, optimizer: Optimizer) -> None:
-        # Views multiply gradients on their way into FP32, and mezzo's kernels read FP32 ones.
-        can = views_of(optimizer) is not None or as_one_pass(optimizer) is not None
-        if can or not self._engine_of(optimizer).weights.are_low:
+        if not self._engine_of(optimizer).weights.are_low:
             return
         low = [
             f"group {number}, parameter {place} ({described(param.grad)})"

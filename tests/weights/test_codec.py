@@ -8,35 +8,32 @@ import torch
 from mezzo import UnsupportedError
 from mezzo.step.executors import choose, cpp
 from mezzo.step.executors.portable import Portable
-from mezzo.step.gradients import Exchange
 from mezzo.step.storage import decode, encode, encode_into
+from mezzo.weights.codec import Exchange
 
-from .executors.implementations import BF16, CPU, FP16, FP32, LAYOUTS, like, random
+from ..step.executors.implementations import BF16, CPU, FP16, FP32, LAYOUTS, PARAMETERS, like, prepared, random
 
 
-@pytest.fixture
-def device(each, monkeypatch):
+@pytest.fixture(params=PARAMETERS)
+def device(request, monkeypatch):
     """Where tensors are: each executor in turn carries exchanges out there."""
+    each = prepared(request, monkeypatch)
     monkeypatch.setattr(choose, "executor_for", lambda device: each.make())
     return each.device
 
 
 class Case:
-    """Tensors of every layout, in either dtype by turns, with gradients of the weight's dtype or FP32."""
+    """Tensors of every layout, in either dtype by turns."""
 
     def __init__(self, device):
         wide = [layout(seed) for seed, layout in enumerate(LAYOUTS.values())]
         self.high = [like(w, dtype, device) for w, dtype in zip(wide, itertools.cycle((BF16, FP16)), strict=False)]
-        self.rest = [like(w, torch.int16, device) for w in wide]
-        for w, hi, lo in zip(wide, self.high, self.rest, strict=True):
+        self.low = [like(w, torch.int16, device) for w in wide]
+        for w, hi, lo in zip(wide, self.high, self.low, strict=True):
             encode_into(w.to(device), hi, lo)
         # Values with gaps of their own would be one more layout: they lie as their weights do, without the gaps.
         self.values = [torch.full_like(hi, 7.0, dtype=FP32) for hi in self.high]
-        self.gradients = [torch.full_like(hi, 7.0, dtype=FP32) for hi in self.high]
-        self.given = [
-            random(hi.shape, seed).to(device, FP32 if seed % 4 > 1 else hi.dtype) for seed, hi in enumerate(self.high)
-        ]
-        self.exchange = Exchange(self.high, self.rest, self.values, self.gradients)
+        self.exchange = Exchange(self.high, self.low, self.values)
 
 
 def copies(*groups):
@@ -52,27 +49,18 @@ def assert_same(found, expected):
         assert torch.equal(one[~nan].view(kind), other[~nan].view(kind))
 
 
-def test_widening_is_decoding_storing_is_encoding_and_a_skipped_step_is_nothing(device):
+def test_widening_is_decoding_and_storing_is_encoding(device):
     case = Case(device)
-    before = copies(case.high, case.rest, case.given)
-    for factor in (None, torch.tensor(1 / 3, device=device)):
-        case.exchange.widen(case.given, factor)
-        assert_same(case.values, [decode(*pair) for pair in zip(case.high, case.rest, strict=True)])
-        expected = [each.float() if factor is None else each.float() * factor for each in case.given]
-        assert_same(case.gradients, expected)
-        assert_same([*case.high, *case.rest, *case.given], before)
-
-    before = copies(case.high, case.rest, case.values, case.gradients)
-    for flag in (torch.tensor(True, device=device), torch.tensor([1.0], device=device)):  # as fused optimizers have it
-        case.exchange.widen(case.given, torch.tensor(0.5, device=device), flag)
-        case.exchange.store([torch.ones_like(value) for value in case.values], flag)
-        assert_same([*case.high, *case.rest, *case.values, *case.gradients], before)
+    before = copies(case.high, case.low)
+    case.exchange.widen()
+    assert_same(case.values, [decode(*pair) for pair in zip(case.high, case.low, strict=True)])
+    assert_same([*case.high, *case.low], before)
 
     values = [layout(seed + 5).to(device) for seed, layout in enumerate(LAYOUTS.values())]
     values[0][1, 2] = values[1][7] = 3.4e38  # which BF16 rounds to infinity
     before = copies(values)
-    case.exchange.store(values, torch.zeros_like(flag))
-    for value, hi, lo in zip(values, case.high, case.rest, strict=True):
+    case.exchange.store(values)
+    for value, hi, lo in zip(values, case.high, case.low, strict=True):
         expected = torch.empty_like(hi), torch.empty_like(lo)
         encode_into(value, *expected)
         assert_same([hi], expected[:1])
@@ -84,11 +72,11 @@ def test_widening_is_decoding_storing_is_encoding_and_a_skipped_step_is_nothing(
 def test_memory_comes_and_goes_between_steps_and_storing_what_was_widened_changes_no_bit(device):
     halves = [encode(random(shape, 1).to(device), BF16) for shape in ((3, 5), (1101,))]
     values = [torch.empty(high.shape, device=device) for high, _ in halves]
-    exchange = Exchange(*map(list, zip(*halves, strict=True)), values, None)
+    exchange = Exchange(*map(list, zip(*halves, strict=True)), values)
     before, storages = copies(*halves), [value.untyped_storage() for value in values]
     sizes, keeper = [storage.nbytes() for storage in storages], []
     for number in range(2):
-        exchange.widen(None)
+        exchange.widen()
         assert_same(values, [decode(*pair) for pair in halves])
         exchange.store(values)
         assert_same([half for pair in halves for half in pair], before)
@@ -108,11 +96,11 @@ def test_one_launch_for_each_set_of_dtypes_however_many_tensors_there_are(monkey
 
     choose.executor_for(CPU)  # tries a kernel of another kind
     monkeypatch.setattr(cpp, "built", counted)
-    high, rest = zip(*[encode(random((20,), n), dtype) for n in range(20) for dtype in (BF16, FP16)], strict=True)
-    values, gradients = ([torch.empty(20) for _ in high] for _ in "12")
-    exchange = Exchange(high, rest, values, gradients)
+    high, low = zip(*[encode(random((20,), n), dtype) for n in range(20) for dtype in (BF16, FP16)], strict=True)
+    values = [torch.empty(20) for _ in high]
+    exchange = Exchange(high, low, values)
     for _ in range(2):
-        exchange.widen([hi.clone() for hi in high])
+        exchange.widen()
         assert len(calls) == 2
         exchange.store(values)
         assert len(calls) == 4
@@ -124,25 +112,23 @@ def test_nothing_is_asked_of_the_device(monkeypatch):
     monkeypatch.setattr(choose, "executor_for", lambda device: Portable())
     with torch.device("meta"):
         hi, lo, value = torch.empty(5, dtype=BF16), torch.empty(5, dtype=torch.int16), torch.empty(5)
-        exchange = Exchange([hi], [lo], [value], [torch.empty(5)])
-        exchange.widen([hi], torch.tensor(1.0), torch.tensor(0.0))
-        exchange.store([value], torch.tensor(False))
+        exchange = Exchange([hi], [lo], [value])
+        exchange.widen()
+        exchange.store([value])
 
 
-def test_where_a_kernel_cannot_be_built_later_tensors_go_on_block_by_block(monkeypatch, caplog):
-    """A kernel for gradients of another dtype than the weights': asked for when they come."""
-    high, rest = encode(random((20,), 0), BF16)
-    value, gradient = torch.empty(20), torch.empty(20)
-    exchange = Exchange([high], [rest], [value], [gradient])
+def test_where_a_kernel_cannot_be_built_tensors_go_on_block_by_block(monkeypatch, caplog):
+    high, low = encode(random((20,), 0), BF16)
+    value = torch.empty(20)
 
     def refuse(source):
         raise UnsupportedError("no compiler any more")
 
+    choose.executor_for(CPU)
     monkeypatch.setattr(cpp, "built", refuse)
-    given = random((20,), 1).to(FP16)
-    exchange.widen([given])
-    assert_same([value, gradient], [decode(high, rest), given.float()])
+    exchange = Exchange([high], [low], [value])
+    exchange.widen()
+    assert_same([value], [decode(high, low)])
+    exchange.store([-value])
+    assert_same([decode(high, low)], [-value])
     assert "by torch's own operations, since no compiler any more" in caplog.text
-    again = Exchange([high], [rest], [value], [gradient])
-    again.store([-value])
-    assert_same([decode(high, rest)], [-value])

@@ -1,0 +1,57 @@
+"""What a tensor in halves shares with its views, and what is said to whoever wants it to lie otherwise."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from mezzo.errors import UnsupportedError
+from mezzo.policy.rules import both
+from mezzo.releases import private
+
+_COUNT: Final = private("torch._C._storage_Use_Count")
+#: How many refer to the memory of a tensor that nobody else has: the tensor, and the storage that is asked.
+_ALONE: Final = 2
+
+
+class Cell:
+    """What a tensor of halves shares with its views.
+
+    Attributes:
+        wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
+            What lies at ``start + n`` in the storage of the high half lies at ``wide.storage_offset() + n`` in its own.
+        start: Where in the storage of the high half the tensor begins whose views share this.
+        is_lent: Whether that is for a reader of addresses or of a state dict, until the next cast or step.
+        uses: How often a cast has returned the high half while gradients were recorded, and how often something else
+            has read values, since a session has forgotten it.
+    """
+
+    __slots__ = ("is_lent", "start", "uses", "wide")
+
+    def __init__(self, start: int | torch.SymInt, wide: Tensor | None = None) -> None:
+        self.start, self.wide, self.is_lent, self.uses = start, wide, False, [0, 0]
+
+    def is_left(self) -> bool:
+        """Whether nothing else lies where the values do: what ``param.data`` was given is gone, and no view is left."""
+        if self.wide is None:
+            return False
+        storage = self.wide.untyped_storage()  # which counts itself
+        return int(_COUNT(storage._cdata)) <= _ALONE
+
+
+def no_memory(name: str, asker: str) -> UnsupportedError:
+    """Build the error of whoever wants the FP32 values of a tensor that is stored in halves to lie in memory.
+
+    Args:
+        name: The parameter's.
+        asker: Who wants them.
+    """
+    what = f"the parameter {name}" if name else "a parameter"
+    return UnsupportedError(
+        f"{what} has no FP32 memory that a kernel could read",
+        where=asker,
+        why="it is stored in two halves of 16 bits",
+        write=f"{both('fp32_param=' + (name or '…'))}: stores it plainly; or its clone()",
+    )

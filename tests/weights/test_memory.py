@@ -1,0 +1,109 @@
+"""Bytes that weights in halves take while somebody else's optimizer steps, and between."""
+
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mezzo.weights import Halves
+from mezzo.weights.models import store
+
+from .values import BF16
+
+optim = torch.optim
+
+
+def halved(model):
+    names = {param: name for name, param in model.named_parameters()}
+    store(dict.fromkeys(names, BF16), names)
+    return model
+
+
+class Storages(TorchDispatchMode):
+    """Counts the bytes of every storage that it has seen and that lives."""
+
+    def __init__(self, tensors):
+        super().__init__()
+        self.living, self.peak = {}, 0
+        for tensor in tensors:
+            self.know(tensor)
+
+    def know(self, tensor):
+        for each in [tensor.hi, tensor.lo, tensor.cell.wide] if isinstance(tensor, Halves) else [tensor]:
+            if each is not None:
+                storage = each.untyped_storage()
+                self.living[storage._cdata] = weakref.ref(storage)
+
+    def bytes(self):
+        return sum(storage.nbytes() for ref in self.living.values() if (storage := ref()) is not None)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves((args, kwargs, out)):
+            if isinstance(each, torch.Tensor):
+                self.know(each)
+        self.peak = max(self.peak, self.bytes())
+        return out
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}], ids=str)
+def test_sixteen_bytes_a_parameter_are_kept_and_four_more_needed_within_a_step(options):
+    """4 of the weight, 4 of its gradient, 8 of the moments."""
+    model = halved(nn.ParameterList(nn.Parameter(torch.randn(32, 32)) for _ in range(32)))
+    optimizer = optim.AdamW(model.parameters(), **options)
+    size = sum(p.numel() for p in model.parameters())
+    for _ in range(2):
+        sum(p.square().sum() for p in model.parameters()).backward()
+        optimizer.step()
+    state = [v for each in optimizer.state.values() for v in each.values()]
+    kept_now = Storages([*model.parameters(), *(p.grad for p in model.parameters()), *state])
+    assert kept_now.bytes() == 16 * size + 4 * len(optimizer.state)  # and the counts of steps
+    with kept_now:
+        optimizer.step()
+    tables = 64 * len(optimizer.state)
+    assert kept_now.bytes() <= 16 * size + tables
+    assert 16 * size < kept_now.peak <= 20 * size + 3 * 4 * 1024 + tables  # and a loop's temporaries
+
+
+def test_frozen_weights_and_those_without_a_gradient_are_not_decoded():
+    model = halved(nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(3)))
+    model[1].requires_grad_(False)
+    seen = []
+
+    class Looks(optim.SGD):
+        def step(self, closure=None):
+            seen.append([p.cell.wide is not None for p in model])
+            super().step(closure)
+
+    optimizer = Looks(model.parameters(), lr=0.1)
+    model[0].square().sum().backward()
+    optimizer.step()
+    assert seen == [[True, False, False]]
+    assert [p.cell.wide for p in model] == [None] * 3
+
+
+def test_what_is_assigned_lies_in_halves_again_once_nobody_else_has_it():
+    """As a target network that follows by assignment, or ``view_as_complex`` in a forward pass."""
+    weight = halved(nn.Linear(8, 8)).weight
+    expected = weight.detach().clone()
+    for _ in range(3):
+        weight.data = weight.data * 0.9 + 0.01
+        expected = expected * 0.9 + 0.01
+        assert weight.cell.wide is not None
+        assert torch.equal(weight.to(BF16), weight.hi)
+        assert weight.cell.wide is None
+        assert torch.equal(weight.detach().clone(), expected)
+    other = halved(nn.Linear(8, 8)).weight
+    kept = weight.data = torch.randn(8, 8)
+    view = torch.view_as_complex(other.detach().view(8, 4, 2))
+    for each in (weight, other):
+        each.to(BF16)
+        assert each.cell.wide is not None
+    kept.mul_(2)
+    assert torch.equal(weight.detach().clone(), kept)
+    del kept, view
+    for each in (weight, other):
+        each.to(BF16)
+        assert each.cell.wide is None
