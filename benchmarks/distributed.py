@@ -36,6 +36,7 @@ from harness import write_dated
 from mezzo.numerics.footprint import state_bytes
 from mezzo.sharded import local
 from mezzo.trace.kernels import is_cast
+from mezzo.weights import Halves
 from stepping.facts import facts
 from stepping.timing import against, rounds, seconds
 from traffic import Traffic
@@ -201,12 +202,16 @@ class DistributedRow:
 
 
 class WeightCasts(TorchDispatchMode):
-    """Count the weights that are cast: tensors in the memory of what a rank keeps, copied into another dtype."""
+    """Count the weights that are cast: tensors in the memory of what a rank keeps, copied into another dtype.
+
+    What is stored in halves has its cast there already.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.count = 0
-        self._places = {local(param).untyped_storage().data_ptr() for param in model.parameters()}
+        plain = (each for each in map(local, model.parameters()) if not isinstance(each, Halves))
+        self._places = {each.untyped_storage().data_ptr() for each in plain}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__module__.startswith("torch.distributed") for kind in types):
@@ -220,7 +225,8 @@ class WeightCasts(TorchDispatchMode):
         return out
 
     def _look(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        self.count += source.dtype != target.dtype and source.untyped_storage().data_ptr() in self._places
+        is_plain = source.dtype != target.dtype and not isinstance(source, Halves)
+        self.count += is_plain and source.untyped_storage().data_ptr() in self._places
 
 
 def counted(name: str, training: Training, count: int) -> DistributedRow:

@@ -107,3 +107,15 @@ def test_what_is_assigned_lies_in_halves_again_once_nobody_else_has_it():
     for each in (weight, other):
         each.to(BF16)
         assert each.cell.wide is None
+
+
+def test_what_a_program_keeps_of_a_weight_is_its_own_while_another_stands_there():
+    """As an evaluation with averaged weights, which are assigned before it, and the others after it."""
+    weight = halved(nn.Linear(8, 8)).weight
+    before, kept = weight.detach().clone(), weight.data
+    weight.data = torch.full((8, 8), 0.7)
+    assert torch.equal(weight.to(BF16), torch.full((8, 8), 0.7, dtype=BF16))
+    assert torch.equal(kept.clone(), before)
+    weight.data = kept
+    assert torch.equal(weight.detach().clone(), before)
+    assert torch.equal(weight.to(BF16), before.to(BF16))

@@ -332,7 +332,8 @@ class Halves(Tensor):
         if alike and isinstance(value, Halves) and value.hi.dtype == self.hi.dtype:
             self.hi, self.lo, self.cell, self.is_part = value.hi, value.lo, value.cell, _lies_within(value)
         elif alike and type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32:
-            # It lies where the other lies.
+            # It lies where the other lies, and its halves elsewhere: a program may keep what param.data was.
+            self.hi, self.lo = (torch.empty_like(value, dtype=each.dtype) for each in (self.hi, self.lo))
             self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
             become(self, value.detach())
