@@ -35,10 +35,13 @@ class Cell:
 
     def is_left(self) -> bool:
         """Whether nothing else lies where the values do: what ``param.data`` was given is gone, and no view is left."""
-        if self.wide is None:
-            return False
-        storage = self.wide.untyped_storage()  # which counts itself
-        return int(_COUNT(storage._cdata)) <= _ALONE
+        return self.wide is not None and lies_alone(self.wide)
+
+
+def lies_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor lies in a tensor's memory."""
+    storage = tensor.untyped_storage()  # which counts itself
+    return int(_COUNT(storage._cdata)) <= _ALONE
 
 
 def no_memory(name: str, asker: str) -> UnsupportedError:

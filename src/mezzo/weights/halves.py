@@ -22,7 +22,7 @@ from mezzo.releases import private
 from mezzo.sharded import local, locals_of
 from mezzo.step.storage import encode
 from mezzo.tensors import tree_leaves, tree_map_only
-from mezzo.weights.cell import Cell, no_memory
+from mezzo.weights.cell import Cell, lies_alone, no_memory
 from mezzo.weights.codec import decoded, get_ready, store_in
 from mezzo.weights.collectives import ended, is_collective, writes_first
 
@@ -332,15 +332,16 @@ class Halves(Tensor):
         if alike and isinstance(value, Halves) and value.hi.dtype == self.hi.dtype:
             self.hi, self.lo, self.cell, self.is_part = value.hi, value.lo, value.cell, _lies_within(value)
         elif alike and type(value) in (Tensor, nn.Parameter) and value.dtype == torch.float32:
-            # It lies where the other lies, and its halves elsewhere: a program may keep what param.data was.
-            self.hi, self.lo = (torch.empty_like(value, dtype=each.dtype) for each in (self.hi, self.lo))
+            if not (lies_alone(self.hi) and lies_alone(self.lo)):  # a program keeps what param.data was
+                self.hi, self.lo = (torch.empty_like(value, dtype=each.dtype) for each in (self.hi, self.lo))
+            # It lies where the other lies.
             self.cell, self.is_part = Cell(self.hi.storage_offset(), value.detach()), False
         else:
             become(self, value.detach())
 
 
 def _same(half: Tensor) -> Tensor:
-    return half
+    return half.detach()
 
 
 def _lies_within(tensor: Halves) -> bool:
