@@ -51,16 +51,20 @@ def store_in(value: Tensor, hi: Tensor, lo: Tensor) -> None:
 
 def _is_large(hi: Tensor) -> bool:
     """Whether kernels of the executors are to run; builds them where they are new."""
-    if type(hi) is not Tensor or hi.numel() < _LARGE or hi.is_meta:
+    if not _pays(hi):
         return False
-    if (kind := (hi.device.type, hi.dtype)) not in _BUILT:  # it has come from another device or process
+    if (hi.device.type, hi.dtype) not in _BUILT:  # it has come from another device or process
         # Kernels are traced, which below torch's dispatcher cannot be done: another thread has a dispatcher's state of
         # its own.
-        building = threading.Thread(target=_build, args=(hi.device, hi.dtype))
+        building = threading.Thread(target=get_ready, args=(hi,))
         building.start()
         building.join()
-        _BUILT.add(kind)
     return True
+
+
+def _pays(hi: Tensor) -> bool:
+    """Whether a kernel pays for its tables."""
+    return type(hi) is Tensor and hi.numel() >= _LARGE and not hi.is_meta
 
 
 def get_ready(hi: Tensor) -> None:
@@ -69,7 +73,7 @@ def get_ready(hi: Tensor) -> None:
     torch 2.11 keeps what tracing needs with the first thread that traces, and dies when that has ended.
     """
     kind = hi.device.type, hi.dtype
-    if type(hi) is Tensor and hi.numel() >= _LARGE and not hi.is_meta and kind not in _BUILT:
+    if _pays(hi) and kind not in _BUILT:
         _build(hi.device, hi.dtype)
         _BUILT.add(kind)
 
