@@ -148,11 +148,15 @@ def _fused(params: Any) -> Optimizer:
     return torch.optim.AdamW(params, fused=True)
 
 
+def _foreach(params: Any) -> Optimizer:
+    return torch.optim.AdamW(params, foreach=True)
+
+
 WAYS: Final[Mapping[str, Way]] = MappingProxyType(
     {
         "torch.amp": Way(None, _fused),
         "O1": Way("O1,bf16", mezzo.optim.AdamW),
-        "O2, torch's AdamW": Way("O2,bf16", _fused),
+        "O2, torch's AdamW": Way("O2,bf16", _foreach),
         "O2": Way("O2,bf16", mezzo.optim.AdamW),
         "O2, int8 moments": Way("O2,bf16", _coded),
     }

@@ -176,15 +176,15 @@ def _coded_moments(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 #: By name; the first is what all others are compared with. torch.amp: unscale 8, norm 4, clip 8, AdamW 28, cast 6.
-#: Folded: the multiplication happens in AdamW's kernel, which writes the gradients. Any optimizer over halves: norm 2,
-#: halves and gradient to FP32 14, AdamW 28, FP32 to halves 8. One pass: norm 2, then gradient, both halves and moments;
+#: Folded: the multiplication happens in AdamW's kernel, which writes the gradients. torch's fused
+#: AdamW over halves: norm 4, both halves read and written 8, gradient 8, moments 16; FP32 values stay in a cache. One pass: norm 2, then gradient, both halves and moments;
 #: scales of codes are 4/32 each way.
 CONTENDERS: Final[Mapping[str, Contender]] = MappingProxyType(
     {
         "torch.amp, fused AdamW": Contender(_torch_amp(fused=True), 54),
         "torch.amp, foreach AdamW": Contender(_torch_amp(foreach=True), 54),
         "mezzo O1, torch's fused AdamW": Contender(_session("O1", _fused), 42),
-        "mezzo O2, torch's fused AdamW": Contender(_session("O2", _fused), 52),
+        "mezzo O2, torch's fused AdamW": Contender(_session("O2", _fused), 36),
         "mezzo O2, AdamW split": Contender(_session("O2", optim.AdamW), 28),
         "mezzo O2, AdamW split, BF16 moments": Contender(_session("O2", _short_moments), 20),
         "mezzo O2, AdamW split, int8 moments": Contender(_session("O2", _coded_moments), 16.25),

@@ -1,6 +1,7 @@
 """Gradients of weights in halves: 16 bits where that loses nothing, and what memory a step takes."""
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -199,8 +200,12 @@ def alive():
 @pytest.mark.filterwarnings("ignore")  # gc finds objects of torch's that warn
 @pytest.mark.parametrize(
     "optimizer, most, while_stepping",
-    [(made, 14, 14), (lambda params: torch.optim.AdamW(params, fused=True), 16, 20)],
-    ids=["mezzo", "torch"],
+    [
+        (made, 14, 14),
+        (partial(torch.optim.AdamW, foreach=True), 16, 20),
+        (partial(torch.optim.AdamW, fused=True), 16, 16),
+    ],
+    ids=["mezzo", "torch's foreach", "torch's fused, in parts"],
 )
 def test_bytes_a_parameter(optimizer, most, while_stepping):
     before, counts = alive(), []

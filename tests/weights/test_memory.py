@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mezzo.weights import Halves
+from mezzo.weights import Halves, parts
 from mezzo.weights.models import store
 
 from .values import BF16
@@ -56,7 +56,8 @@ def test_sixteen_bytes_a_parameter_are_kept_and_four_more_needed_within_a_step(o
     size = sum(p.numel() for p in model.parameters())
     for _ in range(2):
         sum(p.square().sum() for p in model.parameters()).backward()
-        optimizer.step()
+        with Storages(()):  # under a watch all is decoded before a step, as where a kernel cannot be cut
+            optimizer.step()
     state = [v for each in optimizer.state.values() for v in each.values()]
     kept_now = Storages([*model.parameters(), *(p.grad for p in model.parameters()), *state])
     assert kept_now.bytes() == 16 * size + 4 * len(optimizer.state)  # and the counts of steps
@@ -119,3 +120,39 @@ def test_what_a_program_keeps_of_a_weight_is_its_own_while_another_stands_there(
     weight.data = kept
     assert torch.equal(weight.detach().clone(), before)
     assert torch.equal(weight.to(BF16), before.to(BF16))
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("part", [1 << 22, 100], ids=["a part is all", "parameters are cut"])
+def test_a_fused_kernel_updates_a_part_at_a_time_bit_for_bit(monkeypatch, kind, part):
+    """Of parameters with and without halves, laid out otherwise, and with gradients that have gaps."""
+    monkeypatch.setattr(parts, "_CPU_PART", part)
+    torch.manual_seed(0)
+    shapes = (7, 11), (3, 5, 2, 2), (40,), (1, 13), (12, 12)
+    values = [torch.randn(shape) for shape in shapes]
+    values[1] = values[1].to(memory_format=torch.channels_last)
+    ends = []
+    for in_halves in (False, True):
+        params = [nn.Parameter(value.clone()) for value in values]
+        chosen = [param for param in params if param.dim() > 1 and param.shape[0] > 1]
+        if in_halves:
+            store(dict.fromkeys(chosen, BF16), dict.fromkeys(chosen, "weight"))
+        options = {"momentum": 0.9} if kind == "SGD" else {"amsgrad": True}
+        optimizer = getattr(optim, kind)(params, lr=0.0123, weight_decay=0.01, fused=True, **options)
+        generator = torch.Generator().manual_seed(1)
+        versions = {param: param._version for param in params}
+        for number in range(4):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator)
+            if number == 2:
+                params[0].grad = torch.randn(11, 7, generator=generator).t()
+            if number == 3:
+                params[4].grad = None
+                optimizer.found_inf = torch.ones(())  # which skips
+            optimizer.step()
+        if in_halves:
+            assert all(param._version > versions[param] for param in chosen)
+            assert all(param.cell.wide is None for param in chosen)
+            assert {plan._scratch.nbytes() for plan in vars(optimizer)["_mezzo_parts"]._plans.values()} == {0}
+        ends.append([param.detach().clone() for param in params])
+    assert all(map(torch.equal, *ends))

@@ -1,8 +1,10 @@
-"""What a tensor in halves shares with its views, and what is said to whoever wants it to lie otherwise."""
+"""What a tensor in halves shares with its views and with who steps, and what is said to who wants its memory."""
 
 from __future__ import annotations
 
-from typing import Final
+import threading
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -36,6 +38,15 @@ class Cell:
     def is_left(self) -> bool:
         """Whether nothing else lies where the values do: what ``param.data`` was given is gone, and no view is left."""
         return self.wide is not None and lies_alone(self.wide)
+
+
+class _Step(threading.local):
+    """What carries out kernels over lists of parameters while an optimizer steps in this thread."""
+
+    parts: Callable[[Any, Any, Any], bool] | None = None
+
+
+STEP: Final = _Step()
 
 
 def lies_alone(tensor: Tensor) -> bool:

@@ -22,7 +22,7 @@ from mezzo.releases import private
 from mezzo.sharded import local, locals_of
 from mezzo.step.storage import encode
 from mezzo.tensors import tree_leaves, tree_map_only
-from mezzo.weights.cell import Cell, lies_alone, no_memory
+from mezzo.weights.cell import STEP, Cell, lies_alone, no_memory
 from mezzo.weights.codec import decoded, get_ready, store_in
 from mezzo.weights.collectives import ended, is_collective, writes_first
 
@@ -534,8 +534,11 @@ def _in_lists(func: Any, args: Any, kwargs: Any) -> bool:
 
 def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any:
     """Read FP32 values, and write back what was written."""
-    if args and type(args[0]) is list and _in_lists(func, args, kwargs):
-        return None
+    if args and type(args[0]) is list:
+        if STEP.parts is not None and STEP.parts(func, args, kwargs):
+            return None
+        if _in_lists(func, args, kwargs):
+            return None
     seen: dict[int, tuple[Halves, Tensor]] = {}
 
     def value(each: Halves) -> Tensor:

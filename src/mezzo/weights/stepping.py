@@ -13,11 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mezzo.compiling import never_compiled
+from mezzo.dispatch import num_dispatch_modes
 from mezzo.hooks import Look
 from mezzo.releases import private
 from mezzo.step.gradients import alike
+from mezzo.weights.cell import STEP
 from mezzo.weights.codec import Exchange
 from mezzo.weights.halves import Halves, halves_among
+from mezzo.weights.parts import FusedParts, is_fused
 
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
@@ -143,6 +146,10 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
         return
     stored_again(optimizer)
     names = vars(optimizer)
+    # What watches kernels is handed a fused one before the weights are.
+    if is_fused(optimizer) and "_mezzo_keeps_memory" not in names and not num_dispatch_modes():
+        STEP.parts = names.setdefault("_mezzo_parts", FusedParts()).run
+        return
     if (decoded := names.get("_mezzo_decoded")) is None or not decoded.serves(weights):
         names["_mezzo_decoded"] = decoded = _Decoded(weights)
     decoded.show()
@@ -157,7 +164,7 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
 @torch.no_grad()
 def stored_again(optimizer: Optimizer) -> None:
     """Encode what was decoded for a step of an optimizer: after it, or after one that has raised."""
-    names = vars(optimizer)
+    names, STEP.parts = vars(optimizer), None
     if names.pop("_mezzo_shows", False) and not names["_mezzo_decoded"].store(
         keeps_memory="_mezzo_keeps_memory" in names
     ):
