@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -170,20 +171,22 @@ class Within:
                 self._inside.places.pop()
 
 
-def keep_dtypes(model: nn.Module) -> Callable[[], None]:
+def keep_dtypes(model: nn.Module) -> Callable[[], object]:
     """Have parameters and buffers keep their dtypes where code of a region puts new ones in their places.
 
     ``self.mean = hidden.mean(0)`` and ``layer.weight = nn.Parameter(a @ b)`` are FP32 in a plain program; in a region
     what stands to the right may have 16 bits. Outside of regions a program says itself what a dtype is to be.
 
     Returns:
-        What ends it.
+        What ends it; it ends with the model, too.
     """
+    parts = weakref.WeakMethod(model.modules)
 
     def is_other(module: nn.Module, before: Tensor | None, new: Tensor | None) -> bool:
         if before is None or new is None or before.dtype == new.dtype or not {before.dtype, new.dtype} <= {*CASTABLE}:
             return False
-        return torch.is_autocast_enabled(new.device.type) and any(module is each for each in model.modules())
+        named = parts() if torch.is_autocast_enabled(new.device.type) else None
+        return named is not None and any(module is each for each in named())
 
     def keep_buffer(module: nn.Module, name: str, new: Tensor | None) -> Tensor | None:
         before = module._buffers.get(name)
@@ -192,15 +195,12 @@ def keep_dtypes(model: nn.Module) -> Callable[[], None]:
     def keep_param(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
         before = module._parameters.get(name)
         if is_other(module, before, new):
-            new.data = new.data.to(before.dtype)  # type: ignore[union-attr]  # and the program has this one, too
+            new.data = new.data.to(before.dtype)  # type: ignore[union-attr]  # in place: the program has it, too
 
     handles = (
         register_module_buffer_registration_hook(keep_buffer),  # type: ignore[arg-type]
         register_module_parameter_registration_hook(keep_param),
     )
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
+    ends = weakref.finalize(model, lambda: [handle.remove() for handle in handles])
+    ends.atexit = False
+    return ends
