@@ -26,16 +26,18 @@ from mezzo.tensors import each_tensor, tensors
 
 K = TypeVar("K")  # Python 3.11 has no `def f[K]`
 
+#: What a thread is inside of: a call of a module, or of a method, in the region; a method that is no call of the model.
+_FORWARD, _METHOD, _APART = "forward", "method", "apart"
+
 
 class Calls:
     """Run calls of models, and of their parts that are called by themselves, in a region, until :meth:`close`.
 
     A method other than ``forward`` is a call of the model where gradients are recorded, and a tensor is given to it
     that is none of the models' own: ``model.loss(x)`` is, ``model.project()`` and ``predict(x)`` under ``no_grad`` are
-    not. What these call in turn may be. A call inside of another one is part of that. What comes out of the outer one
-    is FP32, or the policy's ``output_dtype``; parameters that a method returns stay what they are. A checkpoint
-    recomputes a part after the call around it has ended: such a call enters a region if the last one in a forward pass
-    did.
+    not; modules that these call are. A call inside of another one is part of that. What comes out of the outer one is
+    FP32, or the policy's ``output_dtype``; parameters that a method returns stay what they are. A checkpoint recomputes
+    a part after the call around it has ended: such a call enters a region if the last one in a forward pass did.
 
     Args:
         models: The models.
@@ -82,7 +84,7 @@ class Calls:
             if not is_call(args, kwargs):
                 return plain(*args, **kwargs)
             # For parts that Python calls where the graph breaks (torch 2.13 resumes in no `try`, and leaves all to it).
-            self._here.inside = _always
+            self._here.inside = _FORWARD
             try:
                 with self._region():
                     output = plain(*args, **kwargs)
@@ -113,29 +115,39 @@ class Calls:
         last: GivesOut | None,
     ) -> Any:
         """Call a method, in the region where it is a call of the model; a part that has rules in its own one."""
-        if self._is_over or self._is_plain(plain, args, kwargs, is_call):
+        inside, is_forward = getattr(self._here, "inside", None), is_call is _always
+        enters = not self._is_over and self._enters(plain, args, kwargs, is_call, inside)
+        if not enters and (is_forward or inside is not None):
             return plain(*args, **kwargs)
-        before = getattr(self._here, "inside", None)
-        self._here.inside = is_call
+        self._here.inside = (_FORWARD if is_forward else _METHOD) if enters else _APART
         try:
+            if not enters:
+                return plain(*args, **kwargs)
             with self._region(), autocast.of(within.region()) if within and within.path else nullcontext():
                 output = plain(*args, **kwargs)
         finally:
-            self._here.inside = before
+            self._here.inside = inside
         if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
             return output
         return given_out(output, self._gives_out) if last is None else last.widen(output)
 
-    def _is_plain(self, plain: Callable[..., Any], args: Any, kwargs: Any, is_call: Callable[[Any, Any], bool]) -> bool:
-        """Whether a method is part of another call, or none of the model, or was where it is recomputed."""
-        inside = getattr(self._here, "inside", None)
+    def _enters(
+        self,
+        plain: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        is_call: Callable[[Any, Any], bool],
+        inside: str | None,
+    ) -> bool:
+        """Whether a method is a call of the model, or was where it is recomputed, and no part of another one."""
         if runs_backward():
-            return inside is not None or plain in self._plain
+            return inside in (None, _APART) and plain not in self._plain
         # Parts that a method calls without gradients give their numbers to what it returns: `self.net(x).numpy()`.
-        is_part = inside is not None and (inside is _always or torch.is_grad_enabled())
-        is_plain = is_part or self._is_apart() or not is_call(args, kwargs)
-        (self._plain.add if is_plain else self._plain.discard)(plain)
-        return is_plain
+        is_part = inside == _FORWARD or (inside == _METHOD and torch.is_grad_enabled())
+        is_part = is_part or (inside is not None and is_call is not _always)
+        enters = not is_part and not self._is_apart() and is_call(args, kwargs)
+        (self._plain.discard if enters else self._plain.add)(plain)
+        return enters
 
     def _is_given(self, args: Any, kwargs: Any) -> bool:
         """Whether gradients are recorded, and a tensor is given that is none of the models' own, nor a view of one."""
@@ -150,7 +162,7 @@ class Calls:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Have calls inside the block be part of one that is none of the models'."""
-        before, self._here.inside = getattr(self._here, "inside", None), _always
+        before, self._here.inside = getattr(self._here, "inside", None), _FORWARD
         try:
             yield
         finally:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -197,10 +198,9 @@ def keep_dtypes(model: nn.Module) -> Callable[[], object]:
         if is_other(module, before, new):
             new.data = new.data.to(before.dtype)  # type: ignore[union-attr]  # in place: the program has it, too
 
-    handles = (
-        register_module_buffer_registration_hook(keep_buffer),  # type: ignore[arg-type]
-        register_module_parameter_registration_hook(keep_param),
-    )
-    ends = weakref.finalize(model, lambda: [handle.remove() for handle in handles])
+    hooks = ExitStack()
+    hooks.callback(register_module_buffer_registration_hook(keep_buffer).remove)  # type: ignore[arg-type]
+    hooks.callback(register_module_parameter_registration_hook(keep_param).remove)
+    ends = weakref.finalize(model, hooks.close)
     ends.atexit = False
     return ends

@@ -69,32 +69,45 @@ class ReadInFP32(Tensor):
     place or runs inside of a backward pass meets the tensor itself.
     """
 
-    _read: Tensor  # the copy whose address was asked for
+    _lent: Tensor  # the copy whose address was asked for
 
     @classmethod
     def __torch_function__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function on the tensor itself, or on FP32 copies."""
         kwargs = kwargs or {}
+        if func in _PASSES:  # in which functions are called that are to be seen
+            return _differentiated(func, args, kwargs)
         with DisableTorchFunction():
             if runs_backward() or func.__name__ in _OF_GRAPH:
                 return func(*args, **kwargs)
-            if func == _DTYPE:
-                return torch.float32
             if func.__name__ in ("__get__", "__set__", "__delete__"):
-                return _in_fp32(func(*args, **kwargs))
-            if func is torch.autograd.grad:
-                found, by = func(*args, **kwargs), kwargs["inputs"] if "inputs" in kwargs else args[1]
-                by = (by,) if isinstance(by, Tensor) else by
-                pairs = zip(found, by, strict=True)
-                return tuple([_in_fp32(each) if isinstance(one, cls) else each for each, one in pairs])
-            written = args[:1] if _WRITES(func.__name__) else ()
-            read = mapped(args[len(written) :], _read)
-            if func.__name__ == "data_ptr":
-                args[0]._read = read[0]
-            return func(*written, *read, **mapped(kwargs, _read))
+                return torch.float32 if func == _DTYPE else _in_fp32(func(*args, **kwargs))
+            read, named = mapped((args, kwargs), _copied)
+            if _WRITES(func.__name__):
+                return func(args[0], *read[1:], **named)
+        if func.__name__ == "data_ptr":
+            args[0]._lent = read[0]
+        return func(*read, **named)
 
 
-def _read(value: Any) -> Any:
+def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a backward pass, in which a tensor is itself; gradients that are returned for it are in FP32."""
+    here = [each for _, each in each_tensor((args, kwargs)) if isinstance(each, ReadInFP32)]
+    for each in here:
+        each.__class__ = Tensor
+    try:
+        found = func(*args, **kwargs)
+    finally:
+        for each in here:
+            each.__class__ = ReadInFP32
+    if func is not torch.autograd.grad:
+        return found
+    by = kwargs["inputs"] if "inputs" in kwargs else args[1]
+    pairs = zip(found, [by] if isinstance(by, Tensor) else by, strict=False)  # an edge may be alone, too
+    return tuple([_in_fp32(each) if isinstance(one, ReadInFP32) else each for each, one in pairs])
+
+
+def _copied(value: Any) -> Any:
     return value.float() if isinstance(value, ReadInFP32) else value
 
 
@@ -102,10 +115,11 @@ def _in_fp32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in LOW else value
 
 
+_PASSES: Final = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _DTYPE: Final = Tensor.dtype.__get__  # type: ignore[attr-defined]
 #: What asks about a tensor's graph or its form, and reads no number.
 _OF_GRAPH: Final = frozenset(
-    "backward register_hook requires_grad_ retain_grad dim size stride numel nelement is_contiguous is_floating_point "
+    "register_hook requires_grad_ retain_grad dim size stride numel nelement is_contiguous is_floating_point "
     "__len__ __hash__".split()
 )
 #: Whether a function writes into its first argument, by its name.
