@@ -436,6 +436,7 @@ class OnePassOptimizer(Optimizer):
             self._built.pop(number, None)
             buckets = list(self._buckets(number, wanted))
             built = self._built[number] = _Built(wanted, buckets, self.state)
+            self._seen = [*self.state], [*self.state.values()]
             wanted.found.clear()
         for device in {each.update.bucket.step.device for each in built.buckets}:
             self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")

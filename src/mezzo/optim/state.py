@@ -410,9 +410,7 @@ def _require_codes(saved: Mapping[str, Any], names: Sequence[str]) -> None:
                 )
 
 
-def _moment(
-    name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.dtype, whose: str
-) -> dict[str, Tensor]:
+def _moment(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.dtype, whose: str) -> dict[str, Tensor]:
     """Return what is kept of a moment, in memory of its own.
 
     Args:
