@@ -19,8 +19,8 @@ from mezzo import sharded
 from mezzo.distributed.exchange import Ranks, Wrappers
 from mezzo.errors import StateError, UnsupportedError, message, some_of
 from mezzo.interrupts import uninterrupted
+from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import as_one_pass
-from mezzo.optim.state import changes_nothing
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.observers import Judged, StepObserver, observing

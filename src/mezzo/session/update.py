@@ -19,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.hooks import Look, hooks_of_every_step, step_hooks
 from mezzo.interrupts import uninterrupted
+from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import as_one_pass, one_pass
-from mezzo.optim.state import changes_nothing
 from mezzo.session.observers import Judged, Watched
 from mezzo.session.window import Window, multiply
 from mezzo.step.executors.choose import shared
