@@ -65,8 +65,11 @@ def attach(
 ) -> AttachedPrecision:
     """Train in mixed precision with a loop that stays as it is, until ``amp.detach()``.
 
-    - any method of the models that is called from outside runs in the policy's region, so does a part of a model that
-      is called by itself, and outputs are FP32;
+    - a call of a model, or of a part by itself, runs in the policy's region, and outputs are FP32. A method is a call
+      where a tensor is given to it that is none of the model's own, and gradients are recorded: ``model.loss(x)``, not
+      ``model.project()``, nor what an optimizer calls while it steps. ``predict(x)`` under ``no_grad`` runs as it is,
+      and what it calls in turn is a call. An output that another one was made of is the model's own tensor of 16 bits,
+      read in FP32;
     - a backward pass that reaches the optimizers' parameters is scaled. When it ends their gradients are FP32, unscaled
       and checked; other leaves, an input or a parameter that no attached optimizer has, get unscaled gradients, too;
     - ``optimizer.step()`` updates, or skips what was found, with closures too;
@@ -167,7 +170,7 @@ class AttachedPrecision(MixedPrecision):
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
-                calls = Calls(self.weights.models, self.policy, self.autocast)
+                calls = Calls(self.weights.models, self.policy, self.autocast, is_apart=lambda: self.engine.is_stepping)
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
                 self._bind_torchs(*door(), _run)

@@ -165,6 +165,7 @@ class Writes:
             raise
         finally:
             self.is_stepping = False
+            torch.clear_autocast_cache()  # a region may be around the loop: model.fit(x)
             for each in stepping:
                 stored_again(each)
 
@@ -429,6 +430,7 @@ class _Evaluations:
                 raise
         finally:
             engine.is_stepping = False
+            torch.clear_autocast_cache()
         assert self._last is not None, "an optimizer that was not asked raises"
         with uninterrupted():
             judged, absent, self._window.made_with = self._last
@@ -436,6 +438,7 @@ class _Evaluations:
 
     def _evaluate(self) -> Any:
         self._engine.is_stepping = False
+        torch.clear_autocast_cache()  # of weights that the optimizer has moved since
         try:
             with torch.enable_grad():  # as torch's own optimizers do, and others may not
                 loss = self._closure()
