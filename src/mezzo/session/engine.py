@@ -445,6 +445,7 @@ class Engine(Writes):
             scale=scale,
             verdict=verdict,
             is_clipped=self.max_grad_norm is not None,
+            is_alike=len(positions) == 1,
             losses=losses,
             failed=failed,
         )
