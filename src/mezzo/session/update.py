@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from operator import ne
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -24,7 +24,7 @@ from mezzo.session.window import Window, multiply
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import dense
 from mezzo.step.passes import as_fused
-from mezzo.sharded import locals_of
+from mezzo.sharded import is_distributed
 from mezzo.tensors import LOW, tensors, tree_map, versions
 from mezzo.weights.stepping import in_memory, stored_again
 
@@ -190,8 +190,8 @@ _SUMMED: Final = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64
 class _Stood:
     """What stood before a step of an optimizer: should the step raise, whether it has written that.
 
-    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted are put
-    back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of parameters are added
+    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted there
+    are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of parameters are added
     up until a step of the optimizer has shown that its writes are counted.
 
     Args:
@@ -208,12 +208,11 @@ class _Stood:
         self.optimizer, self._own = optimizer, as_one_pass(optimizer)
         self.is_new = is_new and self._own is None
         self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # mappings, each with what it holds
-        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes, and those that are numbers
         if self._own is not None:
             self._updates = self._own.updates
             return
         if is_orderly:
-            self._params, state = [*_firsts(optimizer)], optimizer.state
+            self._params, state = _firsts(optimizer), optimizer.state
             inner = [state[param] for param in self._params if param in state]
             outer = [state]
         else:
@@ -222,27 +221,25 @@ class _Stood:
             self._params = [param for group in groups for param in group["params"]]
             inner = [*groups, *(kept for each in family for kept in each.state.values() if isinstance(kept, dict))]
             outer = [each.state for each in family]
-            names = map(vars, family)
-            self._numbers = [(each, {k: v for k, v in each.items() if type(v) in (int, float)}) for each in names]
         self._held = [(each, dict(each)) for each in (*outer, *inner)]
         values = [value for each in inner for name, value in each.items() if name != "params"]
         others = [value for value in values if not isinstance(value, Tensor)]
-        self._tensors = [*self._params, *locals_of(self._params)]
-        self._tensors += [value for value in values if isinstance(value, Tensor)] if others else values
-        self._tensors += tensors(others)
+        self._tensors = [*self._params, *values]
+        if others:
+            self._tensors = [*self._params, *(value for value in values if isinstance(value, Tensor)), *tensors(others)]
         self._versions = versions(self._tensors)
         self._bits = _bits(self._params) if self.is_new else []
 
     def is_counted(self) -> bool:
         """Whether torch has counted a write to a parameter."""
-        return any(map(ne, versions(self._tensors[: 2 * len(self._params)]), self._versions))
+        return any(map(ne, versions(self._params), self._versions))
 
     def was_written(self) -> bool:
         """Whether the step has written what stood before it."""
         if self._own is not None:
             return self._own.updates != self._updates
-        if versions(self._tensors) != self._versions:
-            return True
+        if versions(self._tensors) != self._versions or any(map(is_distributed, self._params)):
+            return True  # of shards torch counts nothing, and other ranks may have written
         now = _bits(self._params) if self.is_new else []
         return len(now) != len(self._bits) or not all(map(torch.equal, self._bits, now))
 
@@ -251,17 +248,17 @@ class _Stood:
         for mapping, held in self._held:
             mapping.clear()
             mapping.update(held)
-        for names, numbers in self._numbers:
-            names.update(numbers)
 
 
-def _firsts(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the first parameter of each group that has a gradient."""
+def _firsts(optimizer: Optimizer) -> list[Tensor]:
+    """Return the first parameter of each group that has a gradient."""
+    found = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                yield param
+                found.append(param)
                 break
+    return found
 
 
 def _bits(params: list[Tensor]) -> list[Tensor]:
