@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.releases import PRIVATE, private, require
 
 _OF_TENSORS: Final = tuple(name for name in PRIVATE["hooks.py"] if name.startswith("torch.Tensor."))
 _OF_OPTIMIZERS: Final = tuple(name for name in PRIVATE["hooks.py"] if ".Optimizer." in name)
+_ADDING: Final = threading.Lock()
 _OF_EVERY_STEP: Final = private("torch.optim.optimizer._global_optimizer_pre_hooks")
 
 
@@ -97,6 +100,16 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
     """Return the hooks that run before an optimizer's step."""
     require(*_OF_OPTIMIZERS)
     return [*optimizer._optimizer_step_pre_hooks.values()]
+
+
+def before_every_step(look: Look) -> None:
+    """Have a hook run before each step of any optimizer, from now on and once.
+
+    It is never taken away: torch goes through this table while other threads step, and raises where it has changed.
+    """
+    with _ADDING:
+        if look not in hooks_of_every_step():
+            register_optimizer_step_pre_hook(look)
 
 
 def hooks_of_every_step() -> list[Any]:

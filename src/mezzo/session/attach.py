@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -45,12 +46,13 @@ logger = logging.getLogger(__name__)
 #: The key under which an optimizer's state dict has the session's state; plain torch ignores it.
 CARRIED: Final = "mezzo"
 
-_NOW: Final[list[weakref.ref[AttachedPrecision]]] = []
+_NOW: Final[list[weakref.ref[AttachedPrecision]]] = []  # changed and read by one operation each: threads may ask
+_ATTACHING: Final = threading.RLock()
 
 
 def attached_now() -> AttachedPrecision | None:
     """Return the session that is attached to the passes of this process, if there is one."""
-    return _NOW[0]() if _NOW else None
+    return next((found for here in tuple(_NOW) if (found := here()) is not None), None)
 
 
 def attach(
@@ -114,22 +116,23 @@ def attach(
         >>> amp.detach()
     """
     raise_together(not_switches(hold_schedulers=hold_schedulers))
-    if attached_now() is not None:
-        raise StateError(
-            "a session is attached already",
-            why="a backward pass is scaled by one session, which takes all models and optimizers of the process",
-            write="amp.add(optimizer), for another one over the same models; mezzo.attach([model, other], "
-            "[optimizer, another], policy); or amp.detach() first",
+    with _ATTACHING:
+        if attached_now() is not None:
+            raise StateError(
+                "a session is attached already",
+                why="a backward pass is scaled by one session, which takes all models and optimizers of the process",
+                write="amp.add(optimizer), for another one over the same models; mezzo.attach([model, other], "
+                "[optimizer, another], policy); or amp.detach() first",
+            )
+        return AttachedPrecision(
+            models,
+            optimizers,
+            policy,
+            max_grad_norm=max_grad_norm,
+            hold_schedulers=hold_schedulers,
+            on_overflow=on_overflow,
+            process_group=process_group,
         )
-    return AttachedPrecision(
-        models,
-        optimizers,
-        policy,
-        max_grad_norm=max_grad_norm,
-        hold_schedulers=hold_schedulers,
-        on_overflow=on_overflow,
-        process_group=process_group,
-    )
 
 
 class AttachedPrecision(MixedPrecision):
@@ -369,14 +372,10 @@ def _leaf(given: Any) -> Any:
 
 
 def _refuse_scaler(
-    amp: AttachedPrecision,
-    plain: Callable[..., Any],
-    scaler: GradScaler,
-    optimizer: Optimizer,
-    *args: Any,
-    **kwargs: Any,
+    amp: AttachedPrecision, plain: Callable[..., Any], scaler: GradScaler, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Refuse that a GradScaler unscales or steps where the session does."""
+    optimizer = args[0] if args else kwargs["optimizer"]
     is_known = optimizer in amp.engine.weights.optimizers
     if is_known and scaler.is_enabled() and not isinstance(scaler, SessionScaler):
         raise StateError(
@@ -385,10 +384,20 @@ def _refuse_scaler(
             why="each would unscale and check the gradients, and count the overflows of the other",
             write="GradScaler(enabled=False), with which the loop stays as it is: the policy has the scale",
         )
-    return plain(scaler, optimizer, *args, **kwargs)
+    return plain(scaler, *args, **kwargs)
 
 
 # Schedulers -----------------------------------------------------------------------------------------------------
+
+
+class _Here(threading.local):
+    """What is under way in a thread.
+
+    Attributes:
+        runs: Whether a scheduler steps.
+    """
+
+    runs = False
 
 
 class _Schedules:
@@ -402,7 +411,7 @@ class _Schedules:
         self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._pending: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self.runs = False
+        self.here = _Here()
 
     def note(self, optimizers: Iterable[Optimizer], skipped: Tensor) -> None:
         """Take note of a step; no host sync, but one in 64 steps of an optimizer without a scheduler.
@@ -442,15 +451,15 @@ def _kinds(kind: type) -> Iterator[type]:
     yield kind
 
 
-def _hold(amp: AttachedPrecision, plain: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def _hold(amp: AttachedPrecision, plain: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Step a scheduler unless it is to wait; one inside of another is asked by that one."""
     schedules = amp._schedules
-    if schedules is None or schedules.runs:
+    if schedules is None or schedules.here.runs:
         return plain(scheduler, *args, **kwargs)
     if schedules.waits(scheduler):
         return None
-    schedules.runs = True
+    schedules.here.runs = True
     try:
         return plain(scheduler, *args, **kwargs)
     finally:
-        schedules.runs = False
+        schedules.here.runs = False

@@ -209,6 +209,10 @@ def rebound(names: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
     return put_back
 
 
+#: Held where functions are bound and given back. Garbage that is collected meanwhile gives others back.
+_BINDING: Final = threading.RLock()
+
+
 class Binding:
     """A function of torch's that goes through sessions. It is bound once, in whatever order they begin and end.
 
@@ -218,9 +222,8 @@ class Binding:
     """
 
     def __init__(self, place: Any, name: str) -> None:
-        plain = vars(place)[name]
-        self._place, self._name, self._plain = place, name, plain
-        self._through: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []
+        self._plain = plain = vars(place)[name]
+        self._through: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []  # changed by one operation at a time
 
         @never_compiled  # which would trace what decides on the host
         @functools.wraps(plain)
@@ -241,15 +244,25 @@ class Binding:
         found = getattr(now := vars(place)[name], "binding", None)
         return found if isinstance(found, cls) and found.bound is now else cls(place, name)
 
-    def join(self, here: weakref.ref[Any], call: Callable[..., Any]) -> Callable[[], None]:
-        """Have it go through a call that is given the session and the function; return what ends it."""
+    @classmethod
+    def join(cls, place: Any, name: str, here: weakref.ref[Any], call: Callable[..., Any]) -> Callable[[], None]:
+        """Have a function go through a call that is given the session and the function; return what ends it.
+
+        Sessions of several threads may begin and end at the same time.
+        """
         joined = here, call
-        self._through.append(joined)
+        with _BINDING:
+            binding = cls.of(place, name)
+            binding._through.append(joined)
+            # A session that was dropped may have ended since: collecting garbage runs in any line.
+            if vars(place)[name] is binding._plain:
+                setattr(place, name, binding.bound)
 
         def end() -> None:
-            self._through.remove(joined)
-            if not self._through and vars(self._place).get(self._name) is self.bound:
-                setattr(self._place, self._name, self._plain)
+            with _BINDING:
+                binding._through.remove(joined)
+                if not binding._through and vars(place).get(name) is binding.bound:
+                    setattr(place, name, binding._plain)
 
         return end
 

@@ -353,7 +353,12 @@ class Engine(Writes):
         stepping = [each for window in windows for each in window.optimizers if each in optimizers]
         check_numbers(stepping)
         judged, absent = self.judge(windows, stepping)
-        self.write(windows, stepping, judged, by=by)
+        try:
+            self.write(windows, stepping, judged, by=by)
+        except BaseException as error:
+            if not self.broken:
+                self.ranks.fall_behind(error)
+            raise
         return self.finish(windows, judged, absent)
 
     def _refuse_capture(self, closure: object) -> None:
@@ -445,6 +450,7 @@ class Engine(Writes):
             scale=scale,
             verdict=verdict,
             is_clipped=self.max_grad_norm is not None,
+            is_alike=len(positions) == 1,
             losses=losses,
             failed=failed,
         )

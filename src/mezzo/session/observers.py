@@ -34,6 +34,7 @@ class Judged:
         scale: 0-d float32: what they carry; ``None`` for plain ones.
         verdict: Whether to update, and what to multiply them by.
         is_clipped: Whether the verdict's multiplier clips.
+        is_alike: Whether all gradients are of one dtype on one device.
         losses: What the backward passes have differentiated, in their order; 0-d.
         failed: 0-d bool: whether a loss itself was not finite.
     """
@@ -43,6 +44,7 @@ class Judged:
     scale: Tensor | None
     verdict: Verdict
     is_clipped: bool
+    is_alike: bool
     losses: list[Tensor]
     failed: Tensor
 

@@ -140,7 +140,7 @@ class MixedPrecision:
     def _bind_torchs(self, place: Any, name: str, call: Callable[..., Any]) -> None:
         """Have a function of torch's go through one here, which is given the session as long as there is one."""
         if name in vars(place):
-            self._names.callback(Binding.of(place, name).join(weakref.ref(self), call))
+            self._names.callback(Binding.join(place, name, weakref.ref(self), call))
 
     def _require_open(self, call: str) -> None:
         if self._is_closed:
