@@ -342,6 +342,7 @@ class Engine(Writes):
                 else:
                     with self.told_to_ranks():
                         step = self._take(optimizers, by)
+        self.account.warn()
         for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
             observer.stepped(self, step)
         return step

@@ -6,12 +6,12 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -79,6 +79,23 @@ class Writes:
             or any(each in known for each in inner_optimizers(optimizer))
             or any(optimizer in inner_optimizers(each) for each in known)
         )
+
+    @contextmanager
+    def stepping_by(self, optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[list[Any]]:
+        """Have an optimizer step by this call meanwhile; yield where what the call returns is noted."""
+        returned = list[Any]()
+
+        def call(*args: Any) -> Any:
+            returned.append(step(*args))
+            return returned[-1]
+
+        before, self.steps_by[optimizer] = self.steps_by.get(optimizer), call
+        try:
+            yield returned
+        finally:
+            del self.steps_by[optimizer]
+            if before is not None:
+                self.steps_by[optimizer] = before
 
     def require_whole(self) -> None:
         """Refuse to go on from an update that an optimizer has ended in its middle.
@@ -316,21 +333,31 @@ def _narrow(params: Any) -> None:
 
 
 def check_numbers(optimizers: Collection[Optimizer]) -> None:
-    """Refuse hyper-parameters that are not finite; tensors are not looked at.
+    """Refuse hyper-parameters of torch's and mezzo's own that are not finite; tensors are not looked at.
+
+    What other classes keep in their groups is their business: to some, infinity means no limit.
 
     Raises:
         PolicyError: With the optimizer, the group and the name.
     """
     for optimizer in optimizers:
+        known = _options_of(type(optimizer).__mro__)
         for number, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
-                if isinstance(value, float) and value - value != 0:
+                if isinstance(value, float) and value - value != 0 and name in known:
                     raise PolicyError(
                         f"{name} is {value}",
                         where=f"{type(optimizer).__name__}, group {number}",
                         why="every weight would be NaN after this step",
                         write=f'optimizer.param_groups[{number}]["{name}"] = …, a finite number',
                     )
+
+
+@functools.cache
+def _options_of(kinds: tuple[type, ...]) -> frozenset[str]:
+    """Return the options that an optimizer of these classes has from torch or mezzo: of the first that is theirs."""
+    own = next(each for each in kinds if each.__module__.startswith(("torch.optim.", "mezzo.optim.")))
+    return frozenset(inspect.signature(own).parameters)
 
 
 # Optimizers that evaluate the loss inside their step: each time it is checked, and all is undone if one overflows.
@@ -462,6 +489,26 @@ class _Evaluations:
 
 class Overflowed(Exception):  # noqa: N818 - it never leaves the engine
     """An evaluation's gradients are not finite."""
+
+
+def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure among what a step is given, first of all or by name: an optimizer may take more."""
+    first = args[0] if args else None
+    is_first = callable(first) and not isinstance(first, nn.Module)
+    return first if is_first else kwargs.get("closure")
+
+
+def handing_on(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Return a step that hands on what it was given: called with a closure it has that one in the place of its own."""
+
+    def call(*closure: Any) -> Any:
+        if not closure:
+            return step(*args, **kwargs)
+        if "closure" in kwargs:
+            return step(*args, **kwargs | {"closure": closure[0]})
+        return step(*closure, *args[1:], **kwargs)
+
+    return call
 
 
 def evaluates_once(optimizer: Optimizer) -> bool:

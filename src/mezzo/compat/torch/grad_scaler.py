@@ -184,9 +184,9 @@ class GradScaler(EngineScaler):
         self.loss_scale.hold(self.loss_scale.state.to(device), in_graph=False)
         self._engine = None
 
-    def _take(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _take(self, optimizer: Optimizer, step: Callable[..., Any]) -> Any:
         with uninterrupted(), self._once(optimizer):
-            return super()._take(optimizer, *args, **kwargs)
+            return super()._take(optimizer, step)
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         with self._once(optimizer):
