@@ -66,7 +66,7 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, poison):
     with pytest.warns(UserWarning, match="20 steps in a row were skipped") as told:
         for _ in range(15 + patience):
             assert bool(step().skipped)
-    assert len(told) == 1
+    assert sum("in a row" in str(each.message) for each in told) == 1
     with pytest.raises(ScaleCollapsed) as caught:
         step()
     text = str(caught.value)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
@@ -36,6 +37,7 @@ class Judged:
         is_clipped: Whether the verdict's multiplier clips.
         losses: What the backward passes have differentiated, in their order; 0-d.
         failed: 0-d bool: whether a loss itself was not finite.
+        shown: The optimizers in whose steps a program's code looks at gradients, which are plain then.
     """
 
     params: list[Tensor]
@@ -45,6 +47,7 @@ class Judged:
     is_clipped: bool
     losses: list[Tensor]
     failed: Tensor
+    shown: list[Optimizer]
 
 
 class Watched(Protocol):

@@ -36,6 +36,10 @@ if TYPE_CHECKING:
     from mezzo.session.weights import Weights
 
 
+#: Where optimizers are that a program has not written.
+_OWN: Final = ("torch.optim.", "mezzo.optim.")
+
+
 class Writes:
     """What an engine has of its optimizers, and how it writes with them.
 
@@ -97,6 +101,12 @@ class Writes:
             if before is not None:
                 self.steps_by[optimizer] = before
 
+    def shows(self, optimizer: Optimizer) -> bool:
+        """Whether a program's code sees gradients that a kernel is to unscale: a hook, or a class with another step."""
+        is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
+        is_seen = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
+        return (is_seen or _has_other_hooks(optimizer, self.num_hooks)) and takes_flags(optimizer)
+
     def require_whole(self) -> None:
         """Refuse to go on from an update that an optimizer has ended in its middle.
 
@@ -134,12 +144,12 @@ class Writes:
         of_mezzo = one_pass(optimizers)
         on_device = [each for each in optimizers if by is None and takes_flags(each)]
         shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
-        # Another optimizer would read the same gradients, and low weights take no FP32 ones.
-        multiplying = [each for each in on_device if each not in shared_by and (each in of_mezzo or not _narrows(each))]
+        # Another optimizer would read the same gradients, or a program's code; and low weights take no FP32 ones.
+        alone = [each for each in on_device if each not in shared_by and each not in judged.shown]
+        multiplying = [each for each in alone if each in of_mezzo or not _narrows(each)]
         for own in of_mezzo:  # what one refuses is refused before another has stepped
             does_all = own in multiplying
-            stays = does_all and not _has_other_hooks(own, self.num_hooks)
-            own.make_ready(verdict if does_all else verdict.applied(), keep=stays)
+            own.make_ready(verdict if does_all else verdict.applied(), keep=does_all)
         skips = len(on_device) < len(optimizers) and bool(verdict.found_inf)
         stepping = [each for each in optimizers if not skips or each in on_device]
         others = [each for each in stepping if each not in multiplying]
@@ -341,10 +351,10 @@ def check_numbers(optimizers: Collection[Optimizer]) -> None:
         PolicyError: With the optimizer, the group and the name.
     """
     for optimizer in optimizers:
-        known = _options_of(type(optimizer).__mro__)
+        own = _own_class(type(optimizer).__mro__)
         for number, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
-                if isinstance(value, float) and value - value != 0 and name in known:
+                if isinstance(value, float) and value - value != 0 and name in inspect.signature(own).parameters:
                     raise PolicyError(
                         f"{name} is {value}",
                         where=f"{type(optimizer).__name__}, group {number}",
@@ -354,10 +364,9 @@ def check_numbers(optimizers: Collection[Optimizer]) -> None:
 
 
 @functools.cache
-def _options_of(kinds: tuple[type, ...]) -> frozenset[str]:
-    """Return the options that an optimizer of these classes has from torch or mezzo: of the first that is theirs."""
-    own = next(each for each in kinds if each.__module__.startswith(("torch.optim.", "mezzo.optim.")))
-    return frozenset(inspect.signature(own).parameters)
+def _own_class(kinds: tuple[type, ...]) -> type:
+    """Return the first of an optimizer's classes that is torch's or mezzo's: ``Optimizer`` of most others."""
+    return next(each for each in kinds if each.__module__.startswith(_OWN))
 
 
 # Optimizers that evaluate the loss inside their step: each time it is checked, and all is undone if one overflows.
