@@ -96,6 +96,16 @@ def without_accumulation_hooks(leaves: Iterable[Any]) -> Iterator[None]:
             leaf._post_accumulate_grad_hooks = hooks
 
 
+def complete(optimizer: Optimizer) -> None:
+    """Give an optimizer the tables of hooks that it lacks, as torch does for one that it unpickles.
+
+    A class that wraps another optimizer may have called no ``super().__init__``; its steps then run hooks as well.
+    """
+    require(*_OF_OPTIMIZERS)
+    if not all(hasattr(optimizer, name.rpartition(".")[2]) for name in _OF_OPTIMIZERS):
+        Optimizer.__setstate__(optimizer, {"defaults": getattr(optimizer, "defaults", {})})
+
+
 def step_hooks(optimizer: Optimizer) -> list[Any]:
     """Return the hooks that run before an optimizer's step."""
     require(*_OF_OPTIMIZERS)

@@ -27,6 +27,7 @@ from mezzo.backward import door, runs_backward
 from mezzo.cast import Prepared
 from mezzo.cast.device import fast_format
 from mezzo.errors import StateError, not_switches, raise_together, some_of
+from mezzo.hooks import complete
 from mezzo.policy import Policy
 from mezzo.session import state
 from mezzo.session.calls import Calls, rebound
@@ -34,7 +35,7 @@ from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
-from mezzo.session.update import evaluates_once, inner_optimizers
+from mezzo.session.update import closure_of, evaluates_once, handing_on, inner_optimizers
 from mezzo.session.window import Walk, refuse_scaled, unscaled, walked
 
 if TYPE_CHECKING:
@@ -229,6 +230,13 @@ class AttachedPrecision(MixedPrecision):
                 if inner not in self.weights.optimizers and inner not in self.engine.steps_by:
                     self.engine.steps_by[inner] = inner.step
                     self._bind_step(inner, optimizer)
+            self._carry_with(optimizer)
+
+    def _carry_with(self, optimizer: Optimizer) -> None:
+        """Have an optimizer's state dict carry the session's state: a wrapper's may be made of an inner one's alone."""
+        inner = (each for each in inner_optimizers(optimizer) if each not in self.weights.optimizers)
+        for place in (optimizer, *inner):
+            complete(place)
             loaded: list[Any] = []
 
             def take(_: Optimizer, found: dict[str, Any], loaded: list[Any] = loaded) -> None:
@@ -238,9 +246,9 @@ class AttachedPrecision(MixedPrecision):
                 self.resume(loaded.pop())
 
             for handle in (
-                optimizer.register_state_dict_post_hook(self._carry),
-                optimizer.register_load_state_dict_pre_hook(take),
-                optimizer.register_load_state_dict_post_hook(go_on),
+                place.register_state_dict_post_hook(self._carry),
+                place.register_load_state_dict_pre_hook(take),
+                place.register_load_state_dict_post_hook(go_on),
             ):
                 self._undo.callback(handle.remove)
 
@@ -248,25 +256,29 @@ class AttachedPrecision(MixedPrecision):
         plain = optimizer.step
 
         @functools.wraps(getattr(plain, "__func__", plain))
-        def step(bound: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def step(bound: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self.is_closed:  # a scheduler that was made meanwhile has wrapped it
-                return plain() if closure is None else plain(closure)
-            return self._own_step(bound, of, closure)
+                return plain(*args, **kwargs)
+            return self._own_step(bound, of, *args, **kwargs)
 
         self._bind_own(optimizer, "step", types.MethodType(step, optimizer))
 
-    def _own_step(self, optimizer: Optimizer, of: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step with an optimizer, or skip: what ``optimizer.step()`` is meanwhile.
 
         Args:
             optimizer: What is asked to step.
             of: The one of the session's that it is, or is inside of.
-            closure: As torch's optimizers take it.
+            *args: What its class takes, a closure among it as torch's optimizers take it.
+            **kwargs: By name.
+
+        Returns:
+            What a closure has returned first; without one what the step has, ``None`` of one that was skipped.
         """
-        engine = self.engine
+        engine, closure = self.engine, closure_of(args, kwargs)
         plain = engine.steps_by[optimizer]
         if engine.is_stepping or self._is_closed:  # inside the step of another one; or under what others have bound
-            return plain() if closure is None else plain(closure)
+            return plain(*args, **kwargs)
         if closure is not None and not evaluates_once(optimizer):
             losses: list[Any] = []
 
@@ -274,20 +286,23 @@ class AttachedPrecision(MixedPrecision):
                 losses.append(closure())
                 return losses[-1]
 
-            self.step(of, evaluate)
+            with engine.stepping_by(of, handing_on(plain, args, kwargs)):
+                self.step(of, evaluate)
             return losses[0] if losses else None
-        loss = None
+        loss, asked = None, handing_on(plain, args, kwargs)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            asked = functools.partial(asked, None)
         has_gradients = any(leaf.grad is not None for leaf in self.weights.leaves(of))
-        if not has_gradients and engine.ranks.size == 1:
-            plain()
-        elif optimizer is of:
-            self.step(of)
-        else:
-            self._note([of], engine.step([of], by=plain))
-        return loss
+        with engine.stepping_by(optimizer, asked) as returned:
+            if not has_gradients and engine.ranks.size == 1:
+                engine.steps_by[optimizer]()
+            elif optimizer is of:
+                self.step(of)
+            else:
+                self._note([of], engine.step([of], by=engine.steps_by[optimizer]))
+        return loss if closure is not None else returned[0] if returned else None
 
     def step(
         self,

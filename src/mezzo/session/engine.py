@@ -197,6 +197,7 @@ class Engine(Writes):
         is_users = self.plain or self.waits
         for window in () if is_users else windows:
             window.refuse_left()
+            window.refuse_copies()
         memories = self.weights.memories()
         with uninterrupted():
             if memories and not any(window.has_gradients() for window in self.windows):
@@ -295,7 +296,7 @@ class Engine(Writes):
     def _open(self, optimizers: Collection[Optimizer], call: str) -> list[Window]:
         """Return the windows of some optimizers, as far as there is something in them."""
         near = [window for window in self.windows if not set(window.optimizers).isdisjoint(optimizers)]
-        found = [window for window in near if window.passes or self.plain]
+        found = [window for window in near if window.passes or self.plain or self._takes(window, optimizers, call)]
         if call == "step":
             found = [window for window in found if window.has_gradients()]
         if not found:
@@ -308,6 +309,19 @@ class Engine(Writes):
                 write=SCALERS_ORDER if self.waits else own,
             )
         return found
+
+    def _takes(self, window: Window, optimizers: Collection[Optimizer], call: str) -> bool:
+        """Whether there are gradients, in a window that no pass has opened, which a program has written itself.
+
+        Raises:
+            StateError: Nothing says whether they carry the scale; or some are the last step's.
+        """
+        names = [] if self.waits else window.written([each for each in window.optimizers if each in optimizers])
+        if names and self.scale_now is not None and not window.given:
+            raise window.unknown(f"{call}()", names)
+        if names:
+            window.refuse_left(optimizers)
+        return bool(names)
 
     @torch.no_grad()
     def step(
@@ -342,6 +356,7 @@ class Engine(Writes):
                 else:
                     with self.told_to_ranks():
                         step = self._take(optimizers, by)
+        self.account.warn()
         for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
             observer.stepped(self, step)
         return step
@@ -408,9 +423,14 @@ class Engine(Writes):
                 why="this step would not see them, and the next would take them for its own",
                 write="the last micro-batch of a step outside of amp.no_sync()",
             )
-        # What stays for another optimizer of a window is not left behind with a scale of its own.
+        for window in windows:
+            if not window.passes and not self.plain:
+                self._takes(window, optimizers, "step")
+        # What stays for another optimizer of a window is not left behind with a scale of its own; and a program that
+        # looks at gradients as they are stepped with sees plain ones.
         is_part = any(each not in optimizers for window in windows for each in window.optimizers)
-        if is_part or len({id(window.scale) for window in windows}) > 1:
+        shown = [each for each in optimizers if self.shows(each)]
+        if is_part or shown or len({id(window.scale) for window in windows}) > 1:
             for window in windows:
                 window.rescale(None)
         scale = windows[0].scale
@@ -453,6 +473,7 @@ class Engine(Writes):
             is_alike=len(positions) == 1,
             losses=losses,
             failed=failed,
+            shown=shown,
         )
         for observer in (*self.observers, *observing()):
             observer.judged(self, judged)
@@ -518,7 +539,7 @@ class Engine(Writes):
             else:
                 clear_to_zeros(params)
             for window in self.windows:
-                window.clear()
+                window.clear(to_zeros=not set_to_none)
             for memory in self.weights.memories():
                 memory.forget()
             self._inner = None
@@ -535,6 +556,8 @@ class Engine(Writes):
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
         found = self.weights.region().run_grad(self.scaler.scaled(outputs), inputs, **options)
+        for window in self.windows:
+            window.given = True
         wide = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found]
         if scale is None:
             return tuple(wide)

@@ -57,12 +57,15 @@ class Window:
         found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
         losses: What these passes have differentiated, 0-d and detached.
         narrows: Whether gradients of halves may have 16 bits, where that loses nothing.
+        given: Whether the session has made gradients since the last step, or given out such without a scale; ``False``
+            once those that carried one were cleared, of which a program may have kept copies.
         left: Marks of the gradients that the last step has left in ``.grad``, with what these carry.
     """
 
     def __init__(self, weights: Weights, optimizers: list[Optimizer]) -> None:
         self.weights, self.optimizers, self.narrows = weights, optimizers, False
         self.left: Stale = {}
+        self.given: bool | None = None
         self._left_scale: Tensor | None = None
         self._skipped: Tensor | None = None
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
@@ -111,13 +114,16 @@ class Window:
 
     # A backward pass ------------------------------------------------------------------------------------
 
-    def refuse_left(self) -> None:
-        """Refuse to add to what the last step has left.
+    def refuse_left(self, optimizers: Collection[Optimizer] | None = None) -> None:
+        """Refuse to add to what the last step has left, or to take it again beside others.
+
+        Args:
+            optimizers: Whose gradients; all when omitted.
 
         Raises:
             StateError: Its gradients are still there.
         """
-        params, gradients = with_gradients(self.leaves()) if self.left else ([], [])
+        params, gradients = with_gradients(self.leaves(optimizers)) if self.left else ([], [])
         pairs = zip(params, gradients, strict=True)
         if stale := [self.weights.name_of(param) for param, gradient in pairs if is_left(gradient, self.left)]:
             raise StateError(
@@ -126,6 +132,58 @@ class Window:
                 why="this pass would add to them, and the next step would take both",
                 write="amp.zero_grad() after amp.step(), or optimizer.zero_grad()",
             )
+
+    def written(self, optimizers: Collection[Optimizer] | None = None) -> list[str]:
+        """Return the parameters whose gradients a program has written, where no pass of the session has.
+
+        Args:
+            optimizers: Whose; all when omitted.
+        """
+        params, gradients = ([], []) if self.passes else with_gradients(self.leaves(optimizers))
+        pairs, known = zip(params, marks(gradients), gradients, strict=True), set(self._marks)
+        new = [param for param, mark, each in pairs if not (mark in known or is_left(each, self.left))]
+        return list(map(self.weights.name_of, new))
+
+    def refuse_copies(self) -> None:
+        """Refuse to add to gradients that may carry the scale already.
+
+        Raises:
+            StateError: A program has put some in the place of those that were cleared while they carried it.
+        """
+        if self.given is False and (names := self.written()):
+            raise self.unknown("backward()", names)
+
+    def unknown(self, call: str, names: list[str]) -> StateError:
+        """Return the error of a call with gradients of which nothing says whether they carry the loss scale.
+
+        Args:
+            call: The call.
+            names: Whose gradients they are.
+        """
+        made = "amp.backward(loss) makes such that do; what a program writes itself may, and may not"
+        copied = "they may be copies of those that were cleared while they did, or made in another way"
+        return StateError(
+            f"{call} before backward(): a program has written these gradients",
+            where=some_of(names),
+            why=f"whether they carry the loss scale is not known: {made if self.given is None else copied}",
+            write="amp.unscale_() after each amp.backward(loss), before gradients are read; or amp.grad(loss, params), "
+            "which returns them without it;\nor mezzo.attach(model, optimizer, policy), where loss.backward() leaves "
+            'them without it; or a policy in bfloat16: Policy.O1("bfloat16"), the text O1,dtype=bfloat16',
+        )
+
+    @torch.no_grad()
+    def drop_skipped(self) -> None:
+        """Clear what a skipped step has left, unwritten since, before a pass adds to it; decided on the device.
+
+        A loop that clears only after steps that were taken would else skip for ever.
+        """
+        skipped, self._skipped = self._skipped, None
+        if skipped is None or not self.left:
+            return
+        stale = [each for each in dense(self.leaves())[1] if is_left(each, self.left)]
+        for gradient in stale:
+            gradient.masked_fill_(moved(skipped, gradient.device), 0)
+        self.left = left_over(stale)
 
     def has_skipped(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
@@ -163,6 +221,10 @@ class Window:
         there = [leaf for leaf in leaves if leaf.grad is not None]
         if not there:
             self.forget()
+        else:
+            self.drop_skipped()
+            if self.has_left_alone():
+                self.scale = self._left_scale
         self.left = {}
         self.rescale(scale)
         self.made_with = scale
@@ -217,6 +279,8 @@ class Window:
             elif leaf.grad.dtype != leaf.dtype:
                 leaf.grad_dtype = None
         self._marks = self._now()
+        if self._marks:
+            self.given = True
 
     # What they carry ------------------------------------------------------------------------------------
 
@@ -276,14 +340,25 @@ class Window:
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
         self._grad_dtypes = {}
-        self.left = left_over(dense(self.leaves())[1])
+        self.left, self.given = left_over(dense(self.leaves())[1]), None
         self.forget()
 
-    def clear(self) -> None:
-        """Be as new, once the gradients were cleared."""
+    def clear(self, *, to_zeros: bool) -> None:
+        """Be as new, once the gradients were cleared.
+
+        Args:
+            to_zeros: Whether they are zeros now, which no step is to take for a program's.
+        """
         self._forget_uses()
+        for leaf in _low(self.leaves()) if self.passes else ():
+            if leaf.grad is None:
+                leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
         self.left = {}
+        if self.scale is not None:
+            self.given = False
         self.forget()
+        if to_zeros:
+            self._marks = self._now()
 
     def _forget_uses(self) -> None:
         for leaf in _low(self.leaves()):
