@@ -6,7 +6,6 @@ nothing of mezzo.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -18,23 +17,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.backward import door, runs_backward
+from mezzo.backward import door, noted
 from mezzo.cast import Prepared
 from mezzo.cast.device import fast_format
+from mezzo.dispatch import is_transformed
 from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.policy import Policy
 from mezzo.session import state
 from mezzo.session.calls import Calls, rebound
+from mezzo.session.passes import Pass, refuse_scaled, walk_of
 from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
 from mezzo.session.update import evaluates_once, inner_optimizers
-from mezzo.session.window import Walk, refuse_scaled, unscaled, walked
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -329,40 +328,40 @@ class AttachedPrecision(MixedPrecision):
 # In place of functions of torch's -----------------------------------------------------------------------------
 
 
-def _run(
-    amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Run a backward pass, as the session's if it is the user's own and reaches parameters of its optimizers."""
-    engine = amp.engine
-    if engine.under_way is not None or runs_backward() or not kwargs.get("accumulate_grad"):
-        return plain(roots, gradients, *args, **kwargs)
-    creates_graph = len(args) > 1 and args[1]
-    inputs = args[2] if len(args) > 2 else ()
-    walk = Walk([_leaf(each) for each in inputs], []) if inputs else walked(roots)
+def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+    """Run a backward pass, as the session's if it reaches parameters of its optimizers, or may by passes inside."""
+    engine, (_, creates_graph, inputs, _, accumulates) = amp.engine, asked
+    if noted() is not None:  # inside of a session's
+        return plain(roots, gradients, *asked)
+    if not accumulates:
+        return _differentiate(amp, plain, roots, gradients, *asked)
+    walk = walk_of(roots, inputs)
     windows = engine.reached(walk)
-    if not windows:
-        return plain(roots, gradients, *args, **kwargs)
-    losses = [root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+    if not windows and (walk.is_anothers or not walk.runs_others):
+        return plain(roots, gradients, *asked)
     engine.commit()
     scale = engine.scale_now
-    others = engine.others(walk.leaves) if scale is not None else []
     if scale is not None:
-        refuse_scaled(roots, others if inputs else [], creates_graph=creates_graph)
-        roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)
-    try:
-        engine.begin(windows, scale, amp)
-        hidden = unscaled(others, scale) if others else contextlib.nullcontext()
-        with amp.autocast().around_backward(), hidden:  # checkpoints are recomputed under the policy
-            found = plain(roots, gradients, *args, **kwargs)
-        engine.end(dict.fromkeys(windows, losses))
-    except BaseException:
-        engine.fail(windows)
-        raise
-    return found
+        refuse_scaled(roots, engine.others(walk.leaves) if inputs else [], creates_graph=creates_graph)
+    with Pass(engine, scale) as this:
+        this.join([root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1], walk)
+        if scale is not None:
+            roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)
+        with amp.autocast().around_backward():  # checkpoints are recomputed under the policy
+            return plain(roots, gradients, *asked)
 
 
-def _leaf(given: Any) -> Any:
-    return getattr(given.node, "variable", given) if isinstance(given, GradientEdge) else given
+def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+    """Return gradients as ``torch.autograd.grad`` does: with a scale on the way, where parameters' are asked for."""
+    engine, inputs = amp.engine, walk_of((), asked[2]).leaves
+    if engine.scale_now is None or is_transformed() or len(engine.others(inputs)) == len(inputs):
+        return plain(roots, gradients, *asked)
+
+    def run(scaled: Callable[[Tensor], Tensor]) -> Any:
+        with amp.autocast().around_backward():
+            return plain(roots, tuple(each if each is None else scaled(each) for each in gradients), *asked)
+
+    return tuple(engine.differentiated(roots, run))
 
 
 def _refuse_scaler(
