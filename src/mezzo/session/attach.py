@@ -160,6 +160,7 @@ class AttachedPrecision(MixedPrecision):
             logger.info("no policy is given: %s, in the format for this machine (mezzo doctor says why)", policy)
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
+        self._engine: Any = None  # autograd's, as it stands while passes are the session's
         super().__init__(subjects, given, policy, **options)
         try:
             self._take_over(given)
@@ -170,6 +171,7 @@ class AttachedPrecision(MixedPrecision):
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
                 self._bind_torchs(*door(), _run)
+                self._engine = _engine_now()
             if "schedulers" in self._binds and hold_schedulers:
                 self._schedules = _Schedules()
                 for kind in dict.fromkeys(_kinds(LRScheduler)):
@@ -279,6 +281,7 @@ class AttachedPrecision(MixedPrecision):
         elif optimizer is of:
             self.step(of)
         else:
+            self._require_engine([of])
             self._note([of], engine.step([of], by=plain))
         return loss
 
@@ -288,7 +291,27 @@ class AttachedPrecision(MixedPrecision):
         closure: Callable[[], Any] | None = None,
     ) -> Step:
         """Check the gradients, update or skip: what ``optimizer.step()`` comes to; see :meth:`MixedPrecision.step`."""
-        return self._note(chosen(optimizers, self.weights.optimizers), super().step(optimizers, closure))
+        stepping = chosen(optimizers, self.weights.optimizers)
+        if closure is None:
+            self._require_engine(stepping)
+        return self._note(stepping, super().step(optimizers, closure))
+
+    def _require_engine(self, optimizers: list[Optimizer]) -> None:
+        """Refuse gradients of passes that the session cannot have scaled.
+
+        Raises:
+            StateError: Another engine of autograd's stands where the session had put its own.
+        """
+        if self._engine in (None, _engine_now()) or self.engine.scale_now is None:
+            return
+        near = [each for each in self.engine.windows if not set(each.optimizers).isdisjoint(optimizers)]
+        if any(window.has_gradients() and not window.passes for window in near):
+            raise StateError(
+                "backward passes do not go through the session any more",
+                where="torch.autograd.Variable._execution_engine",
+                why="another engine was put there since attach(), and gradients without the loss scale flush to zero",
+                write="amp.detach(), and mezzo.attach(model, optimizer, policy) once it stands",
+            )
 
     def _note(self, optimizers: list[Optimizer], step: Step) -> Step:
         self.last_step = step
@@ -326,6 +349,11 @@ class AttachedPrecision(MixedPrecision):
 
 
 # In place of functions of torch's -----------------------------------------------------------------------------
+
+
+def _engine_now() -> Any:
+    place, name = door()
+    return vars(place)[name]
 
 
 def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
