@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from mezzo.releases import PRIVATE, private, require
 
@@ -74,12 +72,10 @@ def with_gradient_hooks(leaves: Iterable[Any]) -> list[Any]:
     return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
-def run_first(leaf: Any, handle: RemovableHandle) -> None:
-    """Have a hook on a tensor run before all others: C runs them in the order in which they lie in memory."""
+def with_tensor_hooks(leaves: Iterable[Any]) -> list[Any]:
+    """Return the leaves that have hooks which run with the gradient, before it is accumulated."""
     require(*_OF_TENSORS)
-    hooks = leaf._backward_hooks
-    keys = [key for key in hooks if key != handle.id]
-    deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
+    return [leaf for leaf in leaves if leaf._backward_hooks]
 
 
 @contextmanager
