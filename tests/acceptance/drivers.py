@@ -26,6 +26,8 @@ ABILITIES = {
     "broken passes": "A backward pass may end in an exception, and the loop goes on.",
     "closing": "A session may end, and another begin over the same model.",
     "swapping": "A weight may lie in memory of another dtype for a while.",
+    "nested": "A pass may run others, through the model too.",
+    "others": "Leaves that no optimizer of the session has get no scale.",
     "signals": "Ctrl-C may come at any line.",
 }
 

@@ -22,6 +22,8 @@ STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"),
 STATES["Lion"] = ("exp_avg",)
 
 
+#: Turns rows by some angle; no number here has a short binary fraction.
+TURN = [[0.8, 0.6], [-0.6, 0.8]]
 #: How many calls a model has counted when it is made: beyond what 16 bits count.
 BEFORE = 2.0**12 + 1
 
@@ -40,6 +42,31 @@ class Net(nn.Module):
         self.calls += 1
         self.seen += 1  # which no 16-bit format counts on from there
         return {name: self.get_submodule(name.partition(".")[0])(x) for name in NAMES}
+
+    def features(self, x):
+        """What a call computes, by another name."""
+        return Net.forward(self, x)
+
+    def chained(self, x):
+        """An output, and another that depends on it."""
+        hidden = self.first(x)
+        return hidden, hidden * 1.0
+
+    @torch.no_grad()
+    def predict(self, x):
+        """What ends in numpy, as an agent's action does."""
+        return {name: self.get_submodule(name.partition(".")[0])(x).numpy() for name in NAMES}
+
+    @torch.no_grad()
+    def project(self, name):
+        """Write a weight that is made of itself: a product that keeps lengths."""
+        weight = self.get_parameter(name)
+        weight.copy_(weight @ torch.tensor(TURN, dtype=weight.dtype))
+
+    def fuse(self, *inputs):
+        """Put a weight that is made of others in the place of one."""
+        turn = inputs[0] if inputs else torch.tensor(TURN, dtype=self.first.weight.dtype)
+        self.first.weight = nn.Parameter(self.first.weight @ turn, requires_grad=self.first.weight.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from . import captured, planned, ranks, scalers  # noqa: F401 - more drivers
 from .edits import Edits
 from .faults import Faults
 from .loop import configs
+from .nested import Nested
 from .subject import Config
 
 #: Scaled gradients are edited on purpose.
@@ -53,7 +54,7 @@ def ended():
         session.detach()
 
 
-class Sessions(Edits, Faults):
+class Sessions(Edits, Faults, Nested):
     """All rules together."""
 
 
