@@ -28,6 +28,7 @@ ABILITIES = {
     "swapping": "A weight may lie in memory of another dtype for a while.",
     "nested": "A pass may run others, through the model too.",
     "others": "Leaves that no optimizer of the session has get no scale.",
+    "made": "What a program writes into ``.grad`` has no scale; a scaler divides it.",
     "signals": "Ctrl-C may come at any line.",
 }
 
@@ -178,7 +179,7 @@ class Scaler(FiveLines):
     """What frameworks are handed for a ``GradScaler``, over a session."""
 
     contract = Contract(waits=True)
-    lacks = frozenset({"all at once"})
+    lacks = frozenset({"all at once", "made"})
 
     def begin(self, model, config, **options):
         amp = super().begin(model, config, **options)

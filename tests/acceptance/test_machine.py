@@ -24,7 +24,9 @@ from . import captured, planned, ranks, scalers  # noqa: F401 - more drivers
 from .edits import Edits
 from .faults import Faults
 from .loop import configs
+from .made import Made
 from .nested import Nested
+from .states import States
 from .subject import Config
 
 #: Scaled gradients are edited on purpose.
@@ -54,7 +56,7 @@ def ended():
         session.detach()
 
 
-class Sessions(Edits, Faults, Nested):
+class Sessions(Edits, Faults, Nested, Made, States):
     """All rules together."""
 
 
