@@ -28,7 +28,9 @@ ABILITIES = {
     "swapping": "A weight may lie in memory of another dtype for a while.",
     "nested": "A pass may run others, through the model too.",
     "others": "Leaves that no optimizer of the session has get no scale.",
+    "autograd": "``torch.autograd`` may be called.",
     "made": "What a program writes into ``.grad`` has no scale; a scaler divides it.",
+    "outputs": "A pass may reach some of the weights alone.",
     "signals": "Ctrl-C may come at any line.",
 }
 

@@ -50,7 +50,7 @@ calls = st.one_of(
 @st.composite
 def configs(draw, styles):
     level, dtype = draw(st.sampled_from(["O2", "O1", "O3", "O0"])), draw(st.sampled_from(LOW))
-    library = draw(st.sampled_from(["mezzo", "torch", "fused"]))
+    library = draw(st.sampled_from(["mezzo", "torch", "fused", "own"]))
     style = draw(st.sampled_from(styles))
     rules = ["AdamW", "SGD", "Adam", "Lion"] if library == "mezzo" else ["AdamW", "SGD"]
     config = Config(

@@ -72,7 +72,7 @@ class Made(Loop):
         before, batch = self.oracle.copy(), {**batch, "is_coarse": True}
         value, _, finite = self.loss(batch)
         self.oracle = before
-        if not value.requires_grad or (is_amps and not self.driver.has("grad")):
+        if not value.requires_grad or not self.driver.has("grad" if is_amps else "autograd"):
             return
         plain = Share(self.config, batch, 1.0).gradients
         names = [name for group in before.groups for name in group.members if before.weights[name].trains]

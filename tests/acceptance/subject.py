@@ -29,7 +29,10 @@ BEFORE = 2.0**12 + 1
 
 
 class Net(nn.Module):
-    """Three layers side by side; the last is trained only once an optimizer is given it."""
+    """Three layers side by side; the last is trained only once an optimizer is given it.
+
+    A call may give out one output instead, and another that depends on it.
+    """
 
     def __init__(self, shapes):
         super().__init__()
@@ -38,19 +41,17 @@ class Net(nn.Module):
         self.calls = 0
         self.register_buffer("seen", torch.tensor(BEFORE))
 
-    def forward(self, x):
+    def forward(self, x, *, chained=False):
         self.calls += 1
         self.seen += 1  # which no 16-bit format counts on from there
+        if chained:
+            hidden = self.first(x)
+            return hidden, hidden * 1.0
         return {name: self.get_submodule(name.partition(".")[0])(x) for name in NAMES}
 
     def features(self, x):
         """What a call computes, by another name."""
         return Net.forward(self, x)
-
-    def chained(self, x):
-        """An output, and another that depends on it."""
-        hidden = self.first(x)
-        return hidden, hidden * 1.0
 
     @torch.no_grad()
     def predict(self, x):
@@ -69,13 +70,44 @@ class Net(nn.Module):
         self.first.weight = nn.Parameter(self.first.weight @ turn, requires_grad=self.first.weight.requires_grad)
 
 
+class BoomError(Exception):
+    """Not one of mezzo's."""
+
+
+class Fails:
+    """An optimizer whose step raises when it is told to: before it writes, with a state begun, or half-way."""
+
+    fails = None
+
+    def step(self, closure=None):
+        how, self.fails = self.fails, None
+        if how is None:
+            return super().step(closure)
+        param = next(param for group in self.param_groups for param in group["params"] if param.grad is not None)
+        if how == "half-way":
+            with torch.no_grad():
+                param.mul_(0.5)
+        if how == "with a state":
+            self.state[param].setdefault(STATES[type(self).__name__.removeprefix("Own")][0], torch.zeros_like(param))
+        raise BoomError
+
+
+class OwnAdamW(Fails, torch.optim.AdamW):
+    """AdamW that fails."""
+
+
+class OwnSGD(Fails, torch.optim.SGD):
+    """SGD that fails."""
+
+
 @dataclass(frozen=True)
 class Config:
     """One row of the table: policy × optimizer × options.
 
     Attributes:
         level, dtype: Of the policy.
-        library, rule: ``torch``, ``fused`` or ``mezzo``, and the optimizer's name.
+        library, rule: ``torch``, ``fused``, ``own`` (a class of the program's over torch's) or ``mezzo``, and the
+            optimizer's name.
         state_dtype: Of mezzo's optimizers.
         apart: Whether two optimizers share the layers out.
         pinned: Whether the second layer is kept in FP32.
@@ -157,7 +189,8 @@ class Config:
             return getattr(mezzo.optim, self.rule)(params, lr=LR, **options, state_dtype=self.state_dtype)
         if (self.library, self.rule) == ("fused", "SGD"):  # fails in a group where only some have momentum already
             params = [{"params": [param]} for param in params]
-        return getattr(torch.optim, self.rule)(params, lr=LR, **options, fused=self.library == "fused" or None)
+        library = {"AdamW": OwnAdamW, "SGD": OwnSGD} if self.library == "own" else vars(torch.optim)
+        return library[self.rule](params, lr=LR, **options, fused=self.library == "fused" or None)
 
 
 class Subject:
