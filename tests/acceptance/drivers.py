@@ -9,7 +9,6 @@ import torch
 import mezzo
 from mezzo.compat import apex
 from mezzo.compat.apex import frontend
-from mezzo.session.attach import attached_now
 from mezzo.session.scaler import SessionScaler
 
 from .oracle import Contract
@@ -84,8 +83,6 @@ class FiveLines:
     net = None
 
     def __init__(self, model, optimizers, config):
-        if (other := attached_now()) is not None:
-            other.detach()  # of an earlier sequence, or of one that goes on in another session
         self.model, self.optimizers = model, optimizers
         options = {"max_grad_norm": config.clip} if self.has("clipping") else {}
         self.amp = self.begin(model, config, on_overflow=config.on_overflow, **options)

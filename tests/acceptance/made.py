@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
-from mezzo.errors import MezzoError, NumericsError
+from mezzo.errors import NumericsError
 
 from .loop import MOST_CALLS, Loop, Share, clearings, drawn, needs, passes
 from .oracle import Window
@@ -34,12 +34,20 @@ class Made(Loop):
                     group.gradients[name] = array(param.grad)
             group.window = Window() if group.gradients else None
 
-    def step_all(self):
-        """Step each optimizer with what was written, and clear."""
+    def step_all(self, *, is_told=False):
+        """Step each optimizer with what was written, and clear.
+
+        Where gradients carry a scale between two calls nobody can know whether these do, unless a program has been
+        given gradients without it: they are refused then, and never divided.
+        """
+        is_sure = is_told or self.oracle.is_plain or not self.oracle.scale.is_carried
         for number, group in enumerate(self.oracle.groups):
-            if group.gradients and self.driver.has("session"):
+            if group.gradients:
                 groups, optimizers = self.chosen(number)
-                self.take_step(groups, lambda optimizers=optimizers: self.driver.step(optimizers))
+                if is_sure:
+                    self.take_step(groups, lambda optimizers=optimizers: self.driver.step(optimizers))
+                else:
+                    self.refused(lambda optimizers=optimizers: self.driver.step(optimizers), "unscale_")
         self.clear("session")
 
     @needs("session", "made")
@@ -92,7 +100,7 @@ class Made(Loop):
             gradients[name] = found.astype(np.float32)
         self.write_gradients(gradients)
         self.oracle.inner = self.oracle.inner or (overflows and self.scales_grad(is_amps))
-        self.step_all()
+        self.step_all(is_told=is_amps)
 
     def scales_grad(self, is_amps):
         """Whether what is differentiated carries a scale meanwhile."""
@@ -107,13 +115,11 @@ class Made(Loop):
     @rule(batches=st.tuples(passes, passes), unscales=st.booleans(), clear=clearings)
     def surgery(self, batches, unscales, clear):
         """The backward pass of each loss, whose gradients are copied and cleared; then something is made of them."""
-        copies, carried = [], None
+        copies = []
         for batch in batches:
             self.backward({**batch, "kind": "plain", "is_coarse": True}, None)
             if unscales and not self.oracle.is_plain:
                 self.unscale(None)
-            if (window := self.oracle.groups[0].window) is not None:
-                carried = window.carried
             copies.append({
                 name: self.subject.param(name).grad.clone() for group in self.oracle.groups for name in group.gradients
             })  # fmt: skip
@@ -123,27 +129,8 @@ class Made(Loop):
                 self.clear("session")
                 return
         made = {name: array(each) + array(copies[1].get(name, each)) for name, each in copies[0].items()}
-        is_sure = carried is None or not self.oracle.scale.is_carried
-        if not is_sure:  # what carries a scale is made plain by hand
-            made = {name: each / carried for name, each in made.items()}
-        if not made:
-            return
         self.write_gradients({name: each.astype(np.float32) for name, each in made.items()})
-        if is_sure or self.oracle.is_plain:
-            self.step_all()
-            return
-        # Whether these numbers carry the scale nobody can know: they are refused, or taken for what they are.
-        whole = self.subject.bits()
-        try:
-            optimizers = self.chosen(None)[1]
-            self.driver.step(optimizers)
-        except NumericsError:
-            raise
-        except MezzoError:
-            assert self.subject.bits() == whole
-            self.clear("session")
-            return
-        raise AssertionError("taken")
+        self.step_all(is_told=unscales)
 
     # In a hook before a step -------------------------------------------------------------------------------------
 

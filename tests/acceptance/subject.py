@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.session.attach import attached_now
 from mezzo.step.moments import decode
 
 from .drivers import DRIVERS
@@ -22,6 +23,8 @@ STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"),
 STATES["Lion"] = ("exp_avg",)
 
 
+#: What torch's passes go through.
+DOOR = torch.autograd._engine_run_backward
 #: Turns rows by some angle; no number here has a short binary fraction.
 TURN = [[0.8, 0.6], [-0.6, 0.8]]
 #: How many calls a model has counted when it is made: beyond what 16 bits count.
@@ -214,9 +217,24 @@ class Subject:
             self.add_late(late)
 
     def begin(self, config):
-        self.config = config
+        if (other := attached_now()) is not None:
+            other.detach()  # of an earlier sequence, or of one that goes on in another session
+        self.config, self.plain = config, self.marks()
         self.driver = DRIVERS[config.style](self.model, self.optimizers, config)
         self.amp = self.driver.amp
+
+    def marks(self):
+        """What a session may bind or hang on: names, classes, hooks, and torch's own door to a pass."""
+        found = {where.__name__: where._engine_run_backward is DOOR for where in (torch.autograd, torch.autograd.graph)}
+        holders = [*self.model.named_modules(), *((f"optimizer {n}", o) for n, o in enumerate(self.optimizers))]
+        for name, holder in holders:
+            kept = vars(holder)
+            hooks = {key: len(value) for key, value in kept.items() if "_hooks" in key and value}
+            bound = {key for key, value in kept.items() if callable(value) and hasattr(type(holder), key)}
+            found[name] = type(holder), hooks, bound
+        for name, param in self.names.items():
+            found[f"{name} hooks"] = len(param._backward_hooks or ()), len(param._post_accumulate_grad_hooks or ())
+        return found
 
     def oracle(self):
         """What the promises say of a session just begun, over weights just read."""
