@@ -286,8 +286,8 @@ def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Have Fabric's strategies tell a plugin of ours of the optimizers that they set up: no hook of a plugin's does."""
 
     @functools.wraps(plain)
-    def setup_optimizer(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
-        made: Optimizer = plain(strategy, optimizer)
+    def setup_optimizer(strategy: Strategy, /, *args: Any, **kwargs: Any) -> Optimizer:
+        made: Optimizer = plain(strategy, *args, **kwargs)
         if isinstance(strategy.precision, MezzoPrecision):
             if isinstance(strategy, DataParallelStrategy):
                 raise UnsupportedError(

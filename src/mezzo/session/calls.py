@@ -9,13 +9,13 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mezzo.backward import runs_backward
+from mezzo.backward import engine_through, runs_backward
 from mezzo.cast import autocast
 from mezzo.cast.model.calls import Within
 from mezzo.cast.model.outputs import GivesOut, given_out
@@ -212,6 +212,10 @@ def rebound(names: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
     return put_back
 
 
+#: Held where functions are bound and given back. Garbage that is collected meanwhile gives others back.
+_BINDING: Final = threading.RLock()
+
+
 class Binding:
     """A function of torch's that goes through sessions. It is bound once, in whatever order they begin and end.
 
@@ -220,10 +224,13 @@ class Binding:
         name: Its name there.
     """
 
+    #: That of autograd's engine: each pass of a session may bind it, and compiled code asks whether it is the same.
+    _engines: ClassVar[Binding | None] = None
+
     def __init__(self, place: Any, name: str) -> None:
-        plain = vars(place)[name]
-        self._place, self._name, self._plain = place, name, plain
-        self._through: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []
+        self._plain = stands = vars(place)[name]
+        plain = stands if callable(stands) else stands.run_backward  # autograd's engine is called by its methods
+        self._through: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []  # changed by one operation at a time
 
         @never_compiled  # which would trace what decides on the host
         @functools.wraps(plain)
@@ -235,24 +242,39 @@ class Binding:
             return call(*args, **kwargs)
 
         self.bound = bound
-        vars(bound)["binding"] = self
-        setattr(place, name, bound)
+        if not callable(stands):
+            self.bound, Binding._engines = engine_through(bound), self
+        vars(self.bound)["binding"] = self
+        setattr(place, name, self.bound)
 
     @classmethod
     def of(cls, place: Any, name: str) -> Binding:
         """Return the one that stands there, or a new one: over what others have bound since, too."""
-        found = getattr(now := vars(place)[name], "binding", None)
-        return found if isinstance(found, cls) and found.bound is now else cls(place, name)
+        now = vars(place)[name]
+        for found in (getattr(now, "binding", None), cls._engines):
+            if isinstance(found, cls) and now in (found.bound, found._plain):
+                return found
+        return cls(place, name)
 
-    def join(self, here: weakref.ref[Any], call: Callable[..., Any]) -> Callable[[], None]:
-        """Have it go through a call that is given the session and the function; return what ends it."""
+    @classmethod
+    def join(cls, place: Any, name: str, here: weakref.ref[Any], call: Callable[..., Any]) -> Callable[[], None]:
+        """Have a function go through a call that is given the session and the function; return what ends it.
+
+        Sessions of several threads may begin and end at the same time.
+        """
         joined = here, call
-        self._through.append(joined)
+        with _BINDING:
+            binding = cls.of(place, name)
+            binding._through.append(joined)
+            # A session that was dropped may have ended since: collecting garbage runs in any line.
+            if vars(place)[name] is binding._plain:
+                setattr(place, name, binding.bound)
 
         def end() -> None:
-            self._through.remove(joined)
-            if not self._through and vars(self._place).get(self._name) is self.bound:
-                setattr(self._place, self._name, self._plain)
+            with _BINDING:
+                binding._through.remove(joined)
+                if not binding._through and vars(place).get(name) is binding.bound:
+                    setattr(place, name, binding._plain)
 
         return end
 
