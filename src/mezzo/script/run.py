@@ -137,7 +137,7 @@ class Gathering:
         gathering, plain = self, Optimizer.add_param_group
 
         @functools.wraps(plain)
-        def add_param_group(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def add_param_group(self: Optimizer, /, *args: Any, **kwargs: Any) -> None:
             plain(self, *args, **kwargs)
             if self not in gathering._bound:
                 gathering._learn(self)
@@ -149,7 +149,7 @@ class Gathering:
         gathering = self
 
         @functools.wraps(type(optimizer).step)
-        def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
             if closure_of(args, kwargs) is not None and gathering._awaits(self):
                 gathering._begin()
                 if gathering.has(self):
@@ -191,7 +191,7 @@ class Gathering:
         gathering, plain = self, vars(nn.Module)["__call__"]
 
         @functools.wraps(plain)
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling() and gathering._trains(self):
                 gathering._begin()
             return plain(self, *args, **kwargs)

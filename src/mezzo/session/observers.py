@@ -35,6 +35,7 @@ class Judged:
         scale: 0-d float32: what they carry; ``None`` for plain ones.
         verdict: Whether to update, and what to multiply them by.
         is_clipped: Whether the verdict's multiplier clips.
+        is_alike: Whether all gradients are of one dtype on one device.
         losses: What the backward passes have differentiated, in their order; 0-d.
         failed: 0-d bool: whether a loss itself was not finite.
         shown: The optimizers in whose steps a program's code looks at gradients, which are plain then.
@@ -45,6 +46,7 @@ class Judged:
     scale: Tensor | None
     verdict: Verdict
     is_clipped: bool
+    is_alike: bool
     losses: list[Tensor]
     failed: Tensor
     shown: list[Optimizer]
