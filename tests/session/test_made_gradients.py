@@ -1,7 +1,8 @@
-"""Gradients that a program makes, edits or leaves: plain torch's numbers, or a refusal before anything is written."""
+"""Gradients that a program makes, edits, looks at or leaves: plain torch's numbers, or a refusal before any write."""
 
 import contextlib
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 import mezzo
 from mezzo import StateError
 from mezzo.compat.torch import GradScaler
+from mezzo.session.scaler import SessionScaler
 
 from .loops import EVERY, INF, LOW, Syncs, assert_near, assert_same, batch, loss_of, network, session
 
@@ -356,3 +358,86 @@ def test_a_step_hands_on_what_it_is_given(style):
             assert call(closure, bs=2) is seen[-1]
             scaler.update()
             assert call(bs=2, closure=closure) is seen[-1]
+
+
+# Hooks in a pass ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize("style", ["five lines", "attach", "scaler"])
+@pytest.mark.parametrize("kind", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+def test_hooks_of_modules_are_warned_of_once_by_name(kind, style, policy):
+    loop = Loop("attach" if style == "scaler" else style, policy)
+    scaler = SessionScaler(loop.amp) if style == "scaler" else None
+    getattr(loop.model[3], kind)(lambda *_: None)
+    with contextlib.closing(loop.amp), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in range(2):
+            loss = loop.losses(number)[0]
+            scaler.scale(loss).backward() if scaler else loop.backward(loss)
+            loop.clear()
+    texts = [str(each.message) for each in told]
+    assert len(texts) == (policy in SCALED)
+    for words in ("hooks of modules see gradients that carry the loss scale\n  where  3\n", "amp.loss_scale"):
+        assert all(words in text for text in texts)
+
+
+def test_no_other_module_is_warned_of():
+    loop = Loop("attach", LOW[0])
+    beside = torch.nn.Linear(8, 3)
+    beside.register_full_backward_hook(lambda *_: None)
+    with contextlib.closing(loop.amp):
+        beside(batch(0)[0].requires_grad_()).sum().backward()  # a pass of its own
+        trained(loop, 0, None)
+
+
+def in_the_pass(style, policy, clips, micro_batches=1):
+    """Optimizers of one parameter each, which hooks step once its gradient is accumulated."""
+    model, seen = network(), []
+    each = {param: torch.optim.SGD([param], lr=0.1, momentum=0.9) for param in model.parameters()}
+    amp = mezzo.attach(model, list(each.values()), policy) if style == "attach" else None
+
+    def step(param):
+        seen.append(param.grad.clone())
+        if clips:
+            clip_grad_norm_(param, 0.01)
+        if len(seen) > len(each) * (micro_batches - 1):
+            each[param].step()
+            each[param].zero_grad()
+
+    for param in each:
+        param.register_post_accumulate_grad_hook(step)
+    with contextlib.closing(amp) if amp is not None else contextlib.nullcontext():
+        for number in range(3):
+            loss_of(model, number, amp).backward()
+            assert micro_batches > 1 or all(param.grad is None for param in each)
+        return seen, [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize("clips, micro_batches", [(False, 1), (True, 1), (False, 2)])
+def test_hooks_that_step_see_gradients_without_the_scale_and_are_not_warned_of(clips, micro_batches, policy):
+    right, ends = in_the_pass("plain", None, clips, micro_batches)
+    seen, found = in_the_pass("attach", policy, clips, micro_batches)
+    for mine, theirs in zip(seen[:4], right[:4], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0.05, atol=2e-3)
+    assert_near(found, ends, list(network().parameters()), share=0.02)
+
+
+@pytest.mark.parametrize("policy", [EVERY[1], LOW[0], LOW[2]])
+def test_an_overflow_that_they_meet_is_skipped(policy):
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with contextlib.closing(mezzo.attach(model, optimizer, policy)) as amp:
+        seen = []
+        model[3].bias.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+        before = [param.detach().clone() for param in model.parameters()]
+        (loss_of(model, 0, amp) * torch.tensor(3e38)).backward()
+        optimizer.step()
+        assert amp.last_step.skipped
+        assert_same(before, [param.detach() for param in model.parameters()])
+        optimizer.zero_grad()
+        loss_of(model, 0, amp).backward()
+        optimizer.step()
+        assert not amp.last_step.skipped
+        torch.testing.assert_close(seen[1], model[3].bias.grad)
