@@ -30,6 +30,7 @@ will_run: Final[Callable[[Any], bool]] = private("torch._C._will_engine_execute_
 call_at_end: Final[Callable[[Callable[[], None]], None]] = private(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
+_OF_MODULES: Final = private("torch.nn.modules._functions.BackwardHookFunction")
 _ENGINE: Final = private("torch.autograd.Variable._execution_engine")
 _TAKE_NOTE: Final = private("torch._C._stash_obj_in_tls")
 _NOTED: Final = private("torch._C._get_obj_in_tls")
@@ -63,6 +64,11 @@ def node_of(function: type[Function]) -> type:
     require("torch.autograd.Function._backward_cls")
     kind: type = function._backward_cls
     return kind
+
+
+def runs_hooks_of_modules(kinds: set[type]) -> bool:
+    """Whether nodes of some classes run hooks of modules with the gradients of inputs or outputs."""
+    return node_of(_OF_MODULES) in kinds
 
 
 def may_run_others(kind: type) -> bool:

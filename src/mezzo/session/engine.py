@@ -21,7 +21,7 @@ from mezzo import sharded
 from mezzo.dispatch import is_batch_of_gradients
 from mezzo.distributed.exchange import Ranks, Wrappers
 from mezzo.errors import StateError, UnsupportedError, message, some_of
-from mezzo.hooks import with_tensor_hooks
+from mezzo.hooks import with_accumulation_hooks, with_backward_hooks, with_tensor_hooks
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import as_one_pass
@@ -33,7 +33,7 @@ from mezzo.session.passes import Pass, Walk, entered
 from mezzo.session.stats import Step, StepAccount, StepOutcome
 from mezzo.session.update import Writes, check_numbers, evaluated
 from mezzo.session.weights import Weights
-from mezzo.session.window import Window, hooked
+from mezzo.session.window import Window
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.passes import Verdict, as_fused, decided, not_finite
@@ -88,7 +88,7 @@ class Engine(Writes):
         self.under_way: list[ref[Pass]] = []
         self._inner: Tensor | None = None  # whether gradients that a loss was computed from had overflowed
         self._inner_scales = InnerScales(shared, scaler.config.interval)
-        self._is_told = self._has_warned = False
+        self._is_told = self._has_warned = self._has_warned_of_modules = False
         self.wrappers = Wrappers(ranks)
         self.group()
 
@@ -186,7 +186,9 @@ class Engine(Writes):
         scaled = self.scaler.scaled(entry)
         return scaled * 1 if scaled is entry else scaled
 
-    def begin(self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool) -> None:
+    def begin(
+        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+    ) -> list[Tensor]:
         """Make ready for gradients of a backward pass.
 
         Args:
@@ -194,6 +196,10 @@ class Engine(Writes):
             scale: What its gradients carry, until :meth:`end` or :meth:`fail`.
             others: Further leaves that it reaches.
             is_first: Whether nothing of the pass has begun before.
+
+        Returns:
+            The leaves whose gradients are to lose the scale before they are accumulated: in a loop of the user's own
+            hooks run then, which may step.
         """
         if is_first:
             self.require_whole()
@@ -201,6 +207,8 @@ class Engine(Writes):
                 self.group()
             for observer in (*self.observers, *observing()):
                 observer.begins(self, scale)
+        is_own = self.plain and scale is not None
+        seen = [each for each in windows if with_accumulation_hooks(each.leaves())] if is_own else []
         if scale is not None and not self._has_warned:
             self._warn_of_hooks(windows if self.plain else [], others)
         is_users = self.plain or self.waits
@@ -216,8 +224,10 @@ class Engine(Writes):
                 if is_users:
                     window.forget_cleared()
                 is_wide = self.plain and not self.weights.units  # whose parts get low gradients
-                window.begin(scale, is_wide=is_wide, is_wrapped=self.wrappers.are_there)
+                carried = None if window in seen else scale
+                window.begin(carried, is_wide=is_wide, is_wrapped=self.wrappers.are_there)
             self._count(True)
+        return [leaf for window in seen for leaf in window.leaves() if leaf.requires_grad]
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
         """Take note of what a backward pass has made.
@@ -247,7 +257,7 @@ class Engine(Writes):
             memory.counts = counts
 
     def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
-        found = [leaf for window in windows for leaf in hooked(window.leaves())]
+        found = [leaf for window in windows for leaf in with_tensor_hooks(window.leaves())]
         # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
         found += [leaf for leaf in with_tensor_hooks(others) if leaf.numel() > 1]
         names = list(map(self.weights.name_of, found))
@@ -258,6 +268,19 @@ class Engine(Writes):
                 where=some_of(names),
                 why="they run inside the backward pass, at whose end gradients are unscaled",
                 write="the same after backward(); or a policy without a scale, dtype=bfloat16: "
+                'Policy.O1("bfloat16"), or the text O1,dtype=bfloat16',
+            )
+            warnings.warn(text, stacklevel=4)
+
+    def warn_of_modules(self) -> None:
+        """Warn, once, of hooks of modules in a pass, which see gradients that carry the scale."""
+        if not self._has_warned_of_modules:
+            self._has_warned_of_modules = True
+            text = message(
+                "hooks of modules see gradients that carry the loss scale",
+                where=some_of([name for model in self.weights.models for name in with_backward_hooks(model)]),
+                why="they run inside the backward pass; what is summed up of them moves with the scale",
+                write="gradient / amp.loss_scale in the hook; or a policy without a scale, dtype=bfloat16: "
                 'Policy.O1("bfloat16"), or the text O1,dtype=bfloat16',
             )
             warnings.warn(text, stacklevel=4)

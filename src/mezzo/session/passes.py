@@ -20,7 +20,17 @@ from torch import Tensor, empty, is_grad_enabled, nn, ones
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mezzo.backward import call_at_end, door, may_run_others, node_of, noted, noting, number_of_pass, will_run
+from mezzo.backward import (
+    call_at_end,
+    door,
+    may_run_others,
+    node_of,
+    noted,
+    noting,
+    number_of_pass,
+    runs_hooks_of_modules,
+    will_run,
+)
 from mezzo.compiling import never_compiled
 from mezzo.errors import StateError, UnsupportedError
 from mezzo.interrupts import uninterrupted
@@ -44,14 +54,16 @@ class Walk:
         nodes: What is between its roots and them.
         runs_others: Whether some of these may run passes of their own, over leaves that nothing shows.
         is_anothers: Whether the graph goes through a loss that a session has scaled.
+        runs_hooks: Whether hooks of modules run with gradients there.
     """
 
-    __slots__ = ("is_anothers", "leaves", "nodes", "runs_others")
+    __slots__ = ("is_anothers", "leaves", "nodes", "runs_hooks", "runs_others")
 
     def __init__(self, leaves: list[Any], nodes: list[Any]) -> None:
         self.leaves, self.nodes = leaves, nodes
         kinds = set(map(type, nodes))
         self.runs_others, self.is_anothers = any(map(may_run_others, kinds)), node_of(_Entry) in kinds
+        self.runs_hooks = runs_hooks_of_modules(kinds)
 
 
 def walked(roots: Iterable[Any]) -> Walk:
@@ -136,8 +148,13 @@ class Opens(Protocol):
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that are none of the session's."""
 
-    def begin(self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool) -> None:
-        """Make ready for gradients of a pass that will carry a scale."""
+    def begin(
+        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+    ) -> list[Tensor]:
+        """Make ready for gradients of a pass that will carry a scale; return leaves of which they shall not."""
+
+    def warn_of_modules(self) -> None:
+        """Warn of hooks of modules, which see gradients that carry the scale."""
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
         """Take note of what a pass has made, and of what it has differentiated."""
@@ -220,6 +237,8 @@ class Pass:
             is_inside: Whether it is a pass inside.
         """
         others = [] if self._scale is None else self._engine.others(walk.leaves)
+        if self._scale is not None and walk.runs_hooks:
+            self._engine.warn_of_modules()
         self.open(self._engine.reached(walk), losses, others, is_inside=is_inside)
 
     def open(
@@ -239,7 +258,7 @@ class Pass:
         self._losses |= {window: list(self._said) if is_inside else [] for window in new}
         if new or others or not self._has_begun:
             is_first, self._has_begun = not self._has_begun, True
-            self._engine.begin(new, self._scale, others, is_first=is_first)
+            others += self._engine.begin(new, self._scale, others, is_first=is_first)
         self._said += losses
         for window in windows:
             self._losses[window] += losses

@@ -242,7 +242,8 @@ class StepAccount:
             self._error = self._collapse(step, scale, int(floor_overflows), outcome.params, norms)
 
     def _stands_still(self, step: int, scale: float) -> str:
-        config, write = self._config, ['MixedPrecision(…, on_overflow="explain"), which says where it began']
+        config = self._config
+        write = ['MixedPrecision(…, on_overflow="explain"), which says where it began; docs/nan.md has the rest']
         if config.mode == "none":
             where, why = "no loss scale", "the loss or its gradients are not finite"
         elif self._failures >= _MANY:

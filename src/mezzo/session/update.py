@@ -341,8 +341,11 @@ _LOOK: Final = Look(_refuse_unknown)
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one has as its attributes, as SAM wraps one."""
-    return [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    """Return the optimizers that one has as its attributes, as SAM wraps one, and those that these have."""
+    found = [optimizer]
+    for each in found:  # those that are found meanwhile, too
+        found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and inner not in found]
+    return found[1:]
 
 
 def _has_other_hooks(optimizer: Optimizer, own: int) -> bool:
