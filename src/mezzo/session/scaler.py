@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -149,7 +150,13 @@ class EngineScaler(torch.amp.GradScaler):
         engine, returned = self._engine_of(optimizer), list[Any]()
         self._open(optimizer)
         taken_over = engine.steps_by.get(optimizer)
-        engine.steps_by[optimizer] = lambda: returned.append((taken_over or optimizer.step)(*args, **kwargs))
+        plain = taken_over or optimizer.step
+
+        @functools.wraps(plain)
+        def step() -> None:
+            returned.append(plain(*args, **kwargs))
+
+        engine.steps_by[optimizer] = step
         try:
             self.last_step = engine.step([optimizer])
         finally:
