@@ -270,9 +270,10 @@ class Subject:
             return {}, None
         state = optimizer.state.get(self.param(name), {})
         moments = {
-            key: array(decode(state[key], state[f"{key}_scale"]) if f"{key}_scale" in state else state[key])
+            key: array(state[key] if in_codes is None else decode(in_codes, state[f"{key}_scale"]))
             for key in STATES[self.config.rule]
-            if state.get(key) is not None
+            for in_codes in [state.get(f"{key}_codes")]
+            if state.get(key) is not None or in_codes is not None
         }
         return moments, int(state["step"]) if "step" in state else None
 

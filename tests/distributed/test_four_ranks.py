@@ -121,7 +121,9 @@ def replicas(state_dtype):
     optimizer = optim.AdamW(model.parameters(), lr=0.01, state_dtype=state_dtype)
     amp = mezzo.MixedPrecision(model, optimizer, FIXED[0])
     train(model, amp, steps=2)
-    kept = [name for name in ("exp_avg", "exp_avg_scale") if name in optimizer.state[model.head.weight]]
+    kept = [
+        name for name in ("exp_avg", "exp_avg_codes", "exp_avg_scale") if name in optimizer.state[model.head.weight]
+    ]
     moments = [bits(optimizer.state[param][name]) for param in model.parameters() for name in kept]
     amp.close()
     return moments, [bits(param) for param in model.parameters()]

@@ -48,7 +48,7 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, poison):
     """Fifteen bring 2**15 to the floor, the others stand there: the patience. The next step raises."""
     patience, model = 20, Weights(2, 2, 2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    rules = LossScale.dynamic(init=2.0**15, patience=patience)
+    rules = LossScale.dynamic(init=2.0**15, floor=1.0, patience=patience)
     amp = MixedPrecision(model, optimizer, Policy.parse(level).evolve(loss_scale=rules))
 
     def step(spoils=True):
@@ -63,8 +63,10 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, poison):
 
     step(spoils=False)
     before = [param.detach().clone() for param in amp.master_params()]
-    for _ in range(15 + patience):
-        assert bool(step().skipped)
+    with pytest.warns(UserWarning, match="20 steps in a row were skipped") as told:
+        for _ in range(15 + patience):
+            assert bool(step().skipped)
+    assert sum("in a row" in str(each.message) for each in told) == 1
     with pytest.raises(ScaleCollapsed) as caught:
         step()
     text = str(caught.value)
@@ -83,9 +85,12 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, poison):
     [
         ("constant(1024,patience=3)", "X.XX.XXX"),
         ("constant(1,patience=2)", "X.XX"),
-        ("dynamic(init=4,patience=2)", "XXXX"),
-        ("dynamic(init=4,interval=1,patience=2)", "XXX.XXX"),
+        ("dynamic(init=4,floor=1,patience=2)", "XXXX"),
+        ("dynamic(init=4,interval=1,floor=1,patience=2)", "XXX.XXX"),
         ("dynamic(init=2**-10,floor=2**-12,patience=3)", "XXXXX"),
+        ("dynamic(init=2**-22,patience=3)", "XXXXX"),
+        ("dynamic(init=2,floor=1,hysteresis=2,refill=growth,patience=2)", "XXXX"),
+        ("dynamic(init=1,floor=1,hysteresis=3,refill=clean,patience=1)", "XX.XXX"),
     ],
 )
 def test_patience_is_for_overflows_in_a_row_at_the_floor(rules, pattern):
@@ -100,7 +105,7 @@ def test_patience_is_for_overflows_in_a_row_at_the_floor(rules, pattern):
 
 def test_failing_losses_are_no_overflows_at_the_floor_and_end_the_run_by_themselves():
     for pattern in ("XXFX", "XX.XX"):
-        model, amp = counted("dynamic(init=1,patience=3)")
+        model, amp = counted("dynamic(init=1,floor=1,patience=3)")
         for event in pattern:
             iterate(model, amp, event)
         if "F" in pattern:
@@ -115,7 +120,7 @@ def test_failing_losses_are_no_overflows_at_the_floor_and_end_the_run_by_themsel
 
 def test_loading_begins_anew_after_a_collapse():
     """The session's own state, or another library's scale."""
-    rules = "dynamic(init=1,patience=2)"
+    rules = "dynamic(init=1,floor=1,patience=2)"
     for state in (counted(rules)[1].state_dict(), torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()):
         model, amp = counted(rules)
         for _ in range(2):
