@@ -32,6 +32,7 @@ from mezzo.backward import (
     will_run,
 )
 from mezzo.compiling import never_compiled
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import StateError, UnsupportedError
 from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
@@ -130,6 +131,19 @@ def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: 
         )
 
 
+# Gradients inside of graphs ------------------------------------------------------------------------------
+
+#: Tensors that are no leaves, whose gradients a program wants to read after a pass.
+_RETAINED: Final = list[ref[Tensor]]()
+
+
+def retaining(_: object, plain: Callable[..., None], tensor: Tensor, /, *args: Any, **kwargs: Any) -> None:
+    """Have the gradient of a tensor stay after a pass, without the scale: what ``tensor.retain_grad()`` does."""
+    plain(tensor, *args, **kwargs)
+    if not tensor.is_leaf:
+        _RETAINED.append(ref(tensor))
+
+
 # A pass --------------------------------------------------------------------------------------------------
 
 
@@ -193,12 +207,14 @@ class Pass:
         self._said = list[Tensor]()
         self._unscale: Callable[[Tensor], Tensor] = partial(_unscaled, None if scale is None else inverse(scale))
         self._hooked = dict[ref[Tensor], Any]()  # by leaves that lose the scale: what accumulates, and has our hook
-        self._waiting = dict[ref[Tensor], Tensor | None]()  # by leaves that lose it at the end: what they had
+        self._waiting = dict[ref[Tensor], Tensor | None]()  # by tensors that lose it at the end: what they had
 
     def _open(self) -> None:
         self.is_closed = False
         self._engine.under_way.append(ref(self))
         self._undo.callback(Binding.join(*door(), ref(self), _inside))
+        if _RETAINED and self._scale is not None:
+            self._set_aside()
 
     def __enter__(self) -> Self:
         """Begin: what torch is asked for from here on is this pass, and what runs in it."""
@@ -300,17 +316,26 @@ class Pass:
                 engine.fail(self._losses)
                 raise
 
+    def _set_aside(self) -> None:
+        """Have tensors inside of graphs whose gradients stay wait for this pass to end."""
+        _RETAINED[:] = [place for place in _RETAINED if place() is not None]
+        with DisableTorchFunction():
+            for place in _RETAINED:
+                if (tensor := place()) is not None and place not in self._waiting:
+                    self._waiting[place], tensor.grad = tensor.grad, None
+
     @torch.no_grad()
     def _settle(self) -> None:
-        """Take the scale off leaves that have waited for it, and add it to what they had."""
-        for place, before in self._waiting.items():
-            if (leaf := place()) is None:
-                continue
-            new = None if leaf.grad is None else self._unscale(leaf.grad)
-            if before is not None:
-                leaf.grad = before if new is None else before.add_(new)
-            else:
-                leaf.grad = new
+        """Take the scale off tensors that have waited for it, and add it to what they had."""
+        with DisableTorchFunction():
+            for place, before in self._waiting.items():
+                if (tensor := place()) is None:
+                    continue
+                new = None if tensor.grad is None else self._unscale(tensor.grad)
+                if before is not None:
+                    tensor.grad = before if new is None else before.add_(new)
+                else:
+                    tensor.grad = new
 
 
 def _unscaled(back: Tensor | None, gradient: Tensor) -> Tensor:

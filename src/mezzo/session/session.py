@@ -21,7 +21,7 @@ from mezzo.session import state
 from mezzo.session.calls import Binding
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
-from mezzo.session.passes import Pass, refuse_scaled, walk_of
+from mezzo.session.passes import Pass, refuse_scaled, retaining, walk_of
 from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
 from mezzo.session.state import Stateful
 from mezzo.session.stats import Stats, Step
@@ -120,6 +120,8 @@ class MixedPrecision:
             self._names = contextlib.ExitStack()
             weakref.finalize(self, self._names.close)
             self._undo.callback(self._names.close)
+            if scaler.changes_gradients:
+                self._names.callback(Binding.join(Tensor, "retain_grad", weakref.ref(self), retaining))
         except BaseException:
             self._undo.close()
             raise
