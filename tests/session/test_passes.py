@@ -274,10 +274,27 @@ def asked(style, run, policy):
         return [x.grad, weight.grad, other.grad, *gradients(mine)]
 
 
+def retained(style, run, policy):
+    """Gradients inside of graphs stay where a program wants them: twice of one graph, and in a part run again."""
+    mine, x = layers(8, 8, 8), data()
+    with driven(style, [mine], policy) as driver:
+        with driver.region():
+            features = mine[0](x)
+            again = run(mine[1], features)
+            loss = again.square().mean()
+        for tensor in (features, again):
+            tensor.retain_grad()
+        driver.backward(loss, retain_graph=True)
+        first = [each.grad.clone() for each in (features, again)]
+        driver.backward(loss)
+        driver.done()
+        return [*first, features.grad, again.grad, *gradients(mine)]
+
+
 PROGRAMS = {
     "beside": beside, "two": two, "trained in part": trained_in_part, "nested": nested, "cached": cached,
     "cached and regularised": functools.partial(cached, regularised=True), "leaf itself": leaf_itself,
-    "hooks on .grad": post_hooks, "asked": asked,
+    "hooks on .grad": post_hooks, "asked": asked, "retained": retained,
 }  # fmt: skip
 
 
