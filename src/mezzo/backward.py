@@ -5,6 +5,9 @@ The one file that takes private names of the engine's.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -136,14 +139,30 @@ def noted() -> Any:
 def noting(value: object) -> Iterator[None]:
     """Note whose work this thread does meanwhile, and each thread that runs nodes of a pass that begins in it."""
     before = noted()
-    _TAKE_NOTE(_NOTE, value)
+    _note(value)
     try:
         yield
     finally:
-        if before is None and _FORGET is not None:  # torch before 2.13 has no such function
+        if before is None and _FORGET is not None:  # torch 2.11 has no such function
             _FORGET(_NOTE)  # what is left in a thread that ends would wait there for Python
         else:
-            _TAKE_NOTE(_NOTE, before)
+            _note(before)
+
+
+def _note(value: object) -> None:
+    if _steals():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _TAKE_NOTE(_NOTE, value)
+
+
+@functools.cache
+def _steals() -> bool:
+    """Whether torch counts what it is given to note when it lets go of it, and not when it takes it: 2.11 does."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # what is one too many stays in memory
+    _TAKE_NOTE(_NOTE, probe)
+    return sys.getrefcount(probe) == before + 1
 
 
 def innermost_saving_hooks() -> tuple[Any, Any] | None:

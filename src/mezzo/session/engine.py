@@ -66,6 +66,7 @@ class Engine(Writes):
         waits: Whether the scale moves in :meth:`update` alone, as a ``GradScaler``'s does; else a step moves it, once
             no other window waits with gradients of the same scale.
         is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
+        inner_scales: Those of gradients that losses are computed from.
         under_way: The backward passes that run now, weakly: autograd alone may hold one.
     """
 
@@ -87,7 +88,7 @@ class Engine(Writes):
         self.waits = self.is_captured = False
         self.under_way: list[ref[Pass]] = []
         self._inner: Tensor | None = None  # whether gradients that a loss was computed from had overflowed
-        self._inner_scales = InnerScales(shared, scaler.config.interval)
+        self.inner_scales = InnerScales(shared, scaler.config.interval)
         self._is_told = self._has_warned = self._has_warned_of_modules = False
         self.wrappers = Wrappers(ranks)
         self.group()
@@ -240,7 +241,7 @@ class Engine(Writes):
             for window in losses:
                 window.end(losses[window])
             self.wrappers.end_pass()
-            self._inner_scales.begin_again()
+            self.inner_scales.begin_again()
             if self.plain:
                 self._unscale(losses)
 
@@ -515,7 +516,7 @@ class Engine(Writes):
     def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
         """End a step whose writes are done: adapt the scale, and account for it."""
         verdict, now = judged.verdict, self.scaler.state.scale
-        self._inner_scales.begin_again()
+        self.inner_scales.begin_again()
         made_with = windows[0].made_with
         for window in windows:
             window.close(verdict.found_inf if self.plain or self.waits else None)
@@ -577,7 +578,7 @@ class Engine(Writes):
             for memory in self.weights.memories():
                 memory.forget()
             self._inner = None
-            self._inner_scales.begin_again()
+            self.inner_scales.begin_again()
             sharded.forget_gradients(self.weights.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Any, ...]:
@@ -605,7 +606,7 @@ class Engine(Writes):
         scale = self.scale_now
         adapts = scale is not None and self.scaler.config.mode == "dynamic"
         if scale is not None and adapts:
-            scale = self._inner_scales.next(scale)
+            scale = self.inner_scales.next(scale)
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
         with Pass(self, scale):
@@ -625,7 +626,7 @@ class Engine(Writes):
         """Note whether a loss is computed from gradients that are not finite."""
         flag = not_finite(largest := self._largest(gradients))
         if adapts:
-            flag = self._inner_scales.told(self._largest(outputs), largest)
+            flag = self.inner_scales.told(self._largest(outputs), largest)
         self._inner = flag if self._inner is None else self._inner | flag
 
     def _largest(self, values: list[Tensor]) -> Tensor:
