@@ -251,7 +251,7 @@ class MixedPrecision:
                 given = kwargs["inputs"] = [given] if isinstance(given, Tensor) else list(given)
             walk = walk_of([loss], given or ())
             if walk.runs_hooks:
-                engine.warn_of_modules()
+                engine.reached(walk)  # which warns of them
             others = engine.others(walk.leaves)
             refuse_scaled((), () if given is None else others, creates_graph=bool(kwargs.get("create_graph")))
         with Pass(engine, scale) as this:
