@@ -25,24 +25,25 @@ class Made(Loop):
     """What stands in ``.grad`` is what a step takes."""
 
     def write_gradients(self, gradients):
-        """Assign what a program has made for the weights that train; it has no scale."""
+        """Assign what a program has made for the weights that train; it carries what those of an open window do."""
         for group in self.oracle.groups:
             for name in group.members:
                 if name in gradients and self.oracle.weights[name].trains:
                     param = self.subject.param(name)
                     param.grad = torch.from_numpy(gradients[name]).to(param.dtype)
                     group.gradients[name] = array(param.grad)
-            group.window = Window() if group.gradients else None
+            group.window = (group.window or Window()) if group.gradients else None
 
     def step_all(self, *, is_told=False):
         """Step each optimizer with what was written, and clear.
 
-        Where gradients carry a scale between two calls nobody can know whether these do, unless a program has been
-        given gradients without it: they are refused then, and never divided.
+        Where gradients carry a scale between two calls, those in a window that a pass has opened do. Of others nothing
+        says whether they do, unless a program has been given some without it: they are refused, and never divided.
         """
-        is_sure = is_told or self.oracle.is_plain or not self.oracle.scale.is_carried
+        is_told = is_told or self.oracle.is_plain or not self.oracle.scale.is_carried
         for number, group in enumerate(self.oracle.groups):
             if group.gradients:
+                is_sure = is_told or group.window.carried is not None
                 groups, optimizers = self.chosen(number)
                 if is_sure:
                     self.take_step(groups, lambda optimizers=optimizers: self.driver.step(optimizers))
@@ -144,24 +145,21 @@ class Made(Loop):
         group, optimizer = self.oracle.groups[number], self.subject.optimizers[number]
         if group.window is None or not group.gradients or group.window.assigned:
             return
-        expected = group.unscaled()
-        seen = {}
+        expected, seen = group.unscaled(), {}
 
         def clips(*_):
             for name in group.members:
                 gradient = self.subject.param(name).grad
-                if gradient is not None:
+                if gradient is not None and name not in seen:  # one class's step may call another's, hooks and all
                     seen[name] = gradient.dtype, array(gradient)
                     gradient.mul_(0.5)
 
-        whole = self.oracle.copy()
         group.gradients = {name: gradient * 0.5 for name, gradient in group.gradients.items()}
         handle = optimizer.register_step_pre_hook(clips)
         try:
             self.take_step([group], lambda: self.driver.step(self.chosen(number)[1]), norm=False)
         finally:
             handle.remove()
-        del whole
         for name, (dtype, gradient) in seen.items():
             if np.isfinite(expected[name]).all():
                 assert dtype == torch.float32 or self.oracle.weights[name].dtype != "float32", f"{name}: {dtype}"

@@ -116,7 +116,11 @@ class Calls:
     ) -> Any:
         """Call a method, in the region where it is a call of the model; a part that has rules in its own one."""
         inside, is_forward = getattr(self._here, "inside", None), is_call is _always
-        enters = not self._is_over and self._enters(plain, args, kwargs, is_call, inside)
+        if inside is _FORWARD or self._is_over:  # as nearly all calls are
+            if not runs_backward():
+                self._plain.add(plain)
+            return plain(*args, **kwargs)
+        enters = self._enters(plain, args, kwargs, is_call, inside)
         if not enters and (is_forward or inside is not None):
             return plain(*args, **kwargs)
         self._here.inside = (_FORWARD if is_forward else _METHOD) if enters else _APART
@@ -141,10 +145,9 @@ class Calls:
     ) -> bool:
         """Whether a method is a call of the model, or was where it is recomputed, and no part of another one."""
         if runs_backward():
-            return inside in (None, _APART) and plain not in self._plain
+            return inside is not _METHOD and plain not in self._plain
         # Parts that a method calls without gradients give their numbers to what it returns: `self.net(x).numpy()`.
-        is_part = inside == _FORWARD or (inside == _METHOD and torch.is_grad_enabled())
-        is_part = is_part or (inside is not None and is_call is not _always)
+        is_part = inside is not None and (is_call is not _always or (inside is _METHOD and torch.is_grad_enabled()))
         enters = not is_part and not self._is_apart() and is_call(args, kwargs)
         (self._plain.discard if enters else self._plain.add)(plain)
         return enters

@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import ne
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -92,6 +92,7 @@ class Writes:
         """Have an optimizer step by this call meanwhile; yield where what the call returns is noted."""
         returned = list[Any]()
 
+        @functools.wraps(step.func if isinstance(step, functools.partial) else step)  # whose it is, is asked later
         def call(*args: Any) -> Any:
             returned.append(step(*args))
             return returned[-1]
@@ -221,9 +222,9 @@ _SUMMED: Final = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64
 class _Stood:
     """What stood before a step of an optimizer: should the step raise, whether it has written that.
 
-    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted there
-    are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of parameters are added
-    up until a step of the optimizer has shown that its writes are counted.
+    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted in state
+    and groups are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of
+    parameters are added up until a step of the optimizer has shown that its writes are counted.
 
     Args:
         optimizer: The optimizer.
@@ -308,10 +309,15 @@ _LIVE: Final[list[weakref.ref[Writes]]] = []
 
 def guarded(writes: Writes) -> Callable[[], None]:
     """Refuse steps of optimizers over the models' parameters that a session does not know; return what ends it."""
-    here = weakref.ref(writes, _LIVE.remove)
+
+    def end(here: weakref.ref[Writes]) -> None:
+        with suppress(ValueError):  # of a session that was closed, and is dropped now
+            _LIVE.remove(here)
+
+    here = weakref.ref(writes, end)
     _LIVE.append(here)
     before_every_step(_LOOK)
-    return functools.partial(_LIVE.remove, here)
+    return functools.partial(end, here)
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:
@@ -585,6 +591,7 @@ def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[],
 def handing_on(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
     """Return a step that hands on what it was given: called with a closure it has that one in the place of its own."""
 
+    @functools.wraps(step)
     def call(*closure: Any) -> Any:
         if not closure:
             return step(*args, **kwargs)
