@@ -16,6 +16,7 @@ from mezzo.releases import PRIVATE, private, require
 _OF_TENSORS: Final = tuple(name for name in PRIVATE["hooks.py"] if name.startswith("torch.Tensor."))
 _OF_MODULES: Final = tuple(name for name in PRIVATE["hooks.py"] if name.startswith("torch.nn.Module."))
 _OF_OPTIMIZERS: Final = tuple(name for name in PRIVATE["hooks.py"] if ".Optimizer." in name)
+_OF_STEPS: Final = tuple(name for name in _OF_OPTIMIZERS if "step_pre" in name)
 _ADDING: Final = threading.Lock()
 _OF_EVERY_STEP: Final = private("torch.optim.optimizer._global_optimizer_pre_hooks")
 
@@ -119,7 +120,7 @@ def complete(optimizer: Optimizer) -> None:
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:
     """Return the hooks that run before an optimizer's step."""
-    require(*_OF_OPTIMIZERS)
+    require(*_OF_STEPS)
     return [*optimizer._optimizer_step_pre_hooks.values()]
 
 

@@ -31,7 +31,7 @@ from mezzo.session.inner import InnerScales
 from mezzo.session.observers import Judged, StepObserver, observing
 from mezzo.session.passes import Pass, Walk, entered
 from mezzo.session.stats import Step, StepAccount, StepOutcome
-from mezzo.session.update import Writes, check_numbers, evaluated
+from mezzo.session.update import Writes, check_numbers, evaluated, takes_flags
 from mezzo.session.weights import Weights
 from mezzo.session.window import Window
 from mezzo.step.executors.choose import shared
@@ -126,11 +126,17 @@ class Engine(Writes):
         return any(window.owns(leaf) for window in self.windows)
 
     def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it."""
-        if self.weights.units:  # of what is gathered a graph shows no parameter
-            return list(self.windows)
-        found = self.wrappers.reduced_with(set(map(id, walk.leaves)))
-        return [window for window in self.windows if not found.isdisjoint(window.ids())]
+        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it.
+
+        Hooks of modules there are warned of, once, if they see gradients that carry the scale.
+        """
+        windows = list(self.windows)
+        if not self.weights.units:  # of what is gathered a graph shows no parameter
+            found = self.wrappers.reduced_with(set(map(id, walk.leaves)))
+            windows = [window for window in windows if not found.isdisjoint(window.ids())]
+        if windows and walk.runs_hooks and self.scale_now is not None:
+            self._warn_of_modules()
+        return windows
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
@@ -273,8 +279,7 @@ class Engine(Writes):
             )
             warnings.warn(text, stacklevel=4)
 
-    def warn_of_modules(self) -> None:
-        """Warn, once, of hooks of modules in a pass, which see gradients that carry the scale."""
+    def _warn_of_modules(self) -> None:
         if not self._has_warned_of_modules:
             self._has_warned_of_modules = True
             text = message(
@@ -390,7 +395,8 @@ class Engine(Writes):
                 else:
                     with self.told_to_ranks():
                         step = self._take(optimizers, by)
-        self.account.warn()
+        if self.account.warning:
+            self.account.warn()
         for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
             observer.stepped(self, step)
         return step
@@ -464,7 +470,7 @@ class Engine(Writes):
         # looks at gradients as they are stepped with sees plain ones.
         is_part = any(each not in optimizers for window in windows for each in window.optimizers)
         shown = [each for each in optimizers if self.shows(each)]
-        if is_part or shown or len({id(window.scale) for window in windows}) > 1:
+        if is_part or any(map(takes_flags, shown)) or len({id(window.scale) for window in windows}) > 1:
             for window in windows:
                 window.rescale(None)
         scale = windows[0].scale

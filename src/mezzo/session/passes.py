@@ -157,7 +157,7 @@ class Opens(Protocol):
     under_way: list[ref[Pass]]
 
     def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a pass makes."""
+        """Return the windows whose gradients a pass makes; hooks of modules that see the scale there are warned of."""
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that are none of the session's."""
@@ -166,9 +166,6 @@ class Opens(Protocol):
         self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
     ) -> list[Tensor]:
         """Make ready for gradients of a pass that will carry a scale; return leaves of which they shall not."""
-
-    def warn_of_modules(self) -> None:
-        """Warn of hooks of modules, which see gradients that carry the scale."""
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
         """Take note of what a pass has made, and of what it has differentiated."""
@@ -253,8 +250,6 @@ class Pass:
             is_inside: Whether it is a pass inside.
         """
         others = [] if self._scale is None else self._engine.others(walk.leaves)
-        if self._scale is not None and walk.runs_hooks:
-            self._engine.warn_of_modules()
         self.open(self._engine.reached(walk), losses, others, is_inside=is_inside)
 
     def open(

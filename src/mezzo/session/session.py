@@ -253,7 +253,7 @@ class MixedPrecision:
                 given = kwargs["inputs"] = [given] if isinstance(given, Tensor) else list(given)
             walk = walk_of([loss], given or ())
             if walk.runs_hooks:
-                engine.warn_of_modules()
+                engine.reached(walk)  # which warns of them
             others = engine.others(walk.leaves)
             refuse_scaled((), () if given is None else others, creates_graph=bool(kwargs.get("create_graph")))
         with Pass(engine, scale) as this:
@@ -337,8 +337,10 @@ class MixedPrecision:
 
         Raises:
             StateError: No ``backward`` since the last step, no parameter has a gradient, or an earlier update was
-                ended half-way.
-            PolicyError: A hyper-parameter that is not finite; tensors on an accelerator are not looked at.
+                ended half-way. Under a loss scale gradients that the program has made itself, unless :meth:`unscale_`
+                or :meth:`grad` has given out what they are made of.
+            PolicyError: A hyper-parameter of torch's or mezzo's that is not finite; tensors on an accelerator are not
+                looked at.
             ScaleCollapsed: The scale stood at its floor for ``patience`` overflows in a row; at most two steps late.
             NumericsError: With ``on_overflow="raise"``, at an overflow; nothing was updated.
             DistributedError: Another rank has ended this step with an error, or had no gradient left.

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from operator import ne
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 #: Where optimizers are that a program has not written.
 _OWN: Final = ("torch.optim.", "mezzo.optim.")
+_FLOATS: Final = {float, numpy.float64}
 
 
 class Writes:
@@ -104,10 +106,10 @@ class Writes:
                 self.steps_by[optimizer] = before
 
     def shows(self, optimizer: Optimizer) -> bool:
-        """Whether a program's code sees gradients that a kernel is to unscale: a hook, or a class with another step."""
+        """Whether a program's code looks at gradients in an optimizer's step: a hook, or a class with another step."""
         is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
         is_seen = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
-        return (is_seen or _has_other_hooks(optimizer, self.num_hooks)) and takes_flags(optimizer)
+        return is_seen or _has_other_hooks(optimizer, self.num_hooks)
 
     def require_whole(self) -> None:
         """Refuse to go on from an update that an optimizer has ended in its middle.
@@ -206,7 +208,7 @@ class Writes:
     def _stood(self, optimizer: Optimizer, step: Callable[..., Any], judged: Judged) -> _Stood:
         """Note what stands before an optimizer steps."""
         of_torch = getattr(step, "__module__", "").startswith("torch.optim.")
-        is_orderly = of_torch and judged.is_alike and not _has_other_hooks(optimizer, self.num_hooks)
+        is_orderly = of_torch and judged.is_alike and optimizer not in judged.shown
         return _Stood(optimizer, is_orderly=is_orderly, is_new=not of_torch and optimizer not in self._counted)
 
 
@@ -356,7 +358,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 def _has_other_hooks(optimizer: Optimizer, own: int) -> bool:
     """Whether hooks run before an optimizer's step, besides so many of the session's."""
-    return len(step_hooks(optimizer)) > own or any(not isinstance(hook, Look) for hook in hooks_of_every_step())
+    return len(step_hooks(optimizer)) > own or not {*map(type, hooks_of_every_step())} <= {Look}
 
 
 def _step(optimizer: Optimizer, step: Callable[..., Any], judged: Judged, *, multiplies: bool, on_device: bool) -> None:
@@ -431,7 +433,7 @@ def check_numbers(optimizers: Collection[Optimizer]) -> None:
         own = _own_class(type(optimizer).__mro__)
         for number, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
-                if isinstance(value, float) and value - value != 0 and name in inspect.signature(own).parameters:
+                if type(value) in _FLOATS and value - value != 0 and name in inspect.signature(own).parameters:
                     raise PolicyError(
                         f"{name} is {value}",
                         where=f"{type(optimizer).__name__}, group {number}",
