@@ -54,7 +54,9 @@ class Made(Loop):
     @needs("session", "made")
     @precondition(nothing_there)
     @precondition_of("gradients by hand")
-    @rule(values=st.integers(0, 99), only=st.sampled_from([None, "first.weight", "second.weight"]), inf=st.integers(0, 9))
+    @rule(
+        values=st.integers(0, 99), only=st.sampled_from([None, "first.weight", "second.weight"]), inf=st.integers(0, 9)
+    )
     def gradients_by_hand(self, values, only, inf):
         """Plain numbers that no pass has made."""
         gradients = self.drawn_gradients(values)

@@ -67,7 +67,9 @@ class Methods(Loop):
         assert dtype == before.dtype, f"a weight that a method has made is {dtype}"
         if is_given:  # which the policy's region computes
             unit = max(UNIT[weight.dtype], UNIT[self.config.computes("first.weight")])
-            assert np.allclose(found, weight.exact @ np.array(TURN), rtol=0, atol=16 * unit * np.abs(weight.exact).max())
+            assert np.allclose(
+                found, weight.exact @ np.array(TURN), rtol=0, atol=16 * unit * np.abs(weight.exact).max()
+            )
         else:
             self.turned("first.weight", found)
 

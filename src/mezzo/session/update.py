@@ -327,7 +327,12 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
         StateError: It would update parameters of a session's models, which are checked for others.
     """
     for here in tuple(_LIVE):
-        if (writes := here()) is None or writes.is_stepping or writes.shares_nothing(optimizer) or writes.knows(optimizer):
+        if (
+            (writes := here()) is None
+            or writes.is_stepping
+            or writes.shares_nothing(optimizer)
+            or writes.knows(optimizer)
+        ):
             continue
         known = {id(param) for model in writes.weights.models for param in model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
