@@ -191,7 +191,7 @@ class OnePassOptimizer(Optimizer):
     but where a count was edited.
 
     Attributes:
-        updates: How many steps were taken or skipped since the optimizer was made.
+        updates: How many steps have begun to write, or have skipped, since the optimizer was made.
         reads_halves: That its kernels read and write halves by themselves.
         rounds: Whether low parameters without a low half (O3) are rounded to their dtype after each update, as a
             session says; else they are refused.
@@ -334,6 +334,7 @@ class OnePassOptimizer(Optimizer):
 
     def _write(self, prepared: _Prepared) -> None:
         """Update, or skip. What comes in the middle ends the step half-way: no signal does."""
+        self.updates += 1  # before the first write
         for update, gradients, verdict, step in prepared.updates:
             update.write(gradients, verdict, step)
         # Kernels write past autograd, whose version counters must tell the caches of casts, and graphs that saved a
@@ -341,7 +342,6 @@ class OnePassOptimizer(Optimizer):
         increment_version(prepared.params)
         for count, number in prepared.counts:
             count.write(number)
-        self.updates += 1
 
     def _verdict_of_flags(self, device: torch.device) -> Verdict:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
@@ -34,8 +35,10 @@ class Judged:
         scale: 0-d float32: what they carry; ``None`` for plain ones.
         verdict: Whether to update, and what to multiply them by.
         is_clipped: Whether the verdict's multiplier clips.
+        is_alike: Whether all gradients are of one dtype on one device.
         losses: What the backward passes have differentiated, in their order; 0-d.
         failed: 0-d bool: whether a loss itself was not finite.
+        shown: The optimizers in whose steps a program's code looks at gradients, which are plain then.
     """
 
     params: list[Tensor]
@@ -43,8 +46,10 @@ class Judged:
     scale: Tensor | None
     verdict: Verdict
     is_clipped: bool
+    is_alike: bool
     losses: list[Tensor]
     failed: Tensor
+    shown: list[Optimizer]
 
 
 class Watched(Protocol):

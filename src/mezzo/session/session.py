@@ -21,12 +21,12 @@ from mezzo.session import state
 from mezzo.session.calls import Binding
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
+from mezzo.session.passes import Pass, refuse_scaled, walk_of
 from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
 from mezzo.session.state import Stateful
 from mezzo.session.stats import Stats, Step
 from mezzo.session.update import guarded
 from mezzo.session.weights import Weights, handles_of
-from mezzo.session.window import refuse_scaled, unscaled, walked
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class MixedPrecision:
     def _bind_torchs(self, place: Any, name: str, call: Callable[..., Any]) -> None:
         """Have a function of torch's go through one here, which is given the session as long as there is one."""
         if name in vars(place):
-            self._names.callback(Binding.of(place, name).join(weakref.ref(self), call))
+            self._names.callback(Binding.join(place, name, weakref.ref(self), call))
 
     def _require_open(self, call: str) -> None:
         if self._is_closed:
@@ -249,24 +249,22 @@ class MixedPrecision:
             given = kwargs.get("inputs")
             if given is not None:
                 given = kwargs["inputs"] = [given] if isinstance(given, Tensor) else list(given)
-            others = engine.others(walked([loss]).leaves if given is None else given)
+            walk = walk_of([loss], given or ())
+            if walk.runs_hooks:
+                engine.warn_of_modules()
+            others = engine.others(walk.leaves)
             refuse_scaled((), () if given is None else others, creates_graph=bool(kwargs.get("create_graph")))
-        try:
-            engine.begin(windows, scale, self)
-            with unscaled(others, scale) if others else contextlib.nullcontext():
-                self.weights.region().run_backward(engine.scaler.scaled(loss), **kwargs)
-            engine.end({window: [loss.detach().reshape(())] for window in windows})
-        except BaseException:
-            engine.fail(windows)
-            raise
+        with Pass(engine, scale) as this:
+            this.open(windows, [loss.detach().reshape(())], others)
+            self.weights.region().run_backward(engine.scaler.scaled(loss), **kwargs)
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Iterable[Tensor], *, create_graph: bool = False, **kwargs: Any
     ) -> tuple[Tensor, ...]:
         """Differentiate as ``torch.autograd.grad`` does, scaled on the way and unscaled in FP32: for penalties.
 
-        An overflow on this way counts as one of the next step's, so that the scale falls although the penalty made
-        the loss itself infinite.
+        Each call of a step has a scale of its own, which begins with the loss's: a second derivative may need a far
+        smaller one. An overflow skips the next step and moves that scale alone.
 
         Args:
             outputs: A floating scalar, or any tensor with ``grad_outputs=``.

@@ -123,6 +123,7 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
         logger.info("the state was saved under another policy: %s", "; ".join(changes))
     engine.clear()
     engine.broken = ""
+    engine.ranks.is_behind = False
     named = dict(engine.weights.named_params())
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
         _load_scale(engine, _within(state["loss_scale"], policy.loss_scale))
