@@ -400,9 +400,8 @@ def _require_codes(saved: Mapping[str, Any], names: Sequence[str]) -> None:
         StateError: Every element of a moment is a whole number that a code can be, and not all are zero.
     """
     for name in names:
-        value = saved.get(name)
-        is_read = isinstance(value, Tensor) and moments.name_of_codes(name) not in saved
-        if is_read and value.is_floating_point():
+        value = None if moments.name_of_codes(name) in saved else saved.get(name)
+        if isinstance(value, Tensor) and value.is_floating_point():
             codes = local(value)
             if codes.count_nonzero() and ((codes == codes.round()) & (codes.abs() <= 255)).all():
                 raise StateError(
