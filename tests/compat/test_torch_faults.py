@@ -387,6 +387,8 @@ def test_an_optimizer_that_raises_while_it_writes_is_not_gone_on_with_unseen():
 
         def step(self, closure=None):
             if self.fails:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].add_(1.0)
                 raise KeyError("of its own")
             super().step(closure)
 

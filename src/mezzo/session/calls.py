@@ -228,7 +228,8 @@ class Binding:
     _engines: ClassVar[Binding | None] = None
 
     def __init__(self, place: Any, name: str) -> None:
-        self._plain = stands = vars(place)[name]
+        self._plain = stands = getattr(place, name)
+        self._is_inherited = name not in vars(place)
         plain = stands if callable(stands) else stands.run_backward  # autograd's engine is called by its methods
         self._through: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []  # changed by one operation at a time
 
@@ -250,7 +251,7 @@ class Binding:
     @classmethod
     def of(cls, place: Any, name: str) -> Binding:
         """Return the one that stands there, or a new one: over what others have bound since, too."""
-        now = vars(place)[name]
+        now = getattr(place, name)
         for found in (getattr(now, "binding", None), cls._engines):
             if isinstance(found, cls) and now in (found.bound, found._plain):
                 return found
@@ -267,14 +268,14 @@ class Binding:
             binding = cls.of(place, name)
             binding._through.append(joined)
             # A session that was dropped may have ended since: collecting garbage runs in any line.
-            if vars(place)[name] is binding._plain:
+            if getattr(place, name) is binding._plain:
                 setattr(place, name, binding.bound)
 
         def end() -> None:
             with _BINDING:
                 binding._through.remove(joined)
                 if not binding._through and vars(place).get(name) is binding.bound:
-                    setattr(place, name, binding._plain)
+                    delattr(place, name) if binding._is_inherited else setattr(place, name, binding._plain)
 
         return end
 

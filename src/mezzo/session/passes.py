@@ -20,8 +20,19 @@ from torch import Tensor, empty, is_grad_enabled, nn, ones
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mezzo.backward import call_at_end, door, may_run_others, node_of, noted, noting, number_of_pass, will_run
+from mezzo.backward import (
+    call_at_end,
+    door,
+    may_run_others,
+    node_of,
+    noted,
+    noting,
+    number_of_pass,
+    runs_hooks_of_modules,
+    will_run,
+)
 from mezzo.compiling import never_compiled
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import StateError, UnsupportedError
 from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
@@ -44,14 +55,16 @@ class Walk:
         nodes: What is between its roots and them.
         runs_others: Whether some of these may run passes of their own, over leaves that nothing shows.
         is_anothers: Whether the graph goes through a loss that a session has scaled.
+        runs_hooks: Whether hooks of modules run with gradients there.
     """
 
-    __slots__ = ("is_anothers", "leaves", "nodes", "runs_others")
+    __slots__ = ("is_anothers", "leaves", "nodes", "runs_hooks", "runs_others")
 
     def __init__(self, leaves: list[Any], nodes: list[Any]) -> None:
         self.leaves, self.nodes = leaves, nodes
         kinds = set(map(type, nodes))
         self.runs_others, self.is_anothers = any(map(may_run_others, kinds)), node_of(_Entry) in kinds
+        self.runs_hooks = runs_hooks_of_modules(kinds)
 
 
 def walked(roots: Iterable[Any]) -> Walk:
@@ -118,6 +131,19 @@ def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: 
         )
 
 
+# Gradients inside of graphs ------------------------------------------------------------------------------
+
+#: Tensors that are no leaves, whose gradients a program wants to read after a pass.
+_RETAINED: Final = list[ref[Tensor]]()
+
+
+def retaining(_: object, plain: Callable[..., None], tensor: Tensor, /, *args: Any, **kwargs: Any) -> None:
+    """Have the gradient of a tensor stay after a pass, without the scale: what ``tensor.retain_grad()`` does."""
+    plain(tensor, *args, **kwargs)
+    if not tensor.is_leaf:
+        _RETAINED.append(ref(tensor))
+
+
 # A pass --------------------------------------------------------------------------------------------------
 
 
@@ -131,13 +157,15 @@ class Opens(Protocol):
     under_way: list[ref[Pass]]
 
     def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a pass makes."""
+        """Return the windows whose gradients a pass makes; hooks of modules that see the scale there are warned of."""
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that are none of the session's."""
 
-    def begin(self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool) -> None:
-        """Make ready for gradients of a pass that will carry a scale."""
+    def begin(
+        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+    ) -> list[Tensor]:
+        """Make ready for gradients of a pass that will carry a scale; return leaves of which they shall not."""
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
         """Take note of what a pass has made, and of what it has differentiated."""
@@ -176,12 +204,14 @@ class Pass:
         self._said = list[Tensor]()
         self._unscale: Callable[[Tensor], Tensor] = partial(_unscaled, None if scale is None else inverse(scale))
         self._hooked = dict[ref[Tensor], Any]()  # by leaves that lose the scale: what accumulates, and has our hook
-        self._waiting = dict[ref[Tensor], Tensor | None]()  # by leaves that lose it at the end: what they had
+        self._waiting = dict[ref[Tensor], Tensor | None]()  # by tensors that lose it at the end: what they had
 
     def _open(self) -> None:
         self.is_closed = False
         self._engine.under_way.append(ref(self))
         self._undo.callback(Binding.join(*door(), ref(self), _inside))
+        if _RETAINED and self._scale is not None:
+            self._set_aside()
 
     def __enter__(self) -> Self:
         """Begin: what torch is asked for from here on is this pass, and what runs in it."""
@@ -239,7 +269,7 @@ class Pass:
         self._losses |= {window: list(self._said) if is_inside else [] for window in new}
         if new or others or not self._has_begun:
             is_first, self._has_begun = not self._has_begun, True
-            self._engine.begin(new, self._scale, others, is_first=is_first)
+            others += self._engine.begin(new, self._scale, others, is_first=is_first)
         self._said += losses
         for window in windows:
             self._losses[window] += losses
@@ -281,17 +311,26 @@ class Pass:
                 engine.fail(self._losses)
                 raise
 
+    def _set_aside(self) -> None:
+        """Have tensors inside of graphs whose gradients stay wait for this pass to end."""
+        _RETAINED[:] = [place for place in _RETAINED if place() is not None]
+        with DisableTorchFunction():
+            for place in _RETAINED:
+                if (tensor := place()) is not None and place not in self._waiting:
+                    self._waiting[place], tensor.grad = tensor.grad, None
+
     @torch.no_grad()
     def _settle(self) -> None:
-        """Take the scale off leaves that have waited for it, and add it to what they had."""
-        for place, before in self._waiting.items():
-            if (leaf := place()) is None:
-                continue
-            new = None if leaf.grad is None else self._unscale(leaf.grad)
-            if before is not None:
-                leaf.grad = before if new is None else before.add_(new)
-            else:
-                leaf.grad = new
+        """Take the scale off tensors that have waited for it, and add it to what they had."""
+        with DisableTorchFunction():
+            for place, before in self._waiting.items():
+                if (tensor := place()) is None:
+                    continue
+                new = None if tensor.grad is None else self._unscale(tensor.grad)
+                if before is not None:
+                    tensor.grad = before if new is None else before.add_(new)
+                else:
+                    tensor.grad = new
 
 
 def _unscaled(back: Tensor | None, gradient: Tensor) -> Tensor:
