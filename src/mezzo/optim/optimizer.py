@@ -424,7 +424,7 @@ class OnePassOptimizer(Optimizer):
         dtype = getattr(torch, wanted.state_dtype)
         found = [taken(self.state.get(param), param, wanted.rule, dtype) for param in params]
         counts = self._counts_of([each.get("step", 0) for each in found])
-        begun = [count or has_begun(each, wanted.rule) for each, count in zip(found, counts, strict=True)]
+        begun = [count or has_begun(each, group) for each, count in zip(found, counts, strict=True)]
         wanted.found.extend(zip(found, begun, strict=True))
         return wanted, gradients
 
