@@ -5,6 +5,11 @@ from .fault import in_file
 # fmt: off
 FAULTS = (
     *in_file("distributed/exchange.py",
+        ("ranks: one that has not written goes on", "        self._heard, self.is_behind = error, True\n",
+         "        self._heard = error\n",
+         "tests/distributed/test_verdict.py::"
+         "test_where_all_ranks_have_run_out_of_memory_alike_training_goes_on_and_where_one_has_it_ends",
+         "its weights would be a step behind from then on"),
         ("ranks: norms of shards are added, not their squares", "norms.index_select(0, at).double().square())",
          "norms.index_select(0, at).double())",
          "tests/distributed/test_exchange.py::test_norms_of_shards_become_those_of_whole_gradients",

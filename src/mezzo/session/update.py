@@ -22,10 +22,10 @@ from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.optim.state import changes_nothing
 from mezzo.session.observers import Judged, Watched
 from mezzo.session.window import Window, multiply
+from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import dense
 from mezzo.step.passes import as_fused
-from mezzo.sharded import is_distributed
 from mezzo.tensors import LOW, tensors, tree_map, versions
 from mezzo.weights.stepping import in_memory, stored_again
 
@@ -191,8 +191,8 @@ _SUMMED: Final = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64
 class _Stood:
     """What stood before a step of an optimizer: should the step raise, whether it has written that.
 
-    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted in state
-    and groups are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of
+    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted there
+    or in groups are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of
     parameters are added up until a step of the optimizer has shown that its writes are counted.
 
     Args:
@@ -296,7 +296,12 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
         StateError: It would update parameters of a session's models, which are checked for others.
     """
     for here in tuple(_LIVE):
-        if (writes := here()) is None or writes.is_stepping or writes.shares_nothing(optimizer) or writes.knows(optimizer):
+        if (
+            (writes := here()) is None
+            or writes.is_stepping
+            or writes.shares_nothing(optimizer)
+            or writes.knows(optimizer)
+        ):
             continue
         known = {id(param) for model in writes.weights.models for param in model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
