@@ -12,11 +12,9 @@ from mezzo.errors import NumericsError
 from .checkpoints import Checkpoints
 from .interrupt import Interrupt, lines
 from .loop import MOST_CALLS, needs, passes, some
+from .pending import precondition_of
+from .subject import BoomError
 from .twins import rule
-
-
-class BoomError(Exception):
-    """Not one of mezzo's."""
 
 
 def boom(*_):
@@ -104,6 +102,38 @@ class Faults(Checkpoints):
         if self.driver.taken() != taken:
             assert whole.step([whole.groups[number]]).skipped
             self.oracle = whole
+        self.update_if_it_waits()
+        self.clear("session")
+
+    @needs("session", "broken passes")
+    @precondition(lambda self: self.config.library == "own" and not self.oracle.is_open)
+    @precondition_of("exception in an optimizer")
+    @rule(batch=passes, number=st.integers(0, 1), how=st.sampled_from(["before", "with a state", "half-way"]))
+    def exception_in_an_optimizer(self, batch, number, how):
+        """Half-way is where a weight was written: a checkpoint heals that; before it, the step can be taken again."""
+        self.update_if_it_waits()
+        self.clear("session")
+        self.save()
+        self.backward(batch, None)
+        number %= len(self.oracle.groups)
+        group, optimizer = self.oracle.groups[number], self.subject.optimizers[number]
+        if group.window is None or not group.gradients:
+            return
+        _, given = self.chosen(number)
+        whole, optimizer.fails = self.oracle.copy(), how
+        with contextlib.suppress(BoomError, NumericsError):
+            self.driver.step(given)
+        if optimizer.fails is not None:
+            optimizer.fails = None
+            assert whole.step([whole.groups[number]]).skipped
+            self.oracle = whole
+        elif how != "half-way":
+            self.take_step([group], lambda: self.driver.step(given))
+        else:
+            self.refused(lambda: self.driver.step(given), "an update was ended half-way")
+            _, saved, oracle = self.checkpoint
+            self.subject.load(saved, [0, 1, 2, 3])
+            self.oracle = oracle.copy().loaded(self.oracle)
         self.update_if_it_waits()
         self.clear("session")
 

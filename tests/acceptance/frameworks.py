@@ -40,7 +40,7 @@ class Accelerate(Attach):
 class Lightning(Attach):
     """Fabric with the plug-in: what its model returns may be differentiated by ``fabric.backward`` alone."""
 
-    lacks = Attach.lacks | {"clipping", "grad"}
+    lacks = Attach.lacks | {"clipping", "grad", "autograd"}
 
     def begin(self, model, config, **options):
         from lightning.fabric import Fabric

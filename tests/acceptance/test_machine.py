@@ -24,7 +24,12 @@ from . import captured, planned, ranks, scalers  # noqa: F401 - more drivers
 from .edits import Edits
 from .faults import Faults
 from .loop import configs
+from .made import Made
+from .methods import Methods
+from .nested import Nested
+from .states import States
 from .subject import Config
+from .threads import Threads
 
 #: Scaled gradients are edited on purpose.
 pytestmark = [
@@ -53,7 +58,7 @@ def ended():
         session.detach()
 
 
-class Sessions(Edits, Faults):
+class Sessions(Edits, Faults, Nested, Made, States, Methods, Threads):
     """All rules together."""
 
 

@@ -181,18 +181,18 @@ class AcceleratedPrecision(AttachedPrecision):
         """
         return {"mezzo/scale": float(self.loss_scale), "mezzo/skipped": self.stats().skipped}
 
-    def _own_step(self, optimizer: Optimizer, of: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self.is_closed:  # prepared optimizers go on calling it
-            return self.engine.steps_by[optimizer](closure)
-        return None if self._is_telling else super()._own_step(optimizer, of, closure)
+            return self.engine.steps_by[optimizer](*args, **kwargs)
+        return None if self._is_telling else super()._own_step(optimizer, of, *args, **kwargs)
 
-    def step_and_tell(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+    def step_and_tell(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Update or skip, and call ``optimizer.step`` where it was an update: by that Accelerate knows.
 
         A kernel that skips by itself is called in any case.
         """
         before = self.last_step
-        self._own_step(optimizer, optimizer, closure)
+        self._own_step(optimizer, optimizer, *args, **kwargs)
         if self.last_step is before or not bool(self.last_step.skipped):  # type: ignore[union-attr]
             self._is_telling = True
             try:
@@ -206,12 +206,12 @@ class _AcceleratorsScaler(SessionScaler):
 
     amp: AcceleratedPrecision
 
-    def step(self, optimizer: Optimizer, closure: Any = None) -> None:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Step or skip, and let Accelerate know which."""
         if self.amp.is_closed or optimizer not in self.amp.weights.optimizers:
-            optimizer.step(closure)
+            optimizer.step(*args, **kwargs)
         else:
-            self.amp.step_and_tell(optimizer, closure)
+            self.amp.step_and_tell(optimizer, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, also while gradients wait for a step."""

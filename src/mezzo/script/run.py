@@ -31,6 +31,7 @@ from mezzo.script.program import Enough, Program, Seams, StepRecord, is_script, 
 from mezzo.script.report import NOT_HELD, NOT_STEPPED, REFUSED, ScriptReport, StepLog
 from mezzo.session.attach import CARRIED, AttachedPrecision, attach
 from mezzo.session.refusals import wrong_options
+from mezzo.session.update import closure_of
 from mezzo.tensors import LOW
 
 # The optimizers that a script makes, the modules that hold what they update, and one session over all of them.
@@ -149,7 +150,7 @@ class Gathering:
 
         @functools.wraps(type(optimizer).step)
         def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
-            if any(map(callable, (*args, *kwargs.values()))) and gathering._awaits(self):  # a closure: a forward pass
+            if closure_of(args, kwargs) is not None and gathering._awaits(self):
                 gathering._begin()
                 if gathering.has(self):
                     return self.step(*args, **kwargs)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from mezzo.backward import noting
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
 from mezzo.step.passes import Verdict
@@ -37,6 +39,7 @@ class Judged:
         is_alike: Whether all gradients are of one dtype on one device.
         losses: What the backward passes have differentiated, in their order; 0-d.
         failed: 0-d bool: whether a loss itself was not finite.
+        shown: The optimizers in whose steps a program's code looks at gradients, which are plain then.
     """
 
     params: list[Tensor]
@@ -47,6 +50,7 @@ class Judged:
     is_alike: bool
     losses: list[Tensor]
     failed: Tensor
+    shown: list[Optimizer]
 
 
 class Watched(Protocol):
@@ -158,7 +162,7 @@ class Explains:
     def stepped(self, engine: Watched, step: Step) -> None:
         """Run the calls of a skipped step again, and forget them."""
         if bool(step.skipped):
-            with torch.enable_grad(), self._unreduced():
+            with torch.enable_grad(), self._unreduced(), noting(self):  # which no session scales again
                 step.overflow = self._replay.locate(step.scale)
             if step.overflow is not None:
                 logger.warning("%s", step.overflow)

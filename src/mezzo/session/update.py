@@ -6,20 +6,21 @@ import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from operator import ne
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.hooks import Look, before_every_step, hooks_of_every_step, step_hooks
 from mezzo.interrupts import uninterrupted
+from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import as_one_pass, one_pass
-from mezzo.optim.state import changes_nothing
 from mezzo.session.observers import Judged, Watched
 from mezzo.session.window import Window, multiply
 from mezzo.sharded import is_distributed
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
 
     from mezzo.session.stats import Step
     from mezzo.session.weights import Weights
+
+
+#: Where optimizers are that a program has not written.
+_OWN: Final = ("torch.optim.", "mezzo.optim.")
+_FLOATS: Final = {float, numpy.float64}
 
 
 class Writes:
@@ -81,6 +87,30 @@ class Writes:
             or any(optimizer in inner_optimizers(each) for each in known)
         )
 
+    @contextmanager
+    def stepping_by(self, optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[list[Any]]:
+        """Have an optimizer step by this call meanwhile; yield where what the call returns is noted."""
+        returned = list[Any]()
+
+        @functools.wraps(step.func if isinstance(step, functools.partial) else step)  # whose it is, is asked later
+        def call(*args: Any) -> Any:
+            returned.append(step(*args))
+            return returned[-1]
+
+        before, self.steps_by[optimizer] = self.steps_by.get(optimizer), call
+        try:
+            yield returned
+        finally:
+            del self.steps_by[optimizer]
+            if before is not None:
+                self.steps_by[optimizer] = before
+
+    def shows(self, optimizer: Optimizer) -> bool:
+        """Whether a program's code looks at gradients in an optimizer's step: a hook, or a class with another step."""
+        is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
+        is_seen = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
+        return is_seen or _has_other_hooks(optimizer, self.num_hooks)
+
     def require_whole(self) -> None:
         """Refuse to go on from an update that an optimizer has ended in its middle.
 
@@ -118,12 +148,12 @@ class Writes:
         of_mezzo = one_pass(optimizers)
         on_device = [each for each in optimizers if by is None and takes_flags(each)]
         shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
-        # Another optimizer would read the same gradients, and low weights take no FP32 ones.
-        multiplying = [each for each in on_device if each not in shared_by and (each in of_mezzo or not _narrows(each))]
+        # Another optimizer would read the same gradients, or a program's code; and low weights take no FP32 ones.
+        alone = [each for each in on_device if each not in shared_by and each not in judged.shown]
+        multiplying = [each for each in alone if each in of_mezzo or not _narrows(each)]
         for own in of_mezzo:  # what one refuses is refused before another has stepped
             does_all = own in multiplying
-            stays = does_all and not _has_other_hooks(own, self.num_hooks)
-            own.make_ready(verdict if does_all else verdict.applied(), keep=stays)
+            own.make_ready(verdict if does_all else verdict.applied(), keep=does_all)
         skips = len(on_device) < len(optimizers) and bool(verdict.found_inf)
         stepping = [each for each in optimizers if not skips or each in on_device]
         others = [each for each in stepping if each not in multiplying]
@@ -171,13 +201,14 @@ class Writes:
             raise
         finally:
             self.is_stepping = False
+            torch.clear_autocast_cache()  # a region may be around the loop: model.fit(x)
             for each in stepping:
                 stored_again(each)
 
     def _stood(self, optimizer: Optimizer, step: Callable[..., Any], judged: Judged) -> _Stood:
         """Note what stands before an optimizer steps."""
         of_torch = getattr(step, "__module__", "").startswith("torch.optim.")
-        is_orderly = of_torch and judged.is_alike and not _has_other_hooks(optimizer, self.num_hooks)
+        is_orderly = of_torch and judged.is_alike and optimizer not in judged.shown
         return _Stood(optimizer, is_orderly=is_orderly, is_new=not of_torch and optimizer not in self._counted)
 
 
@@ -323,13 +354,16 @@ _LOOK: Final = Look(_refuse_unknown)
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one has as its attributes, as SAM wraps one."""
-    return [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    """Return the optimizers that one has as its attributes, as SAM wraps one, and those that these have."""
+    found = [optimizer]
+    for each in found:  # those that are found meanwhile, too
+        found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and inner not in found]
+    return found[1:]
 
 
 def _has_other_hooks(optimizer: Optimizer, own: int) -> bool:
     """Whether hooks run before an optimizer's step, besides so many of the session's."""
-    return len(step_hooks(optimizer)) > own or any(not isinstance(hook, Look) for hook in hooks_of_every_step())
+    return len(step_hooks(optimizer)) > own or not {*map(type, hooks_of_every_step())} <= {Look}
 
 
 def _step(optimizer: Optimizer, step: Callable[..., Any], judged: Judged, *, multiplies: bool, on_device: bool) -> None:
@@ -393,21 +427,30 @@ def _narrow(params: Any) -> None:
 
 
 def check_numbers(optimizers: Collection[Optimizer]) -> None:
-    """Refuse hyper-parameters that are not finite; tensors are not looked at.
+    """Refuse hyper-parameters of torch's and mezzo's own that are not finite; tensors are not looked at.
+
+    What other classes keep in their groups is their business: to some, infinity means no limit.
 
     Raises:
         PolicyError: With the optimizer, the group and the name.
     """
     for optimizer in optimizers:
+        own = _own_class(type(optimizer).__mro__)
         for number, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
-                if isinstance(value, float) and value - value != 0:
+                if type(value) in _FLOATS and value - value != 0 and name in inspect.signature(own).parameters:
                     raise PolicyError(
                         f"{name} is {value}",
                         where=f"{type(optimizer).__name__}, group {number}",
                         why="every weight would be NaN after this step",
                         write=f'optimizer.param_groups[{number}]["{name}"] = …, a finite number',
                     )
+
+
+@functools.cache
+def _own_class(kinds: tuple[type, ...]) -> type:
+    """Return the first of an optimizer's classes that is torch's or mezzo's: ``Optimizer`` of most others."""
+    return next(each for each in kinds if each.__module__.startswith(_OWN))
 
 
 # Optimizers that evaluate the loss inside their step: each time it is checked, and all is undone if one overflows.
@@ -506,6 +549,7 @@ class _Evaluations:
                 raise
         finally:
             engine.is_stepping = False
+            torch.clear_autocast_cache()
         assert self._last is not None, "an optimizer that was not asked raises"
         with uninterrupted():
             judged, absent, self._window.made_with = self._last
@@ -513,6 +557,7 @@ class _Evaluations:
 
     def _evaluate(self) -> Any:
         self._engine.is_stepping = False
+        torch.clear_autocast_cache()  # of weights that the optimizer has moved since
         try:
             with torch.enable_grad():  # as torch's own optimizers do, and others may not
                 loss = self._closure()
@@ -539,6 +584,27 @@ class _Evaluations:
 
 class Overflowed(Exception):  # noqa: N818 - it never leaves the engine
     """An evaluation's gradients are not finite."""
+
+
+def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
+    """Return the closure among what a step is given, first of all or by name: an optimizer may take more."""
+    first = args[0] if args else None
+    is_first = callable(first) and not isinstance(first, nn.Module)
+    return first if is_first else kwargs.get("closure")
+
+
+def handing_on(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+    """Return a step that hands on what it was given: called with a closure it has that one in the place of its own."""
+
+    @functools.wraps(step)
+    def call(*closure: Any) -> Any:
+        if not closure:
+            return step(*args, **kwargs)
+        if "closure" in kwargs:
+            return step(*args, **kwargs | {"closure": closure[0]})
+        return step(*closure, *args[1:], **kwargs)
+
+    return call
 
 
 def evaluates_once(optimizer: Optimizer) -> bool:
