@@ -81,7 +81,7 @@ class Made(Loop):
     def gradients_by_autograd(self, batch, is_amps):
         """``autograd.grad``, the session's or torch's, written into ``.grad``."""
         before, batch = self.oracle.copy(), {**batch, "is_coarse": True}
-        value, _, finite = self.loss(batch)
+        value, _, _ = self.loss(batch)
         self.oracle = before
         if not value.requires_grad or not self.driver.has("grad" if is_amps else "autograd"):
             return

@@ -34,7 +34,7 @@ class Methods(Loop):
             exact = self.oracle.weights[name].exact
             ways = [rounded(each * np.array(widths), "float32") for each in (exact, *self.seen(name))]
             ways += [rounded(each, self.config.computes(name)) for each in ways]
-            assert np.logical_or.reduce([found.T == each for each in ways]).all(), f"{name}: {found.T} of {exact}"
+            assert np.logical_or.reduce([each == found.T for each in ways]).all(), f"{name}: {found.T} of {exact}"
 
     @precondition_of("project")
     @rule(name=names)

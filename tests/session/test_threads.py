@@ -10,6 +10,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
 import mezzo
+from mezzo.errors import StateError
 
 from .loops import LOW, built, loss_of
 
@@ -26,7 +27,7 @@ def switching():
 
 
 def together(*calls):
-    """Run each call in a thread of its own, over and over until the first has done its rounds; raise what they raise."""
+    """Run each call in a thread of its own, again and again until the first has done its rounds; raise their errors."""
     raised, is_over = [], threading.Event()
 
     def body(number):
@@ -120,8 +121,7 @@ def test_one_session_is_attached_at_a_time_whichever_thread_asks():
         model, made = built()
         try:
             amp = mezzo.attach(model, made, "O0,loss_scale=1024.0")
-        except mezzo.MezzoError as error:
-            assert "a session is attached already" in str(error)
+        except StateError:
             counts["refused"] += 1
             return
         counts["now"] += 1

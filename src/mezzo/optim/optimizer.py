@@ -424,7 +424,7 @@ class OnePassOptimizer(Optimizer):
         dtype = getattr(torch, wanted.state_dtype)
         found = [taken(self.state.get(param), param, wanted.rule, dtype) for param in params]
         counts = self._counts_of([each.get("step", 0) for each in found])
-        begun = [count or has_begun(each, wanted.rule) for each, count in zip(found, counts, strict=True)]
+        begun = [count or has_begun(each, group) for each, count in zip(found, counts, strict=True)]
         wanted.found.extend(zip(found, begun, strict=True))
         return wanted, gradients
 
@@ -441,7 +441,17 @@ class OnePassOptimizer(Optimizer):
         if built is None or built.wanted is not wanted:
             del built  # and let go of moments that nothing reads any more
             self._built.pop(number, None)
-            buckets = list(self._buckets(number, wanted))
+            before = [(param, dict(self.state.get(param) or ())) for param in wanted.params]
+            try:
+                buckets = list(self._buckets(number, wanted))
+            except BaseException:  # for want of memory: half a state would be an edited one
+                for param, kept in before:
+                    if kept:
+                        self.state[param].clear()
+                        self.state[param].update(kept)
+                    else:
+                        self.state.pop(param, None)
+                raise
             built = self._built[number] = _Built(wanted, buckets, self.state)
             self._seen = [*self.state], [*self.state.values()]
             wanted.found.clear()

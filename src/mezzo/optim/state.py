@@ -249,12 +249,12 @@ def counts_of(steps: Sequence[Any], whose: str) -> list[int]:
     return list(map(int, counts))
 
 
-def has_begun(found: Mapping[str, Any], update_rule: UpdateRule) -> int:
-    """Return what to count on from where a program has set a count to zero: 1 where that counts nothing.
+def has_begun(found: Mapping[str, Any], group: Group) -> int:
+    """Return what to count on from where a program has set a count to zero: 1 where a momentum has begun.
 
-    torch's SGD does without, and what is not zero is a momentum to it.
+    torch's SGD counts nothing, and dampens the gradient wherever there is a momentum: not in the first step.
     """
-    held = [found[key] for key in found if key != "step"] if update_rule.name == "sgd" else []
+    held = [found[key] for key in found if key != "step"] if group.get("dampening") else []
     if not held:
         return 0
     moves = torch.stack([local(each).count_nonzero() for each in held]).any().reshape(1)

@@ -594,6 +594,9 @@ class Engine(Writes):
             return self.weights.region().run_grad(scaled(outputs), inputs, **options)
 
         found = self.differentiated([outputs], run)
+        for window in self.windows:
+            if any(map(window.owns, inputs)):
+                window.given = True
         return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
 
     def differentiated(
@@ -617,8 +620,6 @@ class Engine(Writes):
             observer.begins(self, scale)
         with Pass(self, scale):
             found = list(run(partial(_times, scale)))
-        for window in self.windows:
-            window.given = True
         if scale is None:
             return found
         back = inverse(scale)

@@ -222,8 +222,8 @@ _SUMMED: Final = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64
 class _Stood:
     """What stood before a step of an optimizer: should the step raise, whether it has written that.
 
-    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted in state
-    and groups are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of
+    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted there
+    or in groups are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of
     parameters are added up until a step of the optimizer has shown that its writes are counted.
 
     Args:
