@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from mezzo.backward import noting
+from mezzo.backward import note
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
 from mezzo.step.passes import Verdict
@@ -157,8 +157,12 @@ class Explains:
     def stepped(self, engine: Watched, step: Step) -> None:
         """Run the calls of a skipped step again, and forget them."""
         if bool(step.skipped):
-            with torch.enable_grad(), self._unreduced(), noting(self):  # which no session scales again
-                step.overflow = self._replay.locate(step.scale)
+            forget = note(self)  # so that no session scales these passes again
+            try:
+                with torch.enable_grad(), self._unreduced():
+                    step.overflow = self._replay.locate(step.scale)
+            finally:
+                forget()
             if step.overflow is not None:
                 logger.warning("%s", step.overflow)
         self._replay.clear()
