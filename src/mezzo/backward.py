@@ -8,9 +8,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch.autograd import Function, Variable
@@ -131,22 +131,30 @@ _NOTE: Final = "mezzo"
 
 
 def noted() -> Any:
-    """Return what is noted of this thread: by :func:`noting`, in it or where the pass began whose nodes it runs."""
+    """Return what is noted of this thread: by :func:`note`, in it or where the pass began whose nodes it runs."""
+    place = _place()
+    return None if place is None else place()
+
+
+def _place() -> Any:
     return _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
 
 
-@contextmanager
-def noting(value: object) -> Iterator[None]:
-    """Note whose work this thread does meanwhile, and each thread that runs nodes of a pass that begins in it."""
-    before = noted()
-    _note(value)
-    try:
-        yield
-    finally:
-        if before is None and _FORGET is not None:  # torch 2.11 has no such function
-            _FORGET(_NOTE)  # what is left in a thread that ends would wait there for Python
-        else:
-            _note(before)
+def note(value: object) -> Callable[[], None]:
+    """Note whose work this thread does from here on, and each thread that runs nodes of a pass that begins in it.
+
+    Args:
+        value: Whose; held weakly, so that a signal which keeps the note from ending leaves nothing behind.
+
+    Returns:
+        What ends it.
+    """
+    before = _place()
+    _note(ref(value))
+    # Torch 2.11 cannot forget. What is left in a thread that ends would wait there for Python.
+    return (
+        functools.partial(_note, before) if before is not None or _FORGET is None else functools.partial(_FORGET, _NOTE)
+    )
 
 
 def _note(value: object) -> None:

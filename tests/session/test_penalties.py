@@ -256,7 +256,7 @@ def test_each_call_has_a_scale_of_its_own_so_that_steps_are_taken(program):
         bare, other, plain = trained(program, session(f"{level},fp16,emulate=true"), torch.autograd.grad)
         assert skipped <= bare + 3
         assert amp.loss_scale >= plain.loss_scale
-        assert torch.linalg.vector_norm(found - true) < torch.linalg.vector_norm(other - true) + 0.1
+        assert torch.linalg.vector_norm(found - true) < torch.linalg.vector_norm(other - true) + 0.2
 
 
 @pytest.mark.parametrize("policy", ["O1,fp16,emulate=true", "O2,fp16,emulate=true"])
@@ -296,7 +296,7 @@ def test_scales_of_their_own_go_on_from_a_state():
     assert run(same, other, 3) == expected
     assert expected["inner_scales"][0][0] < 2.0**15
     with pytest.raises(StateError, match="inner_scales"):
-        same.load_state_dict({**state, "inner_scales": [[0.0, 1.0, 1.0]]})
+        same.load_state_dict({**state, "inner_scales": [[0.0, 1.0]]})
 
 
 @pytest.mark.parametrize("policy", [FP32[1], LOW[1], LOW[2]])

@@ -193,6 +193,11 @@ class Engine(Writes):
         scaled = self.scaler.scaled(entry)
         return scaled * 1 if scaled is entry else scaled
 
+    @property
+    def follows_passes(self) -> bool:
+        """Whether windows are open that a pass reaches, in loops of the user's own; else all that a call is told of."""
+        return self.plain or self.waits
+
     def begin(
         self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
     ) -> list[Tensor]:
@@ -218,7 +223,7 @@ class Engine(Writes):
         seen = [each for each in windows if with_accumulation_hooks(each.leaves())] if is_own else []
         if scale is not None and not self._has_warned:
             self._warn_of_hooks(windows if self.plain else [], others)
-        is_users = self.plain or self.waits
+        is_users = self.follows_passes
         for window in () if is_users else windows:
             window.refuse_left()
             window.refuse_copies()
@@ -630,16 +635,17 @@ class Engine(Writes):
         return found
 
     def _note_inner(self, outputs: list[Tensor], gradients: list[Tensor], *, adapts: bool) -> None:
-        """Note whether a loss is computed from gradients that are not finite."""
-        flag = not_finite(largest := self._largest(gradients))
-        if adapts:
-            flag = self.inner_scales.told(self._largest(outputs), largest)
-        self._inner = flag if self._inner is None else self._inner | flag
+        """Note whether a loss is computed from gradients that are not finite, by their largest values.
 
-    def _largest(self, values: list[Tensor]) -> Tensor:
-        """Return what is finite where all values are: a norm of finite ones may be infinite, the largest is not."""
-        sizes = foreach_norm(values, float("inf"))
-        return torch.stack([moved(size, self.device, torch.float32) for size in sizes]).sum()
+        A norm of finite ones may be infinite.
+        """
+        each = foreach_norm([*gradients, *outputs], float("inf"))
+        sizes = torch.stack([moved(size, self.device, torch.float32) for size in each])
+        results = sizes[: len(gradients)].sum()
+        if adapts:
+            self.inner_scales.told(sizes[len(gradients) :].sum(), results)
+        flag = not_finite(results)
+        self._inner = flag if self._inner is None else self._inner | flag
 
 
 def _times(scale: Tensor | None, tensor: Tensor) -> Tensor:

@@ -250,12 +250,12 @@ def _is_remembered(value: Any) -> bool:
 def _are_rows(value: Any) -> bool:
     """Whether something is what ``InnerScales.rows`` returns."""
     rows = value if isinstance(value, list) else [None]
-    return all(isinstance(row, list) and len(row) == 3 and all(map(_is_number, row)) and row[0] > 0 for row in rows)
+    return all(isinstance(row, list) and len(row) == 2 and all(map(VALUES["scale"][0], row)) for row in rows)
 
 
 def _damages(state: Mapping[str, Any]) -> Iterator[str]:
     if not _are_rows(state.get("inner_scales", [])):
-        yield f"inner_scales is {shown(state['inner_scales'])}, not three numbers for each"
+        yield f"inner_scales is {shown(state['inner_scales'])}, not two numbers for each"
     if "products" in state and not _is_remembered(state["products"]):
         yield f"products is {shown(state['products'])}, not histories and draws"
     for path, (fits, words) in _FIELDS.items():
