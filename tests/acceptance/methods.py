@@ -21,7 +21,7 @@ class Methods(Loop):
     @property
     def dtypes(self):
         """The dtypes of buffers, which a session under O3 makes low."""
-        low = getattr(torch, self.config.dtype) if self.begun_at == "O3" else torch.float32
+        low = getattr(torch, self.config.dtype) if self.config.level == "O3" else torch.float32
         return {name: low for name, _ in self.subject.model.named_buffers()}
 
     @precondition(lambda self: self.begun_at != "O3")

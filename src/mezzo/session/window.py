@@ -61,8 +61,7 @@ class Window:
         self._left_scale: Tensor | None = None
         self._skipped: Tensor | None = None
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
-        self._known: tuple[Any, dict[int, Tensor]] = (None, {})
-        self._leaves: list[Tensor] = []
+        self._known: tuple[Any, dict[int, Tensor], list[Tensor]] = (None, {}, [])  # one value, whatever signal comes
         self.forget()
 
     def forget(self) -> None:
@@ -79,26 +78,25 @@ class Window:
     def leaves(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
         """Return the models' parameters that some of the optimizers update, or all of them; each once."""
         if optimizers is None or all(each in optimizers for each in self.optimizers):
-            self._by_id()
-            return self._leaves
+            return self._found_once()[1]
         chosen = [each for each in self.optimizers if each in optimizers]
         return list({id(leaf): leaf for each in chosen for leaf in self.weights.leaves(each)}.values())
 
     def owns(self, leaf: Tensor) -> bool:
         """Whether a tensor is one of these parameters."""
-        return id(leaf) in self._by_id()
+        return id(leaf) in self._found_once()[0]
 
     def ids(self) -> Iterable[int]:
         """Return the ``id`` of each of these parameters."""
-        return self._by_id()
+        return self._found_once()[0]
 
-    def _by_id(self) -> dict[int, Tensor]:
-        """Return the parameters by ``id``."""
+    def _found_once(self) -> tuple[dict[int, Tensor], list[Tensor]]:
+        """Return the parameters by ``id``, and as a list."""
         key = [list(map(id, group["params"])) for each in self.optimizers for group in each.param_groups]
         if self._known[0] != key:  # groups were added since
-            self._known = key, {id(leaf): leaf for each in self.optimizers for leaf in self.weights.leaves(each)}
-            self._leaves = list(self._known[1].values())
-        return self._known[1]
+            each_once = {id(leaf): leaf for each in self.optimizers for leaf in self.weights.leaves(each)}
+            self._known = key, each_once, list(each_once.values())
+        return self._known[1:]
 
     def has_gradients(self) -> bool:
         """Whether a step would find a gradient."""
@@ -179,9 +177,9 @@ class Window:
 
     def has_skipped(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
-        return [] if self.passes or self._skipped is None or not self.has_left_alone() else [self._skipped]
+        return [] if self.passes or self._skipped is None or not self.has_left_found_once() else [self._skipped]
 
-    def has_left_alone(self) -> bool:
+    def has_left_found_once(self) -> bool:
         """Whether what the last step has left is all that there is, unwritten since."""
         if not self.left:
             return False
@@ -215,7 +213,7 @@ class Window:
             self.forget()
         else:
             self.drop_skipped()
-            if self.has_left_alone():
+            if self.has_left_found_once():
                 self.scale = self._left_scale
         self.left = {}
         self.rescale(scale)
@@ -248,7 +246,7 @@ class Window:
         Args:
             scale: What they carry; but not those that the last step has left, if there are no others.
         """
-        is_new = not self.has_left_alone()
+        is_new = not self.has_left_found_once()
         self.scale = self.made_with = scale if is_new else self._left_scale
         self.found = None if is_new else self._skipped
         left = [each for each in dense(self.leaves())[1] if is_left(each, self.left)] if is_new and self.left else []
