@@ -5,9 +5,12 @@ The one file that takes private names of the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch.autograd import Function, Variable
@@ -30,6 +33,7 @@ will_run: Final[Callable[[Any], bool]] = private("torch._C._will_engine_execute_
 call_at_end: Final[Callable[[Callable[[], None]], None]] = private(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
+_OF_MODULES: Final = private("torch.nn.modules._functions.BackwardHookFunction")
 _ENGINE: Final = private("torch.autograd.Variable._execution_engine")
 _TAKE_NOTE: Final = private("torch._C._stash_obj_in_tls")
 _NOTED: Final = private("torch._C._get_obj_in_tls")
@@ -63,6 +67,11 @@ def node_of(function: type[Function]) -> type:
     require("torch.autograd.Function._backward_cls")
     kind: type = function._backward_cls
     return kind
+
+
+def runs_hooks_of_modules(kinds: set[type]) -> bool:
+    """Whether nodes of some classes run hooks of modules with the gradients of inputs or outputs."""
+    return node_of(_OF_MODULES) in kinds
 
 
 def may_run_others(kind: type) -> bool:
@@ -122,22 +131,46 @@ _NOTE: Final = "mezzo"
 
 
 def noted() -> Any:
-    """Return what is noted of this thread: by :func:`noting`, in it or where the pass began whose nodes it runs."""
+    """Return what is noted of this thread: by :func:`note`, in it or where the pass began whose nodes it runs."""
+    place = _place()
+    return None if place is None else place()
+
+
+def _place() -> Any:
     return _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
 
 
-@contextmanager
-def noting(value: object) -> Iterator[None]:
-    """Note whose work this thread does meanwhile, and each thread that runs nodes of a pass that begins in it."""
-    before = noted()
+def note(value: object) -> Callable[[], None]:
+    """Note whose work this thread does from here on, and each thread that runs nodes of a pass that begins in it.
+
+    Args:
+        value: Whose; held weakly, so that a signal which keeps the note from ending leaves nothing behind.
+
+    Returns:
+        What ends it.
+    """
+    before = _place()
+    _note(ref(value))
+    # Torch 2.11 cannot forget. What is left in a thread that ends would wait there for Python.
+    return (
+        functools.partial(_note, before) if before is not None or _FORGET is None else functools.partial(_FORGET, _NOTE)
+    )
+
+
+def _note(value: object) -> None:
+    if _steals():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     _TAKE_NOTE(_NOTE, value)
-    try:
-        yield
-    finally:
-        if before is None and _FORGET is not None:  # torch before 2.13 has no such function
-            _FORGET(_NOTE)  # what is left in a thread that ends would wait there for Python
-        else:
-            _TAKE_NOTE(_NOTE, before)
+
+
+@functools.cache
+def _steals() -> bool:
+    """Whether torch counts what it is given to note when it lets go of it, and not when it takes it: 2.11 does."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # what is one too many stays in memory
+    _TAKE_NOTE(_NOTE, probe)
+    return sys.getrefcount(probe) == before + 1
 
 
 def innermost_saving_hooks() -> tuple[Any, Any] | None:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.releases import PRIVATE, private, require
 
 _OF_TENSORS: Final = tuple(name for name in PRIVATE["hooks.py"] if name.startswith("torch.Tensor."))
+_OF_MODULES: Final = tuple(name for name in PRIVATE["hooks.py"] if name.startswith("torch.nn.Module."))
 _OF_OPTIMIZERS: Final = tuple(name for name in PRIVATE["hooks.py"] if ".Optimizer." in name)
+_OF_STEPS: Final = tuple(name for name in _OF_OPTIMIZERS if "step_pre" in name)
 _ADDING: Final = threading.Lock()
 _OF_EVERY_STEP: Final = private("torch.optim.optimizer._global_optimizer_pre_hooks")
 
@@ -78,6 +81,19 @@ def with_tensor_hooks(leaves: Iterable[Any]) -> list[Any]:
     return [leaf for leaf in leaves if leaf._backward_hooks]
 
 
+def with_accumulation_hooks(leaves: Iterable[Any]) -> list[Any]:
+    """Return the leaves that have hooks which run once a gradient is accumulated, as optimizers in the pass do."""
+    require(*_OF_TENSORS)
+    return [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
+
+
+def with_backward_hooks(model: nn.Module) -> list[str]:
+    """Return the names of a model's modules that have hooks which run with gradients of inputs or outputs."""
+    require(*_OF_MODULES)
+    modules = model.named_modules()
+    return [name or type(each).__name__ for name, each in modules if each._backward_hooks or each._backward_pre_hooks]
+
+
 @contextmanager
 def without_accumulation_hooks(leaves: Iterable[Any]) -> Iterator[None]:
     """Silence inside the block the hooks that run once a gradient is accumulated, as optimizers in the pass do."""
@@ -104,7 +120,7 @@ def complete(optimizer: Optimizer) -> None:
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:
     """Return the hooks that run before an optimizer's step."""
-    require(*_OF_OPTIMIZERS)
+    require(*_OF_STEPS)
     return [*optimizer._optimizer_step_pre_hooks.values()]
 
 

@@ -74,6 +74,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._will_engine_execute_node": "tell where a backward pass ends",
         "torch.autograd.Variable._execution_engine.queue_callback": "end a backward pass when all else has ended",
         "torch.autograd.Function._backward_cls": "know nodes of an autograd function in a graph",
+        "torch.nn.modules._functions.BackwardHookFunction": "find hooks of modules in a graph",
         "torch.autograd.function.BackwardCFunction._forward_cls": "know the autograd function of a node",
         "torch._C._autograd._top_saved_tensors_default_hooks": "count what is saved for backward passes",
     },
@@ -147,6 +148,8 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     "hooks.py": {
         "torch.Tensor._backward_hooks": "order hooks on gradients, and see the user's",
         "torch.Tensor._post_accumulate_grad_hooks": "see the user's hooks on gradients, and silence them",
+        "torch.nn.Module._backward_hooks": "name modules whose hooks see scaled gradients",
+        "torch.nn.Module._backward_pre_hooks": "name modules whose hooks see scaled gradients",
         f"{_OPTIMIZER}._optimizer_step_pre_hooks": "see the user's hooks of an optimizer's step",
         f"{_OPTIMIZER}._optimizer_state_dict_pre_hooks": "run the hooks of an optimizer's state_dict",
         f"{_OPTIMIZER}._optimizer_state_dict_post_hooks": "run the hooks of an optimizer's state_dict",

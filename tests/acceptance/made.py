@@ -58,7 +58,9 @@ class Made(Loop):
     @needs("session", "made")
     @precondition(nothing_there)
     @precondition_of("gradients by hand")
-    @rule(values=st.integers(0, 99), only=st.sampled_from([None, "first.weight", "second.weight"]), inf=st.integers(0, 9))
+    @rule(
+        values=st.integers(0, 99), only=st.sampled_from([None, "first.weight", "second.weight"]), inf=st.integers(0, 9)
+    )
     def gradients_by_hand(self, values, only, inf):
         """Plain numbers that no pass has made."""
         gradients = self.drawn_gradients(values)
@@ -83,7 +85,7 @@ class Made(Loop):
     def gradients_by_autograd(self, batch, is_amps):
         """``autograd.grad``, the session's or torch's, written into ``.grad``."""
         before, batch = self.oracle.copy(), {**batch, "is_coarse": True}
-        value, _, finite = self.loss(batch)
+        value, _, _ = self.loss(batch)
         self.oracle = before
         if not value.requires_grad or not self.driver.has("grad" if is_amps else "autograd"):
             return

@@ -34,7 +34,7 @@ class Methods(Loop):
             exact = self.oracle.weights[name].exact
             ways = [rounded(each * np.array(widths), "float32") for each in (exact, *self.seen(name))]
             ways += [rounded(each, self.config.computes(name)) for each in ways]
-            assert np.logical_or.reduce([found.T == each for each in ways]).all(), f"{name}: {found.T} of {exact}"
+            assert np.logical_or.reduce([each == found.T for each in ways]).all(), f"{name}: {found.T} of {exact}"
 
     @precondition_of("project")
     @rule(name=names)
@@ -67,7 +67,9 @@ class Methods(Loop):
         assert dtype == before.dtype, f"a weight that a method has made is {dtype}"
         if is_given:  # which the policy's region computes
             unit = max(UNIT[weight.dtype], UNIT[self.config.computes("first.weight")])
-            assert np.allclose(found, weight.exact @ np.array(TURN), rtol=0, atol=16 * unit * np.abs(weight.exact).max())
+            assert np.allclose(
+                found, weight.exact @ np.array(TURN), rtol=0, atol=16 * unit * np.abs(weight.exact).max()
+            )
         else:
             self.turned("first.weight", found)
 

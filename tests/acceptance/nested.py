@@ -205,5 +205,3 @@ class Nested(Loop):
     @invariant()
     def leaves_others_alone(self):
         self.foreign.agrees()
-
-

@@ -25,7 +25,7 @@ class Scale:
     now: float = 1.0
     interval: int = 2000
     ceiling: float = 2.0**24
-    floor: float = 1.0
+    floor: float = 2.0**-24
     clean: int = 0
     #: Which of the scale's values: gradients carry this, not only the number.
     epoch: int = 0

@@ -45,7 +45,11 @@ class Threads(Loop):
     @needs("broken passes")
     @precondition(lambda self: self.window_calls() < MOST_CALLS and self.driver.may_add(self.oracle))
     @precondition_of("threads")
-    @rule(batch=passes, where=st.sampled_from(["beside", "in a pass", "in a step"]), what=st.sampled_from(["plain", "session"]))
+    @rule(
+        batch=passes,
+        where=st.sampled_from(["beside", "in a pass", "in a step"]),
+        what=st.sampled_from(["plain", "session"]),
+    )
     def second_thread(self, batch, where, what):
         work = self.trains_plainly if what == "plain" else self.trains_in_a_session
         if where == "beside":

@@ -422,3 +422,34 @@ def test_the_door_of_the_module_itself_casts_nothing():
     assert given == [torch.float32]
     plugin.teardown()
     assert module.net[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("policy, optimizer", CASES)
+def test_metrics_are_attributes_as_in_any_module(policy, optimizer):
+    torchmetrics = pytest.importorskip("torchmetrics", reason="needs torchmetrics")
+
+    class Measured(Module):
+        def __init__(self, optimizer):
+            super().__init__(optimizer)
+            self.mse = torchmetrics.MeanSquaredError()
+            self.scores_of = torchmetrics.MetricCollection(
+                {"accuracy": torchmetrics.Accuracy("multiclass", num_classes=4)}
+            )
+            self.kept = []
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            scores = self.scores(batch[0]).detach().float()
+            self.mse(scores, nn.functional.one_hot(batch[1], 4).float())
+            self.scores_of(scores, batch[1])
+            self.log("mse", self.mse)
+            return loss
+
+        def on_train_epoch_end(self):
+            self.kept += [self.mse.compute().item(), self.scores_of.compute()["accuracy"].item()]
+            self.scores_of.reset()
+
+    plain, _ = fitted(None, Measured(optimizer), epochs=2)
+    module, _ = fitted(policy, Measured(optimizer), epochs=2)
+    assert module.losses[-1] == pytest.approx(plain.losses[-1], rel=0.02)
+    assert module.kept == pytest.approx(plain.kept, rel=0.05)

@@ -201,6 +201,9 @@ class Odd(nn.Module):
     def forward(self, x):
         return self.net(x) @ self.w
 
+    def plain(self, x):
+        return functional.linear(self.net(x), self.w).detach().numpy()
+
     @torch.no_grad()
     def predict(self, x):
         return functional.linear(self.net(x), self.w).numpy()
@@ -265,6 +268,9 @@ def test_methods_without_gradients_give_fp32(odd, policy):
                     own = {"float32"} if name != "predict_by_forward" else set()
                     assert name == "inferred" or used == {"bfloat16"} | own, name  # in which products are not counted
                 assert model.predict_inside(x).dtype == expected.dtype
+        with torch.no_grad():
+            used, found = dtypes(lambda: model.plain(x))
+        assert (used, found.dtype) == ({"bfloat16", "float32"}, expected.dtype)
 
 
 @pytest.mark.parametrize("policy", POLICIES[:2])

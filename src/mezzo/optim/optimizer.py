@@ -183,6 +183,13 @@ class OnePassOptimizer(Optimizer):
     ``grad_scale`` for a step, as for torch's fused optimizers: 0-d tensors, whether to skip, and what to divide
     gradients by. Gradients themselves are never written.
 
+    ``state`` holds what steps use. Between two of them it is the user's, as that of torch's optimizers: the next step
+    goes on from whatever is put, assigned or written there, or begins anew where it finds nothing. What is assigned in
+    another dtype, or with gaps, is copied; what no step can use is refused before anything is written.
+
+    **Cost**: a look at the state in each step, 0.2 µs a parameter. After an edit, tables are built anew; no host sync,
+    but where a count was edited.
+
     Attributes:
         updates: How many steps have begun to write, or have skipped, since the optimizer was made.
         reads_halves: That its kernels read and write halves by themselves.
@@ -258,8 +265,8 @@ class OnePassOptimizer(Optimizer):
             What the closure returned.
 
         Raises:
-            StateError: A low parameter outside a session; or one that was resized, or moved, since its state was
-                made.
+            StateError: A low parameter outside a session; one that was resized, or moved, since its state was made; or
+                a state that a program has edited so that no step can use it.
             PolicyError: A hyper-parameter that no update can work with, or a parameter in float64.
             UnsupportedError: A sparse gradient. Whatever is raised, nothing was updated.
         """
@@ -417,7 +424,7 @@ class OnePassOptimizer(Optimizer):
         dtype = getattr(torch, wanted.state_dtype)
         found = [taken(self.state.get(param), param, wanted.rule, dtype) for param in params]
         counts = self._counts_of([each.get("step", 0) for each in found])
-        begun = [count or has_begun(each, wanted.rule) for each, count in zip(found, counts, strict=True)]
+        begun = [count or has_begun(each, group) for each, count in zip(found, counts, strict=True)]
         wanted.found.extend(zip(found, begun, strict=True))
         return wanted, gradients
 
@@ -434,7 +441,17 @@ class OnePassOptimizer(Optimizer):
         if built is None or built.wanted is not wanted:
             del built  # and let go of moments that nothing reads any more
             self._built.pop(number, None)
-            buckets = list(self._buckets(number, wanted))
+            before = [(param, dict(self.state.get(param) or ())) for param in wanted.params]
+            try:
+                buckets = list(self._buckets(number, wanted))
+            except BaseException:  # for want of memory: half a state would be an edited one
+                for param, kept in before:
+                    if kept:
+                        self.state[param].clear()
+                        self.state[param].update(kept)
+                    else:
+                        self.state.pop(param, None)
+                raise
             built = self._built[number] = _Built(wanted, buckets, self.state)
             self._seen = [*self.state], [*self.state.values()]
             wanted.found.clear()
@@ -455,10 +472,10 @@ class OnePassOptimizer(Optimizer):
             kind = param.device, param.dtype, parts and parts[0].dtype, which, type(count), seeded
             alike.setdefault(kind, []).append((param, parts))
             counts[kind] = count
-        for kind, together in alike.items():
+        for place, together in alike.items():
             members, halves = [param for param, _ in together], [parts for _, parts in together if parts is not None]
             device = members[0].device
-            count = self._counted(members, counts[kind])
+            count = self._counted(members, counts[place])
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
             keys = keys_of(update_rule, dtype)
             bucket = Bucket(
@@ -528,10 +545,11 @@ class OnePassOptimizer(Optimizer):
 
         ``Optimizer.load_state_dict`` would cast it to the parameters' dtypes. Here moments and counts keep their own;
         ``state_dtype`` stays what this optimizer was made with, and moments of another one are rounded to it, to
-        nearest. Codes with scales are taken as they are where weights lie as they did. torch's own optimizers would
-        take codes for moments: they load what an optimizer with ``state_dtype="float32"`` returns once it has loaded
-        them. A parameter that the state says nothing of begins anew. Hooks run as in ``torch.optim.Optimizer``: those
-        before see a shallow copy of the whole state, and what they return is loaded instead.
+        nearest. Codes with scales are taken as they are where weights lie as they did. torch's own optimizers do not
+        know them, and raise before they step: they load what an optimizer with ``state_dtype="float32"`` returns once
+        it has loaded them. A parameter that the state says nothing of begins anew. Hooks run as in
+        ``torch.optim.Optimizer``: those before see a shallow copy of the whole state, and what they return is loaded
+        instead.
 
         Raises:
             StateError: State of another shape or rule; nothing was loaded.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mezzo.errors import StateError, some_of
 from mezzo.optim.groups import Group, check_group, holds_numbers, in_words, is_number
-from mezzo.sharded import is_distributed, local, placed, sharded_as, sharding
+from mezzo.sharded import flags_of_all, is_distributed, local, placed, sharded_as, sharding
 from mezzo.step import moments
 from mezzo.step.update import RULES, UpdateRule, rule
 from mezzo.tensors import described, dtype_name, flat
@@ -249,13 +249,16 @@ def counts_of(steps: Sequence[Any], whose: str) -> list[int]:
     return list(map(int, counts))
 
 
-def has_begun(found: Mapping[str, Any], update_rule: UpdateRule) -> int:
-    """Return what to count on from where a program has set a count to zero: 1 where that counts nothing.
+def has_begun(found: Mapping[str, Any], group: Group) -> int:
+    """Return what to count on from where a program has set a count to zero: 1 where a momentum has begun.
 
-    torch's SGD does without, and what is not zero is a momentum to it.
+    torch's SGD counts nothing, and dampens the gradient wherever there is a momentum: not in the first step.
     """
-    held = [found[key] for key in found if key != "step"] if update_rule.name == "sgd" else []
-    return int(any(bool(local(value).any()) for value in held))
+    held = [found[key] for key in found if key != "step"] if group.get("dampening") else []
+    if not held:
+        return 0
+    moves = torch.stack([local(each).count_nonzero() for each in held]).any().reshape(1)
+    return int(flags_of_all(moves, held))  # one for all ranks, although some may see zeros alone
 
 
 def kept_of(state: Mapping[str, Tensor], keys: Sequence[str]) -> tuple[Tensor, ...]:
@@ -397,9 +400,8 @@ def _require_codes(saved: Mapping[str, Any], names: Sequence[str]) -> None:
         StateError: Every element of a moment is a whole number that a code can be, and not all are zero.
     """
     for name in names:
-        value = saved.get(name)
-        is_read = isinstance(value, Tensor) and moments.name_of_codes(name) not in saved
-        if is_read and value.is_floating_point():
+        value = None if moments.name_of_codes(name) in saved else saved.get(name)
+        if isinstance(value, Tensor) and value.is_floating_point():
             codes = local(value)
             if codes.count_nonzero() and ((codes == codes.round()) & (codes.abs() <= 255)).all():
                 raise StateError(

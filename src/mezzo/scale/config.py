@@ -53,11 +53,10 @@ class LossScale:
         hysteresis: Overflows it takes to back off; 1 backs off at each.
         refill: Which event restores that budget: ``"backoff"``, ``"clean"`` (any finite step),
             ``"growth"`` or ``"clean+backoff"``.
-        floor: The scale never backs off below; from 2^-126 on. The default is low, since losses that are sums may need
-            a scale below 1.
+        floor: The scale never backs off below; from 2^-126 on. Summed losses need less than 1.
         ceiling: The scale never grows above; with None it grows while it is a finite float32.
-        patience: Overflows in a row at the floor, each of which has used up ``hysteresis``, after which a session
-            raises :class:`mezzo.ScaleCollapsed`; None never. A constant scale is always at its floor.
+        patience: Overflows in a row at the floor, ``hysteresis`` used up, after which a session raises
+            :class:`mezzo.ScaleCollapsed`; None never. A constant scale is always at its floor.
         growth_offset: Extra clean steps before the first growth after an overflow or the start.
 
     Raises:

@@ -80,7 +80,8 @@ def attach(
       ``optimizer.state_dict()`` has the session's state under ``"mezzo"``, which plain torch ignores: a program's own
       checkpoints go on bit for bit.
 
-    Hooks of parameters run inside the pass, and see gradients that carry the scale: one warning names them.
+    Hooks of parameters and modules run inside the pass, and see gradients that carry the scale: one warning names them.
+    Those that run once a gradient is accumulated see it without, and may step.
 
     Args:
         models: The model, or a list of models. Under O1 it may be wrapped by DistributedDataParallel or compiled

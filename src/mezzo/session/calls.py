@@ -116,7 +116,11 @@ class Calls:
     ) -> Any:
         """Call a method, in the region where it is a call of the model; a part that has rules in its own one."""
         inside, is_forward = getattr(self._here, "inside", None), is_call is _always
-        enters = not self._is_over and self._enters(plain, args, kwargs, is_call, inside)
+        if inside is _FORWARD or self._is_over:  # as nearly all calls are
+            if not runs_backward():
+                self._plain.add(plain)
+            return plain(*args, **kwargs)
+        enters = self._enters(plain, args, kwargs, is_call, inside)
         if not enters and (is_forward or inside is not None):
             return plain(*args, **kwargs)
         self._here.inside = (_FORWARD if is_forward else _METHOD) if enters else _APART
@@ -141,10 +145,9 @@ class Calls:
     ) -> bool:
         """Whether a method is a call of the model, or was where it is recomputed, and no part of another one."""
         if runs_backward():
-            return inside in (None, _APART) and plain not in self._plain
+            return inside is not _METHOD and plain not in self._plain
         # Parts that a method calls without gradients give their numbers to what it returns: `self.net(x).numpy()`.
-        is_part = inside == _FORWARD or (inside == _METHOD and torch.is_grad_enabled())
-        is_part = is_part or (inside is not None and is_call is not _always)
+        is_part = inside is not None and (is_call is not _always or (inside is _METHOD and torch.is_grad_enabled()))
         enters = not is_part and not self._is_apart() and is_call(args, kwargs)
         (self._plain.discard if enters else self._plain.add)(plain)
         return enters
@@ -225,7 +228,8 @@ class Binding:
     _engines: ClassVar[Binding | None] = None
 
     def __init__(self, place: Any, name: str) -> None:
-        self._plain = stands = vars(place)[name]
+        self._plain = stands = getattr(place, name)
+        self._is_inherited = name not in vars(place)
         plain = stands if callable(stands) else stands.run_backward  # autograd's engine is called by its methods
         self._through: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []  # changed by one operation at a time
 
@@ -247,7 +251,7 @@ class Binding:
     @classmethod
     def of(cls, place: Any, name: str) -> Binding:
         """Return the one that stands there, or a new one: over what others have bound since, too."""
-        now = vars(place)[name]
+        now = getattr(place, name)
         for found in (getattr(now, "binding", None), cls._engines):
             if isinstance(found, cls) and now in (found.bound, found._plain):
                 return found
@@ -264,14 +268,14 @@ class Binding:
             binding = cls.of(place, name)
             binding._through.append(joined)
             # A session that was dropped may have ended since: collecting garbage runs in any line.
-            if vars(place)[name] is binding._plain:
+            if getattr(place, name) is binding._plain:
                 setattr(place, name, binding.bound)
 
         def end() -> None:
             with _BINDING:
                 binding._through.remove(joined)
                 if not binding._through and vars(place).get(name) is binding.bound:
-                    setattr(place, name, binding._plain)
+                    delattr(place, name) if binding._is_inherited else setattr(place, name, binding._plain)
 
         return end
 

@@ -21,7 +21,7 @@ from mezzo import sharded
 from mezzo.dispatch import is_batch_of_gradients
 from mezzo.distributed.exchange import Ranks, Wrappers
 from mezzo.errors import StateError, UnsupportedError, message, some_of
-from mezzo.hooks import with_tensor_hooks
+from mezzo.hooks import with_accumulation_hooks, with_backward_hooks, with_tensor_hooks
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import as_one_pass
@@ -31,9 +31,9 @@ from mezzo.session.inner import InnerScales
 from mezzo.session.observers import Judged, StepObserver, observing
 from mezzo.session.passes import Pass, Walk, entered
 from mezzo.session.stats import Step, StepAccount, StepOutcome
-from mezzo.session.update import Writes, check_numbers, evaluated
+from mezzo.session.update import Writes, check_numbers, evaluated, takes_flags
 from mezzo.session.weights import Weights
-from mezzo.session.window import Window, hooked
+from mezzo.session.window import Window
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.passes import Verdict, as_fused, decided, not_finite
@@ -66,6 +66,7 @@ class Engine(Writes):
         waits: Whether the scale moves in :meth:`update` alone, as a ``GradScaler``'s does; else a step moves it, once
             no other window waits with gradients of the same scale.
         is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
+        inner_scales: Those of gradients that losses are computed from.
         under_way: The backward passes that run now, weakly: autograd alone may hold one.
     """
 
@@ -87,8 +88,8 @@ class Engine(Writes):
         self.waits = self.is_captured = False
         self.under_way: list[ref[Pass]] = []
         self._inner: Tensor | None = None  # whether gradients that a loss was computed from had overflowed
-        self._inner_scales = InnerScales(shared, scaler.config.interval)
-        self._is_told = self._has_warned = False
+        self.inner_scales = InnerScales(shared, scaler.config.interval)
+        self._is_told = self._has_warned = self._has_warned_of_modules = False
         self.wrappers = Wrappers(ranks)
         self.group()
 
@@ -125,11 +126,17 @@ class Engine(Writes):
         return any(window.owns(leaf) for window in self.windows)
 
     def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it."""
-        if self.weights.units:  # of what is gathered a graph shows no parameter
-            return list(self.windows)
-        found = self.wrappers.reduced_with(set(map(id, walk.leaves)))
-        return [window for window in self.windows if not found.isdisjoint(window.ids())]
+        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it.
+
+        Hooks of modules there are warned of, once, if they see gradients that carry the scale.
+        """
+        windows = list(self.windows)
+        if not self.weights.units:  # of what is gathered a graph shows no parameter
+            found = self.wrappers.reduced_with(set(map(id, walk.leaves)))
+            windows = [window for window in windows if not found.isdisjoint(window.ids())]
+        if windows and walk.runs_hooks and self.scale_now is not None:
+            self._warn_of_modules()
+        return windows
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
@@ -186,7 +193,14 @@ class Engine(Writes):
         scaled = self.scaler.scaled(entry)
         return scaled * 1 if scaled is entry else scaled
 
-    def begin(self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool) -> None:
+    @property
+    def follows_passes(self) -> bool:
+        """Whether windows are open that a pass reaches, in loops of the user's own; else all that a call is told of."""
+        return self.plain or self.waits
+
+    def begin(
+        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+    ) -> list[Tensor]:
         """Make ready for gradients of a backward pass.
 
         Args:
@@ -194,6 +208,10 @@ class Engine(Writes):
             scale: What its gradients carry, until :meth:`end` or :meth:`fail`.
             others: Further leaves that it reaches.
             is_first: Whether nothing of the pass has begun before.
+
+        Returns:
+            The leaves whose gradients are to lose the scale before they are accumulated: in a loop of the user's own
+            hooks run then, which may step.
         """
         if is_first:
             self.require_whole()
@@ -201,9 +219,11 @@ class Engine(Writes):
                 self.group()
             for observer in (*self.observers, *observing()):
                 observer.begins(self, scale)
+        is_own = self.plain and scale is not None
+        seen = [each for each in windows if with_accumulation_hooks(each.leaves())] if is_own else []
         if scale is not None and not self._has_warned:
             self._warn_of_hooks(windows if self.plain else [], others)
-        is_users = self.plain or self.waits
+        is_users = self.follows_passes
         for window in () if is_users else windows:
             window.refuse_left()
             window.refuse_copies()
@@ -216,8 +236,10 @@ class Engine(Writes):
                 if is_users:
                     window.forget_cleared()
                 is_wide = self.plain and not self.weights.units  # whose parts get low gradients
-                window.begin(scale, is_wide=is_wide, is_wrapped=self.wrappers.are_there)
+                carried = None if window in seen else scale
+                window.begin(carried, is_wide=is_wide, is_wrapped=self.wrappers.are_there)
             self._count(True)
+        return [leaf for window in seen for leaf in window.leaves() if leaf.requires_grad]
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
         """Take note of what a backward pass has made.
@@ -230,7 +252,7 @@ class Engine(Writes):
             for window in losses:
                 window.end(losses[window])
             self.wrappers.end_pass()
-            self._inner_scales.begin_again()
+            self.inner_scales.begin_again()
             if self.plain:
                 self._unscale(losses)
 
@@ -247,7 +269,7 @@ class Engine(Writes):
             memory.counts = counts
 
     def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
-        found = [leaf for window in windows for leaf in hooked(window.leaves())]
+        found = [leaf for window in windows for leaf in with_tensor_hooks(window.leaves())]
         # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
         found += [leaf for leaf in with_tensor_hooks(others) if leaf.numel() > 1]
         names = list(map(self.weights.name_of, found))
@@ -258,6 +280,18 @@ class Engine(Writes):
                 where=some_of(names),
                 why="they run inside the backward pass, at whose end gradients are unscaled",
                 write="the same after backward(); or a policy without a scale, dtype=bfloat16: "
+                'Policy.O1("bfloat16"), or the text O1,dtype=bfloat16',
+            )
+            warnings.warn(text, stacklevel=4)
+
+    def _warn_of_modules(self) -> None:
+        if not self._has_warned_of_modules:
+            self._has_warned_of_modules = True
+            text = message(
+                "hooks of modules see gradients that carry the loss scale",
+                where=some_of([name for model in self.weights.models for name in with_backward_hooks(model)]),
+                why="they run inside the backward pass; what is summed up of them moves with the scale",
+                write="gradient / amp.loss_scale in the hook; or a policy without a scale, dtype=bfloat16: "
                 'Policy.O1("bfloat16"), or the text O1,dtype=bfloat16',
             )
             warnings.warn(text, stacklevel=4)
@@ -366,7 +400,8 @@ class Engine(Writes):
                 else:
                     with self.told_to_ranks():
                         step = self._take(optimizers, by)
-        self.account.warn()
+        if self.account.warning:
+            self.account.warn()
         for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
             observer.stepped(self, step)
         return step
@@ -440,7 +475,7 @@ class Engine(Writes):
         # looks at gradients as they are stepped with sees plain ones.
         is_part = any(each not in optimizers for window in windows for each in window.optimizers)
         shown = [each for each in optimizers if self.shows(each)]
-        if is_part or shown or len({id(window.scale) for window in windows}) > 1:
+        if is_part or any(map(takes_flags, shown)) or len({id(window.scale) for window in windows}) > 1:
             for window in windows:
                 window.rescale(None)
         scale = windows[0].scale
@@ -492,7 +527,7 @@ class Engine(Writes):
     def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
         """End a step whose writes are done: adapt the scale, and account for it."""
         verdict, now = judged.verdict, self.scaler.state.scale
-        self._inner_scales.begin_again()
+        self.inner_scales.begin_again()
         made_with = windows[0].made_with
         for window in windows:
             window.close(verdict.found_inf if self.plain or self.waits else None)
@@ -554,7 +589,7 @@ class Engine(Writes):
             for memory in self.weights.memories():
                 memory.forget()
             self._inner = None
-            self._inner_scales.begin_again()
+            self.inner_scales.begin_again()
             sharded.forget_gradients(self.weights.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Any, ...]:
@@ -564,6 +599,9 @@ class Engine(Writes):
             return self.weights.region().run_grad(scaled(outputs), inputs, **options)
 
         found = self.differentiated([outputs], run)
+        for window in self.windows:
+            if any(map(window.owns, inputs)):
+                window.given = True
         return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
 
     def differentiated(
@@ -582,13 +620,11 @@ class Engine(Writes):
         scale = self.scale_now
         adapts = scale is not None and self.scaler.config.mode == "dynamic"
         if scale is not None and adapts:
-            scale = self._inner_scales.next(scale)
+            scale = self.inner_scales.next(scale)
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
         with Pass(self, scale):
             found = list(run(partial(_times, scale)))
-        for window in self.windows:
-            window.given = True
         if scale is None:
             return found
         back = inverse(scale)
@@ -599,16 +635,17 @@ class Engine(Writes):
         return found
 
     def _note_inner(self, outputs: list[Tensor], gradients: list[Tensor], *, adapts: bool) -> None:
-        """Note whether a loss is computed from gradients that are not finite."""
-        flag = not_finite(largest := self._largest(gradients))
-        if adapts:
-            flag = self._inner_scales.told(self._largest(outputs), largest)
-        self._inner = flag if self._inner is None else self._inner | flag
+        """Note whether a loss is computed from gradients that are not finite, by their largest values.
 
-    def _largest(self, values: list[Tensor]) -> Tensor:
-        """Return what is finite where all values are: a norm of finite ones may be infinite, the largest is not."""
-        sizes = foreach_norm(values, float("inf"))
-        return torch.stack([moved(size, self.device, torch.float32) for size in sizes]).sum()
+        A norm of finite ones may be infinite.
+        """
+        each = foreach_norm([*gradients, *outputs], float("inf"))
+        sizes = torch.stack([moved(size, self.device, torch.float32) for size in each])
+        results = sizes[: len(gradients)].sum()
+        if adapts:
+            self.inner_scales.told(sizes[len(gradients) :].sum(), results)
+        flag = not_finite(results)
+        self._inner = flag if self._inner is None else self._inner | flag
 
 
 def _times(scale: Tensor | None, tensor: Tensor) -> Tensor:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from mezzo.scale.scaler import Compute
-from mezzo.step.passes import not_finite
 
-#: The factor between a scale that overflowed and the largest that is tried again.
+#: What a scale that overflowed is multiplied by, and what it is multiplied by for the largest that is tried again.
+_FALL: Final = 2.0**-8
 _LOWER: Final = 2.0**-4
-_CEILING: Final = 2.0**24
+#: Where the largest result has room: what it is made of may be 2⁸ times larger in FP16, and what is 2²² times smaller
+#: is a normal number.
+_LARGEST: Final = 2.0**8
+#: At most what one begins with: a sum's gradient is the scale itself, and FP16 ends at 65504.
+_FIRST: Final = 2.0**15
 #: Calls of one step that are told from each other; further ones share the last one's scale.
 _MOST: Final = 64
 
@@ -20,20 +25,20 @@ _MOST: Final = 64
 class InnerScales:
     """A loss scale for each call that differentiates inside of a loss: the k-th since the last pass has the k-th.
 
-    Each begins where the loss's scale is then: derivatives of another order may be larger by any factor. One that
-    overflowed falls by 2⁸ at once, and each clean call doubles it, up to a bound: 2⁻⁴ of what overflowed last, twice
-    as much after each ``interval`` of clean calls. So at most two overflows find a scale 2⁸ below the first one.
+    Each begins where the loss's scale is then, or at 2¹⁵: derivatives of another order may be larger by any factor.
+    One that overflowed falls by 2⁸ at once. Each clean call doubles it while the largest result has room for that, up
+    to a bound: 2⁻⁴ of what overflowed last, and twice as much after ``interval`` of clean calls.
 
     Args:
         compute: How pure functions of a few tensors are computed.
         interval: See above.
 
-    **Cost**: no host sync; a launch a call on an accelerator, else some 20 µs.
+    **Cost**: no host sync; a launch a call on an accelerator.
     """
 
     def __init__(self, compute: Compute, interval: int) -> None:
-        self._compute, self._interval = compute, interval
-        self._each: list[tuple[Tensor, ...]] = []  # scale, bound, clean calls: 0-d float32
+        self._compute, self._growth = compute, 2.0 ** (1 / interval)
+        self._each: list[tuple[Tensor, Tensor]] = []  # scale and bound, 0-d float32
         self._place = 0
 
     def begin_again(self) -> None:
@@ -44,38 +49,60 @@ class InnerScales:
         """Return the next call's scale, 0-d float32, which nothing writes.
 
         Args:
-            scale: What a new one begins with.
+            scale: The loss's.
         """
         self._place = min(self._place + 1, _MOST)
         if self._place > len(self._each):
-            self._each.append((scale.clone(), scale.clone(), torch.zeros_like(scale)))
+            first = scale.clamp_max(_FIRST)
+            self._each.append((first, first.clone()))
         return self._each[self._place - 1][0].clone()
 
-    def told(self, outputs: Tensor, results: Tensor) -> Tensor:
-        """Take note of a call, the last one of :meth:`next`; return whether it overflowed, 0-d bool.
+    def told(self, outputs: Tensor, results: Tensor) -> None:
+        """Take note of a call, the last one of :meth:`next`.
 
         Args:
             outputs: 0-d: not finite where what was differentiated is not.
-            results: 0-d: not finite where a gradient is not.
+            results: 0-d: at least the largest gradient, without the scale; not finite where one is not.
         """
         numbers = self._each[self._place - 1]
-        overflowed, *after = self._compute(moved_on, (self._interval,), [*numbers, outputs, results])
-        for number, value in zip(numbers, after, strict=True):  # in place: a captured graph holds addresses
-            number.copy_(value)
-        return overflowed
+        given = [*numbers, outputs, results]
+        if results.device.type == "cpu":  # numpy asks nothing of a device
+            moved = moved_on(self._growth, *(number.numpy().item() for number in given))
+            for number, value in zip(numbers, moved, strict=True):
+                number.fill_(value)
+            return
+        for number, value in zip(numbers, self._compute(moved_on, (self._growth,), given), strict=True):
+            number.copy_(value)  # in place: a captured graph holds addresses
+
+    # State ------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[list[float]]:
+        """Return the numbers of each as plain values; a host sync where there are any."""
+        return [[float(scale), float(bound)] for scale, bound in self._each]
+
+    def load(self, rows: Iterable[Sequence[float]], device: torch.device) -> None:
+        """Go on from what :meth:`rows` returned."""
+        made = (torch.tensor(row, dtype=torch.float32, device=device).unbind() for row in rows)
+        self._each[:], self._place = [(scale.clone(), bound.clone()) for scale, bound in made], 0
 
 
-def moved_on(
-    interval: int, scale: Tensor, bound: Tensor, clean: Tensor, outputs: Tensor, results: Tensor
-) -> tuple[Tensor, ...]:
-    """Return whether a call's gradients are not finite, and its three numbers after it; no scale cures bad outputs."""
-    overflowed, is_held = not_finite(results), not_finite(outputs)
-    clean = torch.where(is_held, clean, torch.where(overflowed, 0.0, clean + 1.0))
-    grows = clean >= float(interval)
-    clean = torch.where(grows, 0.0, clean)
-    higher = torch.where(grows, (bound * 2.0).clamp_max(_CEILING), bound)
-    bound = torch.where(is_held, bound, torch.where(overflowed, scale * _LOWER, higher))
-    doubled = scale * 2.0
-    doubled = torch.where(doubled - bound > 0.0, bound, doubled)
-    scale = torch.where(is_held, scale, torch.where(overflowed, bound * _LOWER, doubled))
-    return overflowed, scale, bound, clean
+def moved_on(growth: float, scale: Any, bound: Any, outputs: Any, results: Any) -> tuple[Any, Any]:
+    """Return a call's scale and bound after it, for 0-d tensors or Python's numbers; bad outputs move neither.
+
+    Args:
+        growth: What a clean call multiplies the bound by.
+        scale: The scale.
+        bound: The bound.
+        outputs: Not finite where what was differentiated is not.
+        results: The largest gradient, without the scale.
+    """
+    overflowed, is_held = results * 0.0 != 0.0, outputs * 0.0 != 0.0
+    higher, doubled = bound * growth, scale * 2.0
+    has_room = (doubled - higher <= 0.0) & (doubled * results <= _LARGEST)
+    after = _chosen(overflowed, scale * _FALL, _chosen(has_room, doubled, scale))
+    higher = _chosen(overflowed, scale * _LOWER, higher)
+    return _chosen(is_held, scale, after), _chosen(is_held, bound, higher)
+
+
+def _chosen(condition: Any, one: Any, other: Any) -> Any:
+    return torch.where(condition, one, other) if isinstance(condition, Tensor) else one if condition else other

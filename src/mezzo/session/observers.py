@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mezzo.backward import note
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
 from mezzo.step.passes import Verdict
@@ -161,8 +162,12 @@ class Explains:
     def stepped(self, engine: Watched, step: Step) -> None:
         """Run the calls of a skipped step again, and forget them."""
         if bool(step.skipped):
-            with torch.enable_grad(), self._unreduced():
-                step.overflow = self._replay.locate(step.scale)
+            forget = note(self)  # so that no session scales these passes again
+            try:
+                with torch.enable_grad(), self._unreduced():
+                    step.overflow = self._replay.locate(step.scale)
+            finally:
+                forget()
             if step.overflow is not None:
                 logger.warning("%s", step.overflow)
         self._replay.clear()

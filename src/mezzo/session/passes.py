@@ -7,7 +7,6 @@ own, whose window knows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -20,8 +19,19 @@ from torch import Tensor, empty, is_grad_enabled, nn, ones
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from mezzo.backward import call_at_end, door, may_run_others, node_of, noted, noting, number_of_pass, will_run
+from mezzo.backward import (
+    call_at_end,
+    door,
+    may_run_others,
+    node_of,
+    note,
+    noted,
+    number_of_pass,
+    runs_hooks_of_modules,
+    will_run,
+)
 from mezzo.compiling import never_compiled
+from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import StateError, UnsupportedError
 from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
@@ -44,14 +54,16 @@ class Walk:
         nodes: What is between its roots and them.
         runs_others: Whether some of these may run passes of their own, over leaves that nothing shows.
         is_anothers: Whether the graph goes through a loss that a session has scaled.
+        runs_hooks: Whether hooks of modules run with gradients there.
     """
 
-    __slots__ = ("is_anothers", "leaves", "nodes", "runs_others")
+    __slots__ = ("is_anothers", "leaves", "nodes", "runs_hooks", "runs_others")
 
     def __init__(self, leaves: list[Any], nodes: list[Any]) -> None:
         self.leaves, self.nodes = leaves, nodes
         kinds = set(map(type, nodes))
         self.runs_others, self.is_anothers = any(map(may_run_others, kinds)), node_of(_Entry) in kinds
+        self.runs_hooks = runs_hooks_of_modules(kinds)
 
 
 def walked(roots: Iterable[Any]) -> Walk:
@@ -118,6 +130,19 @@ def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: 
         )
 
 
+# Gradients inside of graphs ------------------------------------------------------------------------------
+
+#: Tensors that are no leaves, whose gradients a program wants to read after a pass.
+_RETAINED: Final = list[ref[Tensor]]()
+
+
+def retaining(_: object, plain: Callable[..., None], tensor: Tensor, /, *args: Any, **kwargs: Any) -> None:
+    """Have the gradient of a tensor stay after a pass, without the scale: what ``tensor.retain_grad()`` does."""
+    plain(tensor, *args, **kwargs)
+    if not tensor.is_leaf:
+        _RETAINED.append(ref(tensor))
+
+
 # A pass --------------------------------------------------------------------------------------------------
 
 
@@ -130,14 +155,20 @@ class Opens(Protocol):
 
     under_way: list[ref[Pass]]
 
+    @property
+    def follows_passes(self) -> bool:
+        """Whether windows are open that a pass reaches."""
+
     def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a pass makes."""
+        """Return the windows whose gradients a pass makes; hooks of modules that see the scale there are warned of."""
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that are none of the session's."""
 
-    def begin(self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool) -> None:
-        """Make ready for gradients of a pass that will carry a scale."""
+    def begin(
+        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+    ) -> list[Tensor]:
+        """Make ready for gradients of a pass that will carry a scale; return leaves of which they shall not."""
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
         """Take note of what a pass has made, and of what it has differentiated."""
@@ -168,25 +199,33 @@ class Pass:
 
     def __init__(self, engine: Opens, scale: Tensor | None) -> None:
         self._engine, self._scale = engine, scale
+        self._back: Tensor | None = None  # 1/scale, once it is used
         self._around: int | None = number_of_pass()  # in which it begins, or -1
         self._number: int | None = None
         self._losses: dict[Window, list[Tensor]] = {}  # by the windows that it reaches, which are open from then on
+        self._said: list[Tensor] = []
         self._has_begun = self._is_last = False
-        self._undo = ExitStack()
-        self._said = list[Tensor]()
-        self._unscale: Callable[[Tensor], Tensor] = partial(_unscaled, None if scale is None else inverse(scale))
-        self._hooked = dict[ref[Tensor], Any]()  # by leaves that lose the scale: what accumulates, and has our hook
-        self._waiting = dict[ref[Tensor], Tensor | None]()  # by leaves that lose it at the end: what they had
+        self._undo: list[Callable[[], object]] = []
+        self._hooked: dict[ref[Tensor], Any] = {}  # by leaves that lose the scale: what accumulates, and has our hook
+        self._waiting: dict[ref[Tensor], Tensor | None] = {}  # by tensors that lose it at the end: what they had
 
     def _open(self) -> None:
         self.is_closed = False
-        self._engine.under_way.append(ref(self))
-        self._undo.callback(Binding.join(*door(), ref(self), _inside))
+        self._undo.append(Binding.join(*door(), ref(self), _inside))
+        if _RETAINED and self._scale is not None:
+            self._set_aside()
 
     def __enter__(self) -> Self:
         """Begin: what torch is asked for from here on is this pass, and what runs in it."""
-        self._open()
-        self._undo.enter_context(noting(self))
+        if self._scale is None and not self._engine.follows_passes:  # what runs in it finds all open
+            self.is_closed = False
+            return self
+        try:
+            self._open()
+            self._undo.append(note(self))
+        except BaseException:
+            self._close(has_failed=True)
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
@@ -201,6 +240,7 @@ class Pass:
         if scale is not None:
             refuse_scaled((), (), creates_graph=is_grad_enabled())
         call_at_end(made)
+        engine.under_way.append(ref(made))
         made._open()
         return made
 
@@ -208,6 +248,10 @@ class Pass:
         """Whether this thread works for it, in a node of its own graph or of a pass inside."""
         number = number_of_pass()
         return number == self._number or (number != self._around and noted() is self)
+
+    def runs_in(self, engine: Opens) -> bool:
+        """Whether it is an engine's, and this thread works for it."""
+        return self._engine is engine and self.runs_here()
 
     # What it reaches ------------------------------------------------------------------------------------
 
@@ -233,22 +277,26 @@ class Pass:
             others: Leaves that are none of the session's.
             is_inside: Whether a pass inside of this one reaches them.
         """
-        known = self._hooked.keys() | self._waiting.keys()
-        others = [leaf for leaf in others if ref(leaf) not in known and isinstance(leaf, Tensor) and leaf.is_leaf]
+        others = [leaf for leaf in others if isinstance(leaf, Tensor) and leaf.is_leaf and not self._knows(leaf)]
         new = [window for window in windows if window not in self._losses]
         self._losses |= {window: list(self._said) if is_inside else [] for window in new}
         if new or others or not self._has_begun:
             is_first, self._has_begun = not self._has_begun, True
-            self._engine.begin(new, self._scale, others, is_first=is_first)
+            others += self._engine.begin(new, self._scale, others, is_first=is_first)
         self._said += losses
         for window in windows:
             self._losses[window] += losses
+        if others and self._back is None and self._scale is not None:
+            self._back = inverse(self._scale)
         for leaf in others:
             if is_inside and not isinstance(leaf, nn.Parameter):
                 self._waiting[ref(leaf)], leaf.grad = leaf.grad, None
             else:
                 node = self._hooked[ref(leaf)] = get_gradient_edge(leaf).node
-                self._undo.callback(node.register_prehook(partial(_accumulated, self._unscale)).remove)
+                self._undo.append(node.register_prehook(partial(_accumulated, self._back)).remove)
+
+    def _knows(self, leaf: Tensor) -> bool:
+        return ref(leaf) in self._hooked or ref(leaf) in self._waiting
 
     # Its end --------------------------------------------------------------------------------------------
 
@@ -270,8 +318,10 @@ class Pass:
         engine = self._engine
         with uninterrupted():  # a pass that is over has been told of
             self.is_closed = True
-            engine.under_way[:] = [each for each in engine.under_way if each() not in (None, self)]
-            self._undo.close()
+            if engine.under_way:
+                engine.under_way[:] = [each for each in engine.under_way if each() not in (None, self)]
+            while self._undo:
+                self._undo.pop()()
             self._settle()
             if not self._has_begun:
                 return
@@ -281,17 +331,28 @@ class Pass:
                 engine.fail(self._losses)
                 raise
 
+    def _set_aside(self) -> None:
+        """Have tensors inside of graphs whose gradients stay wait for this pass to end."""
+        _RETAINED[:] = [place for place in _RETAINED if place() is not None]
+        assert self._scale is not None
+        self._back = inverse(self._scale)
+        with DisableTorchFunction():
+            for place in _RETAINED:
+                if (tensor := place()) is not None and place not in self._waiting:
+                    self._waiting[place], tensor.grad = tensor.grad, None
+
     @torch.no_grad()
     def _settle(self) -> None:
-        """Take the scale off leaves that have waited for it, and add it to what they had."""
-        for place, before in self._waiting.items():
-            if (leaf := place()) is None:
-                continue
-            new = None if leaf.grad is None else self._unscale(leaf.grad)
-            if before is not None:
-                leaf.grad = before if new is None else before.add_(new)
-            else:
-                leaf.grad = new
+        """Take the scale off tensors that have waited for it, and add it to what they had."""
+        with DisableTorchFunction():
+            for place, before in self._waiting.items():
+                if (tensor := place()) is None:
+                    continue
+                new = None if tensor.grad is None else _unscaled(self._back, tensor.grad)
+                if before is not None:
+                    tensor.grad = before if new is None else before.add_(new)
+                else:
+                    tensor.grad = new
 
 
 def _unscaled(back: Tensor | None, gradient: Tensor) -> Tensor:
@@ -302,10 +363,10 @@ def _unscaled(back: Tensor | None, gradient: Tensor) -> Tensor:
     return (gradient.float() * factor).to(gradient.dtype) if gradient.dtype in LOW else gradient * factor
 
 
-def _accumulated(unscale: Callable[[Tensor], Tensor], gradients: tuple[Tensor | None]) -> tuple[Tensor | None]:
+def _accumulated(back: Tensor | None, gradients: tuple[Tensor | None]) -> tuple[Tensor | None]:
     """Take the scale off what is about to be accumulated."""
     (gradient,) = gradients
-    return (None if gradient is None else unscale(gradient),)
+    return (None if gradient is None else _unscaled(back, gradient),)
 
 
 def _inside(this: Pass, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
@@ -315,8 +376,11 @@ def _inside(this: Pass, plain: Callable[..., Any], roots: Any, gradients: Any, *
     *_, inputs, _, accumulates = asked
     if accumulates:
         this.join([], walk_of(roots, inputs), is_inside=True)
-    with noting(this):
+    forget = note(this)
+    try:
         return plain(roots, gradients, *asked)
+    finally:
+        forget()
 
 
 @never_compiled  # what it does, it does while autograd's own engine runs
@@ -355,8 +419,8 @@ class _Entry(Function):
         walk = walked([GradientEdge(*loss)])
         if ctx.scale is not None and not will_run(leaf[0]):
             _refuse_stops(walk)
-        passes = (each() for each in ctx.engine.under_way)
-        this = next((each for each in passes if each is not None and each.runs_here()), None)
+        passes = (noted(), *(each() for each in ctx.engine.under_way))
+        this = next((each for each in passes if isinstance(each, Pass) and each.runs_in(ctx.engine)), None)
         (this or Pass.around_now(ctx.engine, ctx.scale)).join(ctx.losses, walk)
         return gradient, None, None, None
 

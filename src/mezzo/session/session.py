@@ -21,7 +21,7 @@ from mezzo.session import state
 from mezzo.session.calls import Binding
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
-from mezzo.session.passes import Pass, refuse_scaled, walked
+from mezzo.session.passes import Pass, refuse_scaled, retaining, walk_of
 from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
 from mezzo.session.state import Stateful
 from mezzo.session.stats import Stats, Step
@@ -120,6 +120,8 @@ class MixedPrecision:
             self._names = contextlib.ExitStack()
             weakref.finalize(self, self._names.close)
             self._undo.callback(self._names.close)
+            if scaler.changes_gradients:
+                self._names.callback(Binding.join(Tensor, "retain_grad", weakref.ref(self), retaining))
         except BaseException:
             self._undo.close()
             raise
@@ -249,7 +251,10 @@ class MixedPrecision:
             given = kwargs.get("inputs")
             if given is not None:
                 given = kwargs["inputs"] = [given] if isinstance(given, Tensor) else list(given)
-            others = engine.others(walked([loss]).leaves if given is None else given)
+            walk = walk_of([loss], given or ())
+            if walk.runs_hooks:
+                engine.reached(walk)  # which warns of them
+            others = engine.others(walk.leaves)
             refuse_scaled((), () if given is None else others, creates_graph=bool(kwargs.get("create_graph")))
         with Pass(engine, scale) as this:
             this.open(windows, [loss.detach().reshape(())], others)
@@ -332,8 +337,10 @@ class MixedPrecision:
 
         Raises:
             StateError: No ``backward`` since the last step, no parameter has a gradient, or an earlier update was
-                ended half-way.
-            PolicyError: A hyper-parameter that is not finite; tensors on an accelerator are not looked at.
+                ended half-way. Under a loss scale gradients that the program has made itself, unless :meth:`unscale_`
+                or :meth:`grad` has given out what they are made of.
+            PolicyError: A hyper-parameter of torch's or mezzo's that is not finite; tensors on an accelerator are not
+                looked at.
             ScaleCollapsed: The scale stood at its floor for ``patience`` overflows in a row; at most two steps late.
             NumericsError: With ``on_overflow="raise"``, at an overflow; nothing was updated.
             DistributedError: Another rank has ended this step with an error, or had no gradient left.

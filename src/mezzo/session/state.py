@@ -84,6 +84,7 @@ def save(engine: Engine, policy: Policy, *, in_window: bool = False) -> dict[str
         "loss_scale": engine.scaler.state_dict(),
         "stats": engine.account.state_dict(),
         **({"products": _remembered(engine, memories)} if memories else {}),
+        **({"inner_scales": rows} if (rows := engine.inner_scales.rows()) else {}),
     }
 
 
@@ -127,6 +128,7 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
     named = dict(engine.weights.named_params())
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
         _load_scale(engine, _within(state["loss_scale"], policy.loss_scale))
+        engine.inner_scales.load(state.get("inner_scales", ()), engine.device)
     remembered = state.get("products", {"histories": {}, "draws": []})  # without them all begins anew
     histories = {id(named[name]): history for name, history in remembered["histories"].items() if name in named}
     memories = engine.weights.memories()
@@ -245,7 +247,15 @@ def _is_remembered(value: Any) -> bool:
     )
 
 
+def _are_rows(value: Any) -> bool:
+    """Whether something is what ``InnerScales.rows`` returns."""
+    rows = value if isinstance(value, list) else [None]
+    return all(isinstance(row, list) and len(row) == 2 and all(map(VALUES["scale"][0], row)) for row in rows)
+
+
 def _damages(state: Mapping[str, Any]) -> Iterator[str]:
+    if not _are_rows(state.get("inner_scales", [])):
+        yield f"inner_scales is {shown(state['inner_scales'])}, not two numbers for each"
     if "products" in state and not _is_remembered(state["products"]):
         yield f"products is {shown(state['products'])}, not histories and draws"
     for path, (fits, words) in _FIELDS.items():

@@ -121,6 +121,7 @@ class StepAccount:
         ranks: The ranks that step together.
 
     Attributes:
+        warning: What there is to warn of.
         kept: Where steps are kept instead, with what :meth:`packed` makes of them, while one is captured.
     """
 
@@ -128,7 +129,7 @@ class StepAccount:
         self._config, self._name_of, self._ranks = config, name_of, ranks
         self.kept: list[tuple[StepOutcome, Tensor]] | None = None
         self._recent: deque[bool] = deque(maxlen=config.interval)
-        self._warning, self._has_warned = "", False
+        self.warning, self._has_warned = "", False
         first = float(scale.cpu().numpy())
         self._follow(Stats(scale=first, lowest_scale=first, highest_scale=first, ranks=ranks.size))
 
@@ -180,15 +181,15 @@ class StepAccount:
         must_know = self._config.patience is not None
         while self._flying and (self._flying[0].event.query() or (must_know and len(self._flying) > 1)):
             self._land()
-        self.warn()
+        if self.warning:
+            self.warn()
         if self._error is not None:
             raise self._error
 
     def warn(self) -> None:
         """Warn of steps skipped in a row, once the host knows of them: outside of a step's writes."""
-        text, self._warning = self._warning, ""
-        if text:
-            warnings.warn(text, stacklevel=5)
+        text, self.warning = self.warning, ""
+        warnings.warn(text, stacklevel=5)
 
     def stats(self) -> Stats:
         """Return the account, waiting for what is still on its way."""
@@ -225,7 +226,7 @@ class StepAccount:
         if self._failures == 1:
             logger.warning("the loss of step %d is not finite: skipped", step)
         if self._skipped_in_a_row >= _MANY and not self._has_warned:
-            self._has_warned, self._warning = True, self._stands_still(step, scale)
+            self._has_warned, self.warning = True, self._stands_still(step, scale)
         patience = self._config.patience or math.inf
         error = self._ranks.ended_by(absent[0], step) if absent else None
         if error is not None:
@@ -242,7 +243,8 @@ class StepAccount:
             self._error = self._collapse(step, scale, int(floor_overflows), outcome.params, norms)
 
     def _stands_still(self, step: int, scale: float) -> str:
-        config, write = self._config, ['MixedPrecision(…, on_overflow="explain"), which says where it began']
+        config = self._config
+        write = ['MixedPrecision(…, on_overflow="explain"), which says where it began; docs/nan.md has the rest']
         if config.mode == "none":
             where, why = "no loss scale", "the loss or its gradients are not finite"
         elif self._failures >= _MANY:

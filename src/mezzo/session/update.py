@@ -7,10 +7,11 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from operator import ne
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
 #: Where optimizers are that a program has not written.
 _OWN: Final = ("torch.optim.", "mezzo.optim.")
+_FLOATS: Final = {float, numpy.float64}
 
 
 class Writes:
@@ -90,6 +92,7 @@ class Writes:
         """Have an optimizer step by this call meanwhile; yield where what the call returns is noted."""
         returned = list[Any]()
 
+        @functools.wraps(step.func if isinstance(step, functools.partial) else step)  # whose it is, is asked later
         def call(*args: Any) -> Any:
             returned.append(step(*args))
             return returned[-1]
@@ -103,10 +106,10 @@ class Writes:
                 self.steps_by[optimizer] = before
 
     def shows(self, optimizer: Optimizer) -> bool:
-        """Whether a program's code sees gradients that a kernel is to unscale: a hook, or a class with another step."""
+        """Whether a program's code looks at gradients in an optimizer's step: a hook, or a class with another step."""
         is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
         is_seen = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
-        return (is_seen or _has_other_hooks(optimizer, self.num_hooks)) and takes_flags(optimizer)
+        return is_seen or _has_other_hooks(optimizer, self.num_hooks)
 
     def require_whole(self) -> None:
         """Refuse to go on from an update that an optimizer has ended in its middle.
@@ -205,7 +208,7 @@ class Writes:
     def _stood(self, optimizer: Optimizer, step: Callable[..., Any], judged: Judged) -> _Stood:
         """Note what stands before an optimizer steps."""
         of_torch = getattr(step, "__module__", "").startswith("torch.optim.")
-        is_orderly = of_torch and judged.is_alike and not _has_other_hooks(optimizer, self.num_hooks)
+        is_orderly = of_torch and judged.is_alike and optimizer not in judged.shown
         return _Stood(optimizer, is_orderly=is_orderly, is_new=not of_torch and optimizer not in self._counted)
 
 
@@ -220,8 +223,8 @@ class _Stood:
     """What stood before a step of an optimizer: should the step raise, whether it has written that.
 
     Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted there
-    are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of parameters are added
-    up until a step of the optimizer has shown that its writes are counted.
+    or in groups are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of
+    parameters are added up until a step of the optimizer has shown that its writes are counted.
 
     Args:
         optimizer: The optimizer.
@@ -306,10 +309,15 @@ _LIVE: Final[list[weakref.ref[Writes]]] = []
 
 def guarded(writes: Writes) -> Callable[[], None]:
     """Refuse steps of optimizers over the models' parameters that a session does not know; return what ends it."""
-    here = weakref.ref(writes, _LIVE.remove)
+
+    def end(here: weakref.ref[Writes]) -> None:
+        with suppress(ValueError):  # of a session that was closed, and is dropped now
+            _LIVE.remove(here)
+
+    here = weakref.ref(writes, end)
     _LIVE.append(here)
     before_every_step(_LOOK)
-    return functools.partial(_LIVE.remove, here)
+    return functools.partial(end, here)
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:
@@ -319,7 +327,12 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
         StateError: It would update parameters of a session's models, which are checked for others.
     """
     for here in tuple(_LIVE):
-        if (writes := here()) is None or writes.is_stepping or writes.shares_nothing(optimizer) or writes.knows(optimizer):
+        if (
+            (writes := here()) is None
+            or writes.is_stepping
+            or writes.shares_nothing(optimizer)
+            or writes.knows(optimizer)
+        ):
             continue
         known = {id(param) for model in writes.weights.models for param in model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
@@ -341,13 +354,16 @@ _LOOK: Final = Look(_refuse_unknown)
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one has as its attributes, as SAM wraps one."""
-    return [each for each in vars(optimizer).values() if isinstance(each, Optimizer)]
+    """Return the optimizers that one has as its attributes, as SAM wraps one, and those that these have."""
+    found = [optimizer]
+    for each in found:  # those that are found meanwhile, too
+        found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and inner not in found]
+    return found[1:]
 
 
 def _has_other_hooks(optimizer: Optimizer, own: int) -> bool:
     """Whether hooks run before an optimizer's step, besides so many of the session's."""
-    return len(step_hooks(optimizer)) > own or any(not isinstance(hook, Look) for hook in hooks_of_every_step())
+    return len(step_hooks(optimizer)) > own or not {*map(type, hooks_of_every_step())} <= {Look}
 
 
 def _step(optimizer: Optimizer, step: Callable[..., Any], judged: Judged, *, multiplies: bool, on_device: bool) -> None:
@@ -422,7 +438,7 @@ def check_numbers(optimizers: Collection[Optimizer]) -> None:
         own = _own_class(type(optimizer).__mro__)
         for number, group in enumerate(optimizer.param_groups):
             for name, value in group.items():
-                if isinstance(value, float) and value - value != 0 and name in inspect.signature(own).parameters:
+                if type(value) in _FLOATS and value - value != 0 and name in inspect.signature(own).parameters:
                     raise PolicyError(
                         f"{name} is {value}",
                         where=f"{type(optimizer).__name__}, group {number}",
@@ -580,6 +596,7 @@ def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[],
 def handing_on(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
     """Return a step that hands on what it was given: called with a closure it has that one in the place of its own."""
 
+    @functools.wraps(step)
     def call(*closure: Any) -> Any:
         if not closure:
             return step(*args, **kwargs)

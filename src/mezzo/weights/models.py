@@ -144,6 +144,11 @@ def follow(model: nn.Module) -> Callable[[], None]:
     return undo.close
 
 
+def is_followed(module: nn.Module) -> bool:
+    """Whether a module is part of a model that :func:`follow` was given, and has not ended."""
+    return "_mezzo_followed" in module.__dict__
+
+
 def _leave(module: nn.Module, followed: list[int]) -> None:
     followed[0] -= 1
     for name in () if followed[0] else _BOUND:  # another model may have the module, too

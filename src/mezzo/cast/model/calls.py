@@ -6,8 +6,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from mezzo.backward import runs_backward
 from mezzo.cast.device import Kinds
@@ -25,6 +25,7 @@ from mezzo.compiling import compiled_inside_alone, never_compiled
 from mezzo.dispatch import DisableTorchFunction, num_function_modes
 from mezzo.policy import Policy
 from mezzo.tensors import CASTABLE
+from mezzo.weights.models import is_followed
 
 
 class TakesIn:
@@ -172,35 +173,57 @@ class Within:
                 self._inside.places.pop()
 
 
-def keep_dtypes(model: nn.Module) -> Callable[[], object]:
+#: What keeps dtypes as long as it lives, or until it is ended; and the hooks of torch's that stand for all of these.
+_KEEPING: Final[list[weakref.ref[Any]]] = []
+_HOOKS: Final[list[RemovableHandle]] = []
+_BEGINNING: Final = threading.Lock()
+
+
+def keep_dtypes(of: object) -> Callable[[], None]:
     """Have parameters and buffers keep their dtypes where code of a region puts new ones in their places.
 
     ``self.mean = hidden.mean(0)`` and ``layer.weight = nn.Parameter(a @ b)`` are FP32 in a plain program; in a region
     what stands to the right may have 16 bits. Outside of regions a program says itself what a dtype is to be.
 
+    Torch has these hooks for all modules, and torch.compile guards which ones there are: so there is one pair, which
+    goes when nothing is left that was not ended, and never in the midst of a trace.
+
+    Args:
+        of: What ends it by being dropped.
+
     Returns:
-        What ends it; it ends with the model, too.
+        What ends it.
     """
-    parts = weakref.WeakMethod(model.modules)
+    here = weakref.ref(of, _KEEPING.remove)
 
-    def is_other(module: nn.Module, before: Tensor | None, new: Tensor | None) -> bool:
-        if before is None or new is None or before.dtype == new.dtype or not {before.dtype, new.dtype} <= {*CASTABLE}:
-            return False
-        named = parts() if torch.is_autocast_enabled(new.device.type) else None
-        return named is not None and any(module is each for each in named())
+    def end() -> None:
+        with _BEGINNING:
+            if here in _KEEPING:
+                _KEEPING.remove(here)
+            while _HOOKS and not _KEEPING:
+                _HOOKS.pop().remove()
 
-    def keep_buffer(module: nn.Module, name: str, new: Tensor | None) -> Tensor | None:
-        before = module._buffers.get(name)
-        return new.to(before.dtype) if is_other(module, before, new) else None  # type: ignore[union-attr]
+    with _BEGINNING:
+        _KEEPING.append(here)
+        if not _HOOKS:
+            _HOOKS.append(register_module_buffer_registration_hook(_keep_buffer))  # type: ignore[arg-type]
+            _HOOKS.append(register_module_parameter_registration_hook(_keep_param))
+    return end
 
-    def keep_param(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
-        before = module._parameters.get(name)
-        if is_other(module, before, new):
-            new.data = new.data.to(before.dtype)  # type: ignore[union-attr]  # in place: the program has it, too
 
-    hooks = ExitStack()
-    hooks.callback(register_module_buffer_registration_hook(keep_buffer).remove)  # type: ignore[arg-type]
-    hooks.callback(register_module_parameter_registration_hook(keep_param).remove)
-    ends = weakref.finalize(model, hooks.close)
-    ends.atexit = False
-    return ends
+def _keep_buffer(module: nn.Module, name: str, new: Tensor | None) -> Tensor | None:
+    before = module._buffers.get(name)
+    return new.to(before.dtype) if _is_other(module, before, new) else None  # type: ignore[union-attr]
+
+
+def _keep_param(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
+    before = module._parameters.get(name)
+    if _is_other(module, before, new):
+        new.data = new.data.to(before.dtype)  # type: ignore[union-attr]  # in place: the program has it, too
+
+
+def _is_other(module: nn.Module, before: Tensor | None, new: Tensor | None) -> bool:
+    """Whether code of a region puts a tensor of another floating dtype in the place of one of a prepared model's."""
+    if before is None or new is None or before.dtype == new.dtype or not {before.dtype, new.dtype} <= {*CASTABLE}:
+        return False
+    return torch.is_autocast_enabled(new.device.type) and is_followed(module)

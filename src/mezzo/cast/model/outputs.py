@@ -94,7 +94,7 @@ def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a backward pass, in which a tensor is itself; gradients that are returned for it are in FP32."""
     here = [each for _, each in each_tensor((args, kwargs)) if isinstance(each, ReadInFP32)]
     for each in here:
-        each.__class__ = Tensor
+        each.__class__ = Tensor  # type: ignore[assignment]
     try:
         found = func(*args, **kwargs)
     finally:

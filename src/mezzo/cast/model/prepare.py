@@ -140,7 +140,7 @@ class Prepared:
             self.params.find_gathered(self.model)
         self._undo.callback(follow(self.model))
         if self.policy.casts:
-            self._undo.callback(keep_dtypes(self.model))
+            self._undo.callback(keep_dtypes(self))
         self._hook()
 
     def settle(self) -> None:

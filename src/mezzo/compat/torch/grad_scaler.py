@@ -34,7 +34,7 @@ class GradScaler(EngineScaler):
     The scale follows torch's rules step by step, and weights are torch's bit for bit, but for these: the scale stops at
     2^-126 and never becomes 0; gradients that become infinite by unscaling count as an overflow, and so do those whose
     norm, scaled, is beyond FP32 (a value above 1.8e19 is enough), and those that were made so after :meth:`unscale_`;
-    what a skipped step has left in ``.grad`` is cleared by the next :meth:`scale`, so that nothing is added to infinity;
+    what a skipped step has left in ``.grad`` is cleared by the next :meth:`scale`, and nothing is added to infinity;
     ranks of ``torch.distributed`` take the same steps, or none; closures are evaluated with unscaled gradients;
     gradients are unscaled by the scale that ``scale`` multiplied by, also when ``update`` has moved it since.
 
