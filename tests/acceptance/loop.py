@@ -75,6 +75,7 @@ class Share:
     """What one rank computes of a batch: the tensors that a loss is made of, and the gradients that it must have."""
 
     def __init__(self, config, batch, scale):
+        self.is_plain = batch["kind"] == "plain"
         self.finite = batch["kind"] not in ("inf loss", "inf input")
         self.widths = (float("inf"), 1.0) if batch["kind"] == "inf input" else batch["widths"]
         self.x = torch.diag(torch.tensor(self.widths))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition
 
-from mezzo.errors import NumericsError
+from mezzo.errors import NumericsError, StateError
 
 from .loop import MOST_CALLS, Loop, Share, clearings, drawn, needs, passes
 from .oracle import Window
@@ -38,17 +38,21 @@ class Made(Loop):
         """Step each optimizer with what was written, and clear.
 
         Where gradients carry a scale between two calls, those in a window that a pass has opened do. Of others nothing
-        says whether they do, unless a program has been given some without it: they are refused, and never divided.
+        says whether they do, unless a program has been given some without it: they may be refused, but not divided.
         """
         is_told = is_told or self.oracle.is_plain or not self.oracle.scale.is_carried
         for number, group in enumerate(self.oracle.groups):
             if group.gradients:
                 is_sure = is_told or group.window.carried is not None
                 groups, optimizers = self.chosen(number)
-                if is_sure:
+                whole, bits = self.oracle.copy(), self.subject.bits()
+                try:
                     self.take_step(groups, lambda optimizers=optimizers: self.driver.step(optimizers))
-                else:
-                    self.refused(lambda optimizers=optimizers: self.driver.step(optimizers), "unscale_")
+                except StateError as error:
+                    assert not is_sure, error
+                    assert "unscale_" in str(error), error
+                    assert self.subject.bits() == bits, error
+                    self.oracle = whole
         self.clear("session")
 
     @needs("session", "made")
@@ -138,6 +142,7 @@ class Made(Loop):
     # In a hook before a step -------------------------------------------------------------------------------------
 
     @precondition(lambda self: self.window_calls() < MOST_CALLS and self.config.clip is None)
+    @precondition(lambda self: self.config.level != "O3")
     @precondition_of("pre-hook")
     @rule(batch=passes, number=st.integers(0, 1))
     def step_with_a_hook(self, batch, number):

@@ -169,7 +169,7 @@ class Nested(Loop):
         exact = sum(factors @ weight for factors, weight in terms)
         sizes = sum(np.abs(factors) @ np.abs(weight) for factors, weight in terms)
         large = np.max(sizes) * scale * 4 > 2.0**15 if np.isfinite(sizes).all() else True
-        if not share.finite or (large and self.config.dtype == "float16"):
+        if not share.is_plain or (large and self.config.dtype == "float16"):
             return exact * np.nan, 0.0
         return exact, sizes * 2.0**-5 + 2.0**-20
 
