@@ -28,7 +28,7 @@ from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.policy import Policy
 from mezzo.session import state
 from mezzo.session.calls import Calls, rebound
-from mezzo.session.passes import Pass, refuse_scaled, walk_of
+from mezzo.session.passes import SessionPass, refuse_scaled, walk_of
 from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
@@ -308,7 +308,7 @@ class AttachedPrecision(MixedPrecision):
         if any(window.has_gradients() and not window.passes for window in near):
             raise StateError(
                 "backward passes do not go through the session any more",
-                where="torch.autograd.Variable._execution_engine",
+                where=f"{door()[0].__qualname__}.{door()[1]} of torch.autograd",
                 why="another engine was put there since attach(), and gradients without the loss scale flush to zero",
                 write="amp.detach(), and mezzo.attach(model, optimizer, policy) once it stands",
             )
@@ -371,7 +371,7 @@ def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradient
     scale = engine.scale_now
     if scale is not None:
         refuse_scaled(roots, engine.others(walk.leaves) if inputs else [], creates_graph=creates_graph)
-    with Pass(engine, scale) as this:
+    with SessionPass(engine, scale) as this:
         this.join([root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1], walk)
         if scale is not None:
             roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)

@@ -181,7 +181,7 @@ class Binding:
 
         self.bound = bound
         if not callable(stands):
-            self.bound, Binding._engines = engine_through(bound), self
+            self.bound, Binding._engines = engine_through(stands, bound), self
         vars(self.bound)["binding"] = self
         setattr(place, name, self.bound)
 
