@@ -105,16 +105,17 @@ def engine_through(plain: Any, through: Callable[..., Any]) -> Any:
         plain: The other one.
         through: The function; it is given all of a pass's arguments by position.
     """
-    made = _engine_like(type(plain))()
+    kind: Any = type(plain)
+    made = _engine_like(kind)()
     made.through = through
     return made
 
 
 @functools.cache
-def _engine_like(kind: type) -> type:
+def _engine_like(kind: Any) -> Any:
     """Return a class of engines that is one of another class, as compiled code asks."""
 
-    class Engine(kind):
+    class Through(kind):  # type: ignore[misc]
         through: Callable[..., Any]
 
         def run_backward(
@@ -131,7 +132,7 @@ def _engine_like(kind: type) -> type:
                 tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
 
-    return Engine
+    return Through
 
 
 # Whose work a thread does: torch hands what is noted of a thread on to those that run a pass for it.
