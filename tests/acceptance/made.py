@@ -95,7 +95,8 @@ class Made(Loop):
             return
         params = [self.subject.param(name) for name in names]
         made = (self.amp.grad if is_amps else torch.autograd.grad)(value, params)
-        self.oracle.commit()
+        if is_amps or self.oracle.is_plain:
+            self.oracle.commit()
         gradients, overflows = {}, False
         for name, gradient in zip(names, made, strict=True):
             found = array(gradient)
@@ -141,7 +142,7 @@ class Made(Loop):
 
     # In a hook before a step -------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.window_calls() < MOST_CALLS and self.config.clip is None)
+    @precondition(lambda self: self.window_calls() < MOST_CALLS and self.oracle.clip is None)
     @precondition(lambda self: self.config.level != "O3")
     @precondition_of("pre-hook")
     @rule(batch=passes, number=st.integers(0, 1))

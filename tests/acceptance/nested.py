@@ -182,6 +182,8 @@ class Nested(Loop):
         self.foreign.agrees()
         if steps:
             self.foreign.step()
+        if float(self.amp.loss_scale) != self.oracle.scale.now:
+            self.oracle.commit()  # a pass that may have run others, through the model too, needed to know the scale
 
     @needs("others")
     @precondition_of("foreign model")

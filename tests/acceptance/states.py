@@ -15,7 +15,7 @@ from .subject import STATES
 from .twins import rule
 
 #: Ways to edit a state, of all weights or of one.
-WHOLE = ("clear", "defaultdict", "dict")
+WHOLE = ("clear", "defaultdict")
 OF_ONE = ("pop", "empty", "zeros", "step", "update", "half", "zero")
 
 
@@ -31,13 +31,9 @@ class States(Loop):
         if how == "clear":
             optimizer.state.clear()
         else:
-            optimizer.state = collections.defaultdict(dict) if how == "defaultdict" else self.plain_dict(optimizer)
+            optimizer.state = collections.defaultdict(dict)
         for weight in self.weights_of(self.oracle.groups[number]):
             weight.states, weight.count = {}, 0
-
-    def plain_dict(self, optimizer):
-        """Which torch's optimizers cannot begin with: an entry for each parameter."""
-        return {param: {} for group in optimizer.param_groups for param in group["params"]}
 
     @precondition_of("state edits")
     @rule(name=names, how=st.sampled_from(OF_ONE), key=st.integers(0, 1), as_tensor=st.booleans())
