@@ -95,7 +95,7 @@ class Made(Loop):
             return
         params = [self.subject.param(name) for name in names]
         made = (self.amp.grad if is_amps else torch.autograd.grad)(value, params)
-        if is_amps or self.oracle.is_plain:
+        if is_amps or self.takes_part:
             self.oracle.commit()
         gradients, overflows = {}, False
         for name, gradient in zip(names, made, strict=True):
@@ -112,7 +112,11 @@ class Made(Loop):
 
     def scales_grad(self, is_amps):
         """Whether what is differentiated carries a scale meanwhile."""
-        return self.oracle.scale.is_carried and (is_amps or self.oracle.is_plain)
+        return self.oracle.scale.is_carried and (is_amps or self.takes_part)
+
+    @property
+    def takes_part(self):
+        return self.oracle.is_plain and self.driver.has("plain passes")
 
     def may_overflow(self, batch):
         return self.config.dtype == "float16" or batch["kind"] != "plain"

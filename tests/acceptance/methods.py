@@ -64,6 +64,8 @@ class Methods(Loop):
         model.fuse(*[torch.tensor(TURN, dtype=before.dtype)] * is_given)
         found, dtype = array(model.first.weight), model.first.weight.dtype
         model.first.weight = before
+        if self.driver.train is not None:
+            self.driver.capture()  # a graph goes on with the memory that it was recorded with
         assert dtype == before.dtype, f"a weight that a method has made is {dtype}"
         if is_given:  # which the policy's region computes
             unit = max(UNIT[weight.dtype], UNIT[self.config.computes("first.weight")])
@@ -75,7 +77,8 @@ class Methods(Loop):
 
     # Outputs -----------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.window_calls() < MOST_CALLS and self.oracle.weights["first.weight"].trains)
+    @precondition(lambda self: self.window_calls() < MOST_CALLS and self.driver.may_add(self.oracle))
+    @precondition(lambda self: self.oracle.weights["first.weight"].trains)
     @needs("outputs")
     @precondition_of("outputs")
     @rule(values=st.integers(0, 99), how=st.sampled_from(["grad", "retain_grad"]))
