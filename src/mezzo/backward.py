@@ -34,7 +34,6 @@ call_at_end: Final[Callable[[Callable[[], None]], None]] = private(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
 _OF_MODULES: Final = private("torch.nn.modules._functions.BackwardHookFunction")
-_ENGINE: Final = private("torch.autograd.Variable._execution_engine")
 _TAKE_NOTE: Final = private("torch._C._stash_obj_in_tls")
 _NOTED: Final = private("torch._C._get_obj_in_tls")
 _IS_NOTED: Final = private("torch._C._is_key_in_tls")
@@ -89,40 +88,51 @@ def may_run_others(kind: type) -> bool:
 # The door ------------------------------------------------------------------------------------------------
 
 
-class _Engine(type(_ENGINE)):  # type: ignore[misc] # which Python knows by its one instance
-    """Torch's autograd engine, whose passes go through a function."""
-
-    through: Callable[..., Any]
-
-    def run_backward(
-        self,
-        tensors: Any,
-        grad_tensors: Any,
-        keep_graph: bool,
-        create_graph: bool,
-        inputs: Any = (),
-        allow_unreachable: bool = False,
-        accumulate_grad: bool = False,
-    ) -> Any:
-        """Run a pass."""
-        return self.through(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
-
-
 def door() -> tuple[Any, str]:
     """Return where torch has the engine through which each backward pass goes: a class, and the name in it.
 
     What programs call ends there: ``backward``, ``torch.autograd.grad``, and the engine itself; patches of torch's own
     functions, too.
     """
-    require("torch.autograd.Variable._execution_engine")
+    require("torch.autograd.Variable._execution_engine.run_backward")
     return Variable, "_execution_engine"
 
 
-def engine_through(through: Callable[..., Any]) -> Any:
-    """Return an engine to stand there, whose passes go through a function with their arguments by position."""
-    made = _Engine()
+def engine_through(plain: Any, through: Callable[..., Any]) -> Any:
+    """Return an engine to stand in the place of another one, whose passes go through a function.
+
+    Args:
+        plain: The other one.
+        through: The function; it is given all of a pass's arguments by position.
+    """
+    kind: Any = type(plain)
+    made = _engine_like(kind)()
     made.through = through
     return made
+
+
+@functools.cache
+def _engine_like(kind: Any) -> Any:
+    """Return a class of engines that is one of another class, as compiled code asks."""
+
+    class Through(kind):  # type: ignore[misc]
+        through: Callable[..., Any]
+
+        def run_backward(
+            self,
+            tensors: Any,
+            grad_tensors: Any,
+            keep_graph: bool,
+            create_graph: bool,
+            inputs: Any = (),
+            allow_unreachable: bool = False,
+            accumulate_grad: bool = False,
+        ) -> Any:
+            return self.through(
+                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
+
+    return Through
 
 
 # Whose work a thread does: torch hands what is noted of a thread on to those that run a pass for it.

@@ -62,7 +62,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._set_grad_enabled": "find no_grad in a captured graph",
     },
     "backward.py": {
-        "torch.autograd.Variable._execution_engine": "have backward passes go through sessions",
+        "torch.autograd.Variable._execution_engine.run_backward": "have backward passes go through sessions",
         "torch._C._stash_obj_in_tls": "tell which passes run inside of a session's",
         "torch._C._get_obj_in_tls": "tell which passes run inside of a session's",
         "torch._C._is_key_in_tls": "tell which passes run inside of a session's",

@@ -475,7 +475,7 @@ FAULTS = (
          'next((each for each in memories if each.knows(weight)), None)',
          'tests/session/test_products.py::test_each_draw_of_noise_is_another_one_and_the_sessions_own',
          'a resumed run would round otherwise'),
-        ("products: calls are made for nobody", "call = ProductCall(weight) if LISTENERS else None",
+        ("products: calls are made for nobody", "call = ProductCall(weight) if LISTENERS.now else None",
          "call = ProductCall(weight)",
          "tests/cast/test_listeners.py::test_nothing_is_made_for_nobody_and_a_listener_that_left_is_told_nothing",
          "every product would pay for a recorder that is not there"),

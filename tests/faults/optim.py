@@ -87,7 +87,7 @@ FAULTS = (
         ("edits: numbers beside codes", "        if any(any(map(contains, self._entries, repeat(name))) for name in self._others):\n            return False\n", "",
          "tests/optim/test_edits.py::test_numbers_assigned_to_a_moment_in_codes_are_rounded_to_codes",
          "what a program assigns would be ignored, and saved"),
-        ("optimizers: one count for all", "and len(count.each) == len(members):", "and count.is_whole():",
+        ("optimizers: one count for all", "and len(count.each) == len(states):", "and count.is_whole():",
          "tests/optim/test_optim.py::test_groups_schedules_parameters_added_later_and_those_that_miss_steps",
          "bias corrections of parameters that miss steps would run ahead"),
         ("optimizers: a step writes halves of the past", " and all(map(is_, self.memory, other.memory))", "",

@@ -375,6 +375,37 @@ def test_memory_of_moments_that_a_program_lets_go_of_is_free_before_others_are_m
     assert made == [True, True]
 
 
+@pytest.mark.parametrize("fails_in", ["zeros", "executor_for", "_counted"])
+def test_where_memory_runs_out_the_state_is_as_it_was_and_the_step_can_be_taken_again(fails_in, monkeypatch):
+    """After a batch that was too large a program goes on with a smaller one: with no half of a state."""
+    params, others = shapes(0), shapes(0)
+    optimizer, other = (optim.AdamW(groups_of(each), lr=0.01) for each in (params, others))
+    plain, calls = getattr(mezzo.optim.optimizer, fails_in), []
+
+    def fails(*args):
+        calls.append(fails_in)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError
+        return plain(*args)
+
+    for step in range(4):
+        for each, its in ((params, optimizer), (others, other)):
+            give_gradients(each, step)
+            if step == 2:
+                its.state.pop(each[0])
+                its.state[each[4]]["exp_avg"] = torch.ones(())
+        if step in (0, 2):
+            calls.clear()
+            with monkeypatch.context() as patched:
+                patched.setattr(mezzo.optim.optimizer, fails_in, fails)
+                with refused(torch.OutOfMemoryError, parts=params):
+                    optimizer.step()
+        optimizer.step()
+        other.step()
+    assert all(map(torch.equal, params, others))
+    assert [int(optimizer.state[param]["step"]) for param in params] == [2, 4, 4, 4, 4]
+
+
 def test_steps_and_edits_in_inference_mode_leave_a_state_that_steps_go_on_from():
     params, others = parameters(), parameters()
     for each in (params, others):

@@ -441,17 +441,8 @@ class OnePassOptimizer(Optimizer):
         if built is None or built.wanted is not wanted:
             del built  # and let go of moments that nothing reads any more
             self._built.pop(number, None)
-            before = [(param, dict(self.state.get(param) or ())) for param in wanted.params]
-            try:
-                buckets = list(self._buckets(number, wanted))
-            except BaseException:  # for want of memory: half a state would be an edited one
-                for param, kept in before:
-                    if kept:
-                        self.state[param].clear()
-                        self.state[param].update(kept)
-                    else:
-                        self.state.pop(param, None)
-                raise
+            buckets = list(self._buckets(number, wanted))
+            self._put(wanted, buckets)  # all at once: memory may run out before
             built = self._built[number] = _Built(wanted, buckets, self.state)
             self._seen = [*self.state], [*self.state.values()]
             wanted.found.clear()
@@ -461,21 +452,23 @@ class OnePassOptimizer(Optimizer):
 
     def _buckets(self, number: int, wanted: _Wanted) -> Iterator[_Ready]:
         update_rule, dtype = wanted.rule, getattr(torch, wanted.state_dtype)
-        alike: dict[Hashable, list[tuple[Tensor, _Parts | None]]] = {}
+        alike: dict[Hashable, list[tuple[Tensor, _Parts | None, dict[str, Any]]]] = {}
         counts: dict[Hashable, _Count | int] = {}
         for param, (found, count) in zip(wanted.params, wanted.found, strict=True):
             parts = _halves_of(param)
-            self._give(param, found, update_rule, dtype)
+            for name in update_rule.states:
+                if (name if dtype != torch.int8 else name_of_codes(name)) not in found:
+                    found |= zeros(name, param, dtype)
             # As which moments are rounded at random.
             seeded = sharding(param) if update_rule.states and dtype != torch.float32 else None
             which = count if isinstance(count, int) else id(count.each)
             kind = param.device, param.dtype, parts and parts[0].dtype, which, type(count), seeded
-            alike.setdefault(kind, []).append((param, parts))
+            alike.setdefault(kind, []).append((param, parts, found))
             counts[kind] = count
         for place, together in alike.items():
-            members, halves = [param for param, _ in together], [parts for _, parts in together if parts is not None]
-            device = members[0].device
-            count = self._counted(members, counts[place])
+            members, parts_of_each, states = map(list, zip(*together, strict=True))
+            halves, device = [parts for parts in parts_of_each if parts is not None], members[0].device
+            count = _counted(states, counts[place], device)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
             keys = keys_of(update_rule, dtype)
             bucket = Bucket(
@@ -485,7 +478,7 @@ class OnePassOptimizer(Optimizer):
                 step=count.each[0],
                 weights=[high for high, _ in halves] or [_lying(each) for each in locals_of(members)],
                 extras=[low for _, low in halves] or [None] * len(members),
-                states=[kept_of(self.state[param], keys) for param in members],
+                states=[kept_of(state, keys) for state in states],
                 # Copies of a shard are rounded alike at random, and two shards are not.
                 seed=number + (number_of_shard(members[0]) << 16),
             )
@@ -495,29 +488,16 @@ class OnePassOptimizer(Optimizer):
             except NoKernel as error:
                 yield _Ready(members, portable(error).update_of(bucket), count, is_sharded)
 
-    def _give(self, param: Tensor, found: dict[str, Any], update_rule: UpdateRule, dtype: torch.dtype) -> None:
-        """Let the state of a parameter hold what a step takes of it, and zeros for the rest."""
-        if (state := self.state.get(param)) is None:
-            state = self.state[param] = {}
-        for name in update_rule.states:
-            if (name if dtype != torch.int8 else name_of_codes(name)) not in found:
-                found |= zeros(name, param, dtype)
-        put(state, found, update_rule.states)
-
-    def _counted(self, members: list[Tensor], count: _Count | int) -> _Count:
-        """Return a count that some parameters have for themselves, each with a view of it in its state."""
-        states = [self.state[param] for param in members]
-        if isinstance(count, _Count) and len(count.each) == len(members):
-            return count  # others have none of it
-        with torch.inference_mode(mode=False):  # where tensors would have no version
-            number = count if isinstance(count, int) else count.each[0]
-            made = _Count.of(number, len(members), members[0].device)
-            for state, step in zip(states, made.each.unbind(), strict=True):
-                state["step"] = step
+    def _put(self, wanted: _Wanted, buckets: list[_Ready]) -> None:
+        """Let the state hold what buckets read and write."""
+        for param, (found, _) in zip(wanted.params, wanted.found, strict=True):
+            if (state := self.state.get(param)) is None:
+                state = self.state[param] = {}
+            put(state, found, wanted.rule.states)
+        counts = {id(each.count.each): each.count for each in buckets}
         there = [state.get("step") for param in self._params() if (state := self.state.get(param))]
         bases = {id(step._base) for step in there if isinstance(step, Tensor)}
-        self._counts = {key: each for key, each in (*self._counts.items(), (id(made.each), made)) if key in bases}
-        return made
+        self._counts = {key: count for key, count in (self._counts | counts).items() if key in bases}
 
     # State dicts -------------------------------------------------------------------------------------------
 
@@ -568,6 +548,23 @@ class OnePassOptimizer(Optimizer):
         self._built.clear()  # and let go of what nothing reads any more
         for hook in after:
             hook(self)
+
+
+def _counted(states: list[dict[str, Any]], count: _Count | int, device: torch.device) -> _Count:
+    """Return a count that some parameters have for themselves, each with a view of it in its state.
+
+    Args:
+        states: Of these parameters, which get the views.
+        count: How often they were updated.
+        device: Theirs.
+    """
+    if isinstance(count, _Count) and len(count.each) == len(states):
+        return count  # others have none of it
+    with torch.inference_mode(mode=False):  # where tensors would have no version
+        made = _Count.of(count if isinstance(count, int) else count.each[0], len(states), device)
+        for state, step in zip(states, made.each.unbind(), strict=True):
+            state["step"] = step
+    return made
 
 
 def _lying(here: Tensor) -> Tensor:

@@ -27,10 +27,11 @@ from mezzo.cast.device import fast_format
 from mezzo.dispatch import is_transformed
 from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.hooks import complete
+from mezzo.interrupts import Members
 from mezzo.policy import Policy
 from mezzo.session import state
 from mezzo.session.calls import Calls, rebound
-from mezzo.session.passes import Pass, refuse_scaled, walk_of
+from mezzo.session.passes import SessionPass, refuse_scaled, walk_of
 from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
@@ -46,13 +47,13 @@ logger = logging.getLogger(__name__)
 #: The key under which an optimizer's state dict has the session's state; plain torch ignores it.
 CARRIED: Final = "mezzo"
 
-_NOW: Final[list[weakref.ref[AttachedPrecision]]] = []  # changed and read by one operation each: threads may ask
+_NOW: Final[Members[weakref.ref[AttachedPrecision]]] = Members()
 _ATTACHING: Final = threading.RLock()
 
 
 def attached_now() -> AttachedPrecision | None:
     """Return the session that is attached to the passes of this process, if there is one."""
-    return next((found for here in tuple(_NOW) if (found := here()) is not None), None)
+    return next((found for here in reversed(_NOW.now) if (found := here()) is not None), None)
 
 
 def attach(
@@ -168,6 +169,7 @@ class AttachedPrecision(MixedPrecision):
             logger.info("no policy is given: %s, in the format for this machine (mezzo doctor says why)", policy)
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
+        self._known_by: weakref.ref[AttachedPrecision] | None = None
         self._engine: Any = None  # autograd's, as it stands while passes are the session's
         super().__init__(subjects, given, policy, **options)
         try:
@@ -188,7 +190,8 @@ class AttachedPrecision(MixedPrecision):
             self.close()
             raise
         if "backward" in self._binds:
-            _NOW[:] = [weakref.ref(self)]
+            self._known_by = weakref.ref(self, _NOW.remove)
+            _NOW.add(self._known_by)
 
     # What is bound ----------------------------------------------------------------------------------------
 
@@ -330,7 +333,7 @@ class AttachedPrecision(MixedPrecision):
         if any(window.has_gradients() and not window.passes for window in near):
             raise StateError(
                 "backward passes do not go through the session any more",
-                where="torch.autograd.Variable._execution_engine",
+                where=f"{door()[0].__qualname__}.{door()[1]} of torch.autograd",
                 why="another engine was put there since attach(), and gradients without the loss scale flush to zero",
                 write="amp.detach(), and mezzo.attach(model, optimizer, policy) once it stands",
             )
@@ -361,8 +364,8 @@ class AttachedPrecision(MixedPrecision):
 
     def close(self) -> None:
         """End the session: FP32 weights, optimizers as they were built, and every name bound to what it was before."""
-        if attached_now() is self:
-            _NOW.clear()
+        if self._known_by is not None:
+            _NOW.remove(self._known_by)
         super().close()
 
     def detach(self) -> None:
@@ -393,7 +396,7 @@ def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradient
     scale = engine.scale_now
     if scale is not None:
         refuse_scaled(roots, engine.others(walk.leaves) if inputs else [], creates_graph=creates_graph)
-    with Pass(engine, scale) as this:
+    with SessionPass(engine, scale) as this:
         this.join([root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1], walk)
         if scale is not None:
             roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)

@@ -21,6 +21,7 @@ from mezzo.cast.model.calls import Within
 from mezzo.cast.model.outputs import GivesOut, given_out
 from mezzo.compiling import compiled_inside, never_compiled
 from mezzo.hooks import owner_of
+from mezzo.interrupts import Members
 from mezzo.policy import Policy
 from mezzo.tensors import each_tensor, tensors
 
@@ -231,20 +232,20 @@ class Binding:
         self._plain = stands = getattr(place, name)
         self._is_inherited = name not in vars(place)
         plain = stands if callable(stands) else stands.run_backward  # autograd's engine is called by its methods
-        self._through: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []  # changed by one operation at a time
+        self._through: Members[tuple[weakref.ref[Any], Callable[..., Any]]] = Members()
 
         @never_compiled  # which would trace what decides on the host
         @functools.wraps(plain)
         def bound(*args: Any, **kwargs: Any) -> Any:
             call = plain
-            for here, through in tuple(self._through):  # a session may be dropped meanwhile
+            for here, through in self._through.now:  # a session may be dropped meanwhile
                 if (amp := here()) is not None and not amp.is_closed:
                     call = functools.partial(through, amp, call)
             return call(*args, **kwargs)
 
         self.bound = bound
         if not callable(stands):
-            self.bound, Binding._engines = engine_through(bound), self
+            self.bound, Binding._engines = engine_through(stands, bound), self
         vars(self.bound)["binding"] = self
         setattr(place, name, self.bound)
 
@@ -266,7 +267,7 @@ class Binding:
         joined = here, call
         with _BINDING:
             binding = cls.of(place, name)
-            binding._through.append(joined)
+            binding._through.add(joined)
             # A session that was dropped may have ended since: collecting garbage runs in any line.
             if getattr(place, name) is binding._plain:
                 setattr(place, name, binding.bound)
@@ -274,7 +275,7 @@ class Binding:
         def end() -> None:
             with _BINDING:
                 binding._through.remove(joined)
-                if not binding._through and vars(place).get(name) is binding.bound:
+                if not binding._through.now and vars(place).get(name) is binding.bound:
                     delattr(place, name) if binding._is_inherited else setattr(place, name, binding._plain)
 
         return end

@@ -29,7 +29,7 @@ from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.inner import InnerScales
 from mezzo.session.observers import Judged, StepObserver, observing
-from mezzo.session.passes import Pass, Walk, entered
+from mezzo.session.passes import SessionPass, Walk, entered
 from mezzo.session.stats import Step, StepAccount, StepOutcome
 from mezzo.session.update import Writes, check_numbers, evaluated, takes_flags
 from mezzo.session.weights import Weights
@@ -86,7 +86,7 @@ class Engine(Writes):
         self.windows: list[Window] = []
         self.observers: list[StepObserver] = []
         self.waits = self.is_captured = False
-        self.under_way: list[ref[Pass]] = []
+        self.under_way: list[ref[SessionPass]] = []
         self._inner: Tensor | None = None  # whether gradients that a loss was computed from had overflowed
         self.inner_scales = InnerScales(shared, scaler.config.interval)
         self._is_told = self._has_warned = self._has_warned_of_modules = False
@@ -179,6 +179,10 @@ class Engine(Writes):
         """What a loss is multiplied by now, 0-d float32; ``None`` where gradients carry no scale."""
         return self.scaler.state.scale if self.scaler.changes_gradients else None
 
+    def holds(self, scale: Tensor | None) -> bool:
+        """Whether passes inside of another need to be seen: they carry a scale, or open what they reach themselves."""
+        return scale is not None or self.plain or self.waits
+
     def commit(self) -> None:
         """Move the scale on before the next loss, where a step has left that open."""
         if not self.is_captured:
@@ -192,11 +196,6 @@ class Engine(Writes):
         entry = entered(self, loss, self.scale_now)
         scaled = self.scaler.scaled(entry)
         return scaled * 1 if scaled is entry else scaled
-
-    @property
-    def follows_passes(self) -> bool:
-        """Whether windows are open that a pass reaches, in loops of the user's own; else all that a call is told of."""
-        return self.plain or self.waits
 
     def begin(
         self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
@@ -223,7 +222,7 @@ class Engine(Writes):
         seen = [each for each in windows if with_accumulation_hooks(each.leaves())] if is_own else []
         if scale is not None and not self._has_warned:
             self._warn_of_hooks(windows if self.plain else [], others)
-        is_users = self.follows_passes
+        is_users = self.plain or self.waits
         for window in () if is_users else windows:
             window.refuse_left()
             window.refuse_copies()
@@ -623,7 +622,7 @@ class Engine(Writes):
             scale = self.inner_scales.next(scale)
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
-        with Pass(self, scale):
+        with SessionPass(self, scale, holds=self.holds(scale)):
             found = list(run(partial(_times, scale)))
         if scale is None:
             return found

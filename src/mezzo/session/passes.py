@@ -150,14 +150,10 @@ class Opens(Protocol):
     """What a backward pass begins and ends: an engine.
 
     Attributes:
-        under_way: The passes that run now, weakly.
+        under_way: The passes that autograd holds, weakly.
     """
 
-    under_way: list[ref[Pass]]
-
-    @property
-    def follows_passes(self) -> bool:
-        """Whether windows are open that a pass reaches."""
+    under_way: list[ref[SessionPass]]
 
     def reached(self, walk: Walk) -> list[Window]:
         """Return the windows whose gradients a pass makes; hooks of modules that see the scale there are warned of."""
@@ -177,7 +173,7 @@ class Opens(Protocol):
         """Put back what made way for a pass that has raised."""
 
 
-class Pass:
+class SessionPass:
     """A backward pass of a session, with all the passes that run inside of it: checkpoints', hooks', functions'.
 
     What these are given carries the scale already. They come through the door that this one holds, open the windows
@@ -191,14 +187,15 @@ class Pass:
     Args:
         engine: The engine.
         scale: What gradients carry; ``None`` for nothing.
+        holds: Whether it holds the door: not where passes inside find all windows open, and no scale.
 
     **Cost**: some 10 µs of host time; for leaves that are none of the session's 2 µs each and a product.
     """
 
     is_closed = True  # of one that a signal kept from being made, too
 
-    def __init__(self, engine: Opens, scale: Tensor | None) -> None:
-        self._engine, self._scale = engine, scale
+    def __init__(self, engine: Opens, scale: Tensor | None, *, holds: bool = True) -> None:
+        self._engine, self._scale, self._holds = engine, scale, holds
         self._back: Tensor | None = None  # 1/scale, once it is used
         self._around: int | None = number_of_pass()  # in which it begins, or -1
         self._number: int | None = None
@@ -211,18 +208,17 @@ class Pass:
 
     def _open(self) -> None:
         self.is_closed = False
-        self._undo.append(Binding.join(*door(), ref(self), _inside))
+        if self._holds:
+            self._undo.append(Binding.join(*door(), ref(self), _inside))
         if _RETAINED and self._scale is not None:
             self._set_aside()
 
     def __enter__(self) -> Self:
         """Begin: what torch is asked for from here on is this pass, and what runs in it."""
-        if self._scale is None and not self._engine.follows_passes:  # what runs in it finds all open
-            self.is_closed = False
-            return self
         try:
             self._open()
-            self._undo.append(note(self))
+            if self._holds:
+                self._undo.append(note(self))
         except BaseException:
             self._close(has_failed=True)
             raise
@@ -369,7 +365,7 @@ def _accumulated(back: Tensor | None, gradients: tuple[Tensor | None]) -> tuple[
     return (None if gradient is None else _unscaled(back, gradient),)
 
 
-def _inside(this: Pass, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
     """Run a pass, as one inside of another if it is: what it is given carries the scale."""
     if not this.runs_here():
         return plain(roots, gradients, *asked)
@@ -420,8 +416,8 @@ class _Entry(Function):
         if ctx.scale is not None and not will_run(leaf[0]):
             _refuse_stops(walk)
         passes = (noted(), *(each() for each in ctx.engine.under_way))
-        this = next((each for each in passes if isinstance(each, Pass) and each.runs_in(ctx.engine)), None)
-        (this or Pass.around_now(ctx.engine, ctx.scale)).join(ctx.losses, walk)
+        this = next((each for each in passes if isinstance(each, SessionPass) and each.runs_in(ctx.engine)), None)
+        (this or SessionPass.around_now(ctx.engine, ctx.scale)).join(ctx.losses, walk)
         return gradient, None, None, None
 
 

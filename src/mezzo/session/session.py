@@ -21,7 +21,7 @@ from mezzo.session import state
 from mezzo.session.calls import Binding
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
-from mezzo.session.passes import Pass, refuse_scaled, retaining, walk_of
+from mezzo.session.passes import SessionPass, refuse_scaled, retaining, walk_of
 from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
 from mezzo.session.state import Stateful
 from mezzo.session.stats import Stats, Step
@@ -256,7 +256,7 @@ class MixedPrecision:
                 engine.reached(walk)  # which warns of them
             others = engine.others(walk.leaves)
             refuse_scaled((), () if given is None else others, creates_graph=bool(kwargs.get("create_graph")))
-        with Pass(engine, scale) as this:
+        with SessionPass(engine, scale, holds=engine.holds(scale)) as this:
             this.open(windows, [loss.detach().reshape(())], others)
             self.weights.region().run_backward(engine.scaler.scaled(loss), **kwargs)
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from operator import ne
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -18,7 +18,7 @@ from torch.optim import LBFGS, Optimizer
 
 from mezzo.errors import PolicyError, StateError, some_of
 from mezzo.hooks import Look, before_every_step, hooks_of_every_step, step_hooks
-from mezzo.interrupts import uninterrupted
+from mezzo.interrupts import Members, uninterrupted
 from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.observers import Judged, Watched
@@ -303,21 +303,16 @@ def _bits(params: list[Tensor]) -> list[Tensor]:
 
 # Optimizers that nobody has told of ---------------------------------------------------------------------------
 
-#: What each session that lives writes with. Threads add, remove and copy it by one operation each.
-_LIVE: Final[list[weakref.ref[Writes]]] = []
+#: What each session that lives writes with.
+_LIVE: Final[Members[weakref.ref[Writes]]] = Members()
 
 
 def guarded(writes: Writes) -> Callable[[], None]:
     """Refuse steps of optimizers over the models' parameters that a session does not know; return what ends it."""
-
-    def end(here: weakref.ref[Writes]) -> None:
-        with suppress(ValueError):  # of a session that was closed, and is dropped now
-            _LIVE.remove(here)
-
-    here = weakref.ref(writes, end)
-    _LIVE.append(here)
+    here = weakref.ref(writes, _LIVE.remove)
+    _LIVE.add(here)
     before_every_step(_LOOK)
-    return functools.partial(end, here)
+    return functools.partial(_LIVE.remove, here)
 
 
 def _refuse_unknown(optimizer: Optimizer) -> None:
@@ -326,7 +321,7 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
     Raises:
         StateError: It would update parameters of a session's models, which are checked for others.
     """
-    for here in tuple(_LIVE):
+    for here in _LIVE.now:
         if (
             (writes := here()) is None
             or writes.is_stepping

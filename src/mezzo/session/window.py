@@ -177,9 +177,9 @@ class Window:
 
     def has_skipped(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
-        return [] if self.passes or self._skipped is None or not self.has_left_found_once() else [self._skipped]
+        return [] if self.passes or self._skipped is None or not self.has_left_alone() else [self._skipped]
 
-    def has_left_found_once(self) -> bool:
+    def has_left_alone(self) -> bool:
         """Whether what the last step has left is all that there is, unwritten since."""
         if not self.left:
             return False
@@ -213,7 +213,7 @@ class Window:
             self.forget()
         else:
             self.drop_skipped()
-            if self.has_left_found_once():
+            if self.has_left_alone():
                 self.scale = self._left_scale
         self.left = {}
         self.rescale(scale)
@@ -246,7 +246,7 @@ class Window:
         Args:
             scale: What they carry; but not those that the last step has left, if there are no others.
         """
-        is_new = not self.has_left_found_once()
+        is_new = not self.has_left_alone()
         self.scale = self.made_with = scale if is_new else self._left_scale
         self.found = None if is_new else self._skipped
         left = [each for each in dense(self.leaves())[1] if is_left(each, self.left)] if is_new and self.left else []

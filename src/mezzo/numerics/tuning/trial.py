@@ -67,7 +67,7 @@ def sqnr(reference: Tensor, value: Tensor) -> float:
 
 
 @dataclass(slots=True)
-class Differentiable:
+class Pass:
     """A forward pass under a policy, and backward passes from it.
 
     Attributes:
@@ -171,7 +171,7 @@ class Shadow:
         policy: Policy,
         step: int,
         inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
-    ) -> Differentiable:
+    ) -> Pass:
         """Run the forward pass of a step under a policy, from the weights and random states of the FP32 run.
 
         Args:
@@ -188,7 +188,7 @@ class Shadow:
         region, batch = self._handle.autocast(), _own(self.batches[step])
         with NoDropout(), region, inside:
             loss = self.loss_fn(self.model, batch)
-        return Differentiable(loss, region, self.params)
+        return Pass(loss, region, self.params)
 
     def taken(self, gradients: Sequence[Gradients]) -> Gradients:
         """Return what the optimizer adds to the weights before the first step with some gradients of all steps."""
@@ -506,7 +506,7 @@ class Trials:
         return outcome
 
 
-def _finite(run: Differentiable, before: Outcome, above: float, at: Callable[[float], Outcome]) -> Outcome:
+def _finite(run: Pass, before: Outcome, above: float, at: Callable[[float], Outcome]) -> Outcome:
     """Return the outcome at a scale that keeps all gradients finite, with some room left; or that before."""
 
     def is_finite_at(scale: float) -> bool:
