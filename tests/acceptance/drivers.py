@@ -27,6 +27,7 @@ ABILITIES = {
     "swapping": "A weight may lie in memory of another dtype for a while.",
     "nested": "A pass may run others, through the model too.",
     "others": "Leaves that no optimizer of the session has get no scale.",
+    "plain passes": "Whatever pass a program runs is the session's.",
     "autograd": "``torch.autograd`` may be called.",
     "made": "What a program writes into ``.grad`` has no scale; a scaler divides it.",
     "outputs": "A pass may reach some of the weights alone.",
@@ -211,7 +212,7 @@ class Scaler(FiveLines):
 class Apex(Attach):
     """``initialize`` and ``scale_loss``; the session itself is looked at, and never called."""
 
-    lacks = Attach.lacks | {"clipping"}
+    lacks = Attach.lacks | {"clipping", "plain passes"}
 
     @classmethod
     def suited(cls, config):

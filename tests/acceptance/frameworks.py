@@ -8,7 +8,7 @@ class Accelerate(Attach):
     """``accelerator.backward`` and prepared optimizers, whose ``step`` moves the scale as well."""
 
     contract = Contract(is_plain=True, waits=True, updates=True)
-    lacks = Attach.lacks | {"clipping"}
+    lacks = Attach.lacks | {"clipping", "plain passes"}
 
     def begin(self, model, config, **options):
         from accelerate import Accelerator

@@ -295,8 +295,8 @@ class Loop(Twins):
         assert bool(result.skipped) == verdict.skipped
         if norm and not verdict.skipped:
             assert float(result.grad_norm) == pytest.approx(verdict.norm, rel=2**-20)
-        assert float(result.scale) == verdict.scale
-        assert float(result.next_scale) == self.oracle.scale.now
+        scales = float(result.scale), float(result.next_scale)
+        assert scales == (verdict.scale, self.oracle.scale.now), f"{scales}: {verdict.scale}, {self.oracle.scale.now}"
         self.adopt(verdict.updates)
         if self.oracle.contract.updates:
             self.driver.updated(self.oracle)

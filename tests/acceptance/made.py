@@ -11,7 +11,6 @@ from mezzo.errors import NumericsError, StateError
 
 from .loop import MOST_CALLS, Loop, Share, clearings, drawn, needs, passes
 from .oracle import Window
-from .pending import precondition_of
 from .subject import array
 from .twins import rule
 
@@ -56,7 +55,6 @@ class Made(Loop):
 
     @needs("session", "made")
     @precondition(nothing_there)
-    @precondition_of("gradients by hand")
     @rule(
         values=st.integers(0, 99), only=st.sampled_from([None, "first.weight", "second.weight"]), inf=st.integers(0, 9)
     )
@@ -79,7 +77,6 @@ class Made(Loop):
 
     @needs("session", "made")
     @precondition(nothing_there)
-    @precondition_of("autograd.grad")
     @rule(batch=passes, is_amps=st.booleans())
     def gradients_by_autograd(self, batch, is_amps):
         """``autograd.grad``, the session's or torch's, written into ``.grad``."""
@@ -94,7 +91,8 @@ class Made(Loop):
             return
         params = [self.subject.param(name) for name in names]
         made = (self.amp.grad if is_amps else torch.autograd.grad)(value, params)
-        self.oracle.commit()
+        if is_amps or self.takes_part:
+            self.oracle.commit()
         gradients, overflows = {}, False
         for name, gradient in zip(names, made, strict=True):
             found = array(gradient)
@@ -110,14 +108,17 @@ class Made(Loop):
 
     def scales_grad(self, is_amps):
         """Whether what is differentiated carries a scale meanwhile."""
-        return self.oracle.scale.is_carried and (is_amps or self.oracle.is_plain)
+        return self.oracle.scale.is_carried and (is_amps or self.takes_part)
+
+    @property
+    def takes_part(self):
+        return self.oracle.is_plain and self.driver.has("plain passes")
 
     def may_overflow(self, batch):
         return self.config.dtype == "float16" or batch["kind"] != "plain"
 
     @needs("session", "made")
     @precondition(nothing_there)
-    @precondition_of("surgery")
     @rule(batches=st.tuples(passes, passes), unscales=st.booleans(), clear=clearings)
     def surgery(self, batches, unscales, clear):
         """The backward pass of each loss, whose gradients are copied and cleared; then something is made of them."""
@@ -140,9 +141,8 @@ class Made(Loop):
 
     # In a hook before a step -------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.window_calls() < MOST_CALLS and self.config.clip is None)
+    @precondition(lambda self: self.window_calls() < MOST_CALLS and self.oracle.clip is None)
     @precondition(lambda self: self.config.level != "O3")
-    @precondition_of("pre-hook")
     @rule(batch=passes, number=st.integers(0, 1))
     def step_with_a_hook(self, batch, number):
         """A program's own hook before a step clips what a step takes."""

@@ -8,7 +8,6 @@ from hypothesis.stateful import invariant, precondition
 from .edits import names
 from .loop import MOST_CALLS, WIDTHS, Loop, drawn, needs
 from .near import TINY, UNIT, rounded
-from .pending import precondition_of
 from .subject import TURN, array
 from .twins import rule
 
@@ -25,7 +24,6 @@ class Methods(Loop):
         return {name: low for name, _ in self.subject.model.named_buffers()}
 
     @precondition(lambda self: self.begun_at != "O3")
-    @precondition_of("predict")
     @rule(widths=widths)
     def predict(self, widths):
         """Ends in numpy, which has no bfloat16."""
@@ -36,7 +34,6 @@ class Methods(Loop):
             ways += [rounded(each, self.config.computes(name)) for each in ways]
             assert np.logical_or.reduce([each == found.T for each in ways]).all(), f"{name}: {found.T} of {exact}"
 
-    @precondition_of("project")
     @rule(name=names)
     def project(self, name):
         """A method that writes weights computes in FP32."""
@@ -55,7 +52,6 @@ class Methods(Loop):
 
     @needs("swapping")
     @precondition(lambda self: not self.oracle.is_open)
-    @precondition_of("fuse")
     @rule(is_given=st.booleans())
     def fuse(self, is_given):
         """A weight made of others has its dtype; then the old one comes back."""
@@ -64,6 +60,8 @@ class Methods(Loop):
         model.fuse(*[torch.tensor(TURN, dtype=before.dtype)] * is_given)
         found, dtype = array(model.first.weight), model.first.weight.dtype
         model.first.weight = before
+        if self.driver.train is not None:
+            self.driver.capture()  # a graph goes on with the memory that it was recorded with
         assert dtype == before.dtype, f"a weight that a method has made is {dtype}"
         if is_given:  # which the policy's region computes
             unit = max(UNIT[weight.dtype], UNIT[self.config.computes("first.weight")])
@@ -75,9 +73,9 @@ class Methods(Loop):
 
     # Outputs -----------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.window_calls() < MOST_CALLS and self.oracle.weights["first.weight"].trains)
+    @precondition(lambda self: self.window_calls() < MOST_CALLS and self.driver.may_add(self.oracle))
+    @precondition(lambda self: self.oracle.weights["first.weight"].trains)
     @needs("outputs")
-    @precondition_of("outputs")
     @rule(values=st.integers(0, 99), how=st.sampled_from(["grad", "retain_grad"]))
     def output_of_an_output(self, values, how):
         """An output on which another depends is in its graph."""
@@ -90,7 +88,7 @@ class Methods(Loop):
             value = (torch.from_numpy(factors).float() * (output - output.detach())).sum()
         if how == "grad":
             (found,) = torch.autograd.grad(value, hidden)
-            self.oracle, ways = before, (1.0,)
+            self.oracle, scale = before, 1.0
         else:
             hidden.retain_grad()
             groups = self.driver.groups(self.oracle, self.oracle.groups, {"first.weight"})
@@ -98,10 +96,10 @@ class Methods(Loop):
             gradient = rounded(rounded(factors.T * scale, "float32"), self.config.computes("first.weight"))
             self.oracle.begin(groups)
             self.oracle.accumulate(groups, {"first.weight": gradient}, finite=True)
-            found, ways = hidden.grad, (1.0, scale)  # what is no leaf keeps what it was given inside the pass
+            found = hidden.grad
         assert found is not None, "an output without a gradient"
-        computes = self.config.computes("first.weight")
-        ways = [each for way in ways for each in (factors * way, rounded(factors * way, computes))]
+        scaled = rounded(factors * scale, self.config.computes("first.weight"))
+        ways = [factors, scaled / scale, scaled]
         assert any(np.array_equal(array(found), way) for way in ways), f"an output's gradient: {found}, not {factors}"
 
     @invariant()

@@ -325,7 +325,7 @@ class Oracle:
         found = not_finite(gradients.values()) or not_finite(g for group in groups for g in group.gradients.values())
         failed = not all(group.window.finite for group in groups)
         skipped = found or failed or self.inner or any(group.window.found for group in groups)
-        failed, self.inner = failed and not self.inner, False
+        failed, self.inner = failed or self.inner, False
         norm = math.sqrt(sum(float(np.sum(g * g)) for g in gradients.values()))
         updates = {} if skipped else self.updates(groups, gradients, norm)
         made_with = groups[0].window.made_with

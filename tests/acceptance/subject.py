@@ -2,6 +2,7 @@
 
 import io
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -230,7 +231,7 @@ class Subject:
         for name, holder in holders:
             kept = vars(holder)
             hooks = {key: len(value) for key, value in kept.items() if "_hooks" in key and value}
-            bound = {key for key, value in kept.items() if callable(value) and hasattr(type(holder), key)}
+            bound = {key for key, value in kept.items() if hasattr(type(holder), key) and is_mezzos(value)}
             found[name] = type(holder), hooks, bound
         for name, param in self.names.items():
             found[f"{name} hooks"] = len(param._backward_hooks or ()), len(param._post_accumulate_grad_hooks or ())
@@ -310,6 +311,12 @@ class Subject:
         for name, part in (parts[number] for number in order if number < len(parts)):
             part.load_state_dict(states[name])
         self.model.calls = states["calls"]
+
+
+def is_mezzos(call):
+    """Whether what is called is code of mezzo's, by whatever name."""
+    code = getattr(getattr(call, "__func__", getattr(call, "func", call)), "__code__", None)
+    return code is not None and code.co_filename.startswith(str(Path(mezzo.__file__).parent))
 
 
 def array(tensor):
