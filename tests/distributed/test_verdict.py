@@ -205,7 +205,8 @@ def of_two():
 def test_what_one_rank_sees_decides_for_all(of_two):
     one, other = (each["faults"] for each in of_two)
     high, low = 2.0**16, 2.0**15
-    after = {"none": high, "loss": high, "grad": low, "gradient": low}  # a loss that is not finite leaves the scale
+    # A loss that is not finite leaves the scale, and so does what it was computed from: that has a scale of its own.
+    after = {"none": high, "loss": high, "grad": high, "gradient": low}
     for (fault, guilty), (seen, ranks, weights) in one.items():
         first, second = seen
         assert first[1:] == (high, after[fault]), fault

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -66,11 +66,6 @@ class InnerScales:
         """
         numbers = self._each[self._place - 1]
         given = [*numbers, outputs, results]
-        if results.device.type == "cpu":  # numpy asks nothing of a device
-            moved = moved_on(self._growth, *(number.numpy().item() for number in given))
-            for number, value in zip(numbers, moved, strict=True):
-                number.fill_(value)
-            return
         for number, value in zip(numbers, self._compute(moved_on, (self._growth,), given), strict=True):
             number.copy_(value)  # in place: a captured graph holds addresses
 
@@ -86,8 +81,8 @@ class InnerScales:
         self._each[:], self._place = [(scale.clone(), bound.clone()) for scale, bound in made], 0
 
 
-def moved_on(growth: float, scale: Any, bound: Any, outputs: Any, results: Any) -> tuple[Any, Any]:
-    """Return a call's scale and bound after it, for 0-d tensors or Python's numbers; bad outputs move neither.
+def moved_on(growth: float, scale: Tensor, bound: Tensor, outputs: Tensor, results: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a call's scale and bound after it, as one pure function of 0-d tensors; bad outputs move neither.
 
     Args:
         growth: What a clean call multiplies the bound by.
@@ -99,10 +94,6 @@ def moved_on(growth: float, scale: Any, bound: Any, outputs: Any, results: Any) 
     overflowed, is_held = results * 0.0 != 0.0, outputs * 0.0 != 0.0
     higher, doubled = bound * growth, scale * 2.0
     has_room = (doubled - higher <= 0.0) & (doubled * results <= _LARGEST)
-    after = _chosen(overflowed, scale * _FALL, _chosen(has_room, doubled, scale))
-    higher = _chosen(overflowed, scale * _LOWER, higher)
-    return _chosen(is_held, scale, after), _chosen(is_held, bound, higher)
-
-
-def _chosen(condition: Any, one: Any, other: Any) -> Any:
-    return torch.where(condition, one, other) if isinstance(condition, Tensor) else one if condition else other
+    after = torch.where(overflowed, scale * _FALL, torch.where(has_room, doubled, scale))
+    higher = torch.where(overflowed, scale * _LOWER, higher)
+    return torch.where(is_held, scale, after), torch.where(is_held, bound, higher)
