@@ -135,7 +135,7 @@ class Edits(Loop):
             self.oracle.inner |= not np.isfinite(array(found)).all()
 
     def scales_of_grad(self):
-        """What ``amp.grad`` may multiply by: of a dynamic scale each call has one of its own, which the session picks."""
+        """What ``amp.grad`` may multiply by: each call has its own scale where the loss's is dynamic."""
         scale = self.oracle.scale
         return 2.0 ** np.arange(15, -30, -1) if scale.mode == "dynamic" else [scale.now]
 

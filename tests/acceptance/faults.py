@@ -12,7 +12,6 @@ from mezzo.errors import NumericsError
 from .checkpoints import Checkpoints
 from .interrupt import Interrupt, lines
 from .loop import MOST_CALLS, needs, passes, some
-from .pending import precondition_of
 from .subject import BoomError
 from .twins import rule
 
@@ -107,7 +106,6 @@ class Faults(Checkpoints):
 
     @needs("session", "broken passes")
     @precondition(lambda self: self.config.library == "own" and not self.oracle.is_open)
-    @precondition_of("exception in an optimizer")
     @rule(batch=passes, number=st.integers(0, 1), how=st.sampled_from(["before", "with a state", "half-way"]))
     def exception_in_an_optimizer(self, batch, number, how):
         """Half-way is where a weight was written: a checkpoint heals that; before it, the step can be taken again."""

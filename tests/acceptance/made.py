@@ -11,7 +11,6 @@ from mezzo.errors import NumericsError, StateError
 
 from .loop import MOST_CALLS, Loop, Share, clearings, drawn, needs, passes
 from .oracle import Window
-from .pending import precondition_of
 from .subject import array
 from .twins import rule
 
@@ -56,7 +55,6 @@ class Made(Loop):
 
     @needs("session", "made")
     @precondition(nothing_there)
-    @precondition_of("gradients by hand")
     @rule(
         values=st.integers(0, 99), only=st.sampled_from([None, "first.weight", "second.weight"]), inf=st.integers(0, 9)
     )
@@ -79,7 +77,6 @@ class Made(Loop):
 
     @needs("session", "made")
     @precondition(nothing_there)
-    @precondition_of("autograd.grad")
     @rule(batch=passes, is_amps=st.booleans())
     def gradients_by_autograd(self, batch, is_amps):
         """``autograd.grad``, the session's or torch's, written into ``.grad``."""
@@ -122,7 +119,6 @@ class Made(Loop):
 
     @needs("session", "made")
     @precondition(nothing_there)
-    @precondition_of("surgery")
     @rule(batches=st.tuples(passes, passes), unscales=st.booleans(), clear=clearings)
     def surgery(self, batches, unscales, clear):
         """The backward pass of each loss, whose gradients are copied and cleared; then something is made of them."""
@@ -147,7 +143,6 @@ class Made(Loop):
 
     @precondition(lambda self: self.window_calls() < MOST_CALLS and self.oracle.clip is None)
     @precondition(lambda self: self.config.level != "O3")
-    @precondition_of("pre-hook")
     @rule(batch=passes, number=st.integers(0, 1))
     def step_with_a_hook(self, batch, number):
         """A program's own hook before a step clips what a step takes."""

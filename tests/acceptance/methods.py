@@ -8,7 +8,6 @@ from hypothesis.stateful import invariant, precondition
 from .edits import names
 from .loop import MOST_CALLS, WIDTHS, Loop, drawn, needs
 from .near import TINY, UNIT, rounded
-from .pending import precondition_of
 from .subject import TURN, array
 from .twins import rule
 
@@ -25,7 +24,6 @@ class Methods(Loop):
         return {name: low for name, _ in self.subject.model.named_buffers()}
 
     @precondition(lambda self: self.begun_at != "O3")
-    @precondition_of("predict")
     @rule(widths=widths)
     def predict(self, widths):
         """Ends in numpy, which has no bfloat16."""
@@ -36,7 +34,6 @@ class Methods(Loop):
             ways += [rounded(each, self.config.computes(name)) for each in ways]
             assert np.logical_or.reduce([each == found.T for each in ways]).all(), f"{name}: {found.T} of {exact}"
 
-    @precondition_of("project")
     @rule(name=names)
     def project(self, name):
         """A method that writes weights computes in FP32."""
@@ -55,7 +52,6 @@ class Methods(Loop):
 
     @needs("swapping")
     @precondition(lambda self: not self.oracle.is_open)
-    @precondition_of("fuse")
     @rule(is_given=st.booleans())
     def fuse(self, is_given):
         """A weight made of others has its dtype; then the old one comes back."""
@@ -80,7 +76,6 @@ class Methods(Loop):
     @precondition(lambda self: self.window_calls() < MOST_CALLS and self.driver.may_add(self.oracle))
     @precondition(lambda self: self.oracle.weights["first.weight"].trains)
     @needs("outputs")
-    @precondition_of("outputs")
     @rule(values=st.integers(0, 99), how=st.sampled_from(["grad", "retain_grad"]))
     def output_of_an_output(self, values, how):
         """An output on which another depends is in its graph."""

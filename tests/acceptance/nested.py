@@ -7,7 +7,6 @@ from hypothesis.stateful import invariant, precondition
 from torch.utils.checkpoint import checkpoint
 
 from .loop import MOST_CALLS, Loop, Share, drawn, needs, passes
-from .pending import precondition_of
 from .rules import LR, MOMENTUM
 from .subject import NAMES, array
 from .twins import rule
@@ -114,7 +113,6 @@ class Nested(Loop):
 
     @needs("nested")
     @precondition(lambda self: self.window_calls() < MOST_CALLS - 1 and self.driver.may_add(self.oracle))
-    @precondition_of("nested pass")
     @rule(batch=passes, more=passes, way=st.sampled_from(WAYS[1:]), beside=st.sampled_from([None, *WAYS]))
     def nested_pass(self, batch, more, way, beside):
         """One pass of the session, which runs others; perhaps beside a plain model's loss."""
@@ -174,7 +172,6 @@ class Nested(Loop):
         return exact, sizes * 2.0**-5 + 2.0**-20
 
     @needs("nested")
-    @precondition_of("foreign model")
     @rule(values=st.integers(0, 99), way=st.sampled_from(WAYS[:-1]), steps=st.booleans())
     def foreign_pass(self, values, way, steps):
         """A plain loop over another model."""
@@ -186,7 +183,6 @@ class Nested(Loop):
             self.oracle.commit()  # a pass that may have run others, through the model too, needed to know the scale
 
     @needs("others")
-    @precondition_of("foreign model")
     @precondition(lambda self: self.window_calls() < MOST_CALLS and self.driver.may_add(self.oracle))
     @rule(batch=passes, values=st.integers(0, 99), way=st.sampled_from(WAYS[:-1]), steps=st.booleans())
     def shared_pass(self, batch, values, way, steps):

@@ -9,7 +9,6 @@ from hypothesis.stateful import precondition
 
 from .edits import names
 from .loop import Loop
-from .pending import precondition_of
 from .rules import LR
 from .subject import STATES
 from .twins import rule
@@ -22,7 +21,6 @@ OF_ONE = ("pop", "empty", "zeros", "step", "update", "half", "zero")
 class States(Loop):
     """What torch.optim takes from its users."""
 
-    @precondition_of("state edits")
     @rule(number=st.integers(0, 1), how=st.sampled_from(WHOLE))
     def edit_state(self, number, how):
         """All of it."""
@@ -35,7 +33,6 @@ class States(Loop):
         for weight in self.weights_of(self.oracle.groups[number]):
             weight.states, weight.count = {}, 0
 
-    @precondition_of("state edits")
     @rule(name=names, how=st.sampled_from(OF_ONE), key=st.integers(0, 1), as_tensor=st.booleans())
     def edit_state_of_one(self, name, how, key, as_tensor):
         optimizer, param, weight = self.subject.owner(name), self.subject.param(name), self.oracle.weights[name]
@@ -67,7 +64,6 @@ class States(Loop):
                     state[key].mul_(0.5) if how == "half" else state[key].zero_()
             weight.states = {**weight.states, key: found * 0.0 if how in ("zeros", "zero") else found * 0.5}
 
-    @precondition_of("state edits")
     @precondition(lambda self: not self.oracle.is_open)
     @rule(number=st.integers(0, 1), forgets=st.booleans())
     def replace_group(self, number, forgets):

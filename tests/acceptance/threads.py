@@ -12,7 +12,6 @@ import mezzo
 from mezzo.errors import NumericsError
 
 from .loop import MOST_CALLS, Loop, needs, passes
-from .pending import precondition_of
 from .rules import LR
 from .subject import array
 from .twins import rule
@@ -44,7 +43,6 @@ class Threads(Loop):
 
     @needs("broken passes")
     @precondition(lambda self: self.window_calls() < MOST_CALLS and self.driver.may_add(self.oracle))
-    @precondition_of("threads")
     @rule(
         batch=passes,
         where=st.sampled_from(["beside", "in a pass", "in a step"]),
@@ -74,7 +72,7 @@ class Threads(Loop):
         if group.window is None or not group.gradients:
             return
         handle = self.subject.optimizers[0].register_step_pre_hook(lambda *_: beside(work))
-        with contextlib.closing(_Removed(handle)), contextlib.suppress(NumericsError):
+        with handle, contextlib.suppress(NumericsError):
             self.take_step([group], lambda: self.driver.step(self.chosen(0)[1]))
         self.clear("session")
 
@@ -96,10 +94,3 @@ class Threads(Loop):
         amp.close()
         expected = (weight.astype(np.float32) - np.float32(LR)).astype(np.float64)
         assert np.array_equal(array(model.weight), expected), f"in a thread: {array(model.weight)}, not {expected}"
-
-
-class _Removed:
-    """A hook that is taken off when it is closed."""
-
-    def __init__(self, hook):
-        self.close = hook.remove
