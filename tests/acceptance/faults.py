@@ -173,7 +173,8 @@ class Faults(Checkpoints):
             self.driver.backward(value, None)
             if unscales and not self.oracle.is_plain:
                 for optimizer in self.subject.optimizers:
-                    self.driver.unscale_(optimizer)
+                    if any(param.grad is not None for group in optimizer.param_groups for param in group["params"]):
+                        self.driver.unscale_(optimizer)
         assert torch.is_grad_enabled()
         self.clear("session")
         self.driver.state_dict()  # a scale that was to move has moved

@@ -62,10 +62,14 @@ class Sessions(Edits, Faults, Nested, Made, States, Methods, Threads):
     """All rules together."""
 
 
+class OnRanks(Edits, Faults, Nested, States, Methods, Threads):
+    """Without gradients made by hand: after one that is refused hypothesis draws another way on each rank."""
+
+
 #: Of styles that have rules of their own.
-MACHINES = {"planned": planned.Compiles, "planned attach": planned.Compiles}
+MACHINES = {"two ranks": OnRanks, "planned": planned.Compiles, "planned attach": planned.Compiles}
 #: What holds while sequences of a style run.
-AROUND = {"captured step": captured.predicated, **dict.fromkeys(MACHINES, planned.many_variants)}
+AROUND = {"captured step": captured.predicated, **dict.fromkeys(("planned", "planned attach"), planned.many_variants)}
 
 STEPS = 30
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
