@@ -104,6 +104,6 @@ def scale_fields() -> str:
 
 
 def _number(value: Any) -> str:
-    if isinstance(value, float) and value >= 2**16:
-        return f"2**{value.hex().partition('p+')[2]}"
+    if isinstance(value, float) and (value >= 2**16 or value < 2**-10):
+        return f"2**{int(value.hex().partition('p')[2])}"
     return str(value).lower() if value is None else f"{value:g}" if isinstance(value, float) else str(value)

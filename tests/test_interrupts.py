@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from mezzo import interrupts
-from mezzo.interrupts import uninterrupted
+from mezzo.interrupts import Members, uninterrupted
 
 HELD = [signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 WATCHED = {__file__, interrupts.__file__, contextlib.__file__}
@@ -185,3 +187,37 @@ def test_other_threads_hold_nothing_back_and_need_no_handler(handlers: Handlers)
     leave.set()
     thread.join(10)
     assert log == ["written"]
+
+
+def test_members_stay_whole_whatever_garbage_and_threads_take_from_them():
+    """Garbage that is collected in the midst of a change, or of a look, takes away what went with it."""
+
+    class One:
+        pass
+
+    members, stop = Members(), threading.Event()
+    kept = [object() for _ in range(5)]
+    for each in kept:
+        members.add(each)
+
+    def churn():
+        while not stop.is_set():
+            one = One()
+            one.itself = one  # garbage that only the collector finds
+            members.add(weakref.ref(one, members.remove))
+
+    before = gc.get_threshold()
+    gc.set_threshold(1, 1_000_000, 1_000_000)  # of the youngest alone: all that torch has made takes long
+    threads = [threading.Thread(target=churn) for _ in range(2)]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(200):
+            assert [each for each in members.now if each in kept] == kept
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        gc.set_threshold(*before)
+    gc.collect()
+    assert members.now == tuple(kept)

@@ -176,9 +176,9 @@ def _coded_moments(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 #: By name; the first is what all others are compared with. torch.amp: unscale 8, norm 4, clip 8, AdamW 28, cast 6.
-#: Folded: the multiplication happens in AdamW's kernel, which writes the gradients. torch's fused
-#: AdamW over halves: norm 4, both halves read and written 8, gradient 8, moments 16; FP32 values stay in a cache. One pass: norm 2, then gradient, both halves and moments;
-#: scales of codes are 4/32 each way.
+#: Folded: the multiplication happens in AdamW's kernel, which writes the gradients. torch's fused AdamW over halves:
+#: norm 4, both halves read and written 8, gradient 8, moments 16; FP32 values stay in a cache. One pass: norm 2, then
+#: gradient, both halves and moments; scales of codes are 4/32 each way.
 CONTENDERS: Final[Mapping[str, Contender]] = MappingProxyType(
     {
         "torch.amp, fused AdamW": Contender(_torch_amp(fused=True), 54),

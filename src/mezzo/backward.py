@@ -5,11 +5,16 @@ The one file that takes private names of the engine's.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import sys
 from collections.abc import Callable
 from typing import Any, Final
+from weakref import ref
 
 import torch
-from torch.autograd import Function
+from torch.autograd import Function, Variable
+from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import CheckpointFunction
 
 from mezzo.compiling import constant_in_graphs
@@ -28,6 +33,11 @@ will_run: Final[Callable[[Any], bool]] = private("torch._C._will_engine_execute_
 call_at_end: Final[Callable[[Callable[[], None]], None]] = private(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
+_OF_MODULES: Final = private("torch.nn.modules._functions.BackwardHookFunction")
+_TAKE_NOTE: Final = private("torch._C._stash_obj_in_tls")
+_NOTED: Final = private("torch._C._get_obj_in_tls")
+_IS_NOTED: Final = private("torch._C._is_key_in_tls")
+_FORGET: Final = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
 # While it traces, torch.compile asks once: a module that is compiled by itself and recomputed is traced for its forward
@@ -58,15 +68,119 @@ def node_of(function: type[Function]) -> type:
     return kind
 
 
-def runs_another(kind: type) -> bool:
-    """Whether nodes of a class run a pass of their own, over parameters of which the graph says nothing."""
-    return issubclass(kind, node_of(CheckpointFunction))
+def runs_hooks_of_modules(kinds: set[type]) -> bool:
+    """Whether nodes of some classes run hooks of modules with the gradients of inputs or outputs."""
+    return node_of(_OF_MODULES) in kinds
+
+
+def may_run_others(kind: type) -> bool:
+    """Whether nodes of a class may run passes of their own, over leaves of which the graph says nothing.
+
+    Those of torch's reentrant checkpoint do, and any of a program's autograd functions may.
+    """
+    if not issubclass(kind, BackwardCFunction):
+        return False
+    require("torch.autograd.function.BackwardCFunction._forward_cls")
+    function: type = kind._forward_cls  # type: ignore[attr-defined]
+    return issubclass(function, CheckpointFunction) or function.__module__.partition(".")[0] not in ("torch", "mezzo")
+
+
+# The door ------------------------------------------------------------------------------------------------
 
 
 def door() -> tuple[Any, str]:
-    """Return where torch has the function through which each backward pass goes: a module, and the name in it."""
-    require("torch.autograd._engine_run_backward")
-    return torch.autograd, "_engine_run_backward"
+    """Return where torch has the engine through which each backward pass goes: a class, and the name in it.
+
+    What programs call ends there: ``backward``, ``torch.autograd.grad``, and the engine itself; patches of torch's own
+    functions, too.
+    """
+    require("torch.autograd.Variable._execution_engine.run_backward")
+    return Variable, "_execution_engine"
+
+
+def engine_through(plain: Any, through: Callable[..., Any]) -> Any:
+    """Return an engine to stand in the place of another one, whose passes go through a function.
+
+    Args:
+        plain: The other one.
+        through: The function; it is given all of a pass's arguments by position.
+    """
+    kind: Any = type(plain)
+    made = _engine_like(kind)()
+    made.through = through
+    return made
+
+
+@functools.cache
+def _engine_like(kind: Any) -> Any:
+    """Return a class of engines that is one of another class, as compiled code asks."""
+
+    class Through(kind):  # type: ignore[misc]
+        through: Callable[..., Any]
+
+        def run_backward(
+            self,
+            tensors: Any,
+            grad_tensors: Any,
+            keep_graph: bool,
+            create_graph: bool,
+            inputs: Any = (),
+            allow_unreachable: bool = False,
+            accumulate_grad: bool = False,
+        ) -> Any:
+            return self.through(
+                tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
+
+    return Through
+
+
+# Whose work a thread does: torch hands what is noted of a thread on to those that run a pass for it.
+
+_NOTE: Final = "mezzo"
+
+
+def noted() -> Any:
+    """Return what is noted of this thread: by :func:`note`, in it or where the pass began whose nodes it runs."""
+    place = _place()
+    return None if place is None else place()
+
+
+def _place() -> Any:
+    return _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
+
+
+def note(value: object) -> Callable[[], None]:
+    """Note whose work this thread does from here on, and each thread that runs nodes of a pass that begins in it.
+
+    Args:
+        value: Whose; held weakly, so that a signal which keeps the note from ending leaves nothing behind.
+
+    Returns:
+        What ends it.
+    """
+    before = _place()
+    _note(ref(value))
+    # Torch 2.11 cannot forget. What is left in a thread that ends would wait there for Python.
+    return (
+        functools.partial(_note, before) if before is not None or _FORGET is None else functools.partial(_FORGET, _NOTE)
+    )
+
+
+def _note(value: object) -> None:
+    if _steals():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+    _TAKE_NOTE(_NOTE, value)
+
+
+@functools.cache
+def _steals() -> bool:
+    """Whether torch counts what it is given to note when it lets go of it, and not when it takes it: 2.11 does."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # what is one too many stays in memory
+    _TAKE_NOTE(_NOTE, probe)
+    return sys.getrefcount(probe) == before + 1
 
 
 def innermost_saving_hooks() -> tuple[Any, Any] | None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mezzo.releases import PRIVATE, private, require
 
 _OF_TENSORS: Final = tuple(name for name in PRIVATE["hooks.py"] if name.startswith("torch.Tensor."))
+_OF_MODULES: Final = tuple(name for name in PRIVATE["hooks.py"] if name.startswith("torch.nn.Module."))
 _OF_OPTIMIZERS: Final = tuple(name for name in PRIVATE["hooks.py"] if ".Optimizer." in name)
+_OF_STEPS: Final = tuple(name for name in _OF_OPTIMIZERS if "step_pre" in name)
+_ADDING: Final = threading.Lock()
 _OF_EVERY_STEP: Final = private("torch.optim.optimizer._global_optimizer_pre_hooks")
 
 
@@ -71,12 +75,23 @@ def with_gradient_hooks(leaves: Iterable[Any]) -> list[Any]:
     return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
-def run_first(leaf: Any, handle: RemovableHandle) -> None:
-    """Have a hook on a tensor run before all others: C runs them in the order in which they lie in memory."""
+def with_tensor_hooks(leaves: Iterable[Any]) -> list[Any]:
+    """Return the leaves that have hooks which run with the gradient, before it is accumulated."""
     require(*_OF_TENSORS)
-    hooks = leaf._backward_hooks
-    keys = [key for key in hooks if key != handle.id]
-    deque(map(hooks.__setitem__, keys, map(hooks.pop, keys)), maxlen=0)
+    return [leaf for leaf in leaves if leaf._backward_hooks]
+
+
+def with_accumulation_hooks(leaves: Iterable[Any]) -> list[Any]:
+    """Return the leaves that have hooks which run once a gradient is accumulated, as optimizers in the pass do."""
+    require(*_OF_TENSORS)
+    return [leaf for leaf in leaves if leaf._post_accumulate_grad_hooks]
+
+
+def with_backward_hooks(model: nn.Module) -> list[str]:
+    """Return the names of a model's modules that have hooks which run with gradients of inputs or outputs."""
+    require(*_OF_MODULES)
+    modules = model.named_modules()
+    return [name or type(each).__name__ for name, each in modules if each._backward_hooks or each._backward_pre_hooks]
 
 
 @contextmanager
@@ -93,10 +108,30 @@ def without_accumulation_hooks(leaves: Iterable[Any]) -> Iterator[None]:
             leaf._post_accumulate_grad_hooks = hooks
 
 
+def complete(optimizer: Optimizer) -> None:
+    """Give an optimizer the tables of hooks that it lacks, as torch does for one that it unpickles.
+
+    A class that wraps another optimizer may have called no ``super().__init__``; its steps then run hooks as well.
+    """
+    require(*_OF_OPTIMIZERS)
+    if not all(hasattr(optimizer, name.rpartition(".")[2]) for name in _OF_OPTIMIZERS):
+        Optimizer.__setstate__(optimizer, {"defaults": getattr(optimizer, "defaults", {})})
+
+
 def step_hooks(optimizer: Optimizer) -> list[Any]:
     """Return the hooks that run before an optimizer's step."""
-    require(*_OF_OPTIMIZERS)
+    require(*_OF_STEPS)
     return [*optimizer._optimizer_step_pre_hooks.values()]
+
+
+def before_every_step(look: Look) -> None:
+    """Have a hook run before each step of any optimizer, from now on and once.
+
+    It is never taken away: torch goes through this table while other threads step, and raises where it has changed.
+    """
+    with _ADDING:
+        if look not in hooks_of_every_step():
+            register_optimizer_step_pre_hook(look)
 
 
 def hooks_of_every_step() -> list[Any]:

@@ -1,4 +1,7 @@
-"""Signals that Python handles wait while a step writes, so that Ctrl-C leaves a whole step behind."""
+"""What comes between two lines: signals wait while a step writes; what threads share changes as a whole.
+
+So Ctrl-C leaves a whole step behind.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from _thread import interrupt_main
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
+
+T = TypeVar("T")  # Python 3.11 has no `class Shared[T]`
 
 #: Signals that people, job queues and notebooks send, or that a timeout is made of.
 _NAMES: Final = ("SIGINT", "SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -128,3 +133,35 @@ class _Block(AbstractContextManager[None]):
 
 
 _BLOCK: Final = _Block()
+
+
+class Members(Generic[T]):
+    """Things in an order, which threads, signals and collected garbage add and take away while others go through them.
+
+    Each change makes a new tuple, so that nothing moves under those who go through the one before. A list would:
+    ``tuple(a_list)`` collects garbage in Python 3.11, and the process dies of what that takes from the list.
+
+    Attributes:
+        now: Those that there are.
+    """
+
+    def __init__(self) -> None:
+        self.now: tuple[T, ...] = ()
+        self._changing = threading.RLock()
+
+    def add(self, one: T) -> None:
+        """Add one behind all others."""
+        self._change(lambda before: (*before, one))
+
+    def remove(self, one: T) -> None:
+        """Take one away, if it is there."""
+        self._change(lambda before: tuple([each for each in before if each is not one]))
+
+    def _change(self, changed: Callable[[tuple[T, ...]], tuple[T, ...]]) -> None:
+        with self._changing:
+            while True:
+                before = self.now
+                after = changed(before)
+                if self.now is before:  # no garbage that was collected meanwhile has changed them
+                    self.now = after
+                    return

@@ -62,7 +62,11 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._set_grad_enabled": "find no_grad in a captured graph",
     },
     "backward.py": {
-        "torch.autograd._engine_run_backward": "have backward passes of an attached session go through it",
+        "torch.autograd.Variable._execution_engine.run_backward": "have backward passes go through sessions",
+        "torch._C._stash_obj_in_tls": "tell which passes run inside of a session's",
+        "torch._C._get_obj_in_tls": "tell which passes run inside of a session's",
+        "torch._C._is_key_in_tls": "tell which passes run inside of a session's",
+        "torch._C._remove_obj_from_tls|_stash_obj_in_tls": "forget what was noted of a thread",
         "torch._C._current_graph_task_id": "tell whether a backward pass runs",
         "torch._C._current_autograd_node": "tell whose gradient a kernel computes",
         "torch._C._autograd._get_sequence_nr": "tell in which module an autograd node was made",
@@ -70,6 +74,8 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._will_engine_execute_node": "tell where a backward pass ends",
         "torch.autograd.Variable._execution_engine.queue_callback": "end a backward pass when all else has ended",
         "torch.autograd.Function._backward_cls": "know nodes of an autograd function in a graph",
+        "torch.nn.modules._functions.BackwardHookFunction": "find hooks of modules in a graph",
+        "torch.autograd.function.BackwardCFunction._forward_cls": "know the autograd function of a node",
         "torch._C._autograd._top_saved_tensors_default_hooks": "count what is saved for backward passes",
     },
     "dispatch.py": {
@@ -142,6 +148,8 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     "hooks.py": {
         "torch.Tensor._backward_hooks": "order hooks on gradients, and see the user's",
         "torch.Tensor._post_accumulate_grad_hooks": "see the user's hooks on gradients, and silence them",
+        "torch.nn.Module._backward_hooks": "name modules whose hooks see scaled gradients",
+        "torch.nn.Module._backward_pre_hooks": "name modules whose hooks see scaled gradients",
         f"{_OPTIMIZER}._optimizer_step_pre_hooks": "see the user's hooks of an optimizer's step",
         f"{_OPTIMIZER}._optimizer_state_dict_pre_hooks": "run the hooks of an optimizer's state_dict",
         f"{_OPTIMIZER}._optimizer_state_dict_post_hooks": "run the hooks of an optimizer's state_dict",

@@ -53,13 +53,12 @@ class CapturedStep(FiveLines):
 
     def holds(self):
         """What a graph reads by its address, and what is part of it."""
-        held = [self.amp.max_grad_norm]
-        for optimizer in self.optimizers:
-            for param in (param for group in optimizer.param_groups for param in group["params"]):
-                state = [
-                    value.data_ptr() for value in optimizer.state.get(param, {}).values() if hasattr(value, "data_ptr")
-                ]
-                held.append(([part.data_ptr() for part in in_memory([param])], param.requires_grad, state))
+        groups = [[list(map(id, group["params"])) for group in each.param_groups] for each in self.optimizers]
+        held = [self.amp.max_grad_norm, groups]
+        states = {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
+        for param in self.model.parameters():
+            state = [value.data_ptr() for value in states.get(param, {}).values() if hasattr(value, "data_ptr")]
+            held.append(([part.data_ptr() for part in in_memory([param])], param.requires_grad, state))
         return held
 
     def is_stale(self):

@@ -89,6 +89,8 @@ class Checkpoints(Loop):
         for call in (amp.autocast, amp.step, amp.unscale_, amp.state_dict):
             self.refused(call, "after close()")
         old, config = self.oracle, self.config
+        for what, mark in self.subject.marks().items():
+            assert mark == self.subject.plain.get(what), f"left on {what}: {mark} was {self.subject.plain.get(what)}"
         for name, weight in old.weights.items():
             value = array(self.subject.param(name))
             assert np.array_equal(value, weight.exact), f"{name} after close(): {value} was {weight.exact}"

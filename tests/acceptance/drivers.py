@@ -9,7 +9,6 @@ import torch
 import mezzo
 from mezzo.compat import apex
 from mezzo.compat.apex import frontend
-from mezzo.session.attach import attached_now
 from mezzo.session.scaler import SessionScaler
 
 from .oracle import Contract
@@ -26,6 +25,12 @@ ABILITIES = {
     "broken passes": "A backward pass may end in an exception, and the loop goes on.",
     "closing": "A session may end, and another begin over the same model.",
     "swapping": "A weight may lie in memory of another dtype for a while.",
+    "nested": "A pass may run others, through the model too.",
+    "others": "Leaves that no optimizer of the session has get no scale.",
+    "plain passes": "Whatever pass a program runs is the session's.",
+    "autograd": "``torch.autograd`` may be called.",
+    "made": "What a program writes into ``.grad`` has no scale; a scaler divides it.",
+    "outputs": "A pass may reach some of the weights alone.",
     "signals": "Ctrl-C may come at any line.",
 }
 
@@ -79,8 +84,6 @@ class FiveLines:
     net = None
 
     def __init__(self, model, optimizers, config):
-        if (other := attached_now()) is not None:
-            other.detach()  # of an earlier sequence, or of one that goes on in another session
         self.model, self.optimizers = model, optimizers
         options = {"max_grad_norm": config.clip} if self.has("clipping") else {}
         self.amp = self.begin(model, config, on_overflow=config.on_overflow, **options)
@@ -176,7 +179,7 @@ class Scaler(FiveLines):
     """What frameworks are handed for a ``GradScaler``, over a session."""
 
     contract = Contract(waits=True)
-    lacks = frozenset({"all at once"})
+    lacks = frozenset({"all at once", "made"})
 
     def begin(self, model, config, **options):
         amp = super().begin(model, config, **options)
@@ -209,7 +212,7 @@ class Scaler(FiveLines):
 class Apex(Attach):
     """``initialize`` and ``scale_loss``; the session itself is looked at, and never called."""
 
-    lacks = Attach.lacks | {"clipping"}
+    lacks = Attach.lacks | {"clipping", "plain passes"}
 
     @classmethod
     def suited(cls, config):

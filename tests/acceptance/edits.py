@@ -127,12 +127,23 @@ class Edits(Loop):
             value = (self.called(x)[name] * factors).sum()
         (found,) = self.amp.grad(value, x)
         self.oracle.commit()
-        scale, computes = self.oracle.scale, self.config.computes(name)
-        output = rounded(rounded(array(factors) * scale.now, "float32"), computes)
-        ways = [rounded(_product(output, seen), computes) / scale.now for seen in self.seen(name)]
-        assert any(np.array_equal(array(found), each, equal_nan=True) for each in ways), f"{found}, and not {ways}"
-        if scale.is_carried:
-            self.oracle.inner |= not np.isfinite(ways[0]).all()
+        ways = [self.row(name, array(factors), number) for number in self.scales_of_grad()]
+        assert any(np.array_equal(array(found), each, equal_nan=True) for way in ways for each in way), (
+            f"{found}, and not {ways}"
+        )
+        if self.oracle.scale.is_carried:
+            self.oracle.inner |= not np.isfinite(array(found)).all()
+
+    def scales_of_grad(self):
+        """What ``amp.grad`` may multiply by: each call has its own scale where the loss's is dynamic."""
+        scale = self.oracle.scale
+        return 2.0 ** np.arange(15, -30, -1) if scale.mode == "dynamic" else [scale.now]
+
+    def row(self, name, factors, scale):
+        """What a scale leaves of a row of a weight, times what it is differentiated by."""
+        computes = self.config.computes(name)
+        output = rounded(rounded(factors * scale, "float32"), computes)
+        return [rounded(_product(output, seen), computes) / scale for seen in self.seen(name)]
 
     # What is trained, and how fast -----------------------------------------------------------------------------
 

@@ -12,11 +12,8 @@ from mezzo.errors import NumericsError
 from .checkpoints import Checkpoints
 from .interrupt import Interrupt, lines
 from .loop import MOST_CALLS, needs, passes, some
+from .subject import BoomError
 from .twins import rule
-
-
-class BoomError(Exception):
-    """Not one of mezzo's."""
 
 
 def boom(*_):
@@ -107,6 +104,39 @@ class Faults(Checkpoints):
         self.update_if_it_waits()
         self.clear("session")
 
+    @needs("session", "broken passes")
+    @precondition(lambda self: self.config.library == "own" and not self.oracle.is_open)
+    @rule(batch=passes, number=st.integers(0, 1), how=st.sampled_from(["before", "with a state", "half-way"]))
+    def exception_in_an_optimizer(self, batch, number, how):
+        """Half-way is where a weight was written: a checkpoint heals that; before it, the step can be taken again."""
+        self.update_if_it_waits()
+        self.clear("session")
+        self.save()
+        self.backward(batch, None)
+        number %= len(self.oracle.groups)
+        group, optimizer = self.oracle.groups[number], self.subject.optimizers[number]
+        if group.window is None or not group.gradients:
+            return
+        _, given = self.chosen(number)
+        whole, optimizer.fails = self.oracle.copy(), how
+        with contextlib.suppress(BoomError, NumericsError):
+            self.driver.step(given)
+        if optimizer.fails is not None:
+            optimizer.fails = None
+            assert whole.step([whole.groups[number]]).skipped
+            self.oracle = whole
+        elif how != "half-way" and self.oracle.clip is not None:
+            pass  # as in plain torch the gradients are clipped by now
+        elif how != "half-way":
+            self.take_step([group], lambda: self.driver.step(given))
+        else:
+            self.refused(lambda: self.driver.step(given), "an update was ended half-way")
+            _, saved, oracle = self.checkpoint
+            self.subject.load(saved, [0, 1, 2, 3])
+            self.oracle = oracle.copy().loaded(self.oracle)
+        self.update_if_it_waits()
+        self.clear("session")
+
     # Ctrl-C ------------------------------------------------------------------------------------------------------
 
     @needs("signals")
@@ -143,7 +173,8 @@ class Faults(Checkpoints):
             self.driver.backward(value, None)
             if unscales and not self.oracle.is_plain:
                 for optimizer in self.subject.optimizers:
-                    self.driver.unscale_(optimizer)
+                    if any(param.grad is not None for group in optimizer.param_groups for param in group["params"]):
+                        self.driver.unscale_(optimizer)
         assert torch.is_grad_enabled()
         self.clear("session")
         self.driver.state_dict()  # a scale that was to move has moved

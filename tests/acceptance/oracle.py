@@ -25,7 +25,7 @@ class Scale:
     now: float = 1.0
     interval: int = 2000
     ceiling: float = 2.0**24
-    floor: float = 1.0
+    floor: float = 2.0**-24
     clean: int = 0
     #: Which of the scale's values: gradients carry this, not only the number.
     epoch: int = 0
@@ -325,7 +325,7 @@ class Oracle:
         found = not_finite(gradients.values()) or not_finite(g for group in groups for g in group.gradients.values())
         failed = not all(group.window.finite for group in groups)
         skipped = found or failed or self.inner or any(group.window.found for group in groups)
-        failed, self.inner = failed and not self.inner, False
+        failed, self.inner = failed or self.inner, False
         norm = math.sqrt(sum(float(np.sum(g * g)) for g in gradients.values()))
         updates = {} if skipped else self.updates(groups, gradients, norm)
         made_with = groups[0].window.made_with

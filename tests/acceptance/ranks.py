@@ -16,7 +16,7 @@ class OneRank(FiveLines):
     """
 
     contract = Contract(sums_low=True)
-    lacks = frozenset({"one at a time", "freezing", "broken passes", "closing", "swapping"})
+    lacks = frozenset({"one at a time", "freezing", "broken passes", "closing", "swapping", "nested", "outputs"})
 
     def begin(self, model, config, **options):
         gc.collect()  # reducers of earlier sequences, which are in cycles

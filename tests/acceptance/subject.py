@@ -2,12 +2,14 @@
 
 import io
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
 
 import mezzo
+from mezzo.session.attach import attached_now
 from mezzo.step.moments import decode
 
 from .drivers import DRIVERS
@@ -22,12 +24,19 @@ STATES = {"AdamW": ("exp_avg", "exp_avg_sq"), "Adam": ("exp_avg", "exp_avg_sq"),
 STATES["Lion"] = ("exp_avg",)
 
 
+#: What torch's passes go through.
+DOOR = torch.autograd._engine_run_backward
+#: Turns rows by some angle; no number here has a short binary fraction.
+TURN = [[0.8, 0.6], [-0.6, 0.8]]
 #: How many calls a model has counted when it is made: beyond what 16 bits count.
 BEFORE = 2.0**12 + 1
 
 
 class Net(nn.Module):
-    """Three layers side by side; the last is trained only once an optimizer is given it."""
+    """Three layers side by side; the last is trained only once an optimizer is given it.
+
+    A call may give out one output instead, and another that depends on it.
+    """
 
     def __init__(self, shapes):
         super().__init__()
@@ -36,10 +45,63 @@ class Net(nn.Module):
         self.calls = 0
         self.register_buffer("seen", torch.tensor(BEFORE))
 
-    def forward(self, x):
+    def forward(self, x, *, chained=False):
         self.calls += 1
         self.seen += 1  # which no 16-bit format counts on from there
+        if chained:
+            hidden = self.first(x)
+            return hidden, hidden * 1.0
         return {name: self.get_submodule(name.partition(".")[0])(x) for name in NAMES}
+
+    def features(self, x):
+        """What a call computes, by another name."""
+        return Net.forward(self, x)
+
+    @torch.no_grad()
+    def predict(self, x):
+        """What ends in numpy, as an agent's action does."""
+        return {name: self.get_submodule(name.partition(".")[0])(x).numpy() for name in NAMES}
+
+    @torch.no_grad()
+    def project(self, name):
+        """Write a weight that is made of itself: a product that keeps lengths."""
+        weight = self.get_parameter(name)
+        weight.copy_(weight @ torch.tensor(TURN, dtype=weight.dtype))
+
+    def fuse(self, *inputs):
+        """Put a weight that is made of others in the place of one."""
+        turn = inputs[0] if inputs else torch.tensor(TURN, dtype=self.first.weight.dtype)
+        self.first.weight = nn.Parameter(self.first.weight @ turn, requires_grad=self.first.weight.requires_grad)
+
+
+class BoomError(Exception):
+    """Not one of mezzo's."""
+
+
+class Fails:
+    """An optimizer whose step raises when it is told to: before it writes, with a state begun, or half-way."""
+
+    fails = None
+
+    def step(self, closure=None):
+        how, self.fails = self.fails, None
+        if how is None:
+            return super().step(closure)
+        param = next(param for group in self.param_groups for param in group["params"] if param.grad is not None)
+        if how == "half-way":
+            with torch.no_grad():
+                param.mul_(0.5)
+        if how == "with a state":
+            self.state[param].setdefault(STATES[type(self).__name__.removeprefix("Own")][0], torch.zeros_like(param))
+        raise BoomError
+
+
+class OwnAdamW(Fails, torch.optim.AdamW):
+    """AdamW that fails."""
+
+
+class OwnSGD(Fails, torch.optim.SGD):
+    """SGD that fails."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +110,8 @@ class Config:
 
     Attributes:
         level, dtype: Of the policy.
-        library, rule: ``torch``, ``fused`` or ``mezzo``, and the optimizer's name.
+        library, rule: ``torch``, ``fused``, ``own`` (a class of the program's over torch's) or ``mezzo``, and the
+            optimizer's name.
         state_dtype: Of mezzo's optimizers.
         apart: Whether two optimizers share the layers out.
         pinned: Whether the second layer is kept in FP32.
@@ -130,7 +193,8 @@ class Config:
             return getattr(mezzo.optim, self.rule)(params, lr=LR, **options, state_dtype=self.state_dtype)
         if (self.library, self.rule) == ("fused", "SGD"):  # fails in a group where only some have momentum already
             params = [{"params": [param]} for param in params]
-        return getattr(torch.optim, self.rule)(params, lr=LR, **options, fused=self.library == "fused" or None)
+        library = {"AdamW": OwnAdamW, "SGD": OwnSGD} if self.library == "own" else vars(torch.optim)
+        return library[self.rule](params, lr=LR, **options, fused=self.library == "fused" or None)
 
 
 class Subject:
@@ -154,9 +218,24 @@ class Subject:
             self.add_late(late)
 
     def begin(self, config):
-        self.config = config
+        if (other := attached_now()) is not None:
+            other.detach()  # of an earlier sequence, or of one that goes on in another session
+        self.config, self.plain = config, self.marks()
         self.driver = DRIVERS[config.style](self.model, self.optimizers, config)
         self.amp = self.driver.amp
+
+    def marks(self):
+        """What a session may bind or hang on: names, classes, hooks, and torch's own door to a pass."""
+        found = {where.__name__: where._engine_run_backward is DOOR for where in (torch.autograd, torch.autograd.graph)}
+        holders = [*self.model.named_modules(), *((f"optimizer {n}", o) for n, o in enumerate(self.optimizers))]
+        for name, holder in holders:
+            kept = vars(holder)
+            hooks = {key: len(value) for key, value in kept.items() if "_hooks" in key and value}
+            bound = {key for key, value in kept.items() if hasattr(type(holder), key) and is_mezzos(value)}
+            found[name] = type(holder), hooks, bound
+        for name, param in self.names.items():
+            found[f"{name} hooks"] = len(param._backward_hooks or ()), len(param._post_accumulate_grad_hooks or ())
+        return found
 
     def oracle(self):
         """What the promises say of a session just begun, over weights just read."""
@@ -192,9 +271,10 @@ class Subject:
             return {}, None
         state = optimizer.state.get(self.param(name), {})
         moments = {
-            key: array(decode(state[key], state[f"{key}_scale"]) if f"{key}_scale" in state else state[key])
+            key: array(state[key] if in_codes is None else decode(in_codes, state[f"{key}_scale"]))
             for key in STATES[self.config.rule]
-            if state.get(key) is not None
+            for in_codes in [state.get(f"{key}_codes")]
+            if state.get(key) is not None or in_codes is not None
         }
         return moments, int(state["step"]) if "step" in state else None
 
@@ -231,6 +311,12 @@ class Subject:
         for name, part in (parts[number] for number in order if number < len(parts)):
             part.load_state_dict(states[name])
         self.model.calls = states["calls"]
+
+
+def is_mezzos(call):
+    """Whether what is called is code of mezzo's, by whatever name."""
+    code = getattr(getattr(call, "__func__", getattr(call, "func", call)), "__code__", None)
+    return code is not None and code.co_filename.startswith(str(Path(mezzo.__file__).parent))
 
 
 def array(tensor):

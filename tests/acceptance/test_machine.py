@@ -24,7 +24,12 @@ from . import captured, planned, ranks, scalers  # noqa: F401 - more drivers
 from .edits import Edits
 from .faults import Faults
 from .loop import configs
+from .made import Made
+from .methods import Methods
+from .nested import Nested
+from .states import States
 from .subject import Config
+from .threads import Threads
 
 #: Scaled gradients are edited on purpose.
 pytestmark = [
@@ -53,14 +58,18 @@ def ended():
         session.detach()
 
 
-class Sessions(Edits, Faults):
+class Sessions(Edits, Faults, Nested, Made, States, Methods, Threads):
     """All rules together."""
 
 
+class OnRanks(Edits, Faults, Nested, States, Methods, Threads):
+    """Without gradients made by hand: after one that is refused hypothesis draws another way on each rank."""
+
+
 #: Of styles that have rules of their own.
-MACHINES = {"planned": planned.Compiles, "planned attach": planned.Compiles}
+MACHINES = {"two ranks": OnRanks, "planned": planned.Compiles, "planned attach": planned.Compiles}
 #: What holds while sequences of a style run.
-AROUND = {"captured step": captured.predicated, **dict.fromkeys(MACHINES, planned.many_variants)}
+AROUND = {"captured step": captured.predicated, **dict.fromkeys(("planned", "planned attach"), planned.many_variants)}
 
 STEPS = 30
 QUIET = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]

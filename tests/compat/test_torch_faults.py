@@ -4,6 +4,7 @@ import functools
 import gc
 import itertools
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -47,7 +48,9 @@ def test_a_scale_that_sinks_stops_above_zero(name):
     scaler = SCALERS[name]("cpu")
     for number in range(200):
         optimizer.zero_grad()
-        advance(weight.sum() * (torch.inf if number < 199 else 1.0), scaler, optimizer)
+        is_told = pytest.warns(match="20 steps in a row") if number == 19 and name != "torch" else nullcontext()
+        with is_told:
+            advance(weight.sum() * (torch.inf if number < 199 else 1.0), scaler, optimizer)
     if name == "torch":
         assert scaler.get_scale() == 0.0
         assert weight.isnan().all()
@@ -387,6 +390,8 @@ def test_an_optimizer_that_raises_while_it_writes_is_not_gone_on_with_unseen():
 
         def step(self, closure=None):
             if self.fails:
+                with torch.no_grad():
+                    self.param_groups[0]["params"][0].add_(1.0)
                 raise KeyError("of its own")
             super().step(closure)
 

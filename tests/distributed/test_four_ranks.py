@@ -80,7 +80,8 @@ def rounded_at_random(state_dtype):
         for param in params:
             param.grad = torch.full_like(param, 0.3)
         optimizer.step()
-    return [bits(optimizer.state[param]["exp_avg"]) for param in params]
+    kept = "exp_avg_codes" if state_dtype == "int8" else "exp_avg"
+    return [bits(optimizer.state[param][kept]) for param in params]
 
 
 # Sessions -------------------------------------------------------------------------------------------------
@@ -121,7 +122,8 @@ def replicas(state_dtype):
     optimizer = optim.AdamW(model.parameters(), lr=0.01, state_dtype=state_dtype)
     amp = mezzo.MixedPrecision(model, optimizer, FIXED[0])
     train(model, amp, steps=2)
-    kept = [name for name in ("exp_avg", "exp_avg_scale") if name in optimizer.state[model.head.weight]]
+    names = "exp_avg", "exp_avg_codes", "exp_avg_scale"
+    kept = [name for name in names if name in optimizer.state[model.head.weight]]
     moments = [bits(optimizer.state[param][name]) for param in model.parameters() for name in kept]
     amp.close()
     return moments, [bits(param) for param in model.parameters()]

@@ -154,6 +154,38 @@ def only_counted_together():
     return counts
 
 
+def edited():
+    """Programs put moments where they like, whole ones and shards; a count that is set to zero is one for all ranks."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for rule, options in (("adamw", {}), ("momentum", {"nesterov": False, "dampening": 0.5}), ("lion", {})):
+        kind, known = RULES[rule]
+        sharded, whole = params_of(mesh)
+        optimizer, other = (kind(params, **{**known, **options}) for params in (sharded, whole))
+        for step in range(5):
+            for params, each in ((sharded, optimizer), (whole, other)):
+                if step == 2:
+                    edit(each, params, whole)
+                if step == 3:
+                    each.state.pop(params[2])
+                give_gradients(params, step)
+                each.step()
+        found += [(rule, *each) for each in differences(sharded, whole, optimizer, other)]
+    return found
+
+
+def edit(optimizer, params, whole):
+    for number, (param, like) in enumerate(zip(params, whole, strict=True)):
+        entry = optimizer.state[param]
+        for name in [name for name in entry if name != "step"]:
+            value = numbers(like.shape, number).abs()
+            if number == 0:  # on the first rank alone it is not zero
+                value[1:] = 0
+            on_mesh = isinstance(param, DTensor) and number % 2 == 0
+            entry[name] = shard(value, param.device_mesh, param.placements) if on_mesh else value
+        if number == 0:
+            entry["step"] = 0
+
+
 SOME = [(rule, dtype) for rule, dtype in itertools.product(RULES, STORED) if rule == "adamw" or dtype == BF16]
 
 
@@ -197,7 +229,7 @@ def in_codes():
                 each.step()
         for number, (mine, theirs) in enumerate(zip(sharded, whole, strict=True)):
             for name in optimizer.rule_of(optimizer.param_groups[0]).states:
-                codes, here = optimizer.state[mine][name], optimizer.state[mine][f"{name}_scale"]
+                codes, here = (optimizer.state[mine][f"{name}_{part}"] for part in ("codes", "scale"))
                 exact = other.state[theirs][name]
                 most = 0.2 * max(map(abs, exact.flatten().tolist()), default=0.0)  # three roundings of a sixteenth each
                 exact = shard(exact, mesh, mine.placements)._local_tensor if isinstance(mine, DTensor) else exact
@@ -208,7 +240,7 @@ def in_codes():
 
 
 def everything():
-    found = {"C++": updates("C++", SOME), "moved": moved(), "lying otherwise": lying_otherwise()}
+    found = {"C++": updates("C++", SOME), "moved": moved(), "lying otherwise": lying_otherwise(), "edited": edited()}
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(optimizer_file, "executor_for", lambda device: Portable())
         found["portable"] = updates("portable", SOME[1:3])

@@ -1,5 +1,6 @@
 """One verdict for all ranks: the same steps skipped, the same scale and the same end, whichever rank saw the fault."""
 
+import copy
 import functools
 import math
 import os
@@ -116,6 +117,39 @@ def a_refused_step(fault):
     return said, same, (bool(after.skipped), float(after.scale)), model[0].weight.detach()
 
 
+class Full(torch.optim.SGD):
+    """Runs out of memory in its first steps, before it has written anything."""
+
+    left = 0
+
+    def step(self, closure=None):
+        if self.left:
+            self.left -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().step(closure)
+
+
+def steps_without_memory(guilty):
+    """What steps say, how often they fail on some ranks at first, and the weights; then those of a checkpoint."""
+    model = model_of()
+    optimizer = Full(model.parameters(), lr=0.1, momentum=0.9)
+    amp = mezzo.MixedPrecision(model, optimizer, POLICY)
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
+    optimizer.left, said = int(dist.get_rank() in guilty), []
+    for number in (0, 0, 1, 2):
+        amp.zero_grad()
+        amp.backward(loss_of(amp, model, number + dist.get_rank()))
+        averaged(model)
+        said.append(text_of(amp.step))
+    weights = [param.detach().clone() for param in model.parameters()]
+    amp.zero_grad()
+    for part, state in zip((model, optimizer, amp), saved, strict=True):
+        part.load_state_dict(state)
+    amp.backward(loss_of(amp, model, dist.get_rank()))
+    averaged(model)
+    return said, weights, text_of(amp.step)
+
+
 # What it costs ----------------------------------------------------------------------------------------------
 
 
@@ -156,6 +190,7 @@ def everything():
         },
         "plain": [a_plain_loop(guilty) for guilty in (0, 1)],
         "refused": {fault: a_refused_step(fault) for fault in ("no gradient", "an error")},
+        "memory": {guilty: steps_without_memory(guilty) for guilty in ((), (0, 1), (1,))},
         "collectives": collectives_of_a_step(),
         "random": randomly_faulty(),
     }
@@ -170,7 +205,8 @@ def of_two():
 def test_what_one_rank_sees_decides_for_all(of_two):
     one, other = (each["faults"] for each in of_two)
     high, low = 2.0**16, 2.0**15
-    after = {"none": high, "loss": high, "grad": low, "gradient": low}  # a loss that is not finite leaves the scale
+    # A loss that is not finite leaves the scale, and so does what it was computed from: that has a scale of its own.
+    after = {"none": high, "loss": high, "grad": high, "gradient": low}
     for (fault, guilty), (seen, ranks, weights) in one.items():
         first, second = seen
         assert first[1:] == (high, after[fault]), fault
@@ -199,6 +235,17 @@ def test_a_rank_with_an_error_or_without_a_gradient_ends_the_step_of_all(of_two)
         assert other[fault][1]
         assert after == other[fault][2] == (False, 2.0**16)
         assert torch.equal(weight, other[fault][3])
+
+
+def test_where_all_ranks_have_run_out_of_memory_alike_training_goes_on_and_where_one_has_it_ends(of_two):
+    for rank, each in enumerate(of_two):
+        (none, *_), (both, weights, _), (one, _, mended) = each["memory"].values()
+        assert none == [""] * 4
+        assert both == ["OutOfMemoryError: CUDA out of memory", "", "", ""]
+        assert all(map(torch.equal, weights, of_two[0]["memory"][0, 1][1]))
+        assert one[0] == ("OutOfMemoryError: CUDA out of memory" if rank else "")
+        assert all(text.startswith("DistributedError: rank 1 ended step") for text in one[1:]), one
+        assert mended == ""
 
 
 def test_a_step_exchanges_a_few_numbers_once_and_twice_where_parameters_are_sharded(of_two):

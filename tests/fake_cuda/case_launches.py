@@ -18,9 +18,9 @@ from .machine import Graph
 #: steps, which is computed first: a step that is refused half-way has not counted. A scale moves by one more.
 LAUNCHES = {
     ("O1 fp16", "AdamW", "plain"): (["squares", "roots", "adamw_plain"], 6),
-    ("O2 fp16", "AdamW", "unscaled"): (["squares", "roots", "adamw_split", "adamw_plain"], 11),
+    ("O2 fp16", "AdamW", "unscaled"): (["squares", "roots", "adamw_split", "adamw_plain"], 12),
     ("O3 bf16", "moments", "plain"): (["squares", "roots", "adamw_plain"], 5),  # no remainders: plain BF16 weights
-    ("O2 bf16", "moments", "plain"): (["squares", "roots", "adamw_split", "adamw_plain"], 6),
+    ("O2 bf16", "moments", "plain"): (["squares", "roots", "adamw_split", "adamw_plain"], 7),
     # With torch's optimizers all are counted, those over whole tensors too: of its own step three.
     ("O2 fp16", "fused AdamW", "plain"): (["widen_read", "store_split"], 8),
 }

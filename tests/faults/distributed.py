@@ -5,6 +5,11 @@ from .fault import in_file
 # fmt: off
 FAULTS = (
     *in_file("distributed/exchange.py",
+        ("ranks: one that has not written goes on", "        self._heard, self.is_behind = error, True\n",
+         "        self._heard = error\n",
+         "tests/distributed/test_verdict.py::"
+         "test_where_all_ranks_have_run_out_of_memory_alike_training_goes_on_and_where_one_has_it_ends",
+         "its weights would be a step behind from then on"),
         ("ranks: norms of shards are added, not their squares", "norms.index_select(0, at).double().square())",
          "norms.index_select(0, at).double())",
          "tests/distributed/test_exchange.py::test_norms_of_shards_become_those_of_whole_gradients",
@@ -22,7 +27,7 @@ FAULTS = (
          "if False and (error", "tests/distributed/test_exchange.py",
          "ranks would drift apart after an error on one of them"),
         ("ranks: an absent rank does not say so",
-         "number = float(self.size - self.rank)  # the first absent rank's is the largest", "number = 0.0",
+         "return float(self.size - self.rank)  # the first rank's is the largest", "return 0.0",
          "tests/distributed/test_exchange.py::test_what_one_rank_finds_holds_on_all_and_an_absent_rank_ends_the_step_of_all",
          "the others would take the step"),
         ("ranks: a rank that raises leaves the others waiting for its norms",
@@ -40,8 +45,8 @@ FAULTS = (
          "tests/distributed/test_verdict.py::test_what_one_rank_sees_decides_for_all",
          "one rank would skip a step that the others take"),
         ("ranks: a loss that failed elsewhere lowers the scale here",
-         "numbers = torch.stack([found_inf, failed, torch.zeros_like(found_inf)]).float()",
-         "numbers = torch.stack([found_inf, torch.zeros_like(failed), torch.zeros_like(found_inf)]).float()",
+         "numbers = torch.stack([found_inf, failed, torch.zeros_like(found_inf), ",
+         "numbers = torch.stack([found_inf, torch.zeros_like(failed), torch.zeros_like(found_inf), ",
          "tests/distributed/test_verdict.py::test_what_one_rank_sees_decides_for_all",
          "the loss scales of ranks would drift apart"),
         ("ranks: sums that never were taken are parameters",

@@ -25,6 +25,8 @@ FAULTS = (
          "tests/scale/test_rules.py", "hysteresis would be one for all systems"),
         ("scale: patience counts above the floor", "stuck = found & (scale <= as_float32(config.floor))",
          "stuck = found", "tests/scale/test_rules.py", "ScaleCollapsed would end healthy runs"),
+        ("scale: patience counts before the budget is spent", "(floor_overflows + backs_off) * stuck",
+         "(floor_overflows + 1) * stuck", "tests/scale/test_rules.py", "it would give up before DeepSpeed does"),
     ),
     *in_file("scale/scaler.py",
         ("scale: a held step moves it",

@@ -354,6 +354,48 @@ def test_validation_and_a_second_run():
     assert run.global_step == 16
 
 
+@pytest.mark.parametrize("policy", ["O1,dtype=bfloat16", "O2,dtype=float16", "O3,dtype=bfloat16"])
+def test_steps_without_training_see_and_give_fp32(policy):
+    """What the module computes by itself is FP32, and its parts are called in the policy's region."""
+
+    class Evaluated(Module):
+        def forward(self, x):
+            return self.net(x)
+
+        def validation_step(self, batch, batch_idx):
+            inner, whole = self.net(batch[0]), self(batch[0])
+            self.given |= {inner.dtype, whole.dtype, (inner @ inner.mT).dtype}
+            self.values.append(whole.numpy())
+            self.log("val", loss_of(whole * self.gain, batch[1]))
+
+        test_step = validation_step
+
+        def predict_step(self, batch, batch_idx):
+            return self(batch[0])
+
+    torch.manual_seed(0)
+    module = Evaluated()
+    plain, low = copy.deepcopy(module), set()
+    runs = {}
+    for name, each in (("", plain), (policy, module)):
+        each.given, each.values = set(), []
+        each.net[0].register_forward_hook(lambda _, __, output: low.add(output.dtype))
+        run = trainer(name or None)
+        run.fit(each, loader(), loader())
+        losses = [run.callback_metrics["val"], *run.validate(each, loader(), verbose=False)]
+        losses += run.test(each, loader(), verbose=False)
+        runs[name] = torch.cat(run.predict(each, loader()))
+        assert [float(one if isinstance(one, torch.Tensor) else one["val"]) for one in losses] == pytest.approx(
+            [float(losses[0])] * 3, rel=0.01
+        )
+    assert module.given == {torch.float32}
+    assert {each.dtype.name for each in module.values} == {"float32"}
+    assert low == {torch.float32, getattr(torch, policy.partition("=")[2])}
+    assert runs[policy].dtype == torch.float32
+    assert torch.allclose(runs[policy], runs[""], atol=0.1)
+    assert "forward" not in vars(module)
+
+
 def test_a_run_that_fails_leaves_an_fp32_module():
     class Failing(Module):
         def training_step(self, batch, batch_idx):
@@ -380,3 +422,34 @@ def test_the_door_of_the_module_itself_casts_nothing():
     assert given == [torch.float32]
     plugin.teardown()
     assert module.net[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("policy, optimizer", CASES)
+def test_metrics_are_attributes_as_in_any_module(policy, optimizer):
+    torchmetrics = pytest.importorskip("torchmetrics", reason="needs torchmetrics")
+
+    class Measured(Module):
+        def __init__(self, optimizer):
+            super().__init__(optimizer)
+            self.mse = torchmetrics.MeanSquaredError()
+            self.scores_of = torchmetrics.MetricCollection(
+                {"accuracy": torchmetrics.Accuracy("multiclass", num_classes=4)}
+            )
+            self.kept = []
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            scores = self.scores(batch[0]).detach().float()
+            self.mse(scores, nn.functional.one_hot(batch[1], 4).float())
+            self.scores_of(scores, batch[1])
+            self.log("mse", self.mse)
+            return loss
+
+        def on_train_epoch_end(self):
+            self.kept += [self.mse.compute().item(), self.scores_of.compute()["accuracy"].item()]
+            self.scores_of.reset()
+
+    plain, _ = fitted(None, Measured(optimizer), epochs=2)
+    module, _ = fitted(policy, Measured(optimizer), epochs=2)
+    assert module.losses[-1] == pytest.approx(plain.losses[-1], rel=0.02)
+    assert module.kept == pytest.approx(plain.kept, rel=0.05)

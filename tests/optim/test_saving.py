@@ -180,7 +180,8 @@ def test_a_count_is_saved_exactly():
         params, others = weights(), weights()
         optimizer, loaded = kind(params), kind(others)
         train(params, optimizer, 1)
-        optimizer.state[params[0]]["step"].fill_(count)
+        for param in params:
+            optimizer.state[param]["step"].fill_(count)
         loaded.load_state_dict(through_a_file(optimizer.state_dict()))
         assert [int(loaded.state[param]["step"]) for param in others] == [count, count]
 

@@ -19,7 +19,7 @@ from .test_rules import CONFIGS
 
 
 def test_the_defaults_are_those_of_the_design():
-    written = (2.0**16, 2.0, 0.5, 2000, 1, "backoff", 1.0, 2.0**24, None, 0)
+    written = (2.0**16, 2.0, 0.5, 2000, 1, "backoff", 2.0**-24, 2.0**24, None, 0)
     assert dataclasses.astuple(LossScale.dynamic()) == ("dynamic", *written)
     signature = inspect.signature(LossScale.dynamic)
     assert tuple(parameter.default for parameter in signature.parameters.values()) == written
@@ -101,13 +101,13 @@ def test_text_round_trips(config):
 PRESETS_AS_TEXTS = [
     ("torch", "dynamic(floor=2**-126,ceiling=none)"),
     ("apex", "dynamic(refill=clean,floor=2**-126)"),
-    ("paddle", "dynamic(refill=clean+backoff,ceiling=none)"),
-    ("fleet", "dynamic(init=32768,interval=1000,hysteresis=2,refill=clean+backoff,ceiling=none)"),
+    ("paddle", "dynamic(refill=clean+backoff,floor=1,ceiling=none)"),
+    ("fleet", "dynamic(init=32768,interval=1000,hysteresis=2,refill=clean+backoff,floor=1,ceiling=none)"),
     (
         "deepspeed",
-        "dynamic(interval=1000,hysteresis=2,refill=growth,ceiling=none,patience=1,growth_offset=1)",
+        "dynamic(interval=1000,hysteresis=2,refill=growth,floor=1,ceiling=none,patience=1,growth_offset=1)",
     ),
-    ("megatron", "dynamic(init=2**32,interval=1000,hysteresis=2,refill=growth,ceiling=none)"),
+    ("megatron", "dynamic(init=2**32,interval=1000,hysteresis=2,refill=growth,floor=1,ceiling=none)"),
 ]
 
 

@@ -74,7 +74,7 @@ class Reference:
                         self.scale = np.float32(product)
         if events & set(config.refill.split("+")):
             self.left = config.hysteresis
-        self.at_floor = self.at_floor + 1 if overflow and was_at_floor else 0
+        self.at_floor = self.at_floor + ("backoff" in events) if overflow and was_at_floor else 0
 
 
 CONFIGS = st.builds(
@@ -99,6 +99,49 @@ def test_every_field_against_the_reference(config, pattern):
         reference.update(overflow)
         assert state.scale.item() == float(reference.scale)
         assert state.floor_overflows.item() == reference.at_floor
+
+
+class DeepSpeeds:
+    """``DynamicLossScaler`` of deepspeed/runtime/fp16/loss_scaler.py, line by line."""
+
+    def __init__(self, config, consecutive):
+        self.scale, self.floor, self.window = config.init, config.floor, config.interval
+        self.shift = self.hysteresis = config.hysteresis
+        self.now, self.last, self.consecutive = 0, -1, consecutive
+
+    def update(self, overflow):
+        if overflow:
+            if self.shift == 1 or self.hysteresis == 1:
+                if self.scale == self.floor:
+                    raise FloatingPointError
+                self.scale = max(self.scale / 2, self.floor)
+            else:
+                self.hysteresis -= 1
+            self.last = self.now
+        else:
+            if self.consecutive:
+                self.hysteresis = self.shift
+            stable = self.now - self.last - 1
+            if stable > 0 and stable % self.window == 0:
+                if not self.consecutive:
+                    self.hysteresis = self.shift
+                self.scale *= 2
+        self.now += 1
+
+
+@given(steps, st.integers(2, 4), st.integers(1, 3), st.sampled_from([1.0, 2.0, 8.0]), st.booleans())
+def test_deepspeed_gives_up_where_deepspeed_does(pattern, interval, hysteresis, init, consecutive):
+    refill = "clean" if consecutive else "growth"
+    config = LossScale.like("deepspeed", init=init, interval=interval, hysteresis=hysteresis, refill=refill)
+    theirs, state = DeepSpeeds(config, consecutive), config.start()
+    for overflow in pattern:
+        state = next_scale(state, YES if overflow else NO, config)
+        try:
+            theirs.update(overflow)
+        except FloatingPointError:
+            assert state.floor_overflows.item() == config.patience
+            return
+        assert (state.scale.item(), state.floor_overflows.item()) == (theirs.scale, 0)
 
 
 def test_growth_stops_where_float32_ends():

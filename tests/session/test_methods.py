@@ -1,9 +1,12 @@
-"""Whatever of an attached model is called from outside runs in its region: products are counted by their dtypes."""
+"""Calls of an attached model run in its region, not all that its methods do: products are counted by their dtypes."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ..support.products import Products
 from .loops import assert_same, attached, batch, built, network
@@ -91,8 +94,9 @@ def test_it_runs_low_forward_and_backward_and_trains(policy):
             made.step()
             assert amp.stats().steps == 1
             assert not all(map(torch.equal, before, model.parameters()))
-            with torch.no_grad():
-                assert dtypes(lambda call=call, model=model: call(model.eval()))[0] == {"bfloat16"}, name
+            with torch.no_grad():  # the parts are called then, and what the method itself does is FP32
+                products = {"bfloat16", "float32"} if name == "likeness" else {"bfloat16"}
+                assert dtypes(lambda call=call, model=model: call(model.eval()))[0] == products, name
         assert dtypes(lambda call=call, model=model: call(model))[0] == {"float32"}, name
 
 
@@ -170,6 +174,227 @@ def test_an_exception_leaves_the_region(error, policy):
         model.raises = False
         used, out = dtypes(lambda: model(torch.ones(2, 8)))
         assert (used, out.dtype) == ({"bfloat16"}, torch.float32)
+
+
+# Methods that are no calls of the model -----------------------------------------------------------------------------
+
+
+class Stiefel(nn.Module):
+    """A manifold of orthogonal matrices, as an optimizer and a model have it."""
+
+    def retr(self, w):
+        q, r = torch.linalg.qr(w)
+        return q @ torch.diag(r.diagonal().sign())
+
+    def length(self, w):
+        return (w.mT @ w).trace()
+
+
+class Odd(nn.Module):
+    """Methods of all kinds around a net and a matrix."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.w, self.man = nn.Linear(8, 8), nn.Parameter(torch.linalg.qr(torch.randn(8, 8))[0]), Stiefel()
+        self.register_buffer("codes", torch.randn(4, 8))
+
+    def forward(self, x):
+        return self.net(x) @ self.w
+
+    def plain(self, x):
+        return functional.linear(self.net(x), self.w).detach().numpy()
+
+    @torch.no_grad()
+    def predict(self, x):
+        return functional.linear(self.net(x), self.w).numpy()
+
+    @torch.inference_mode()
+    def inferred(self, x):
+        return functional.linear(self.net(x), self.w).numpy()
+
+    @torch.set_grad_enabled(False)
+    def switched(self, x):
+        return functional.linear(self.net(x), self.w).numpy()
+
+    def predict_inside(self, x):
+        with torch.no_grad():
+            return self.net(x).numpy()
+
+    def predict_by_forward(self, x):
+        with torch.no_grad():
+            return self(x).numpy()
+
+    def project(self):
+        for _ in range(8):
+            with torch.no_grad():
+                self.w.copy_(1.5 * self.w - 0.5 * self.w @ self.w.mT @ self.w)
+
+    def distance(self, rows):
+        return rows @ rows.mT
+
+    def fit(self, batches):
+        for x in batches:
+            self.regression(x).backward()
+
+    def regression(self, x):
+        return (self.net(x) @ self.w).float().square().mean()
+
+    def steps(self, x):
+        yield self.net(x)
+
+    async def later(self, x):
+        return self.net(x)
+
+
+@pytest.fixture
+def odd():
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Odd()
+    return model, batch(0)[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_methods_without_gradients_give_fp32(odd, policy):
+    model, x = odd
+    true = {name: getattr(model, name)(x) for name in ("predict", "inferred", "switched", "predict_by_forward")}
+    with attached(model, sgd(model), policy):
+        for recorded in (True, False):
+            with torch.set_grad_enabled(recorded):
+                for name, expected in true.items():
+                    used, found = dtypes(lambda name=name: getattr(model, name)(x))
+                    assert found.dtype == expected.dtype
+                    assert abs(found - expected).max() < 0.05
+                    own = {"float32"} if name != "predict_by_forward" else set()
+                    assert name == "inferred" or used == {"bfloat16"} | own, name  # in which products are not counted
+                assert model.predict_inside(x).dtype == expected.dtype
+        with torch.no_grad():
+            used, found = dtypes(lambda: model.plain(x))
+        assert (used, found.dtype) == ({"bfloat16", "float32"}, expected.dtype)
+
+
+@pytest.mark.parametrize("policy", POLICIES[:2])
+def test_methods_that_are_given_nothing_or_what_the_model_has_are_fp32(odd, policy):
+    model, x = odd
+    with attached(model, sgd(model), policy):
+        calls = {
+            "nothing": lambda: model.project(),
+            "a parameter": lambda: model.distance(model.w),
+            "a view of one": lambda: model.distance(model.w[:4].mT),
+            "one by name": lambda: model.distance(rows=model.net.weight),
+            "a buffer": lambda: model.distance(model.codes),
+            "a buffer's view": lambda: model.distance(model.codes[1:]),
+            "of a part": lambda: model.man.length(model.w),
+        }
+        for name, call in calls.items():
+            assert dtypes(call)[0] == {"float32"}, name
+        assert torch.allclose(model.w @ model.w.mT, torch.eye(8), atol=1e-6)
+        assert dtypes(lambda: model.distance(x))[0] == {"bfloat16"}
+        assert dtypes(lambda: model.distance(rows=[x, model.w][0]))[0] == {"bfloat16"}
+        model.codes = torch.randn(4, 8)  # which stands in the place of another one
+        assert dtypes(lambda: model.distance(model.codes))[0] == {"float32"}
+
+
+def test_what_methods_call_in_turn_are_calls_of_modules(odd):
+    model, x = odd
+    with attached(model, sgd(model), POLICIES[0]) as amp:
+        used, _ = dtypes(
+            lambda: model.fit(iter([x, x]))
+        )  # given no tensor: products of its own are FP32, of modules low
+        assert used == {"bfloat16", "float32"}
+        assert amp.engine.windows[0].passes == 2
+        (given,) = model.steps(x)
+        assert given.dtype == torch.float32
+        with pytest.raises(StopIteration) as returned:
+            model.later(x).send(None)
+        assert returned.value.value.dtype == torch.float32
+        assert model.forward(x).dtype == torch.float32  # by its name
+        assert dtypes(lambda: model.forward(x))[0] == {"bfloat16"}
+
+
+def test_what_an_optimizer_calls_while_it_steps_is_no_call_but_for_its_closure(odd):
+    class Riemannian(torch.optim.SGD):
+        """As geoopt's: retracts after a step, and looks at its model."""
+
+        def step(self, closure=None):
+            loss = super().step(closure)
+            with torch.no_grad():
+                model.w.copy_(model.man.retr(model.w))
+            with torch.enable_grad():
+                self.seen = dtypes(lambda: (model(x), model.distance(x)))[0]
+            return loss
+
+    model, x = odd
+    made = Riemannian(model.parameters(), lr=0.1)
+    with attached(model, made, POLICIES[0]):
+        for _ in range(3):
+            made.zero_grad()
+            model(x).square().mean().backward()
+            made.step()
+            assert torch.allclose(model.w @ model.w.mT, torch.eye(8), atol=1e-6)
+            assert made.seen == {"float32"}
+
+        def closure():
+            made.zero_grad()
+            used, loss = dtypes(lambda: model.regression(x))
+            assert used == {"bfloat16"}
+            loss.backward()
+            return loss
+
+        made.step(closure)
+
+
+@pytest.mark.parametrize("policy", ["O1,bf16,lists=device", "O1,bf16,emulate=true", "O2,bf16,lists=device"])
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_method_that_trains_reads_the_weights_of_each_step(policy, closes):
+    """A region as long as a loop keeps casts of weights as long."""
+
+    class Regressor(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(8, 3)
+
+        def fit(self, x, optimizer):
+            losses = []
+
+            def closure():
+                optimizer.zero_grad()
+                losses.append(self.net(x).float().square().mean())
+                losses[-1].backward()
+                return losses[-1]
+
+            for _ in range(4):
+                optimizer.step(closure) if closes else closure() and optimizer.step()
+            return torch.stack(losses).detach()
+
+    def make(params):
+        return torch.optim.LBFGS(params, lr=0.1, max_iter=2) if closes else torch.optim.SGD(params, lr=0.5)
+
+    x, model = batch(0)[0], Regressor()
+    plain = copy.deepcopy(model)
+    true = plain.fit(x, make(plain.parameters()))
+    made = make(model.parameters())
+    with attached(model, made, policy):
+        found = model.fit(x, made)
+    assert torch.allclose(found, true, rtol=0.05)
+    assert found[-1] < 0.8 * found[0]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_method_is_recomputed_as_it_ran(odd, reentrant):
+    model, x = odd
+    grads = []
+    for again in (False, True):
+        with attached(model, sgd(model), POLICIES[0]):
+            run = (lambda m, x: checkpoint(m, x, use_reentrant=reentrant)) if again else (lambda m, x: m(x))
+            used, _ = dtypes(lambda run=run: run(model, x.requires_grad_()).square().mean().backward())
+            assert used == {"bfloat16"}
+            grads.append([p.grad.clone() for p in model.parameters()])
+            model.zero_grad()
+            checkpoint(model.regression, x, use_reentrant=reentrant).backward()
+            assert all(p.grad.isfinite().all() for p in model.parameters())
+            model.zero_grad()
+    assert_same(*grads)
 
 
 # Compiled -------------------------------------------------------------------------------------------------------------

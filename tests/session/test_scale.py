@@ -1,14 +1,18 @@
 """The loss scale of a session: how it begins, moves and gives up; its account, kept by hand beside it, and its log."""
 
+import contextlib
 import dataclasses
 import logging
+import warnings
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mezzo
 from mezzo import LossScale, MixedPrecision, NumericsError, Policy, ScaleCollapsed
+from mezzo.compat.torch import GradScaler
 
 from .loops import INF, NAN, Weights, assert_same, counted, iterate, over
 
@@ -48,7 +52,7 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, poison):
     """Fifteen bring 2**15 to the floor, the others stand there: the patience. The next step raises."""
     patience, model = 20, Weights(2, 2, 2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    rules = LossScale.dynamic(init=2.0**15, patience=patience)
+    rules = LossScale.dynamic(init=2.0**15, floor=1.0, patience=patience)
     amp = MixedPrecision(model, optimizer, Policy.parse(level).evolve(loss_scale=rules))
 
     def step(spoils=True):
@@ -63,8 +67,10 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, poison):
 
     step(spoils=False)
     before = [param.detach().clone() for param in amp.master_params()]
-    for _ in range(15 + patience):
-        assert bool(step().skipped)
+    for number in range(15 + patience):
+        is_told = pytest.warns(UserWarning, match="20 steps in a row") if number == 19 else contextlib.nullcontext()
+        with is_told:
+            assert bool(step().skipped)
     with pytest.raises(ScaleCollapsed) as caught:
         step()
     text = str(caught.value)
@@ -83,9 +89,12 @@ def test_overflows_in_a_row_end_in_scale_collapsed(level, fused, poison):
     [
         ("constant(1024,patience=3)", "X.XX.XXX"),
         ("constant(1,patience=2)", "X.XX"),
-        ("dynamic(init=4,patience=2)", "XXXX"),
-        ("dynamic(init=4,interval=1,patience=2)", "XXX.XXX"),
+        ("dynamic(init=4,floor=1,patience=2)", "XXXX"),
+        ("dynamic(init=4,interval=1,floor=1,patience=2)", "XXX.XXX"),
         ("dynamic(init=2**-10,floor=2**-12,patience=3)", "XXXXX"),
+        ("dynamic(init=2**-22,patience=3)", "XXXXX"),
+        ("dynamic(init=2,floor=1,hysteresis=2,refill=growth,patience=2)", "XXXX"),
+        ("dynamic(init=1,floor=1,hysteresis=3,refill=clean,patience=1)", "XX.XXX"),
     ],
 )
 def test_patience_is_for_overflows_in_a_row_at_the_floor(rules, pattern):
@@ -100,7 +109,7 @@ def test_patience_is_for_overflows_in_a_row_at_the_floor(rules, pattern):
 
 def test_failing_losses_are_no_overflows_at_the_floor_and_end_the_run_by_themselves():
     for pattern in ("XXFX", "XX.XX"):
-        model, amp = counted("dynamic(init=1,patience=3)")
+        model, amp = counted("dynamic(init=1,floor=1,patience=3)")
         for event in pattern:
             iterate(model, amp, event)
         if "F" in pattern:
@@ -115,7 +124,7 @@ def test_failing_losses_are_no_overflows_at_the_floor_and_end_the_run_by_themsel
 
 def test_loading_begins_anew_after_a_collapse():
     """The session's own state, or another library's scale."""
-    rules = "dynamic(init=1,patience=2)"
+    rules = "dynamic(init=1,floor=1,patience=2)"
     for state in (counted(rules)[1].state_dict(), torch.amp.GradScaler("cpu", init_scale=8.0).state_dict()):
         model, amp = counted(rules)
         for _ in range(2):
@@ -124,6 +133,93 @@ def test_loading_begins_anew_after_a_collapse():
             iterate(model, amp)
         amp.load_state_dict(state)
         assert not iterate(model, amp).skipped
+
+
+# A scale that stands still --------------------------------------------------------------------------------------------
+
+
+def told_in(style, rules, events):
+    """Skips and warnings of a loop, with an overflow at each X, and at each F a loss that is not finite itself."""
+    model = Weights(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scaler = GradScaler("cpu", enabled=style == "scaler")
+    policy = Policy.O0(loss_scale=LossScale.parse(rules))
+    amp = {"five lines": MixedPrecision, "attach": mezzo.attach}.get(style, lambda *_: None)(model, optimizer, policy)
+    skips, told = "", []
+    with contextlib.nullcontext() if amp is None else contextlib.closing(amp):
+        for event in events:
+            before = model.each[0].detach().clone()
+            loss = model.loss(1.0) * (NAN if event == "F" else 1.0)
+            amp.backward(loss) if style == "five lines" else scaler.scale(loss).backward()
+            if event == "X":
+                model.each[0].grad[0] = INF
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                amp.step() if style == "five lines" else scaler.step(optimizer)
+            told.append([str(each.message) for each in caught if "in a row" in str(each.message)])
+            scaler.update()
+            optimizer.zero_grad()
+            skips += "X" if torch.equal(before, model.each[0]) else "."
+    return skips, told
+
+
+@pytest.mark.parametrize("style", ["five lines", "attach", "scaler"])
+@pytest.mark.parametrize("event", ["X", "F"])
+def test_twenty_skipped_in_a_row_are_warned_of_once(style, event):
+    events = "." + event * 19 + "." + event * 45 + "." + event * 30
+    skips, told = told_in(style, "dynamic", events)
+    assert skips == events.replace("F", "X")
+    assert [number for number, each in enumerate(told) if each] == [40]
+    (text,) = told[40]
+    held = event == "F" and style != "scaler"  # a scaler has seen no loss
+    backoffs = 38 if style == "scaler" else 39  # whose scale moves in update()
+    scale, why = (2.0**16, "the loss itself is not") if held else (2.0 ** (16 - backoffs), "the gradients are not")
+    for words in ("20 steps in a row were skipped: nothing is learnt", "step 41", f"loss scale {scale:.6g}", why):
+        assert words in text
+
+
+@pytest.mark.parametrize(
+    "rules, words",
+    [
+        ("none", "no loss scale"),
+        ("1024", "LossScale.dynamic()"),
+        ("dynamic(init=1,floor=1)", "floor=2**-126"),
+        ("dynamic(init=1,floor=1)", "dtype=bfloat16"),
+        ("dynamic", "docs/nan.md"),
+    ],
+)
+def test_the_warning_says_what_to_write(rules, words):
+    _, told = told_in("five lines", rules, "X" * 20)
+    assert words in told[-1][0]
+
+
+def test_a_loss_that_is_a_sum_trains_below_a_scale_of_one_as_under_torch_amp():
+    """512 × 64 targets of 10 to 255, whose gradients overflow FP16 at a scale of 1."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(512, 64, generator=generator), torch.randint(10, 256, (512, 64), generator=generator).float()
+    ends = []
+    for style in ("five lines", "attach", "torch"):
+        model = torch.nn.Linear(64, 64)
+        with torch.no_grad():
+            model.weight.zero_()
+            model.bias.zero_()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-8)
+        scaler = torch.amp.GradScaler("cpu", enabled=style == "torch")
+        amp = {"five lines": MixedPrecision, "attach": mezzo.attach}.get(style, lambda *_: None)(
+            model, optimizer, "O1,dtype=float16,emulate=true"
+        )
+        for _ in range(24):
+            with torch.autocast("cpu", torch.float16) if amp is None else amp.autocast():
+                out = model(x)
+            loss = (out.float() - y).square().sum()
+            amp.backward(loss) if style == "five lines" else scaler.scale(loss).backward()
+            amp.step() if style == "five lines" else scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        ends.append((float(amp.loss_scale) if amp else scaler.get_scale(), bool(model.weight.any())))
+        if amp:
+            amp.close()
+    assert ends == [(0.25, True)] * 3
 
 
 # The account ----------------------------------------------------------------------------------------------------------

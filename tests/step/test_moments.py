@@ -178,7 +178,7 @@ def test_second_moments_in_codes_shrink_where_gradients_end():
         weight.grad = torch.full_like(weight, float(step == 0))
         optimizer.step()
     state = optimizer.state[weight]
-    mean = decode(state["exp_avg_sq"], state["exp_avg_sq_scale"]).mean()
+    mean = decode(state["exp_avg_sq_codes"], state["exp_avg_sq_scale"]).mean()
     assert float(mean) == pytest.approx(1e-3 * 0.999**199, rel=0.005)
 
 

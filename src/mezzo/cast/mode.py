@@ -60,19 +60,20 @@ def any_off(values: Iterable[Any], dtypes: Container[torch.dtype]) -> bool:
     return False
 
 
-def cast_floating(value: T, dtype: torch.dtype) -> T:
+def cast_floating(value: T, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> T:
     """Cast every floating tensor in nested containers, but float64; other leaves stay the same objects.
 
     Args:
         value: Tensors in tuples, lists, dicts, named tuples, dataclasses, mappings and packed sequences, nested.
         dtype: The target.
+        kept: Tensors that stay the same objects, too.
 
     Returns:
         The same structure, of the same types.
     """
     # One cast for a tensor that stands in several places, as in attention(x, x, x). Found by `is`: on an id() compiled
     # code would depend, and be compiled again for every new tensor.
-    made: list[tuple[Any, Any]] = []
+    made: list[tuple[Any, Any]] = [(each, each) for each in kept]
 
     def cast(each: Any) -> Any:
         now = (each.data if isinstance(each, PackedSequence) else each).dtype

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mezzo.formats import Quantized
+from mezzo.interrupts import Members
 
 Kind = Literal["op", "cast", "emulation", "quantised"]
 
@@ -115,14 +116,14 @@ class OperandListener(Protocol):
         """
 
 
-#: Who listens; appending is atomic.
-LISTENERS: Final[list[OperandListener]] = []
+#: Who listens.
+LISTENERS: Final[Members[OperandListener]] = Members()
 
 
 @contextmanager
 def listening(listener: OperandListener) -> Iterator[None]:
     """Tell a listener of the products inside the block."""
-    LISTENERS.append(listener)
+    LISTENERS.add(listener)
     try:
         yield
     finally:

@@ -48,9 +48,8 @@ def low(target: Target) -> Target:
 def fp32(target: Target) -> Target:
     """Pin a function or an ``nn.Module`` class to FP32.
 
-    Floating inputs are cast to FP32 and nothing inside is cast. What a function returns is FP32 under autocast;
-    without, as under policies that store low precision (O2, O3), it goes back to the first floating input's dtype.
-    ``prepare`` keeps the parameters of a pinned class in FP32, and what it returns is FP32.
+    Floating inputs are cast to FP32, nothing inside is cast, and what it returns is FP32. ``prepare`` keeps the
+    parameters of a pinned class in FP32.
 
     Args:
         target: As for :func:`low`.
@@ -84,9 +83,8 @@ def _pinned(function: Callable[..., Any], treatment: Literal["low", "fp32"]) -> 
     def pinned(*args: Any, **kwargs: Any) -> Any:
         floats = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in CASTABLE]
         kind = floats[0].device.type if floats else "cpu"
-        autocasting = torch.is_autocast_enabled(kind)
         if treatment == "low":
-            if not autocasting:
+            if not torch.is_autocast_enabled(kind):
                 return function(*args, **kwargs)
             dtype = torch.get_autocast_dtype(kind)
             args, kwargs = cast_floating((args, kwargs), dtype)
@@ -94,8 +92,7 @@ def _pinned(function: Callable[..., Any], treatment: Literal["low", "fp32"]) -> 
                 return function(*args, **kwargs)
         args, kwargs = cast_floating((args, kwargs), torch.float32)
         with autocast(_OFF, kind):
-            out = function(*args, **kwargs)
-        return out if autocasting or not floats else cast_floating(out, floats[0].dtype)
+            return cast_floating(function(*args, **kwargs), torch.float32)
 
     return pinned
 

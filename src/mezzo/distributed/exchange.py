@@ -42,6 +42,7 @@ class Ranks:
         group: See above.
         size: How many ranks there are.
         rank: This rank's number among them.
+        is_behind: Whether the others may have written a step that this rank has not.
 
     **Cost**: one small collective a step; one more for each group of ranks that holds shards of parameters. On an
     accelerator no host sync.
@@ -55,7 +56,8 @@ class Ranks:
         self._places: dict[int, int] = {}
         self._indices: tuple[list[int], Tensor, Tensor, list[Tensor]] | None = None
         self._has_summed = False
-        self._heard: DistributedError | None = None
+        self._heard: BaseException | None = None
+        self.is_behind = False
 
     @staticmethod
     def of(process_group: Any = None) -> Ranks:
@@ -191,10 +193,15 @@ class Ranks:
                 raises at the next call.
         """
         self._has_summed = False
-        numbers = torch.stack([found_inf, failed, torch.zeros_like(found_inf)]).float()
+        # The third is this rank's number where it is behind, and the fourth 0: a product of 0 where all of them are.
+        numbers = torch.stack([found_inf, failed, torch.zeros_like(found_inf), torch.ones_like(found_inf)]).float()
+        if self.is_behind:
+            numbers[2:].copy_(torch.tensor([self._number, 0.0]))
         numbers = torch.cat([numbers, *(each.flatten().to(numbers.device) for each in largest)])
         self._reduce(numbers, dist.ReduceOp.MAX, self.group, f"step {step}")
-        (found_inf, failed, absent), others = numbers[:3].unbind(), numbers[3:]
+        (found_inf, failed, absent, keeps_up), others = numbers[:4].unbind(), numbers[4:]
+        absent = absent * keeps_up
+        self.is_behind = self.is_behind and bool(absent)
         for each in largest:
             each.copy_(others[: each.numel()].view_as(each))
             others = others[each.numel() :]
@@ -217,9 +224,22 @@ class Ranks:
             if not self._has_summed:
                 self.norms([], torch.zeros(0, device=device))
             self._has_summed = False
-            number = float(self.size - self.rank)  # the first absent rank's is the largest
-            numbers = [0.0, 0.0, number, *[0.0] * sum(each.numel() for each in largest)]
+            numbers = [0.0, 0.0, self._number, 1.0, *[0.0] * sum(each.numel() for each in largest)]
             self._reduce(torch.tensor(numbers, device=device), dist.ReduceOp.MAX, self.group, f"step {step}")
+
+    def fall_behind(self, error: BaseException) -> None:
+        """Note that this rank has agreed to a step, and has written nothing.
+
+        Exchanges end the steps of all from now on, unless no rank has written: all have run out of memory alike.
+
+        Args:
+            error: What is about to be raised here.
+        """
+        self._heard, self.is_behind = error, True
+
+    @property
+    def _number(self) -> float:
+        return float(self.size - self.rank)  # the first rank's is the largest
 
     def ended_by(self, absent: float, step: int) -> DistributedError | None:
         """Return the error of a step that another rank did not take; ``None`` where all took it.
@@ -234,13 +254,13 @@ class Ranks:
         if not absent:
             return None
         rank = self.size - int(absent)
-        self._heard = DistributedError(
+        self._heard = error = DistributedError(
             f"rank {rank} ended step {step} with an error, or had no gradient left",
             where=f"told to rank {self.rank} of {self.size}",
             why="all ranks take a step, or none does: weights and loss scales would drift apart",
             write=f"look at what rank {rank} wrote; it may have had fewer batches than the others",
         )
-        return self._heard
+        return error
 
     def _reduce(self, numbers: Tensor, op: Any, group: dist.ProcessGroup, what: str) -> None:
         with self._naming(what):
@@ -266,7 +286,7 @@ class OneRank(Ranks):
     """One rank alone: what it has found holds."""
 
     def __init__(self) -> None:
-        self.size, self.rank = 1, 0
+        self.size, self.rank, self.is_behind = 1, 0, False
         self._none: Tensor | None = None
 
     def require_within(self, group: dist.ProcessGroup, what: str) -> None:
@@ -297,6 +317,9 @@ class OneRank(Ranks):
 
     def absent(self, error: BaseException, device: torch.device, *, step: int, largest: Sequence[Tensor] = ()) -> None:
         """Tell nobody."""
+
+    def fall_behind(self, error: BaseException) -> None:
+        """Fall behind nobody."""
 
     def ended_by(self, absent: float, step: int) -> DistributedError | None:
         """Miss nobody."""

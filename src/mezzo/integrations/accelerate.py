@@ -52,7 +52,9 @@ def attach(
       prepared schedulers wait as they do for Accelerate's own scaler;
     - ``accelerator.save_state`` and ``load_state`` go on bit for bit; state dicts, ``save_model`` and
       ``save_pretrained`` hold FP32 weights, in O3 those of 16 bits;
-    - ``accelerator.log`` tells its trackers ``mezzo/scale``, the loss scale, and ``mezzo/skipped``, a count of steps.
+    - ``accelerator.log`` tells its trackers ``mezzo/scale``, the loss scale, and ``mezzo/skipped``, a count of steps;
+    - ``accelerator.free_memory()`` ends the session, as ``amp.close()`` does: what ``find_executable_batch_size`` calls
+      again begins with both.
 
     Args:
         accelerator: The accelerator, of ``mixed_precision="no"``.
@@ -170,6 +172,7 @@ class AcceleratedPrecision(AttachedPrecision):
         self._bind_own(accelerator, "scaler", _AcceleratorsScaler(self))
         self._bind_own(accelerator, "autocast", partial(_region, self))
         self._bind_own(accelerator, "log", partial(_log, self, accelerator.log))
+        self._bind_own(accelerator, "free_memory", partial(_free, self, accelerator.free_memory))
 
     def metrics(self) -> dict[str, float]:
         """Return what belongs into a log: the loss scale, and the count of skipped steps.
@@ -178,18 +181,18 @@ class AcceleratedPrecision(AttachedPrecision):
         """
         return {"mezzo/scale": float(self.loss_scale), "mezzo/skipped": self.stats().skipped}
 
-    def _own_step(self, optimizer: Optimizer, of: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self.is_closed:  # prepared optimizers go on calling it
-            return self.engine.steps_by[optimizer](closure)
-        return None if self._is_telling else super()._own_step(optimizer, of, closure)
+            return self.engine.steps_by[optimizer](*args, **kwargs)
+        return None if self._is_telling else super()._own_step(optimizer, of, *args, **kwargs)
 
-    def step_and_tell(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> None:
+    def step_and_tell(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Update or skip, and call ``optimizer.step`` where it was an update: by that Accelerate knows.
 
         A kernel that skips by itself is called in any case.
         """
         before = self.last_step
-        self._own_step(optimizer, optimizer, closure)
+        self._own_step(optimizer, optimizer, *args, **kwargs)
         if self.last_step is before or not bool(self.last_step.skipped):  # type: ignore[union-attr]
             self._is_telling = True
             try:
@@ -203,12 +206,12 @@ class _AcceleratorsScaler(SessionScaler):
 
     amp: AcceleratedPrecision
 
-    def step(self, optimizer: Optimizer, closure: Any = None) -> None:
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Step or skip, and let Accelerate know which."""
         if self.amp.is_closed or optimizer not in self.amp.weights.optimizers:
-            optimizer.step(closure)
+            optimizer.step(*args, **kwargs)
         else:
-            self.amp.step_and_tell(optimizer, closure)
+            self.amp.step_and_tell(optimizer, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, also while gradients wait for a step."""
@@ -220,11 +223,21 @@ class _AcceleratorsScaler(SessionScaler):
             super().load_state_dict(state_dict)
 
 
-def _region(amp: AcceleratedPrecision, autocast_handler: Any = None) -> AbstractContextManager[Any]:
-    """Return what ``accelerator.autocast()`` does: the policy's region, or FP32 where the handler switches it off."""
-    return amp.autocast() if autocast_handler is None or autocast_handler.enabled else autocast("O0")
+def _region(amp: AcceleratedPrecision, /, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+    """Return what ``accelerator.autocast()`` does: the policy's region, or FP32 where a handler switches it off."""
+    is_on = all(getattr(each, "enabled", True) for each in (*args, *kwargs.values()))
+    return amp.autocast() if is_on else autocast("O0")
 
 
-def _log(amp: AcceleratedPrecision, log: Callable[..., None], values: dict[str, Any], *args: Any, **kw: Any) -> None:
+def _log(amp: AcceleratedPrecision, log: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Log a session's values besides a program's: what ``accelerator.log`` does."""
-    log({**amp.metrics(), **values}, *args, **kw)
+    own = amp.metrics()
+    if args:
+        return log({**own, **args[0]}, *args[1:], **kwargs)
+    return log(**kwargs | {"values": {**own, **kwargs["values"]}})
+
+
+def _free(amp: AcceleratedPrecision, free: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """End the session, and let go of what was prepared: what ``accelerator.free_memory`` does."""
+    amp.close()
+    return free(*args, **kwargs)

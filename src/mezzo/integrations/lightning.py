@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared, autocast, prepare
-from mezzo.cast.mode import cast_floating
+from mezzo.cast.model.outputs import given_out
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
+from mezzo.session.calls import Calls
 from mezzo.session.refusals import wrong_options
 from mezzo.session.state import save
 from mezzo.session.weights import widen_states
@@ -99,6 +100,7 @@ class MezzoPrecision(Precision):
         self.session: AttachedPrecision | None = None
         self._options: dict[str, Any] = {"on_overflow": on_overflow, "hold_schedulers": hold_schedulers}
         self._converted: dict[nn.Module, Prepared] = {}
+        self._calls: Calls | None = None  # of the Trainer's module
         self._undo = ExitStack()
         self._saved: dict[str, Any] = {}
         self._num_skipped: Tensor | None = None
@@ -113,6 +115,9 @@ class MezzoPrecision(Precision):
                 vars(module)["_mezzo_prepared"] = [prepared]
                 self._undo.callback(vars(module).pop, "_mezzo_prepared", None)
                 self._undo.callback(follow(module))
+                if _is_the_trainers(module):
+                    self._calls = Calls([module], self.policy, self._region, methods=False)
+                    self._undo.callback(self._calls.close)
         if not hasattr(Strategy.setup_optimizer, "__wrapped__"):
             Strategy.setup_optimizer = _telling(Strategy.setup_optimizer)  # type: ignore[method-assign]
         return module
@@ -159,17 +164,33 @@ class MezzoPrecision(Precision):
 
     # A step ---------------------------------------------------------------------------------------------
 
+    def _region(self) -> autocast:
+        first, *others = self._converted.values() or [None]
+        return self.session.autocast() if self.session else first.autocast(*others) if first else autocast(self.policy)
+
     @contextmanager
     def forward_context(self) -> Iterator[None]:
         """Enter the policy's region."""
-        first, *others = self._converted.values() or [None]
-        with self.session.autocast() if self.session else first.autocast(*others) if first else autocast(self.policy):
+        with self._region():
             yield
+
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:
+        """Run ``training_step`` in the region, with its loss."""
+        with self._region(), self._calls.inside() if self._calls else nullcontext():
+            yield
+
+    @contextmanager
+    def val_step_context(self) -> Iterator[None]:
+        """Run the step in FP32, and what it calls of the module, as ``self(x)``, in the region: these give out FP32."""
+        yield
+
+    test_step_context = predict_step_context = val_step_context
 
     def convert_output(self, data: Any) -> Any:
         """Return what a model of Fabric's returns in FP32, unless the policy says otherwise."""
         is_plain = not self._converted or self.policy.dtype not in LOW or self.policy.output_dtype is not None
-        return data if is_plain else cast_floating(data, torch.float32)
+        return data if is_plain else given_out(data, torch.float32)
 
     def pre_backward(self, tensor: Tensor, module: Any) -> Any:
         """Call the Trainer's hooks."""
@@ -265,8 +286,8 @@ def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
     """Have Fabric's strategies tell a plugin of ours of the optimizers that they set up: no hook of a plugin's does."""
 
     @functools.wraps(plain)
-    def setup_optimizer(strategy: Strategy, optimizer: Optimizer) -> Optimizer:
-        made: Optimizer = plain(strategy, optimizer)
+    def setup_optimizer(strategy: Strategy, /, *args: Any, **kwargs: Any) -> Optimizer:
+        made: Optimizer = plain(strategy, *args, **kwargs)
         if isinstance(strategy.precision, MezzoPrecision):
             if isinstance(strategy, DataParallelStrategy):
                 raise UnsupportedError(

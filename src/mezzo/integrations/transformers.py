@@ -129,9 +129,8 @@ class MezzoMixin(_Trainer):
         """Make the optimizer, and the session over it; before the model is wrapped."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self.session is not None:  # a run that begins anew with smaller batches
-            self.session.zero_grad()
-            return optimizer
-        if isinstance(optimizer, AcceleratedOptimizer):  # of a run before, whose session has ended
+            self.session.close()
+        if isinstance(optimizer, AcceleratedOptimizer):  # of a run before
             optimizer = optimizer.optimizer
         self.session = attach(self.accelerator, self.model, optimizer, self.policy, on_overflow=self._on_overflow)
         self.optimizer = optimizer

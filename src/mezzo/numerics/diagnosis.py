@@ -498,7 +498,7 @@ def _fp16(totals: Totals) -> FormatAnswer:
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
     # Above it steps would be skipped until the scale fits; and from below it needs thousands of steps to rise.
     if scale < INIT or _Kept.of(whole, INIT).is_poor:
-        policy = Policy.O1("float16", loss_scale=LossScale.dynamic(init=scale, floor=min(1.0, scale)))
+        policy = Policy.O1("float16", loss_scale=LossScale.dynamic(init=scale, floor=min(LossScale().floor, scale)))
     line = f"FP16 is safe: without a loss scale {unscaled.text}"
     if unscaled.is_poor:
         line = f"FP16 is safe with a loss scale: without one {unscaled.text}; at {highest} {scaled.text}"

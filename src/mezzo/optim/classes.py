@@ -34,7 +34,8 @@ class AdamW(OnePassOptimizer):
         amsgrad: Divide by the largest second moment so far.
         maximize: Climb instead of descend.
         state_dtype: Of the running means: ``"fp32"``; or rounded stochastically: ``"bf16"``, or ``"int8"``, codes with
-            a BF16 scale for every 32 neighbours, ``exp_avg`` and ``exp_avg_scale`` in the state. By long names, too.
+            a BF16 scale for every 32 neighbours, ``exp_avg_codes`` and ``exp_avg_scale`` in the state. By long names,
+            too.
 
     Raises:
         PolicyError: A value that no update can work with, or an argument of torch's that chooses among its

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import attrgetter, is_
+from dataclasses import dataclass, field
+from itertools import chain, repeat
+from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
@@ -16,30 +17,25 @@ from mezzo.compiling import never_compiled
 from mezzo.errors import StateError, UnsupportedError, raise_together, some_of
 from mezzo.hooks import loading_hooks, saving_hooks
 from mezzo.interrupts import uninterrupted
-from mezzo.optim.state import (
+from mezzo.optim.groups import (
     Group,
     Hypers,
     changes_nothing,
     check_arguments,
     check_group,
-    check_scales,
-    check_state,
-    check_unchanged,
-    kept_of,
     named,
     ordered,
-    restored,
-    saved,
     wrong_weights,
 )
+from mezzo.optim.state import check_state, counts_of, has_begun, kept_of, keys_of, put, restored, saved, taken
 from mezzo.sharded import is_distributed, local, locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
-from mezzo.step.moments import is_coded, zeros
+from mezzo.step.moments import name_of_codes, zeros
 from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
-from mezzo.tensors import LOW, described, dtype_name, foreach_copy_
+from mezzo.tensors import LOW, described, dtype_name
 from mezzo.weights.halves import Halves, in_halves
 from mezzo.weights.stepping import in_memory
 
@@ -48,9 +44,41 @@ Params: TypeAlias = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple
 #: The high and the low half of a weight.
 _Parts: TypeAlias = tuple[Tensor, Tensor]
 
-_KIND: Final = attrgetter("dtype", "shape", "device")
+_DTYPE: Final = attrgetter("dtype")
+_SHAPE: Final = attrgetter("shape")
 _LAYOUT: Final = attrgetter("layout")
 _DENSE: Final = {torch.strided}
+#: Parameters that are the memory of their values.
+_PLAIN: Final = {torch.nn.Parameter, Tensor}
+
+
+@dataclass(slots=True, eq=False)
+class _Count:
+    """How many updates the parameters of a bucket have had: one number, of which the state of each has a view.
+
+    Attributes:
+        each: (parameters,) int64.
+        version: Of that memory, as the last step has left it: another one tells that a program has written there.
+    """
+
+    each: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, number: Tensor | int, size: int, device: torch.device) -> _Count:
+        """Count on from a number."""
+        each = torch.empty(size, dtype=torch.int64, device=device)
+        each.copy_(number) if isinstance(number, Tensor) else each.fill_(number)
+        return cls(each, each._version)
+
+    def is_whole(self) -> bool:
+        """Whether it is one number still."""
+        return self.each._version == self.version
+
+    def write(self, number: Tensor) -> None:
+        """Let all of them be another number."""
+        self.each.copy_(number)
+        self.version = self.each._version
 
 
 @dataclass(slots=True, eq=False)
@@ -59,6 +87,7 @@ class _Ready:
 
     params: list[Tensor]
     update: BucketUpdate
+    count: _Count
     is_sharded: bool
 
 
@@ -68,22 +97,63 @@ class _Wanted:
 
     Attributes:
         rule: The rule.
+        state_dtype: Of their moments.
         params: The parameters.
-        kinds: What each of them is.
-        memory: The tensors in which their values lie on this rank.
-        buckets: Those of them that are updated together, in the same order; ``None`` until they were built.
+        kinds: What they are.
+        memory: The tensors in which their values lie on this rank, where they are not those themselves.
+        found: What their state holds, as a step takes it, and how often each was updated: by the same object where that
+            is the same number. Only where buckets are to be built of it.
     """
 
     rule: UpdateRule
+    state_dtype: str
     params: list[Tensor]
     kinds: list[Any]
     memory: list[Tensor]
-    buckets: list[_Ready] | None = None
+    found: list[tuple[dict[str, Any], _Count | int]] = field(default_factory=list)
 
     def is_as(self, other: _Wanted) -> bool:
         """Whether the buckets that were built for another serve this one."""
-        alike = self.rule == other.rule and self.kinds == other.kinds and len(self.memory) == len(other.memory)
+        alike = self.rule == other.rule and self.state_dtype == other.state_dtype and self.kinds == other.kinds
+        alike = alike and len(self.memory) == len(other.memory)
         return alike and all(map(is_, self.params, other.params)) and all(map(is_, self.memory, other.memory))
+
+
+class _Built:
+    """The buckets of a group, and what of ``optimizer.state`` they were built from.
+
+    Args:
+        wanted: What they are about.
+        buckets: The buckets, in the order of the parameters.
+        state: The optimizer's.
+    """
+
+    def __init__(self, wanted: _Wanted, buckets: list[_Ready], state: Mapping[Any, Any]) -> None:
+        self.wanted, self.buckets = wanted, buckets
+        keys = keys_of(wanted.rule, getattr(torch, wanted.state_dtype))
+        # Of several names, so that it returns a tuple.
+        self._read = itemgetter(*keys, *(() if len(keys) > 1 else keys))
+        self._others = set(wanted.rule.states).difference(keys)  # which programs may put beside codes
+        self.look_up(state)
+        self._held = [*chain.from_iterable(map(self._read, self._entries))]
+
+    def look_up(self, state: Mapping[Any, Any]) -> None:
+        """Find the entries of the parameters in a state."""
+        self._entries: list[Any] = [*map(state.get, self.wanted.params)]
+
+    def is_held(self) -> bool:
+        """Whether the state holds what the buckets read and write: a program may put other things there.
+
+        **Cost**: loops of C's, 0.2 µs a parameter.
+        """
+        try:
+            if not all(map(is_, chain.from_iterable(map(self._read, self._entries)), self._held)):
+                return False
+        except (KeyError, TypeError):  # no mapping, or nothing of this name
+            return False
+        if any(any(map(contains, self._entries, repeat(name))) for name in self._others):
+            return False
+        return all(each.count.is_whole() for each in self.buckets)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,15 +163,13 @@ class _Prepared:
     Attributes:
         verdict: Of the gradients; ``None`` where the flags are another library's.
         updates: What updates a bucket, with the gradients, their verdict and the count on its device.
-        steps: The counts of updates before this step.
-        counts: The counts after it.
+        counts: The counts of updates before this step, and the numbers after it.
         params: All that is updated.
     """
 
     verdict: Verdict | None
     updates: list[tuple[BucketUpdate, Sequence[Tensor], Verdict, Tensor]] = field(default_factory=list)
-    steps: list[Tensor] = field(default_factory=list)
-    counts: list[Tensor] = field(default_factory=list)
+    counts: list[tuple[_Count, Tensor]] = field(default_factory=list)
     params: list[Tensor] = field(default_factory=list)
 
 
@@ -115,8 +183,15 @@ class OnePassOptimizer(Optimizer):
     ``grad_scale`` for a step, as for torch's fused optimizers: 0-d tensors, whether to skip, and what to divide
     gradients by. Gradients themselves are never written.
 
+    ``state`` holds what steps use. Between two of them it is the user's, as that of torch's optimizers: the next step
+    goes on from whatever is put, assigned or written there, or begins anew where it finds nothing. What is assigned in
+    another dtype, or with gaps, is copied; what no step can use is refused before anything is written.
+
+    **Cost**: a look at the state in each step, 0.2 µs a parameter. After an edit, tables are built anew; no host sync,
+    but where a count was edited.
+
     Attributes:
-        updates: How many steps were taken or skipped since the optimizer was made.
+        updates: How many steps have begun to write, or have skipped, since the optimizer was made.
         reads_halves: That its kernels read and write halves by themselves.
         rounds: Whether low parameters without a low half (O3) are rounded to their dtype after each update, as a
             session says; else they are refused.
@@ -134,13 +209,16 @@ class OnePassOptimizer(Optimizer):
         super().__init__(ordered(params), defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copied or unpickled optimizer, here or on another machine."""
-        self._start()
+        """Restore a copied or unpickled optimizer, here or on another machine; or take another state."""
+        if "updates" not in vars(self):
+            self._start()
         super().__setstate__(state)
 
     def _start(self) -> None:
         """Know nothing yet of what the state is for."""
-        self._ready: dict[int, _Wanted] = {}  # what was prepared for the state as it is, by the group's number
+        self._built: dict[int, _Built] = {}  # by the group's number
+        self._seen: tuple[list[Any], list[Any]] = [], []  # keys and values of the state, in which entries were found
+        self._counts: dict[int, _Count] = {}  # those of which states have views, by the id of the memory
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
         self._prepared: _Prepared | None = None
         self._verdict: Verdict | None = None  # of the step under way
@@ -187,8 +265,8 @@ class OnePassOptimizer(Optimizer):
             What the closure returned.
 
         Raises:
-            StateError: A low parameter outside a session; or one that was resized, or moved, since its state was
-                made.
+            StateError: A low parameter outside a session; one that was resized, or moved, since its state was made; or
+                a state that a program has edited so that no step can use it.
             PolicyError: A hyper-parameter that no update can work with, or a parameter in float64.
             UnsupportedError: A sparse gradient. Whatever is raised, nothing was updated.
         """
@@ -198,8 +276,8 @@ class OnePassOptimizer(Optimizer):
                 loss = closure()
         if not self.state and changes_nothing(self.param_groups, self._gradients()):
             # torch.distributed.checkpoint steps so to have state made; counted, it would be a step of the training.
-            for (wanted, _), group in zip(self._wanted(), self.param_groups, strict=True):
-                self._give_state(group, wanted.params, wanted.rule)
+            for number, (wanted, _) in enumerate(self._wanted()):
+                self._ready_of(number, wanted)
             return loss
         prepared, self._prepared = self._prepared, None
         verdict, self._verdict = self._verdict, None
@@ -246,13 +324,9 @@ class OnePassOptimizer(Optimizer):
         for device in {each.update.bucket.step.device for each, _ in ready}:
             here = verdict.on(device) if verdict is not None else self._verdict_of_flags(device)
             there = [pair for pair in ready if pair[0].update.bucket.step.device == device]
-            before = {id(each.update.bucket.step): each.update.bucket.step for each, _ in there}
-            after = shared(counted, (), [here.found_inf, *before.values()])
-            prepared.steps.extend(before.values())
-            prepared.counts.extend(after)
-            next_of = dict(zip(before, after, strict=True))
-            for each, gradients in there:
-                step = next_of[id(each.update.bucket.step)]
+            after = shared(counted, (), [here.found_inf, *(each.update.bucket.step for each, _ in there)])
+            for (each, gradients), step in zip(there, after, strict=True):
+                prepared.counts.append((each.count, step))
                 readable = self._readable(each, gradients)
                 prepared.updates.append((each.update, readable, here, step))
                 prepared.params.extend(each.params)
@@ -260,14 +334,14 @@ class OnePassOptimizer(Optimizer):
 
     def _write(self, prepared: _Prepared) -> None:
         """Update, or skip. What comes in the middle ends the step half-way: no signal does."""
+        self.updates += 1  # before the first write
         for update, gradients, verdict, step in prepared.updates:
             update.write(gradients, verdict, step)
         # Kernels write past autograd, whose version counters must tell the caches of casts, and graphs that saved a
         # weight, that it has changed.
         increment_version(prepared.params)
-        if prepared.steps:
-            foreach_copy_(prepared.steps, prepared.counts)
-        self.updates += 1
+        for count, number in prepared.counts:
+            count.write(number)
 
     def _verdict_of_flags(self, device: torch.device) -> Verdict:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
@@ -299,7 +373,13 @@ class OnePassOptimizer(Optimizer):
     def upload(self) -> None:
         """Bring hyper-parameters that changed over to the device, as a step does: for a replay of one. No host sync."""
         for (number, _), hypers in self._hypers.items():
-            hypers.upload(self.param_groups[number])
+            if number < len(self.param_groups):
+                hypers.upload(self.param_groups[number])
+
+    def is_followed(self) -> bool:
+        """Whether the state is what the last step has left, which a replay of that step goes on with."""
+        self._look_up()
+        return all(each.is_held() for each in self._built.values())
 
     # What a step needs, kept from one to the next ------------------------------------------------------
 
@@ -308,7 +388,18 @@ class OnePassOptimizer(Optimizer):
 
         What no kernel could update is refused before any group is touched.
         """
+        self._look_up()
         return [self._wanted_of(number, group) for number, group in enumerate(self.param_groups)]
+
+    def _look_up(self) -> None:
+        """Find the entries of parameters in the state again, where that is not the mapping that it was."""
+        state, (keys, values) = self.state, self._seen
+        if len(state) == len(keys) and all(map(is_, state, keys)) and all(map(is_, state.values(), values)):
+            return
+        self._seen = [*state], [*state.values()]
+        self._built = {n: each for n, each in self._built.items() if n < len(self.param_groups)}
+        for each in self._built.values():
+            each.look_up(state)
 
     def _wanted_of(self, number: int, group: Group) -> tuple[_Wanted, list[Tensor]]:
         params, gradients = with_gradients(group["params"])
@@ -320,86 +411,93 @@ class OnePassOptimizer(Optimizer):
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
-        wanted = _Wanted(self.rule_of(group), params, list(map(_KIND, params)), in_memory(params))
-        if (known := self._ready.get(number)) is not None and wanted.is_as(known):
-            return known, gradients
+        kinds = [*map(_DTYPE, params), *map(_SHAPE, params), *map(Tensor.get_device, params)]
+        memory = [] if {*map(type, params)} <= _PLAIN else in_memory(params)
+        wanted = _Wanted(self.rule_of(group), group["state_dtype"], params, kinds, memory)
+        known = self._built.get(number)
+        if known is not None and wanted.is_as(known.wanted) and known.is_held():
+            return known.wanted, gradients
         raise_together(wrong_weights(params))
+        check_group({**group, "params": None}, f"{type(self).__name__}, group {number}")
         if not self.rounds:
             _require_exact(params, f"{type(self).__name__}, group {number}")
-        for param in params:
-            state = self.state.get(param, {})
-            check_unchanged(param, {name: state[name] for name in wanted.rule.states if name in state})
-            check_scales(param, state, wanted.rule.states)
+        dtype = getattr(torch, wanted.state_dtype)
+        found = [taken(self.state.get(param), param, wanted.rule, dtype) for param in params]
+        counts = self._counts_of([each.get("step", 0) for each in found])
+        begun = [count or has_begun(each, group) for each, count in zip(found, counts, strict=True)]
+        wanted.found.extend(zip(found, begun, strict=True))
         return wanted, gradients
 
-    def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
-        """Return a group's buckets, built anew when other parameters have gradients."""
-        if (buckets := wanted.buckets) is None:
-            buckets = list(self._built(number, wanted.params, wanted.rule))
-            self._ready[number] = replace(wanted, buckets=buckets)
-        for device in {each.update.bucket.step.device for each in buckets}:
-            self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
-        return buckets
+    def _counts_of(self, steps: list[Any]) -> list[_Count | int]:
+        """Return how often parameters were updated; without a look at the device where no program has written to it."""
+        known = [self._counts.get(id(step._base)) if isinstance(step, Tensor) else None for step in steps]
+        kept = [None if count is None or not count.is_whole() else count for count in known]
+        numbers = iter(counts_of([s for s, count in zip(steps, kept, strict=True) if count is None], "edited"))
+        return [next(numbers) if count is None else count for count in kept]
 
-    def _built(self, number: int, params: list[Tensor], update_rule: UpdateRule) -> Iterator[_Ready]:
-        group = self.param_groups[number]
-        self._give_state(group, params, update_rule)
-        alike: dict[Hashable, list[tuple[Tensor, _Parts | None]]] = {}
-        for param in params:
+    def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
+        """Return a group's buckets, built anew when other parameters have gradients, or another state."""
+        built = self._built.get(number)
+        if built is None or built.wanted is not wanted:
+            del built  # and let go of moments that nothing reads any more
+            self._built.pop(number, None)
+            buckets = list(self._buckets(number, wanted))
+            self._put(wanted, buckets)  # all at once: memory may run out before
+            built = self._built[number] = _Built(wanted, buckets, self.state)
+            self._seen = [*self.state], [*self.state.values()]
+            wanted.found.clear()
+        for device in {each.update.bucket.step.device for each in built.buckets}:
+            self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
+        return built.buckets
+
+    def _buckets(self, number: int, wanted: _Wanted) -> Iterator[_Ready]:
+        update_rule, dtype = wanted.rule, getattr(torch, wanted.state_dtype)
+        alike: dict[Hashable, list[tuple[Tensor, _Parts | None, dict[str, Any]]]] = {}
+        counts: dict[Hashable, _Count | int] = {}
+        for param, (found, count) in zip(wanted.params, wanted.found, strict=True):
             parts = _halves_of(param)
-            is_rounded = any(self.state[param][name].dtype != torch.float32 for name in update_rule.states)
-            seeded = sharding(param) if is_rounded else None  # as which moments are rounded
-            kind = param.device, param.dtype, parts and parts[0].dtype, id(self.state[param]["step"]), seeded
-            alike.setdefault(kind, []).append((param, parts))
-        for together in alike.values():
-            members, halves = [param for param, _ in together], [parts for _, parts in together if parts is not None]
-            device = members[0].device
-            self._leave_others_behind(members)
+            for name in update_rule.states:
+                if (name if dtype != torch.int8 else name_of_codes(name)) not in found:
+                    found |= zeros(name, param, dtype)
+            # As which moments are rounded at random.
+            seeded = sharding(param) if update_rule.states and dtype != torch.float32 else None
+            which = count if isinstance(count, int) else id(count.each)
+            kind = param.device, param.dtype, parts and parts[0].dtype, which, type(count), seeded
+            alike.setdefault(kind, []).append((param, parts, found))
+            counts[kind] = count
+        for place, together in alike.items():
+            members, parts_of_each, states = map(list, zip(*together, strict=True))
+            halves, device = [parts for parts in parts_of_each if parts is not None], members[0].device
+            count = _counted(states, counts[place], device)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
-            kept = [self.state[param] for param in members]
+            keys = keys_of(update_rule, dtype)
             bucket = Bucket(
                 rule=update_rule,
                 storage=SPLIT if halves else PLAIN,
                 hypers=hypers.tensors,
-                step=kept[0]["step"],
+                step=count.each[0],
                 weights=[high for high, _ in halves] or [_lying(each) for each in locals_of(members)],
                 extras=[low for _, low in halves] or [None] * len(members),
-                states=[kept_of(state, update_rule.states) for state in kept],
+                states=[kept_of(state, keys) for state in states],
                 # Copies of a shard are rounded alike at random, and two shards are not.
                 seed=number + (number_of_shard(members[0]) << 16),
             )
             is_sharded = any(map(is_distributed, members))
             try:
-                yield _Ready(members, executor_for(device).update_of(bucket), is_sharded)
+                yield _Ready(members, executor_for(device).update_of(bucket), count, is_sharded)
             except NoKernel as error:
-                yield _Ready(members, portable(error).update_of(bucket), is_sharded)
+                yield _Ready(members, portable(error).update_of(bucket), count, is_sharded)
 
-    def _give_state(self, group: Group, params: list[Tensor], update_rule: UpdateRule) -> None:
-        """Make what parameters lack: a count that all new ones share, and zeros."""
-        fresh: dict[torch.device, Tensor] = {}
-        for param in params:
-            state = self.state[param]
-            missing = [name for name in update_rule.states if name not in state]
-            # Momentum that is turned on in mid-run begins as the gradient itself, as torch's does: at a count of one.
-            if "step" not in state or (missing and update_rule.name == "sgd"):
-                state["step"] = fresh.setdefault(param.device, torch.zeros((), dtype=torch.int64, device=param.device))
-            # One that is turned on in mid-run is kept as the others of its weight are.
-            known = next((state[name].dtype for name in update_rule.states if name in state), None)
-            if known is None:
-                check_group({**group, "params": None})
-            dtype = getattr(torch, group["state_dtype"]) if known is None else known
-            for name in missing:
-                state.update(zeros(name, param, torch.int8 if is_coded(dtype) else dtype))
-
-    def _leave_others_behind(self, members: list[Tensor]) -> None:
-        """Give parameters that step without others of the same count a count of their own."""
-        step = self.state[members[0]]["step"]
-        together = {id(param) for param in members}
-        others = (param for param in self._params() if id(param) not in together)
-        if any(self.state.get(param, {}).get("step") is step for param in others):
-            own = step.clone()
-            for param in members:
-                self.state[param]["step"] = own
+    def _put(self, wanted: _Wanted, buckets: list[_Ready]) -> None:
+        """Let the state hold what buckets read and write."""
+        for param, (found, _) in zip(wanted.params, wanted.found, strict=True):
+            if (state := self.state.get(param)) is None:
+                state = self.state[param] = {}
+            put(state, found, wanted.rule.states)
+        counts = {id(each.count.each): each.count for each in buckets}
+        there = [state.get("step") for param in self._params() if (state := self.state.get(param))]
+        bases = {id(step._base) for step in there if isinstance(step, Tensor)}
+        self._counts = {key: count for key, count in (self._counts | counts).items() if key in bases}
 
     # State dicts -------------------------------------------------------------------------------------------
 
@@ -427,10 +525,11 @@ class OnePassOptimizer(Optimizer):
 
         ``Optimizer.load_state_dict`` would cast it to the parameters' dtypes. Here moments and counts keep their own;
         ``state_dtype`` stays what this optimizer was made with, and moments of another one are rounded to it, to
-        nearest. Codes with scales are taken as they are where weights lie as they did. torch's own optimizers would
-        take codes for moments: they load what an optimizer with ``state_dtype="float32"`` returns once it has loaded
-        them. A parameter that the state says nothing of begins anew. Hooks run as in ``torch.optim.Optimizer``: those
-        before see a shallow copy of the whole state, and what they return is loaded instead.
+        nearest. Codes with scales are taken as they are where weights lie as they did. torch's own optimizers do not
+        know them, and raise before they step: they load what an optimizer with ``state_dtype="float32"`` returns once
+        it has loaded them. A parameter that the state says nothing of begins anew. Hooks run as in
+        ``torch.optim.Optimizer``: those before see a shallow copy of the whole state, and what they return is loaded
+        instead.
 
         Raises:
             StateError: State of another shape or rule; nothing was loaded.
@@ -446,10 +545,26 @@ class OnePassOptimizer(Optimizer):
         state, groups = restored(given, self.param_groups, self.rule_of)
         # torch's own: that of this class would forget what a session has set.
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
-        self._ready.clear()
-        self._hypers.clear()
+        self._built.clear()  # and let go of what nothing reads any more
         for hook in after:
             hook(self)
+
+
+def _counted(states: list[dict[str, Any]], count: _Count | int, device: torch.device) -> _Count:
+    """Return a count that some parameters have for themselves, each with a view of it in its state.
+
+    Args:
+        states: Of these parameters, which get the views.
+        count: How often they were updated.
+        device: Theirs.
+    """
+    if isinstance(count, _Count) and len(count.each) == len(states):
+        return count  # others have none of it
+    with torch.inference_mode(mode=False):  # where tensors would have no version
+        made = _Count.of(count if isinstance(count, int) else count.each[0], len(states), device)
+        for state, step in zip(states, made.each.unbind(), strict=True):
+            state["step"] = step
+    return made
 
 
 def _lying(here: Tensor) -> Tensor:

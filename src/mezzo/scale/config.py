@@ -53,10 +53,10 @@ class LossScale:
         hysteresis: Overflows it takes to back off; 1 backs off at each.
         refill: Which event restores that budget: ``"backoff"``, ``"clean"`` (any finite step),
             ``"growth"`` or ``"clean+backoff"``.
-        floor: The scale never backs off below. May be below 1, down to 2^-126.
+        floor: The scale never backs off below; from 2^-126 on. Summed losses need less than 1.
         ceiling: The scale never grows above; with None it grows while it is a finite float32.
-        patience: Consecutive overflows at the floor after which a session raises :class:`mezzo.ScaleCollapsed`;
-            None never. A constant scale is always at its floor.
+        patience: Overflows in a row at the floor, ``hysteresis`` used up, after which a session raises
+            :class:`mezzo.ScaleCollapsed`; None never. A constant scale is always at its floor.
         growth_offset: Extra clean steps before the first growth after an overflow or the start.
 
     Raises:
@@ -74,7 +74,7 @@ class LossScale:
     interval: int = 2000
     hysteresis: int = 1
     refill: str = "backoff"
-    floor: float = 1.0
+    floor: float = 2.0**-24
     ceiling: float | None = 2.0**24
     patience: int | None = None
     growth_offset: int = 0
@@ -146,7 +146,7 @@ class LossScale:
 
         Example:
             >>> str(LossScale.like("fleet"))
-            'dynamic(init=32768,interval=1000,hysteresis=2,refill=clean+backoff,ceiling=none)'
+            'dynamic(init=32768,interval=1000,hysteresis=2,refill=clean+backoff,floor=1,ceiling=none)'
         """
         if not isinstance(system, str) or system not in PRESETS:
             why = nearest(shown(system), PRESETS)
@@ -527,17 +527,21 @@ PRESETS: Mapping[str, LossScale] = MappingProxyType(
         "apex": LossScale.dynamic(floor=LOWEST, refill="clean"),
         # Paddle python/paddle/amp/grad_scaler.py, paddle/phi/kernels/impl/amp_kernel_impl.h: the count of
         # bad steps goes to 0 at a good one and after each decrease; the floor is fixed at 1.
-        "paddle": LossScale.dynamic(refill="clean+backoff", ceiling=None),
+        "paddle": LossScale.dynamic(refill="clean+backoff", floor=1.0, ceiling=None),
         # Paddle fleet DistributedStrategy.amp_configs: the same kernel, other defaults.
-        "fleet": LossScale.dynamic(init=2.0**15, interval=1000, hysteresis=2, refill="clean+backoff", ceiling=None),
+        "fleet": LossScale.dynamic(
+            init=2.0**15, interval=1000, hysteresis=2, refill="clean+backoff", floor=1.0, ceiling=None
+        ),
         # deepspeed/runtime/fp16/loss_scaler.py and docs of "fp16": initial_scale_power 16, window 1000. It
         # grows on the first clean step after the window, and raises at the first backoff from the floor.
         # consecutive_hysteresis=True is refill="clean".
         "deepspeed": LossScale.dynamic(
-            interval=1000, hysteresis=2, refill="growth", ceiling=None, patience=1, growth_offset=1
+            interval=1000, hysteresis=2, refill="growth", floor=1.0, ceiling=None, patience=1, growth_offset=1
         ),
         # Megatron-LM megatron/core/optimizer/grad_scaler.py, megatron/training/arguments.py.
-        "megatron": LossScale.dynamic(init=2.0**32, interval=1000, hysteresis=2, refill="growth", ceiling=None),
+        "megatron": LossScale.dynamic(
+            init=2.0**32, interval=1000, hysteresis=2, refill="growth", floor=1.0, ceiling=None
+        ),
     }
 )
 

@@ -31,8 +31,8 @@ def next_scale(state: ScaleState, found_inf: Tensor, config: LossScale) -> Scale
       stays where the product is not a finite float32.
     - The event that ``refill`` names restores the budget to ``hysteresis``.
 
-    A constant scale never moves; it stands at its floor, so each overflow in a row counts in
-    ``floor_overflows``. Mode ``"none"`` returns the state itself.
+    Overflows in a row at the floor count in ``floor_overflows`` where the scale would back off if it could. A constant
+    scale never moves and stands at its floor, so that each counts. Mode ``"none"`` returns the state itself.
 
     Args:
         state: The state before the step; it is not changed.
@@ -126,7 +126,7 @@ def _moved(values: Sequence[Any], found: Any, config: LossScale) -> tuple[Any, A
         higher = _at_most(higher, config.ceiling)
     stuck = found & (scale <= as_float32(config.floor))
     scale = _chosen(backs_off, lower, _chosen(grows, higher, scale))
-    return scale, _chosen(grows, 0, clean_steps), budget, (floor_overflows + 1) * stuck
+    return scale, _chosen(grows, 0, clean_steps), budget, (floor_overflows + backs_off) * stuck
 
 
 def _chosen(condition: Any, one: Any, other: Any) -> Any:

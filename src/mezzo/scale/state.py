@@ -27,7 +27,7 @@ class ScaleState:
             ``-growth_offset``, at the beginning and after an overflow, so that reaching ``interval`` takes
             that many steps more.
         budget: 0-d int64: overflows that may still come before the scale backs off.
-        floor_overflows: 0-d int64: consecutive overflows while the scale was at its floor already.
+        floor_overflows: 0-d int64: overflows in a row at the floor, at each of which it would have backed off.
     """
 
     scale: Tensor

@@ -145,7 +145,7 @@ class _Calls:
         depth = 0
 
         @functools.wraps(plain)
-        def call(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(self_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             nonlocal depth
             depth += 1
             try:

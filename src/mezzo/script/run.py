@@ -31,6 +31,7 @@ from mezzo.script.program import Enough, Program, Seams, StepRecord, is_script, 
 from mezzo.script.report import NOT_HELD, NOT_STEPPED, REFUSED, ScriptReport, StepLog
 from mezzo.session.attach import CARRIED, AttachedPrecision, attach
 from mezzo.session.refusals import wrong_options
+from mezzo.session.update import closure_of
 from mezzo.tensors import LOW
 
 # The optimizers that a script makes, the modules that hold what they update, and one session over all of them.
@@ -136,7 +137,7 @@ class Gathering:
         gathering, plain = self, Optimizer.add_param_group
 
         @functools.wraps(plain)
-        def add_param_group(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        def add_param_group(self: Optimizer, /, *args: Any, **kwargs: Any) -> None:
             plain(self, *args, **kwargs)
             if self not in gathering._bound:
                 gathering._learn(self)
@@ -148,14 +149,14 @@ class Gathering:
         gathering = self
 
         @functools.wraps(type(optimizer).step)
-        def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-            if closure is not None and gathering._awaits(self):
+        def step(self: Optimizer, /, *args: Any, **kwargs: Any) -> Any:
+            if closure_of(args, kwargs) is not None and gathering._awaits(self):
                 gathering._begin()
                 if gathering.has(self):
-                    return self.step(closure)
+                    return self.step(*args, **kwargs)
             gathering._steps += 1
             try:
-                result = type(self).step(self) if closure is None else type(self).step(self, closure)
+                result = type(self).step(self, *args, **kwargs)
             finally:
                 gathering._steps -= 1
             if gathering._awaits(self) and not gathering._steps:
@@ -190,7 +191,7 @@ class Gathering:
         gathering, plain = self, vars(nn.Module)["__call__"]
 
         @functools.wraps(plain)
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling() and gathering._trains(self):
                 gathering._begin()
             return plain(self, *args, **kwargs)

@@ -6,10 +6,10 @@ nothing of mezzo.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,23 +18,25 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
-from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.backward import door, runs_backward
+from mezzo.backward import door, noted
 from mezzo.cast import Prepared
 from mezzo.cast.device import fast_format
+from mezzo.dispatch import is_transformed
 from mezzo.errors import StateError, not_switches, raise_together, some_of
+from mezzo.hooks import complete
+from mezzo.interrupts import Members
 from mezzo.policy import Policy
 from mezzo.session import state
 from mezzo.session.calls import Calls, rebound
+from mezzo.session.passes import SessionPass, refuse_scaled, walk_of
 from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
 from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
-from mezzo.session.update import evaluates_once, inner_optimizers
-from mezzo.session.window import Walk, refuse_scaled, unscaled, walked
+from mezzo.session.update import closure_of, evaluates_once, handing_on, inner_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -45,12 +47,13 @@ logger = logging.getLogger(__name__)
 #: The key under which an optimizer's state dict has the session's state; plain torch ignores it.
 CARRIED: Final = "mezzo"
 
-_NOW: Final[list[weakref.ref[AttachedPrecision]]] = []
+_NOW: Final[Members[weakref.ref[AttachedPrecision]]] = Members()
+_ATTACHING: Final = threading.RLock()
 
 
 def attached_now() -> AttachedPrecision | None:
     """Return the session that is attached to the passes of this process, if there is one."""
-    return _NOW[0]() if _NOW else None
+    return next((found for here in reversed(_NOW.now) if (found := here()) is not None), None)
 
 
 def attach(
@@ -65,8 +68,11 @@ def attach(
 ) -> AttachedPrecision:
     """Train in mixed precision with a loop that stays as it is, until ``amp.detach()``.
 
-    - any method of the models that is called from outside runs in the policy's region, so does a part of a model that
-      is called by itself, and outputs are FP32;
+    - a call of a model, or of a part by itself, runs in the policy's region, and outputs are FP32. A method is a call
+      where a tensor is given to it that is none of the model's own, and gradients are recorded: ``model.loss(x)``, not
+      ``model.project()``, nor what an optimizer calls while it steps. ``predict(x)`` under ``no_grad`` runs as it is,
+      and what it calls in turn is a call. An output that another one was made of is the model's own tensor of 16 bits,
+      read in FP32;
     - a backward pass that reaches the optimizers' parameters is scaled. When it ends their gradients are FP32, unscaled
       and checked; other leaves, an input or a parameter that no attached optimizer has, get unscaled gradients, too;
     - ``optimizer.step()`` updates, or skips what was found, with closures too;
@@ -75,7 +81,8 @@ def attach(
       ``optimizer.state_dict()`` has the session's state under ``"mezzo"``, which plain torch ignores: a program's own
       checkpoints go on bit for bit.
 
-    Hooks of parameters run inside the pass, and see gradients that carry the scale: one warning names them.
+    Hooks of parameters and modules run inside the pass, and see gradients that carry the scale: one warning names them.
+    Those that run once a gradient is accumulated see it without, and may step.
 
     Args:
         models: The model, or a list of models. Under O1 it may be wrapped by DistributedDataParallel or compiled
@@ -111,22 +118,23 @@ def attach(
         >>> amp.detach()
     """
     raise_together(not_switches(hold_schedulers=hold_schedulers))
-    if attached_now() is not None:
-        raise StateError(
-            "a session is attached already",
-            why="a backward pass is scaled by one session, which takes all models and optimizers of the process",
-            write="amp.add(optimizer), for another one over the same models; mezzo.attach([model, other], "
-            "[optimizer, another], policy); or amp.detach() first",
+    with _ATTACHING:
+        if attached_now() is not None:
+            raise StateError(
+                "a session is attached already",
+                why="a backward pass is scaled by one session, which takes all models and optimizers of the process",
+                write="amp.add(optimizer), for another one over the same models; mezzo.attach([model, other], "
+                "[optimizer, another], policy); or amp.detach() first",
+            )
+        return AttachedPrecision(
+            models,
+            optimizers,
+            policy,
+            max_grad_norm=max_grad_norm,
+            hold_schedulers=hold_schedulers,
+            on_overflow=on_overflow,
+            process_group=process_group,
         )
-    return AttachedPrecision(
-        models,
-        optimizers,
-        policy,
-        max_grad_norm=max_grad_norm,
-        hold_schedulers=hold_schedulers,
-        on_overflow=on_overflow,
-        process_group=process_group,
-    )
 
 
 class AttachedPrecision(MixedPrecision):
@@ -161,16 +169,19 @@ class AttachedPrecision(MixedPrecision):
             logger.info("no policy is given: %s, in the format for this machine (mezzo doctor says why)", policy)
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
+        self._known_by: weakref.ref[AttachedPrecision] | None = None
+        self._engine: Any = None  # autograd's, as it stands while passes are the session's
         super().__init__(subjects, given, policy, **options)
         try:
             self._take_over(given)
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
-                calls = Calls(self.weights.models, self.policy, self.autocast)
+                calls = Calls(self.weights.models, self.policy, self.autocast, is_apart=lambda: self.engine.is_stepping)
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
                 self._bind_torchs(*door(), _run)
+                self._engine = _engine_now()
             if "schedulers" in self._binds and hold_schedulers:
                 self._schedules = _Schedules()
                 for kind in dict.fromkeys(_kinds(LRScheduler)):
@@ -179,7 +190,8 @@ class AttachedPrecision(MixedPrecision):
             self.close()
             raise
         if "backward" in self._binds:
-            _NOW[:] = [weakref.ref(self)]
+            self._known_by = weakref.ref(self, _NOW.remove)
+            _NOW.add(self._known_by)
 
     # What is bound ----------------------------------------------------------------------------------------
 
@@ -223,6 +235,13 @@ class AttachedPrecision(MixedPrecision):
                 if inner not in self.weights.optimizers and inner not in self.engine.steps_by:
                     self.engine.steps_by[inner] = inner.step
                     self._bind_step(inner, optimizer)
+            self._carry_with(optimizer)
+
+    def _carry_with(self, optimizer: Optimizer) -> None:
+        """Have an optimizer's state dict carry the session's state: a wrapper's may be made of an inner one's alone."""
+        inner = (each for each in inner_optimizers(optimizer) if each not in self.weights.optimizers)
+        for place in (optimizer, *inner):
+            complete(place)
             loaded: list[Any] = []
 
             def take(_: Optimizer, found: dict[str, Any], loaded: list[Any] = loaded) -> None:
@@ -232,9 +251,9 @@ class AttachedPrecision(MixedPrecision):
                 self.resume(loaded.pop())
 
             for handle in (
-                optimizer.register_state_dict_post_hook(self._carry),
-                optimizer.register_load_state_dict_pre_hook(take),
-                optimizer.register_load_state_dict_post_hook(go_on),
+                place.register_state_dict_post_hook(self._carry),
+                place.register_load_state_dict_pre_hook(take),
+                place.register_load_state_dict_post_hook(go_on),
             ):
                 self._undo.callback(handle.remove)
 
@@ -242,25 +261,29 @@ class AttachedPrecision(MixedPrecision):
         plain = optimizer.step
 
         @functools.wraps(getattr(plain, "__func__", plain))
-        def step(bound: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        def step(bound: Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self.is_closed:  # a scheduler that was made meanwhile has wrapped it
-                return plain() if closure is None else plain(closure)
-            return self._own_step(bound, of, closure)
+                return plain(*args, **kwargs)
+            return self._own_step(bound, of, *args, **kwargs)
 
         self._bind_own(optimizer, "step", types.MethodType(step, optimizer))
 
-    def _own_step(self, optimizer: Optimizer, of: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step with an optimizer, or skip: what ``optimizer.step()`` is meanwhile.
 
         Args:
             optimizer: What is asked to step.
             of: The one of the session's that it is, or is inside of.
-            closure: As torch's optimizers take it.
+            *args: What its class takes, a closure among it as torch's optimizers take it.
+            **kwargs: By name.
+
+        Returns:
+            What a closure has returned first; without one what the step has, ``None`` of one that was skipped.
         """
-        engine = self.engine
+        engine, closure = self.engine, closure_of(args, kwargs)
         plain = engine.steps_by[optimizer]
         if engine.is_stepping or self._is_closed:  # inside the step of another one; or under what others have bound
-            return plain() if closure is None else plain(closure)
+            return plain(*args, **kwargs)
         if closure is not None and not evaluates_once(optimizer):
             losses: list[Any] = []
 
@@ -268,20 +291,24 @@ class AttachedPrecision(MixedPrecision):
                 losses.append(closure())
                 return losses[-1]
 
-            self.step(of, evaluate)
+            with engine.stepping_by(of, handing_on(plain, args, kwargs)):
+                self.step(of, evaluate)
             return losses[0] if losses else None
-        loss = None
+        loss, asked = None, handing_on(plain, args, kwargs)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+            asked = functools.partial(asked, None)
         has_gradients = any(leaf.grad is not None for leaf in self.weights.leaves(of))
-        if not has_gradients and engine.ranks.size == 1:
-            plain()
-        elif optimizer is of:
-            self.step(of)
-        else:
-            self._note([of], engine.step([of], by=plain))
-        return loss
+        with engine.stepping_by(optimizer, asked) as returned:
+            if not has_gradients and engine.ranks.size == 1:
+                engine.steps_by[optimizer]()
+            elif optimizer is of:
+                self.step(of)
+            else:
+                self._require_engine([of])
+                self._note([of], engine.step([of], by=engine.steps_by[optimizer]))
+        return loss if closure is not None else returned[0] if returned else None
 
     def step(
         self,
@@ -289,7 +316,27 @@ class AttachedPrecision(MixedPrecision):
         closure: Callable[[], Any] | None = None,
     ) -> Step:
         """Check the gradients, update or skip: what ``optimizer.step()`` comes to; see :meth:`MixedPrecision.step`."""
-        return self._note(chosen(optimizers, self.weights.optimizers), super().step(optimizers, closure))
+        stepping = chosen(optimizers, self.weights.optimizers)
+        if closure is None:
+            self._require_engine(stepping)
+        return self._note(stepping, super().step(optimizers, closure))
+
+    def _require_engine(self, optimizers: list[Optimizer]) -> None:
+        """Refuse gradients of passes that the session cannot have scaled.
+
+        Raises:
+            StateError: Another engine of autograd's stands where the session had put its own.
+        """
+        if self._engine in (None, _engine_now()) or self.engine.scale_now is None:
+            return
+        near = [each for each in self.engine.windows if not set(each.optimizers).isdisjoint(optimizers)]
+        if any(window.has_gradients() and not window.passes for window in near):
+            raise StateError(
+                "backward passes do not go through the session any more",
+                where=f"{door()[0].__qualname__}.{door()[1]} of torch.autograd",
+                why="another engine was put there since attach(), and gradients without the loss scale flush to zero",
+                write="amp.detach(), and mezzo.attach(model, optimizer, policy) once it stands",
+            )
 
     def _note(self, optimizers: list[Optimizer], step: Step) -> Step:
         self.last_step = step
@@ -317,8 +364,8 @@ class AttachedPrecision(MixedPrecision):
 
     def close(self) -> None:
         """End the session: FP32 weights, optimizers as they were built, and every name bound to what it was before."""
-        if attached_now() is self:
-            _NOW.clear()
+        if self._known_by is not None:
+            _NOW.remove(self._known_by)
         super().close()
 
     def detach(self) -> None:
@@ -329,51 +376,52 @@ class AttachedPrecision(MixedPrecision):
 # In place of functions of torch's -----------------------------------------------------------------------------
 
 
-def _run(
-    amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Run a backward pass, as the session's if it is the user's own and reaches parameters of its optimizers."""
-    engine = amp.engine
-    if engine.under_way is not None or runs_backward() or not kwargs.get("accumulate_grad"):
-        return plain(roots, gradients, *args, **kwargs)
-    creates_graph = len(args) > 1 and args[1]
-    inputs = args[2] if len(args) > 2 else ()
-    walk = Walk([_leaf(each) for each in inputs], []) if inputs else walked(roots)
+def _engine_now() -> Any:
+    place, name = door()
+    return vars(place)[name]
+
+
+def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+    """Run a backward pass, as the session's if it reaches parameters of its optimizers, or may by passes inside."""
+    engine, (_, creates_graph, inputs, _, accumulates) = amp.engine, asked
+    if noted() is not None:  # inside of a session's
+        return plain(roots, gradients, *asked)
+    if not accumulates:
+        return _differentiate(amp, plain, roots, gradients, *asked)
+    walk = walk_of(roots, inputs)
     windows = engine.reached(walk)
-    if not windows:
-        return plain(roots, gradients, *args, **kwargs)
-    losses = [root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1]
+    if not windows and (walk.is_anothers or not walk.runs_others):
+        return plain(roots, gradients, *asked)
     engine.commit()
     scale = engine.scale_now
-    others = engine.others(walk.leaves) if scale is not None else []
     if scale is not None:
-        refuse_scaled(roots, others if inputs else [], creates_graph=creates_graph)
-        roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)
-    try:
-        engine.begin(windows, scale, amp)
-        hidden = unscaled(others, scale) if others else contextlib.nullcontext()
-        with amp.autocast().around_backward(), hidden:  # checkpoints are recomputed under the policy
-            found = plain(roots, gradients, *args, **kwargs)
-        engine.end(dict.fromkeys(windows, losses))
-    except BaseException:
-        engine.fail(windows)
-        raise
-    return found
+        refuse_scaled(roots, engine.others(walk.leaves) if inputs else [], creates_graph=creates_graph)
+    with SessionPass(engine, scale) as this:
+        this.join([root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1], walk)
+        if scale is not None:
+            roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)
+        with amp.autocast().around_backward():  # checkpoints are recomputed under the policy
+            return plain(roots, gradients, *asked)
 
 
-def _leaf(given: Any) -> Any:
-    return getattr(given.node, "variable", given) if isinstance(given, GradientEdge) else given
+def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+    """Return gradients as ``torch.autograd.grad`` does: with a scale on the way, where parameters' are asked for."""
+    engine, inputs = amp.engine, walk_of((), asked[2]).leaves
+    if engine.scale_now is None or is_transformed() or len(engine.others(inputs)) == len(inputs):
+        return plain(roots, gradients, *asked)
+
+    def run(scaled: Callable[[Tensor], Tensor]) -> Any:
+        with amp.autocast().around_backward():
+            return plain(roots, tuple(each if each is None else scaled(each) for each in gradients), *asked)
+
+    return tuple(engine.differentiated(roots, run))
 
 
 def _refuse_scaler(
-    amp: AttachedPrecision,
-    plain: Callable[..., Any],
-    scaler: GradScaler,
-    optimizer: Optimizer,
-    *args: Any,
-    **kwargs: Any,
+    amp: AttachedPrecision, plain: Callable[..., Any], scaler: GradScaler, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Refuse that a GradScaler unscales or steps where the session does."""
+    optimizer = args[0] if args else kwargs["optimizer"]
     is_known = optimizer in amp.engine.weights.optimizers
     if is_known and scaler.is_enabled() and not isinstance(scaler, SessionScaler):
         raise StateError(
@@ -382,10 +430,20 @@ def _refuse_scaler(
             why="each would unscale and check the gradients, and count the overflows of the other",
             write="GradScaler(enabled=False), with which the loop stays as it is: the policy has the scale",
         )
-    return plain(scaler, optimizer, *args, **kwargs)
+    return plain(scaler, *args, **kwargs)
 
 
 # Schedulers -----------------------------------------------------------------------------------------------------
+
+
+class _Here(threading.local):
+    """What is under way in a thread.
+
+    Attributes:
+        runs: Whether a scheduler steps.
+    """
+
+    runs = False
 
 
 class _Schedules:
@@ -399,7 +457,7 @@ class _Schedules:
         self._taken: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._pending: weakref.WeakKeyDictionary[Optimizer, list[Tensor]] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self.runs = False
+        self.here = _Here()
 
     def note(self, optimizers: Iterable[Optimizer], skipped: Tensor) -> None:
         """Take note of a step; no host sync, but one in 64 steps of an optimizer without a scheduler.
@@ -439,15 +497,15 @@ def _kinds(kind: type) -> Iterator[type]:
     yield kind
 
 
-def _hold(amp: AttachedPrecision, plain: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+def _hold(amp: AttachedPrecision, plain: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Step a scheduler unless it is to wait; one inside of another is asked by that one."""
     schedules = amp._schedules
-    if schedules is None or schedules.runs:
+    if schedules is None or schedules.here.runs:
         return plain(scheduler, *args, **kwargs)
     if schedules.waits(scheduler):
         return None
-    schedules.runs = True
+    schedules.here.runs = True
     try:
         return plain(scheduler, *args, **kwargs)
     finally:
-        schedules.runs = False
+        schedules.here.runs = False

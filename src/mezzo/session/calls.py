@@ -7,37 +7,45 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack, nullcontext
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mezzo.backward import runs_backward
+from mezzo.backward import engine_through, runs_backward
 from mezzo.cast import autocast
-from mezzo.cast.mode import cast_floating
-from mezzo.cast.model.calls import GivesOut, Within
+from mezzo.cast.model.calls import Within
+from mezzo.cast.model.outputs import GivesOut, given_out
 from mezzo.compiling import compiled_inside, never_compiled
 from mezzo.hooks import owner_of
+from mezzo.interrupts import Members
 from mezzo.policy import Policy
-from mezzo.tensors import tensors
+from mezzo.tensors import each_tensor, tensors
 
 K = TypeVar("K")  # Python 3.11 has no `def f[K]`
 
+#: What a thread is inside of: a call of a module, or of a method, in the region; a method that is no call of the model.
+_FORWARD, _METHOD, _APART = "forward", "method", "apart"
+
 
 class Calls:
-    """Run each method of models, and of their parts that are called by themselves, in a region, until :meth:`close`.
+    """Run calls of models, and of their parts that are called by themselves, in a region, until :meth:`close`.
 
-    A call inside of another one is part of that. What comes out of the outer one is FP32, or the policy's
-    ``output_dtype``; parameters that a method returns stay what they are. A checkpoint recomputes a part after the
-    call around it has ended: such a call is part of another one if the last one in a forward pass was.
+    A method other than ``forward`` is a call of the model where gradients are recorded, and a tensor is given to it
+    that is none of the models' own: ``model.loss(x)`` is, ``model.project()`` and ``predict(x)`` under ``no_grad`` are
+    not; modules that these call are. A call inside of another one is part of that. What comes out of the outer one is
+    FP32, or the policy's ``output_dtype``; parameters that a method returns stay what they are. A checkpoint recomputes
+    a part after the call around it has ended: such a call enters a region if the last one in a forward pass did.
 
     Args:
         models: The models.
         policy: Their policy.
         region: Returns its region.
+        is_apart: Whether calls are none of the models' now: an optimizer's that steps.
+        methods: Whether methods other than ``forward`` may be calls of the model.
     """
 
     def __init__(
@@ -45,37 +53,45 @@ class Calls:
         models: Iterable[nn.Module],
         policy: Policy,
         region: Callable[[], autocast],
+        *,
+        is_apart: Callable[[], bool] = lambda: False,
+        methods: bool = True,
     ) -> None:
-        self._region = region
+        self._region, self._is_apart = region, is_apart
         self._gives_out = policy.output_dtype or torch.float32
         self._autocasts = policy.casts
         self._here, self._is_over = threading.local(), False
-        self._parts = set[Callable[..., Any]]()  # methods whose last call in a forward pass was part of another one
+        self._plain = set[Callable[..., Any]]()  # methods whose last call in a forward pass has entered no region
+        self._own: list[Mapping[str, Tensor | None]] = []  # parameters and buffers, as the modules have them
         self._undo = ExitStack()
         for model in models:
             root = model.module if isinstance(model, DistributedDataParallel) else model
             for module in root.modules():
+                self._own += module._parameters, module._buffers
                 if isinstance(module, nn.ModuleList | nn.ModuleDict):
                     continue  # which is no function
                 is_torchs = type(module).__module__.startswith("torch.")
-                for name in ["forward"] if is_torchs else _methods(type(module)):
-                    call = self._around(getattr(module, name), module, is_root=module is root)
+                for name in _methods(type(module)) if methods and not is_torchs else ["forward"]:
+                    call = self._around(getattr(module, name), module, is_root=module is root, name=name)
                     self._undo.callback(rebound(vars(module), name, types.MethodType(call, module)))
 
-    def _around(self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool) -> Callable[..., Any]:
+    def _around(self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool, name: str) -> Callable[..., Any]:
         within, last = _owner(module._forward_pre_hooks, Within), _owner(module._forward_hooks, GivesOut)
+        is_call = _always if name == "forward" else self._is_given
 
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_compiling():
-                return self._call(plain, args, kwargs, None, last)
+                return self._call(plain, args, kwargs, is_call, None, last)
+            if not is_call(args, kwargs):
+                return plain(*args, **kwargs)
             # For parts that Python calls where the graph breaks (torch 2.13 resumes in no `try`, and leaves all to it).
-            self._here.inside = True
+            self._here.inside = _FORWARD
             try:
                 with self._region():
                     output = plain(*args, **kwargs)
             finally:
-                self._here.inside = False
-            return output if self._gives_out is None else cast_floating(output, self._gives_out)
+                self._here.inside = None
+            return output if self._gives_out is None else given_out(output, self._gives_out)
 
         @compiled_inside
         def part(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +99,7 @@ class Calls:
                 if not self._autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
                     return plain(*args, **kwargs)
                 _leave_graph()  # called from outside, or where the model has autocast switched off: Python knows
-            return self._call(plain, args, kwargs, within, last)
+            return self._call(plain, args, kwargs, is_call, within, last)
 
         call = functools.wraps(getattr(plain, "__func__", plain))(root if is_root else part)
         call.is_of_mezzo = True  # type: ignore[attr-defined]
@@ -91,33 +107,80 @@ class Calls:
 
     @compiled_inside
     def _call(
-        self, plain: Callable[..., Any], args: Any, kwargs: Any, within: Within | None, last: GivesOut | None
+        self,
+        plain: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        is_call: Callable[[Any, Any], bool],
+        within: Within | None,
+        last: GivesOut | None,
     ) -> Any:
-        """Call a method, in the region where it is called from outside; a part that has rules in its own one."""
-        if self._is_over or self._is_part(plain):
+        """Call a method, in the region where it is a call of the model; a part that has rules in its own one."""
+        inside, is_forward = getattr(self._here, "inside", None), is_call is _always
+        if inside is _FORWARD or self._is_over:  # as nearly all calls are
+            if not runs_backward():
+                self._plain.add(plain)
             return plain(*args, **kwargs)
-        self._here.inside = True
+        enters = self._enters(plain, args, kwargs, is_call, inside)
+        if not enters and (is_forward or inside is not None):
+            return plain(*args, **kwargs)
+        self._here.inside = (_FORWARD if is_forward else _METHOD) if enters else _APART
         try:
+            if not enters:
+                return plain(*args, **kwargs)
             with self._region(), autocast.of(within.region()) if within and within.path else nullcontext():
                 output = plain(*args, **kwargs)
         finally:
-            self._here.inside = False
+            self._here.inside = inside
         if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
             return output
-        return cast_floating(output, self._gives_out) if last is None else last.widen(output)
+        return given_out(output, self._gives_out) if last is None else last.widen(output)
 
-    def _is_part(self, plain: Callable[..., Any]) -> bool:
-        """Whether a call of a method is part of another one, or was where it is recomputed."""
-        inside = getattr(self._here, "inside", False)
+    def _enters(
+        self,
+        plain: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        is_call: Callable[[Any, Any], bool],
+        inside: str | None,
+    ) -> bool:
+        """Whether a method is a call of the model, or was where it is recomputed, and no part of another one."""
         if runs_backward():
-            return inside or plain in self._parts
-        (self._parts.add if inside else self._parts.discard)(plain)
-        return inside
+            return inside is not _METHOD and plain not in self._plain
+        # Parts that a method calls without gradients give their numbers to what it returns: `self.net(x).numpy()`.
+        is_part = inside is not None and (is_call is not _always or (inside is _METHOD and torch.is_grad_enabled()))
+        enters = not is_part and not self._is_apart() and is_call(args, kwargs)
+        (self._plain.discard if enters else self._plain.add)(plain)
+        return enters
+
+    def _is_given(self, args: Any, kwargs: Any) -> bool:
+        """Whether gradients are recorded, and a tensor is given that is none of the models' own, nor a view of one."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return torch.is_grad_enabled() and any(
+                not isinstance(each, nn.Parameter) for each in tensors((args, kwargs))
+            )
+        given = [each if each._base is None else each._base for _, each in each_tensor((args, kwargs))]
+        own = {id(each) for table in self._own for each in table.values()} if given else ()
+        return any(id(each) not in own for each in given)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Have calls inside the block be part of one that is none of the models'."""
+        before, self._here.inside = getattr(self._here, "inside", None), _FORWARD
+        try:
+            yield
+        finally:
+            self._here.inside = before
 
     def close(self) -> None:
         """Give the methods back; those that others hold meanwhile do nothing of their own."""
         self._is_over = True
         self._undo.close()
+
+
+def _always(_args: Any, _kwargs: Any) -> bool:
+    """``forward`` is a call of the model, whatever it is given."""
+    return True
 
 
 def _owner(hooks: Mapping[int, Any], kind: type[K]) -> K | None:
@@ -150,6 +213,10 @@ def rebound(names: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
     return put_back
 
 
+#: Held where functions are bound and given back. Garbage that is collected meanwhile gives others back.
+_BINDING: Final = threading.RLock()
+
+
 class Binding:
     """A function of torch's that goes through sessions. It is bound once, in whatever order they begin and end.
 
@@ -158,45 +225,64 @@ class Binding:
         name: Its name there.
     """
 
+    #: That of autograd's engine: each pass of a session may bind it, and compiled code asks whether it is the same.
+    _engines: ClassVar[Binding | None] = None
+
     def __init__(self, place: Any, name: str) -> None:
-        plain = vars(place)[name]
-        self._place, self._name, self._plain = place, name, plain
-        self._through: list[tuple[weakref.ref[Any], Callable[..., Any]]] = []
+        self._plain = stands = getattr(place, name)
+        self._is_inherited = name not in vars(place)
+        plain = stands if callable(stands) else stands.run_backward  # autograd's engine is called by its methods
+        self._through: Members[tuple[weakref.ref[Any], Callable[..., Any]]] = Members()
 
         @never_compiled  # which would trace what decides on the host
         @functools.wraps(plain)
         def bound(*args: Any, **kwargs: Any) -> Any:
             call = plain
-            for here, through in tuple(self._through):  # a session may be dropped meanwhile
+            for here, through in self._through.now:  # a session may be dropped meanwhile
                 if (amp := here()) is not None and not amp.is_closed:
                     call = functools.partial(through, amp, call)
             return call(*args, **kwargs)
 
         self.bound = bound
-        vars(bound)["binding"] = self
-        setattr(place, name, bound)
+        if not callable(stands):
+            self.bound, Binding._engines = engine_through(stands, bound), self
+        vars(self.bound)["binding"] = self
+        setattr(place, name, self.bound)
 
     @classmethod
     def of(cls, place: Any, name: str) -> Binding:
         """Return the one that stands there, or a new one: over what others have bound since, too."""
-        found = getattr(now := vars(place)[name], "binding", None)
-        return found if isinstance(found, cls) and found.bound is now else cls(place, name)
+        now = getattr(place, name)
+        for found in (getattr(now, "binding", None), cls._engines):
+            if isinstance(found, cls) and now in (found.bound, found._plain):
+                return found
+        return cls(place, name)
 
-    def join(self, here: weakref.ref[Any], call: Callable[..., Any]) -> Callable[[], None]:
-        """Have it go through a call that is given the session and the function; return what ends it."""
+    @classmethod
+    def join(cls, place: Any, name: str, here: weakref.ref[Any], call: Callable[..., Any]) -> Callable[[], None]:
+        """Have a function go through a call that is given the session and the function; return what ends it.
+
+        Sessions of several threads may begin and end at the same time.
+        """
         joined = here, call
-        self._through.append(joined)
+        with _BINDING:
+            binding = cls.of(place, name)
+            binding._through.add(joined)
+            # A session that was dropped may have ended since: collecting garbage runs in any line.
+            if getattr(place, name) is binding._plain:
+                setattr(place, name, binding.bound)
 
         def end() -> None:
-            self._through.remove(joined)
-            if not self._through and vars(self._place).get(self._name) is self.bound:
-                setattr(self._place, self._name, self._plain)
+            with _BINDING:
+                binding._through.remove(joined)
+                if not binding._through.now and vars(place).get(name) is binding.bound:
+                    delattr(place, name) if binding._is_inherited else setattr(place, name, binding._plain)
 
         return end
 
 
 def _methods(kind: type) -> list[str]:
-    """Return the public methods of a module's class that are none of ``nn.Module``'s."""
+    """Return the public methods of a module's class that are none of ``nn.Module``'s, nor without gradients."""
     found: dict[str, Any] = {}
     for each in kind.__mro__:
         if each is nn.Module:
@@ -211,4 +297,21 @@ def _methods(kind: type) -> list[str]:
         and (name == "forward" or not hasattr(nn.Module, name))
         and not inspect.isgeneratorfunction(value)
         and not inspect.iscoroutinefunction(value)
+        and not (name != "forward" and _is_without_gradients(value))
     ]
+
+
+def _is_without_gradients(function: Any) -> bool:
+    """Whether ``torch.no_grad()``, or what else switches gradients off, decorates a function."""
+    while function is not None:
+        for cell in getattr(function, "__closure__", None) or ():  # torch keeps there how a context is made anew
+            with suppress(ValueError):  # an empty cell
+                switch = getattr(cell.cell_contents, "__self__", None)
+                if isinstance(switch, torch.no_grad) or getattr(switch, "mode", None) is _OFF.get(type(switch), switch):
+                    return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+#: The ``mode`` in which torch's other contexts switch gradients off.
+_OFF: Final = {torch.inference_mode: True, torch.set_grad_enabled: False}

@@ -510,6 +510,7 @@ def _held(engine: Engine) -> dict[str, Any]:
         if (own := as_one_pass(optimizer)) is not None:  # numbers, and tensors in host memory, are brought over
             values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]
             found[f"hyper-parameters of {name}"] = addresses([t for t in tensors(values) if t.device.type != "cpu"])
+            found[f"state of {name} as its steps have left it"] = [own.is_followed()]
             found[f"rules of {name}"] = [own.rule_of(group) for group in optimizer.param_groups]
     return found | _options([each for each in weights.optimizers if as_one_pass(each) is None])
 

@@ -9,29 +9,35 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo import sharded
+from mezzo.dispatch import is_batch_of_gradients
 from mezzo.distributed.exchange import Ranks, Wrappers
 from mezzo.errors import StateError, UnsupportedError, message, some_of
+from mezzo.hooks import with_accumulation_hooks, with_backward_hooks, with_tensor_hooks
 from mezzo.interrupts import uninterrupted
+from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import as_one_pass
-from mezzo.optim.state import changes_nothing
 from mezzo.scale.scaler import Scaler
 from mezzo.scale.state import inverse
+from mezzo.session.inner import InnerScales
 from mezzo.session.observers import Judged, StepObserver, observing
+from mezzo.session.passes import SessionPass, Walk, entered
 from mezzo.session.stats import Step, StepAccount, StepOutcome
-from mezzo.session.update import Writes, check_numbers, evaluated
+from mezzo.session.update import Writes, check_numbers, evaluated, takes_flags
 from mezzo.session.weights import Weights
-from mezzo.session.window import Walk, Window, entered, hooked
+from mezzo.session.window import Window
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.passes import Verdict, as_fused, decided, not_finite
-from mezzo.tensors import foreach_norm, moved
+from mezzo.tensors import LOW, foreach_norm, moved
 
 #: How a loop with a ``GradScaler`` calls it.
 SCALERS_ORDER: Final = "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
@@ -60,7 +66,8 @@ class Engine(Writes):
         waits: Whether the scale moves in :meth:`update` alone, as a ``GradScaler``'s does; else a step moves it, once
             no other window waits with gradients of the same scale.
         is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
-        under_way: The backward pass that runs now, or who runs it; ``None`` between passes.
+        inner_scales: Those of gradients that losses are computed from.
+        under_way: The backward passes that run now, weakly: autograd alone may hold one.
     """
 
     def __init__(
@@ -79,9 +86,10 @@ class Engine(Writes):
         self.windows: list[Window] = []
         self.observers: list[StepObserver] = []
         self.waits = self.is_captured = False
-        self.under_way: object = None
+        self.under_way: list[ref[SessionPass]] = []
         self._inner: Tensor | None = None  # whether gradients that a loss was computed from had overflowed
-        self._is_told = self._has_warned = False
+        self.inner_scales = InnerScales(shared, scaler.config.interval)
+        self._is_told = self._has_warned = self._has_warned_of_modules = False
         self.wrappers = Wrappers(ranks)
         self.group()
 
@@ -118,11 +126,17 @@ class Engine(Writes):
         return any(window.owns(leaf) for window in self.windows)
 
     def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it."""
-        if walk.runs_others or self.weights.units:  # of what is gathered a graph shows no parameter
-            return list(self.windows)
-        found = self.wrappers.reduced_with(set(map(id, walk.leaves)))
-        return [window for window in self.windows if not found.isdisjoint(window.ids())]
+        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it.
+
+        Hooks of modules there are warned of, once, if they see gradients that carry the scale.
+        """
+        windows = list(self.windows)
+        if not self.weights.units:  # of what is gathered a graph shows no parameter
+            found = self.wrappers.reduced_with(set(map(id, walk.leaves)))
+            windows = [window for window in windows if not found.isdisjoint(window.ids())]
+        if windows and walk.runs_hooks and self.scale_now is not None:
+            self._warn_of_modules()
+        return windows
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
@@ -165,6 +179,10 @@ class Engine(Writes):
         """What a loss is multiplied by now, 0-d float32; ``None`` where gradients carry no scale."""
         return self.scaler.state.scale if self.scaler.changes_gradients else None
 
+    def holds(self, scale: Tensor | None) -> bool:
+        """Whether passes inside of another need to be seen: they carry a scale, or open what they reach themselves."""
+        return scale is not None or self.plain or self.waits
+
     def commit(self) -> None:
         """Move the scale on before the next loss, where a step has left that open."""
         if not self.is_captured:
@@ -179,25 +197,36 @@ class Engine(Writes):
         scaled = self.scaler.scaled(entry)
         return scaled * 1 if scaled is entry else scaled
 
-    def begin(self, windows: list[Window], scale: Tensor | None, by: object) -> None:
-        """Make ready for a backward pass.
+    def begin(
+        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+    ) -> list[Tensor]:
+        """Make ready for gradients of a backward pass.
 
         Args:
             windows: Those whose parameters it reaches.
-            scale: What its gradients carry.
-            by: Who runs it, until :meth:`end` or :meth:`fail`.
+            scale: What its gradients carry, until :meth:`end` or :meth:`fail`.
+            others: Further leaves that it reaches.
+            is_first: Whether nothing of the pass has begun before.
+
+        Returns:
+            The leaves whose gradients are to lose the scale before they are accumulated: in a loop of the user's own
+            hooks run then, which may step.
         """
-        self.require_whole()
-        if self.weights.has_grown():
-            self.group()
-        for observer in (*self.observers, *observing()):
-            observer.begins(self, scale)
-        if self.plain and scale is not None and not self._has_warned:
-            self._warn_of_hooks(windows)
+        if is_first:
+            self.require_whole()
+            if self.weights.has_grown():
+                self.group()
+            for observer in (*self.observers, *observing()):
+                observer.begins(self, scale)
+        is_own = self.plain and scale is not None
+        seen = [each for each in windows if with_accumulation_hooks(each.leaves())] if is_own else []
+        if scale is not None and not self._has_warned:
+            self._warn_of_hooks(windows if self.plain else [], others)
         is_users = self.plain or self.waits
         for window in () if is_users else windows:
             window.refuse_left()
-        memories = self.weights.memories()
+            window.refuse_copies()
+        memories = self.weights.memories() if is_first else []
         with uninterrupted():
             if memories and not any(window.has_gradients() for window in self.windows):
                 for memory in memories:  # what passes noted whose gradients optimizers have cleared since
@@ -206,9 +235,10 @@ class Engine(Writes):
                 if is_users:
                     window.forget_cleared()
                 is_wide = self.plain and not self.weights.units  # whose parts get low gradients
-                window.begin(scale, is_wide=is_wide, is_wrapped=self.wrappers.are_there)
-            self.under_way = by
+                carried = None if window in seen else scale
+                window.begin(carried, is_wide=is_wide, is_wrapped=self.wrappers.are_there)
             self._count(True)
+        return [leaf for window in seen for leaf in window.leaves() if leaf.requires_grad]
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
         """Take note of what a backward pass has made.
@@ -217,18 +247,17 @@ class Engine(Writes):
             losses: What was differentiated, 0-d and detached, by the windows of :meth:`begin`.
         """
         with uninterrupted():
-            self.under_way = None
             self._count(False)
             for window in losses:
                 window.end(losses[window])
             self.wrappers.end_pass()
+            self.inner_scales.begin_again()
             if self.plain:
                 self._unscale(losses)
 
     def fail(self, windows: Iterable[Window]) -> None:
         """Put back what made way for a backward pass that has raised."""
         with uninterrupted():
-            self.under_way = None
             self._count(False)
             if self.plain:  # earlier passes' gradients have got this one's scale
                 with torch.no_grad():
@@ -238,8 +267,11 @@ class Engine(Writes):
         for memory in self.weights.memories():
             memory.counts = counts
 
-    def _warn_of_hooks(self, windows: list[Window]) -> None:
-        names = [self.weights.name_of(leaf) for window in windows for leaf in hooked(window.leaves())]
+    def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
+        found = [leaf for window in windows for leaf in with_tensor_hooks(window.leaves())]
+        # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
+        found += [leaf for leaf in with_tensor_hooks(others) if leaf.numel() > 1]
+        names = list(map(self.weights.name_of, found))
         if names:
             self._has_warned = True
             text = message(
@@ -247,6 +279,18 @@ class Engine(Writes):
                 where=some_of(names),
                 why="they run inside the backward pass, at whose end gradients are unscaled",
                 write="the same after backward(); or a policy without a scale, dtype=bfloat16: "
+                'Policy.O1("bfloat16"), or the text O1,dtype=bfloat16',
+            )
+            warnings.warn(text, stacklevel=4)
+
+    def _warn_of_modules(self) -> None:
+        if not self._has_warned_of_modules:
+            self._has_warned_of_modules = True
+            text = message(
+                "hooks of modules see gradients that carry the loss scale",
+                where=some_of([name for model in self.weights.models for name in with_backward_hooks(model)]),
+                why="they run inside the backward pass; what is summed up of them moves with the scale",
+                write="gradient / amp.loss_scale in the hook; or a policy without a scale, dtype=bfloat16: "
                 'Policy.O1("bfloat16"), or the text O1,dtype=bfloat16',
             )
             warnings.warn(text, stacklevel=4)
@@ -295,7 +339,7 @@ class Engine(Writes):
     def _open(self, optimizers: Collection[Optimizer], call: str) -> list[Window]:
         """Return the windows of some optimizers, as far as there is something in them."""
         near = [window for window in self.windows if not set(window.optimizers).isdisjoint(optimizers)]
-        found = [window for window in near if window.passes or self.plain]
+        found = [window for window in near if window.passes or self.plain or self._takes(window, optimizers, call)]
         if call == "step":
             found = [window for window in found if window.has_gradients()]
         if not found:
@@ -308,6 +352,19 @@ class Engine(Writes):
                 write=SCALERS_ORDER if self.waits else own,
             )
         return found
+
+    def _takes(self, window: Window, optimizers: Collection[Optimizer], call: str) -> bool:
+        """Whether there are gradients, in a window that no pass has opened, which a program has written itself.
+
+        Raises:
+            StateError: Nothing says whether they carry the scale; or some are the last step's.
+        """
+        names = [] if self.waits else window.written([each for each in window.optimizers if each in optimizers])
+        if names and self.scale_now is not None and not window.given:
+            raise window.unknown(f"{call}()", names)
+        if names:
+            window.refuse_left(optimizers)
+        return bool(names)
 
     @torch.no_grad()
     def step(
@@ -342,6 +399,8 @@ class Engine(Writes):
                 else:
                     with self.told_to_ranks():
                         step = self._take(optimizers, by)
+        if self.account.warning:
+            self.account.warn()
         for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
             observer.stepped(self, step)
         return step
@@ -353,7 +412,12 @@ class Engine(Writes):
         stepping = [each for window in windows for each in window.optimizers if each in optimizers]
         check_numbers(stepping)
         judged, absent = self.judge(windows, stepping)
-        self.write(windows, stepping, judged, by=by)
+        try:
+            self.write(windows, stepping, judged, by=by)
+        except BaseException as error:
+            if not self.broken:
+                self.ranks.fall_behind(error)
+            raise
         return self.finish(windows, judged, absent)
 
     def _refuse_capture(self, closure: object) -> None:
@@ -403,9 +467,14 @@ class Engine(Writes):
                 why="this step would not see them, and the next would take them for its own",
                 write="the last micro-batch of a step outside of amp.no_sync()",
             )
-        # What stays for another optimizer of a window is not left behind with a scale of its own.
+        for window in windows:
+            if not window.passes and not self.plain:
+                self._takes(window, optimizers, "step")
+        # What stays for another optimizer of a window is not left behind with a scale of its own; and a program that
+        # looks at gradients as they are stepped with sees plain ones.
         is_part = any(each not in optimizers for window in windows for each in window.optimizers)
-        if is_part or len({id(window.scale) for window in windows}) > 1:
+        shown = [each for each in optimizers if self.shows(each)]
+        if is_part or any(map(takes_flags, shown)) or len({id(window.scale) for window in windows}) > 1:
             for window in windows:
                 window.rescale(None)
         scale = windows[0].scale
@@ -445,8 +514,10 @@ class Engine(Writes):
             scale=scale,
             verdict=verdict,
             is_clipped=self.max_grad_norm is not None,
+            is_alike=len(positions) == 1,
             losses=losses,
             failed=failed,
+            shown=shown,
         )
         for observer in (*self.observers, *observing()):
             observer.judged(self, judged)
@@ -455,6 +526,7 @@ class Engine(Writes):
     def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
         """End a step whose writes are done: adapt the scale, and account for it."""
         verdict, now = judged.verdict, self.scaler.state.scale
+        self.inner_scales.begin_again()
         made_with = windows[0].made_with
         for window in windows:
             window.close(verdict.found_inf if self.plain or self.waits else None)
@@ -512,34 +584,75 @@ class Engine(Writes):
             else:
                 clear_to_zeros(params)
             for window in self.windows:
-                window.clear()
+                window.clear(to_zeros=not set_to_none)
             for memory in self.weights.memories():
                 memory.forget()
             self._inner = None
+            self.inner_scales.begin_again()
             sharded.forget_gradients(self.weights.units)
 
-    def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
-        """Differentiate scaled outputs, and return unscaled gradients, at least in FP32.
+    def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Any, ...]:
+        """Differentiate scaled outputs, and return unscaled gradients, at least in FP32."""
 
-        An overflow on the way counts as one of the next step's, so that the scale falls although the loss that is
-        computed of it is itself infinite.
+        def run(scaled: Callable[[Tensor], Tensor]) -> Iterable[Any]:
+            return self.weights.region().run_grad(scaled(outputs), inputs, **options)
+
+        found = self.differentiated([outputs], run)
+        for window in self.windows:
+            if any(map(window.owns, inputs)):
+                window.given = True
+        return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
+
+    def differentiated(
+        self, outputs: Iterable[Any], run: Callable[[Callable[[Tensor], Tensor]], Iterable[Any]]
+    ) -> list[Any]:
+        """Return gradients that a pass returns, without the scale that it has for itself.
+
+        An overflow on the way skips the next step, of which the loss is made of these gradients: the scale of this
+        call falls, and the loss's stays.
+
+        Args:
+            outputs: What is differentiated, as far as that is tensors.
+            run: Runs the pass; it is given what multiplies by the scale.
         """
         self.commit()
         scale = self.scale_now
+        adapts = scale is not None and self.scaler.config.mode == "dynamic"
+        if scale is not None and adapts:
+            scale = self.inner_scales.next(scale)
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
-        found = self.weights.region().run_grad(self.scaler.scaled(outputs), inputs, **options)
-        wide = [g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found]
+        with SessionPass(self, scale, holds=self.holds(scale)):
+            found = list(run(partial(_times, scale)))
         if scale is None:
-            return tuple(wide)
+            return found
         back = inverse(scale)
-        wide = [g if g is None else g * moved(back, g.device) for g in wide]
-        there = [g.detach() for g in wide if g is not None]
-        if there:  # by their largest values: a norm of finite ones may be infinite
-            sizes = [moved(size, self.device, torch.float32) for size in foreach_norm(there, float("inf"))]
-            flag = not_finite(torch.stack(sizes).sum())
-            self._inner = flag if self._inner is None else self._inner | flag
-        return tuple(wide)
+        found = [g if g is None else _times(back, g).to(g.dtype) for g in found]
+        there = [g.detach() for g in found if g is not None and not is_batch_of_gradients(g)]
+        if there:
+            self._note_inner([each.detach() for each in outputs if isinstance(each, Tensor)], there, adapts=adapts)
+        return found
+
+    def _note_inner(self, outputs: list[Tensor], gradients: list[Tensor], *, adapts: bool) -> None:
+        """Note whether a loss is computed from gradients that are not finite, by their largest values.
+
+        A norm of finite ones may be infinite.
+        """
+        each = foreach_norm([*gradients, *outputs], float("inf"))
+        sizes = torch.stack([moved(size, self.device, torch.float32) for size in each])
+        results = sizes[: len(gradients)].sum()
+        if adapts:
+            self.inner_scales.told(sizes[len(gradients) :].sum(), results)
+        flag = not_finite(results)
+        self._inner = flag if self._inner is None else self._inner | flag
+
+
+def _times(scale: Tensor | None, tensor: Tensor) -> Tensor:
+    """Multiply by a scale, at least in FP32, so that the product itself cannot overflow."""
+    if scale is None:
+        return tensor
+    wide = tensor.float() if tensor.dtype in LOW else tensor
+    return wide * moved(scale, tensor.device)
 
 
 def concluded(
@@ -558,8 +671,8 @@ def concluded(
             that were not finite when they were unscaled.
 
     Returns:
-        ``grad_norm``, ``found_inf`` and ``multiplier`` of a verdict; whether a loss itself was not finite, so that the
-        loss scale stays; and if need be the verdict's ``as_fused``.
+        ``grad_norm``, ``found_inf`` and ``multiplier`` of a verdict; whether a loss itself was not finite, or what it
+        was computed from, so that the loss scale stays; and if need be the verdict's ``as_fused``.
     """
     numbers, flags = rest[: is_scaled + is_clipped], rest[is_scaled + is_clipped :]
     inner, losses, flags = flags[:num_inner], flags[num_inner : num_inner + num_losses], flags[num_inner + num_losses :]
@@ -567,10 +680,10 @@ def concluded(
     failed = found_inf.ne(found_inf)  # no: in words that kernels are written from
     for loss in losses:
         failed = failed | not_finite(loss)
+    for flag in inner:  # which has moved a scale of its own
+        failed = failed | flag
     found_inf = found_inf | failed
-    for flag in (*inner, *flags):
+    for flag in flags:
         found_inf = found_inf | flag
-    for flag in inner:
-        failed = failed & ~flag
     verdict = grad_norm, found_inf, multiplier, failed
     return (*verdict, *as_fused(found_inf, *([multiplier] if is_clipped else []))) if is_told else verdict

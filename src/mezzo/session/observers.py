@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from mezzo.backward import note
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
 from mezzo.step.passes import Verdict
@@ -34,8 +36,10 @@ class Judged:
         scale: 0-d float32: what they carry; ``None`` for plain ones.
         verdict: Whether to update, and what to multiply them by.
         is_clipped: Whether the verdict's multiplier clips.
+        is_alike: Whether all gradients are of one dtype on one device.
         losses: What the backward passes have differentiated, in their order; 0-d.
         failed: 0-d bool: whether a loss itself was not finite.
+        shown: The optimizers in whose steps a program's code looks at gradients, which are plain then.
     """
 
     params: list[Tensor]
@@ -43,8 +47,10 @@ class Judged:
     scale: Tensor | None
     verdict: Verdict
     is_clipped: bool
+    is_alike: bool
     losses: list[Tensor]
     failed: Tensor
+    shown: list[Optimizer]
 
 
 class Watched(Protocol):
@@ -156,8 +162,12 @@ class Explains:
     def stepped(self, engine: Watched, step: Step) -> None:
         """Run the calls of a skipped step again, and forget them."""
         if bool(step.skipped):
-            with torch.enable_grad(), self._unreduced():
-                step.overflow = self._replay.locate(step.scale)
+            forget = note(self)  # so that no session scales these passes again
+            try:
+                with torch.enable_grad(), self._unreduced():
+                    step.overflow = self._replay.locate(step.scale)
+            finally:
+                forget()
             if step.overflow is not None:
                 logger.warning("%s", step.overflow)
         self._replay.clear()

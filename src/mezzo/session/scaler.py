@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from mezzo.scale.config import TORCHS_WORDS, from_words
 from mezzo.scale.scaler import Scaler
 from mezzo.session.engine import Engine
 from mezzo.session.stats import Step
-from mezzo.session.update import evaluates_once
+from mezzo.session.update import closure_of, evaluates_once, handing_on
 
 if TYPE_CHECKING:
     from mezzo.session.session import MixedPrecision
@@ -133,29 +134,24 @@ class EngineScaler(torch.amp.GradScaler):
             return optimizer.step(*args, **kwargs)
         self._engine_of(optimizer)
         self._check(optimizer, "step")
-        closure: Callable[[], Any] | None = args[0] if args else kwargs.get("closure")
+        engine, closure = self._engine_of(optimizer), closure_of(args, kwargs)
+        asked = handing_on(engine.steps_by.get(optimizer, optimizer.step), args, kwargs)
         if closure is None:
-            return self._take(optimizer, *args, **kwargs)
+            return self._take(optimizer, asked)
         if evaluates_once(optimizer):
             with torch.enable_grad():
                 loss = closure()
-            args, kwargs = ((None, *args[1:]), kwargs) if args else ((), kwargs | {"closure": None})
-            self._take(optimizer, *args, **kwargs)
+            self._take(optimizer, partial(asked, None))
             return loss
-        return self._evaluate(optimizer, closure)
+        with engine.stepping_by(optimizer, asked):
+            return self._evaluate(optimizer, closure)
 
-    def _take(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step once, with what the optimizer's step takes."""
-        engine, returned = self._engine_of(optimizer), list[Any]()
+    def _take(self, optimizer: Optimizer, step: Callable[..., Any]) -> Any:
+        """Step once, by a call of the optimizer's step."""
         self._open(optimizer)
-        taken_over = engine.steps_by.get(optimizer)
-        engine.steps_by[optimizer] = lambda: returned.append((taken_over or optimizer.step)(*args, **kwargs))
-        try:
+        engine = self._engine_of(optimizer)
+        with engine.stepping_by(optimizer, step) as returned:
             self.last_step = engine.step([optimizer])
-        finally:
-            engine.steps_by.pop(optimizer)
-            if taken_over is not None:
-                engine.steps_by[optimizer] = taken_over
         return returned[0] if returned else None
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:

@@ -21,12 +21,12 @@ from mezzo.session import state
 from mezzo.session.calls import Binding
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
+from mezzo.session.passes import SessionPass, refuse_scaled, retaining, walk_of
 from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
 from mezzo.session.state import Stateful
 from mezzo.session.stats import Stats, Step
 from mezzo.session.update import guarded
 from mezzo.session.weights import Weights, handles_of
-from mezzo.session.window import refuse_scaled, unscaled, walked
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:
@@ -120,6 +120,8 @@ class MixedPrecision:
             self._names = contextlib.ExitStack()
             weakref.finalize(self, self._names.close)
             self._undo.callback(self._names.close)
+            if scaler.changes_gradients:
+                self._names.callback(Binding.join(Tensor, "retain_grad", weakref.ref(self), retaining))
         except BaseException:
             self._undo.close()
             raise
@@ -140,7 +142,7 @@ class MixedPrecision:
     def _bind_torchs(self, place: Any, name: str, call: Callable[..., Any]) -> None:
         """Have a function of torch's go through one here, which is given the session as long as there is one."""
         if name in vars(place):
-            self._names.callback(Binding.of(place, name).join(weakref.ref(self), call))
+            self._names.callback(Binding.join(place, name, weakref.ref(self), call))
 
     def _require_open(self, call: str) -> None:
         if self._is_closed:
@@ -249,24 +251,22 @@ class MixedPrecision:
             given = kwargs.get("inputs")
             if given is not None:
                 given = kwargs["inputs"] = [given] if isinstance(given, Tensor) else list(given)
-            others = engine.others(walked([loss]).leaves if given is None else given)
+            walk = walk_of([loss], given or ())
+            if walk.runs_hooks:
+                engine.reached(walk)  # which warns of them
+            others = engine.others(walk.leaves)
             refuse_scaled((), () if given is None else others, creates_graph=bool(kwargs.get("create_graph")))
-        try:
-            engine.begin(windows, scale, self)
-            with unscaled(others, scale) if others else contextlib.nullcontext():
-                self.weights.region().run_backward(engine.scaler.scaled(loss), **kwargs)
-            engine.end({window: [loss.detach().reshape(())] for window in windows})
-        except BaseException:
-            engine.fail(windows)
-            raise
+        with SessionPass(engine, scale, holds=engine.holds(scale)) as this:
+            this.open(windows, [loss.detach().reshape(())], others)
+            self.weights.region().run_backward(engine.scaler.scaled(loss), **kwargs)
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Iterable[Tensor], *, create_graph: bool = False, **kwargs: Any
     ) -> tuple[Tensor, ...]:
         """Differentiate as ``torch.autograd.grad`` does, scaled on the way and unscaled in FP32: for penalties.
 
-        An overflow on this way counts as one of the next step's, so that the scale falls although the penalty made
-        the loss itself infinite.
+        Each call of a step has a scale of its own, which begins with the loss's: a second derivative may need a far
+        smaller one. An overflow skips the next step and moves that scale alone.
 
         Args:
             outputs: A floating scalar, or any tensor with ``grad_outputs=``.
@@ -337,8 +337,10 @@ class MixedPrecision:
 
         Raises:
             StateError: No ``backward`` since the last step, no parameter has a gradient, or an earlier update was
-                ended half-way.
-            PolicyError: A hyper-parameter that is not finite; tensors on an accelerator are not looked at.
+                ended half-way. Under a loss scale gradients that the program has made itself, unless :meth:`unscale_`
+                or :meth:`grad` has given out what they are made of.
+            PolicyError: A hyper-parameter of torch's or mezzo's that is not finite; tensors on an accelerator are not
+                looked at.
             ScaleCollapsed: The scale stood at its floor for ``patience`` overflows in a row; at most two steps late.
             NumericsError: With ``on_overflow="raise"``, at an overflow; nothing was updated.
             DistributedError: Another rank has ended this step with an error, or had no gradient left.

@@ -25,7 +25,6 @@ from mezzo.scale.config import one_number
 from mezzo.scale.state import VALUES, is_count
 from mezzo.session.stats import Stats
 from mezzo.sharded import local, placed
-from mezzo.step.moments import is_coded
 from mezzo.tensors import LOW, described, dtype_name, overflows, tensors
 from mezzo.weights.halves import in_halves
 
@@ -85,6 +84,7 @@ def save(engine: Engine, policy: Policy, *, in_window: bool = False) -> dict[str
         "loss_scale": engine.scaler.state_dict(),
         "stats": engine.account.state_dict(),
         **({"products": _remembered(engine, memories)} if memories else {}),
+        **({"inner_scales": rows} if (rows := engine.inner_scales.rows()) else {}),
     }
 
 
@@ -124,9 +124,11 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
         logger.info("the state was saved under another policy: %s", "; ".join(changes))
     engine.clear()
     engine.broken = ""
+    engine.ranks.is_behind = False
     named = dict(engine.weights.named_params())
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
         _load_scale(engine, _within(state["loss_scale"], policy.loss_scale))
+        engine.inner_scales.load(state.get("inner_scales", ()), engine.device)
     remembered = state.get("products", {"histories": {}, "draws": []})  # without them all begins anew
     histories = {id(named[name]): history for name, history in remembered["histories"].items() if name in named}
     memories = engine.weights.memories()
@@ -245,7 +247,15 @@ def _is_remembered(value: Any) -> bool:
     )
 
 
+def _are_rows(value: Any) -> bool:
+    """Whether something is what ``InnerScales.rows`` returns."""
+    rows = value if isinstance(value, list) else [None]
+    return all(isinstance(row, list) and len(row) == 2 and all(map(VALUES["scale"][0], row)) for row in rows)
+
+
 def _damages(state: Mapping[str, Any]) -> Iterator[str]:
+    if not _are_rows(state.get("inner_scales", [])):
+        yield f"inner_scales is {shown(state['inner_scales'])}, not two numbers for each"
     if "products" in state and not _is_remembered(state["products"]):
         yield f"products is {shown(state['products'])}, not histories and draws"
     for path, (fits, words) in _FIELDS.items():
@@ -293,8 +303,6 @@ def _of_another_system(state: Any) -> dict[str, Any] | None:
 
 # Model, optimizers and session as one value that ``torch.distributed.checkpoint`` saves and loads.
 
-#: Behind the name of a moment that is kept in codes.
-_CODES: Final = "_codes"
 #: What a parameter group is saved without: its parameters have names.
 _NOT_SAVED: Final = ("params", "param_names")
 
@@ -455,18 +463,8 @@ def _saved(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, di
 
 
 def _of_any_ranks(optimizer: Optimizer, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the state of a parameter in tensors that are cut into shards as the parameter is.
-
-    Codes have a name of their own: ``torch.distributed.checkpoint`` would copy them into FP32 moments of that name.
-    """
-    if as_one_pass(optimizer) is None:
-        return state
-    found = with_spread_scales(state)
-    return {f"{name}{_CODES}" if _are_codes(value) else name: value for name, value in found.items()}
-
-
-def _are_codes(value: Any) -> bool:
-    return isinstance(value, Tensor) and is_coded(value.dtype)
+    """Return the state of a parameter in tensors that are cut into shards as the parameter is."""
+    return state if as_one_pass(optimizer) is None else with_spread_scales(state)
 
 
 def _named(group: Mapping[str, Any], names: Mapping[int, str]) -> list[str]:
@@ -486,7 +484,10 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) 
     zeros = torch.zeros_like(param, dtype=torch.promote_types(param.dtype, torch.float32), requires_grad=True)
     zeros.grad = torch.zeros_like(zeros)
     trial: Any = object.__new__(type(optimizer))
-    vars(trial).update(vars(optimizer))
+    if as_one_pass(optimizer) is not None:
+        trial.__setstate__(optimizer.__getstate__())  # and with nothing of what the optimizer has built
+    else:
+        vars(trial).update(vars(optimizer))
     trial.state, trial.param_groups = defaultdict(dict), [{**group, "params": [zeros]}]
     try:
         with torch.no_grad():
@@ -527,9 +528,7 @@ def _give(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, An
         group.update({key: _as(value, mine.get(key)) for key, value in loaded.items()})
         for name, param, index in zip(_named(mine, names), mine["params"], group["params"], strict=True):
             # Copies: torch's optimizers would share memory with what was loaded.
-            its = state.get(name, {}).items()
-            named = {key.removesuffix(_CODES) if _are_codes(value) else key: value for key, value in its}
-            found = {key: _lying_as(value, param).clone() for key, value in named.items()}
+            found = {key: _lying_as(value, param).clone() for key, value in state.get(name, {}).items()}
             values = copy.deepcopy(rest["values"].get(name, {})) | found
             if values and name not in rest["fresh"]:
                 packed["state"][index] = values

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mezzo.distributed.exchange import Ranks
-from mezzo.errors import MezzoError, NumericsError, ScaleCollapsed, some_of
+from mezzo.errors import MezzoError, NumericsError, ScaleCollapsed, message, some_of
 from mezzo.scale import LossScale
 from mezzo.step.executors.choose import shared
 
 logger = logging.getLogger(__name__)
+
+#: How many steps that are skipped in a row are warned of.
+_MANY: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +109,7 @@ class _Flight(NamedTuple):
 
 
 class StepAccount:
-    """Count steps and scales, log each change of a scale, and tell when a scale collapsed or a rank has failed.
+    """Count steps and scales, log each change of a scale, and tell when nothing is learnt or a rank has failed.
 
     On an accelerator the numbers of a step travel into pinned memory, and are read when they have arrived; with
     ``patience`` two steps late at most.
@@ -117,6 +121,7 @@ class StepAccount:
         ranks: The ranks that step together.
 
     Attributes:
+        warning: What there is to warn of.
         kept: Where steps are kept instead, with what :meth:`packed` makes of them, while one is captured.
     """
 
@@ -124,11 +129,12 @@ class StepAccount:
         self._config, self._name_of, self._ranks = config, name_of, ranks
         self.kept: list[tuple[StepOutcome, Tensor]] | None = None
         self._recent: deque[bool] = deque(maxlen=config.interval)
+        self.warning, self._has_warned = "", False
         first = float(scale.cpu().numpy())
         self._follow(Stats(scale=first, lowest_scale=first, highest_scale=first, ranks=ranks.size))
 
     def _follow(self, stats: Stats) -> None:
-        self._stats, self._failures = stats, 0
+        self._stats, self._failures, self._skipped_in_a_row = stats, 0, 0
         self._error: MezzoError | None = None
         self._flying: deque[_Flight] = deque()
 
@@ -175,8 +181,15 @@ class StepAccount:
         must_know = self._config.patience is not None
         while self._flying and (self._flying[0].event.query() or (must_know and len(self._flying) > 1)):
             self._land()
+        if self.warning:
+            self.warn()
         if self._error is not None:
             raise self._error
+
+    def warn(self) -> None:
+        """Warn of steps skipped in a row, once the host knows of them: outside of a step's writes."""
+        text, self.warning = self.warning, ""
+        warnings.warn(text, stacklevel=5)
 
     def stats(self) -> Stats:
         """Return the account, waiting for what is still on its way."""
@@ -196,6 +209,7 @@ class StepAccount:
         old, step = self._stats, self._stats.steps + 1
         self._recent.append(bool(skipped))
         self._failures = self._failures + 1 if failed and not any(absent) else 0
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped and not any(absent) else 0
         self._stats = Stats(
             steps=step,
             skipped=old.skipped + bool(skipped),
@@ -211,6 +225,8 @@ class StepAccount:
             logger.info("loss scale %.6g → %.6g after step %d", old.scale, scale, step)
         if self._failures == 1:
             logger.warning("the loss of step %d is not finite: skipped", step)
+        if self._skipped_in_a_row >= _MANY and not self._has_warned:
+            self._has_warned, self.warning = True, self._stands_still(step, scale)
         patience = self._config.patience or math.inf
         error = self._ranks.ended_by(absent[0], step) if absent else None
         if error is not None:
@@ -225,6 +241,27 @@ class StepAccount:
             )
         elif floor_overflows >= patience:
             self._error = self._collapse(step, scale, int(floor_overflows), outcome.params, norms)
+
+    def _stands_still(self, step: int, scale: float) -> str:
+        config = self._config
+        write = ['MixedPrecision(…, on_overflow="explain"), which says where it began; docs/nan.md has the rest']
+        if config.mode == "none":
+            where, why = "no loss scale", "the loss or its gradients are not finite"
+        elif self._failures >= _MANY:
+            where, why = f"loss scale {scale:.6g}", "the loss itself is not finite, which no loss scale cures"
+        else:
+            where, why = f"loss scale {scale:.6g}, floor {config.floor:.6g}", "the gradients are not finite"
+            if config.mode == "constant":
+                where, write = f"constant loss scale {scale:.6g}", [*write, "LossScale.dynamic(), the text dynamic"]
+            elif scale <= config.floor:
+                write += ["LossScale.dynamic(floor=2**-126), the text dynamic(floor=2**-126), where a loss is a sum"]
+            write += ['a policy in bfloat16: Policy.O1("bfloat16"), the text O1,dtype=bfloat16']
+        return message(
+            f"{self._skipped_in_a_row} steps in a row were skipped: nothing is learnt",
+            where=f"step {step}, {where}",
+            why=why,
+            write=";\nor ".join(write),
+        )
 
     def _collapse(self, step: int, scale: float, overflows: int, params: list[Tensor], norms: Tensor) -> MezzoError:
         sizes = zip(params, norms.numpy(), strict=True)

@@ -18,6 +18,7 @@ from mezzo.cast.products import Memory
 from mezzo.cast.region import autocast
 from mezzo.compiling import INSIDE, inside
 from mezzo.errors import PolicyError, StateError
+from mezzo.hooks import complete
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.policy import Policy
 from mezzo.session.refusals import Handles
@@ -105,7 +106,9 @@ class Weights:
             raise
 
     def take(self, optimizers: list[Optimizer]) -> None:
-        """Let mezzo's optimizers round what O3 has them update."""
+        """Have optimizers run hooks, and mezzo's round what O3 has them update."""
+        for optimizer in optimizers:
+            complete(optimizer)
         for optimizer in one_pass(optimizers) if self.are_low else ():
             optimizer.rounds = True
             self._undo.callback(setattr, optimizer, "rounds", False)
@@ -117,6 +120,8 @@ class Weights:
         Args:
             optimizers: Of a loop that knows models by itself.
         """
+        for optimizer in optimizers:
+            complete(optimizer)
         self.optimizers[:] = optimizers
         self.are_low = any(leaf.dtype in LOW for each in optimizers for leaf in self.leaves(each))
 

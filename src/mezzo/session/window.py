@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from itertools import accumulate, chain
-from operator import attrgetter
-from typing import Any, Final, Protocol
-from weakref import ref
+from collections.abc import Collection, Iterable
+from itertools import accumulate
+from typing import Any, Final
 
 import torch
-from torch import Tensor, empty, is_grad_enabled, nn, ones
-from torch.autograd import Function
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.backward import call_at_end, runs_another, will_run
-from mezzo.compiling import never_compiled
-from mezzo.errors import StateError, UnsupportedError, some_of
-from mezzo.hooks import run_first, with_gradient_hooks
-from mezzo.interrupts import uninterrupted
+from mezzo.errors import StateError, some_of
+from mezzo.hooks import with_gradient_hooks
 from mezzo.scale.state import inverse
 from mezzo.session.weights import Weights
 from mezzo.sharded import is_distributed
@@ -57,17 +49,19 @@ class Window:
         found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
         losses: What these passes have differentiated, 0-d and detached.
         narrows: Whether gradients of halves may have 16 bits, where that loses nothing.
+        given: Whether the session has made gradients since the last step, or given out such without a scale; ``False``
+            once those that carried one were cleared, of which a program may have kept copies.
         left: Marks of the gradients that the last step has left in ``.grad``, with what these carry.
     """
 
     def __init__(self, weights: Weights, optimizers: list[Optimizer]) -> None:
         self.weights, self.optimizers, self.narrows = weights, optimizers, False
         self.left: Stale = {}
+        self.given: bool | None = None
         self._left_scale: Tensor | None = None
         self._skipped: Tensor | None = None
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
-        self._known: tuple[Any, dict[int, Tensor]] = (None, {})
-        self._leaves: list[Tensor] = []
+        self._known: tuple[Any, dict[int, Tensor], list[Tensor]] = (None, {}, [])  # one value, whatever signal comes
         self.forget()
 
     def forget(self) -> None:
@@ -84,26 +78,25 @@ class Window:
     def leaves(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
         """Return the models' parameters that some of the optimizers update, or all of them; each once."""
         if optimizers is None or all(each in optimizers for each in self.optimizers):
-            self._by_id()
-            return self._leaves
+            return self._found_once()[1]
         chosen = [each for each in self.optimizers if each in optimizers]
         return list({id(leaf): leaf for each in chosen for leaf in self.weights.leaves(each)}.values())
 
     def owns(self, leaf: Tensor) -> bool:
         """Whether a tensor is one of these parameters."""
-        return id(leaf) in self._by_id()
+        return id(leaf) in self._found_once()[0]
 
     def ids(self) -> Iterable[int]:
         """Return the ``id`` of each of these parameters."""
-        return self._by_id()
+        return self._found_once()[0]
 
-    def _by_id(self) -> dict[int, Tensor]:
-        """Return the parameters by ``id``."""
+    def _found_once(self) -> tuple[dict[int, Tensor], list[Tensor]]:
+        """Return the parameters by ``id``, and as a list."""
         key = [list(map(id, group["params"])) for each in self.optimizers for group in each.param_groups]
         if self._known[0] != key:  # groups were added since
-            self._known = key, {id(leaf): leaf for each in self.optimizers for leaf in self.weights.leaves(each)}
-            self._leaves = list(self._known[1].values())
-        return self._known[1]
+            each_once = {id(leaf): leaf for each in self.optimizers for leaf in self.weights.leaves(each)}
+            self._known = key, each_once, list(each_once.values())
+        return self._known[1:]
 
     def has_gradients(self) -> bool:
         """Whether a step would find a gradient."""
@@ -111,13 +104,16 @@ class Window:
 
     # A backward pass ------------------------------------------------------------------------------------
 
-    def refuse_left(self) -> None:
-        """Refuse to add to what the last step has left.
+    def refuse_left(self, optimizers: Collection[Optimizer] | None = None) -> None:
+        """Refuse to add to what the last step has left, or to take it again beside others.
+
+        Args:
+            optimizers: Whose gradients; all when omitted.
 
         Raises:
             StateError: Its gradients are still there.
         """
-        params, gradients = with_gradients(self.leaves()) if self.left else ([], [])
+        params, gradients = with_gradients(self.leaves(optimizers)) if self.left else ([], [])
         pairs = zip(params, gradients, strict=True)
         if stale := [self.weights.name_of(param) for param, gradient in pairs if is_left(gradient, self.left)]:
             raise StateError(
@@ -126,6 +122,58 @@ class Window:
                 why="this pass would add to them, and the next step would take both",
                 write="amp.zero_grad() after amp.step(), or optimizer.zero_grad()",
             )
+
+    def written(self, optimizers: Collection[Optimizer] | None = None) -> list[str]:
+        """Return the parameters whose gradients a program has written, where no pass of the session has.
+
+        Args:
+            optimizers: Whose; all when omitted.
+        """
+        params, gradients = ([], []) if self.passes else with_gradients(self.leaves(optimizers))
+        pairs, known = zip(params, marks(gradients), gradients, strict=True), set(self._marks)
+        new = [param for param, mark, each in pairs if not (mark in known or is_left(each, self.left))]
+        return list(map(self.weights.name_of, new))
+
+    def refuse_copies(self) -> None:
+        """Refuse to add to gradients that may carry the scale already.
+
+        Raises:
+            StateError: A program has put some in the place of those that were cleared while they carried it.
+        """
+        if self.given is False and (names := self.written()):
+            raise self.unknown("backward()", names)
+
+    def unknown(self, call: str, names: list[str]) -> StateError:
+        """Return the error of a call with gradients of which nothing says whether they carry the loss scale.
+
+        Args:
+            call: The call.
+            names: Whose gradients they are.
+        """
+        made = "amp.backward(loss) makes such that do; what a program writes itself may, and may not"
+        copied = "they may be copies of those that were cleared while they did, or made in another way"
+        return StateError(
+            f"{call} before backward(): a program has written these gradients",
+            where=some_of(names),
+            why=f"whether they carry the loss scale is not known: {made if self.given is None else copied}",
+            write="amp.unscale_() after each amp.backward(loss), before gradients are read; or amp.grad(loss, params), "
+            "which returns them without it;\nor mezzo.attach(model, optimizer, policy), where loss.backward() leaves "
+            'them without it; or a policy in bfloat16: Policy.O1("bfloat16"), the text O1,dtype=bfloat16',
+        )
+
+    @torch.no_grad()
+    def drop_skipped(self) -> None:
+        """Clear what a skipped step has left, unwritten since, before a pass adds to it; decided on the device.
+
+        A loop that clears only after steps that were taken would else skip for ever.
+        """
+        skipped, self._skipped = self._skipped, None
+        if skipped is None or not self.left:
+            return
+        stale = [each for each in dense(self.leaves())[1] if is_left(each, self.left)]
+        for gradient in stale:
+            gradient.masked_fill_(moved(skipped, gradient.device), 0)
+        self.left = left_over(stale)
 
     def has_skipped(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
@@ -163,6 +211,10 @@ class Window:
         there = [leaf for leaf in leaves if leaf.grad is not None]
         if not there:
             self.forget()
+        else:
+            self.drop_skipped()
+            if self.has_left_alone():
+                self.scale = self._left_scale
         self.left = {}
         self.rescale(scale)
         self.made_with = scale
@@ -217,6 +269,8 @@ class Window:
             elif leaf.grad.dtype != leaf.dtype:
                 leaf.grad_dtype = None
         self._marks = self._now()
+        if self._marks:
+            self.given = True
 
     # What they carry ------------------------------------------------------------------------------------
 
@@ -276,14 +330,25 @@ class Window:
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
         self._grad_dtypes = {}
-        self.left = left_over(dense(self.leaves())[1])
+        self.left, self.given = left_over(dense(self.leaves())[1]), None
         self.forget()
 
-    def clear(self) -> None:
-        """Be as new, once the gradients were cleared."""
+    def clear(self, *, to_zeros: bool) -> None:
+        """Be as new, once the gradients were cleared.
+
+        Args:
+            to_zeros: Whether they are zeros now, which no step is to take for a program's.
+        """
         self._forget_uses()
+        for leaf in _low(self.leaves()) if self.passes else ():
+            if leaf.grad is None:
+                leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
         self.left = {}
+        if self.scale is not None:
+            self.given = False
         self.forget()
+        if to_zeros:
+            self._marks = self._now()
 
     def _forget_uses(self) -> None:
         for leaf in _low(self.leaves()):
@@ -356,262 +421,6 @@ def multiply(gradients: list[Tensor], factor: Tensor) -> None:
     """Multiply gradients in place by a number on a device, in as few kernels as there are devices and dtypes."""
     for (device, _), places in alike(gradients).items():
         foreach_mul_([gradients[place] for place in places], moved(factor, device))
-
-
-# Backward passes that carry a scale: which parameters they reach, where they begin, and where they end.
-
-#: What in a graph accumulates the gradient of a leaf.
-_ACCUMULATES: Final = type(get_gradient_edge(ones(1, requires_grad=True)).node)
-_EDGES: Final = attrgetter("next_functions")
-
-
-class Walk:
-    """What a backward pass reaches.
-
-    Attributes:
-        leaves: The leaves of its graph.
-        nodes: What is between its roots and them.
-        runs_others: Whether reentrant checkpoints run passes inside of it, whose leaves nothing shows.
-    """
-
-    __slots__ = ("leaves", "nodes", "runs_others")
-
-    def __init__(self, leaves: list[Tensor], nodes: list[Any]) -> None:
-        self.leaves, self.nodes = leaves, nodes
-        self.runs_others = any(map(runs_another, set(map(type, nodes))))
-
-
-def walked(roots: Iterable[Any]) -> Walk:
-    """Walk through a graph, from its roots to its leaves.
-
-    Args:
-        roots: Tensors, or ``GradientEdge`` of the graph.
-
-    **Cost**: Python for each node, about 0.2 µs.
-    """
-    leaves, first = list[Tensor](), list[tuple[Any, int]]()
-    for root in roots:
-        node = root.node if isinstance(root, GradientEdge) else root.grad_fn
-        if node is not None:
-            first.append((node, 0))
-        elif root.requires_grad:
-            leaves.append(root)
-    nodes, ends, seen = list[Any](), list[Any](), {None}
-    for edges in chain([first], map(_EDGES, nodes)):  # of those that are found meanwhile, too
-        for node, _ in edges:
-            if node not in seen:
-                seen.add(node)
-                (ends if type(node) is _ACCUMULATES else nodes).append(node)
-    return Walk([*leaves, *(end.variable for end in ends)], nodes)
-
-
-def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: bool) -> None:
-    """Refuse passes in which the loss scale could not be taken out again.
-
-    Args:
-        roots: Where it begins.
-        inner: Where it is told to end, but for the session's parameters.
-        creates_graph: Whether its gradients can be differentiated.
-
-    Raises:
-        StateError: It begins at an edge of a graph, ends inside of it, or its gradients are to be differentiated.
-    """
-    bfloat16 = 'a policy without a scale: Policy.O1("bfloat16"), the text O1,dtype=bfloat16'
-    if creates_graph:
-        raise StateError(
-            "gradients that carry the loss scale would be differentiated again",
-            where="a backward pass with create_graph=True",
-            why="what is computed of .grad would have the scale in it, and its own gradients a power of it",
-            write="torch.autograd.grad(loss, params, create_graph=True), which returns them without it, or amp.grad;\n"
-            f"or {bfloat16}",
-        )
-    ends = any(isinstance(each, GradientEdge) or each.grad_fn is not None for each in inner)
-    if ends or any(isinstance(root, GradientEdge) for root in roots):
-        raise StateError(
-            "a backward pass under a loss scale begins, or stops, inside of its graph",
-            why="the loss scale is multiplied into a loss, and taken out at the leaves",
-            write=f"amp.grad(loss, inputs), which returns unscaled gradients; or {bfloat16}",
-        )
-
-
-@contextmanager
-def unscaled(leaves: list[Tensor], scale: Tensor | None) -> Iterator[None]:
-    """Let leaves that are none of the session's have gradients without the scale, meanwhile.
-
-    Args:
-        leaves: Inputs, other models' parameters, and those that no optimizer of the session has.
-        scale: 0-d float32; ``None`` for none.
-    """
-    if not leaves or scale is None:
-        yield
-        return
-    back = inverse(scale)
-
-    def unscale(gradient: Tensor) -> Tensor:
-        factor = moved(back, gradient.device)
-        return (gradient.float() * factor).to(gradient.dtype) if gradient.dtype in LOW else gradient * factor
-
-    with ExitStack() as handles:
-        for leaf in leaves:
-            handle = leaf.register_hook(unscale)  # type: ignore[no-untyped-call]
-            handles.callback(handle.remove)
-            run_first(leaf, handle)  # before hooks of the user's
-        yield
-
-
-class Opens(Protocol):
-    """What a backward pass begins and ends: an engine.
-
-    Attributes:
-        under_way: The pass that runs now, or who runs it; ``None`` between passes.
-    """
-
-    under_way: object
-
-    def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a pass makes."""
-
-    def others(self, leaves: Iterable[Any]) -> list[Any]:
-        """Return the leaves of a graph that are none of the session's."""
-
-    def begin(self, windows: list[Window], scale: Tensor | None, by: object) -> None:
-        """Make ready for a pass whose gradients will carry a scale."""
-
-    def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
-        """Take note of what a pass has made, and of what it has differentiated."""
-
-    def fail(self, windows: Iterable[Window]) -> None:
-        """Put back what made way for a pass that has raised."""
-
-
-@never_compiled  # what it does, it does while autograd's own engine runs
-def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
-    """Return a loss through which a backward pass is the session's, whoever runs it.
-
-    The pass opens the windows that it reaches from here, and ends them when all else has ended: a framework calls
-    ``scaler.scale(loss).backward()``, or its own ``backward``.
-
-    Args:
-        engine: The engine.
-        loss: The loss.
-        scale: What it is multiplied by; ``None`` for nothing.
-    """
-    if not loss.requires_grad:
-        return loss
-    entry: Tensor = _Entry.apply(loss, empty(0, requires_grad=True), engine, scale)  # type: ignore[no-untyped-call]
-    return entry
-
-
-class _Entry(Function):
-    """The identity, in a graph: a pass that comes through knows what lies behind, and what of that it will run."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, _: Tensor, engine: Opens, scale: Tensor | None) -> Tensor:
-        """Return the loss; the empty leaf beside it is reached by each pass that is not told where to end."""
-        ctx.engine, ctx.scale = engine, scale
-        ctx.loss = loss.detach().reshape(()) if loss.numel() == 1 else None
-        return loss.view_as(loss)
-
-    @staticmethod
-    @never_compiled
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Begin the pass, or join the one that is under way."""
-        loss, leaf = ctx.next_functions[:2]
-        walk, under_way = walked([GradientEdge(*loss)]), ctx.engine.under_way
-        if ctx.scale is not None and not will_run(leaf[0]):
-            _refuse_stops(walk)
-        if under_way is None:
-            begun = ScaledPass(ctx.engine, ctx.scale)
-            call_at_end(begun)
-            begun.join(ctx.loss, walk)
-        elif isinstance(under_way, ref) and isinstance(joined := under_way(), ScaledPass):
-            joined.join(ctx.loss, walk)
-        return gradient, None, None, None
-
-
-def _refuse_stops(walk: Walk) -> None:
-    """Refuse a pass that is told to end inside of a graph: what it leaves there would carry the scale.
-
-    A tensor that it is told of and goes on behind is as one that was told to retain its gradient.
-
-    Raises:
-        StateError: It does.
-    """
-    for node in filter(_runs, walk.nodes):
-        behind = [each for each, _ in node.next_functions if each is not None]
-        if behind and not any(map(_runs, behind)):
-            refuse_scaled((), [GradientEdge(node, 0)], creates_graph=False)
-
-
-def _runs(node: Any) -> bool:
-    """Whether the pass under way runs a node of its graph."""
-    try:
-        return will_run(node)
-    except UnsupportedError:  # a release of torch without the name
-        raise
-    except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
-        return True
-
-
-class ScaledPass:
-    """A backward pass that goes through scaled losses: autograd calls it at the end, or drops it if the pass fails.
-
-    Autograd alone holds it: the engine knows it by a weak reference, so that a pass that fails is dropped at once.
-
-    Args:
-        engine: The engine.
-        scale: What the gradients carry.
-    """
-
-    _is_open = False  # of one that a signal kept from being made, too
-
-    def __init__(self, engine: Opens, scale: Tensor | None) -> None:
-        self._engine, self._scale = engine, scale
-        self._losses: dict[Window, list[Tensor]] = {}  # by the windows that they reach, which are open from then on
-        self._hooks = ExitStack()
-        self._hooked = set[int]()
-        self._is_last = False
-        if scale is not None:
-            refuse_scaled((), (), creates_graph=is_grad_enabled())
-
-    def join(self, loss: Tensor | None, walk: Walk) -> None:
-        """Go through a loss.
-
-        Args:
-            loss: 0-d, detached; ``None`` for many numbers, which are no loss that could be judged.
-            walk: What the pass reaches from there.
-        """
-        windows = self._engine.reached(walk)
-        new = [window for window in windows if window not in self._losses]
-        self._losses |= {window: [] for window in new}
-        if new or not self._is_open:
-            self._is_open = True
-            self._engine.begin(new, self._scale, ref(self))
-        if loss is not None:
-            for window in windows:
-                self._losses[window].append(loss)
-        others = [] if self._scale is None else self._engine.others(walk.leaves)
-        others = [leaf for leaf in others if id(leaf) not in self._hooked]
-        self._hooked.update(map(id, others))
-        self._hooks.enter_context(unscaled(others, self._scale))
-
-    @never_compiled
-    def __call__(self) -> None:
-        """End the pass: at its very end, since wrappers finish their reductions in such calls too."""
-        if not self._is_last:
-            self._is_last = True
-            call_at_end(self)
-            return
-        with uninterrupted():  # a pass that is over has been told of
-            self._is_open = False
-            self._hooks.close()
-            self._engine.end(self._losses)
-
-    def __del__(self) -> None:
-        """Put back what made way for a pass that has not come to its end."""
-        if self._is_open:
-            self._hooks.close()
-            self._engine.fail(self._losses)
 
 
 def hooked(leaves: Iterable[Tensor]) -> list[Tensor]:

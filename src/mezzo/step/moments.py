@@ -166,8 +166,13 @@ def codes_of(name: str) -> torch.dtype:
     return torch.uint8 if name in SQUARES else torch.int8
 
 
+def name_of_codes(name: str) -> str:
+    """Return what the codes of a moment are called: a name that nobody takes for the moment's."""
+    return f"{name}_codes"
+
+
 def scale_of(name: str) -> str:
-    """Return what the scales of a moment are called beside it."""
+    """Return what the scales of a moment are called beside its codes."""
     return f"{name}_scale"
 
 
@@ -184,7 +189,7 @@ def zeros(name: str, weight: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     codes = torch.zeros_like(weight, dtype=codes_of(name), memory_format=torch.preserve_format)
     shard = local(weight)  # groups end where shards do
     scales = torch.zeros(num_groups(shard.numel()), dtype=torch.bfloat16, device=shard.device)
-    return {name: codes, scale_of(name): scales}
+    return {name_of_codes(name): codes, scale_of(name): scales}
 
 
 def spread(scales: Tensor, codes: Tensor) -> Tensor:

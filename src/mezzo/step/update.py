@@ -125,11 +125,10 @@ def _adam(
 
 
 def _numbers_of_sgd(hypers: Scalars, step: Tensor) -> dict[str, Tensor]:
-    first = (step <= 1).double()  # torch's buffer starts as the gradient itself, without dampening
+    first = (step <= 1).double()  # torch's buffer starts as the gradient itself, without dampening: here it is zero
     return {
         "decay": hypers["weight_decay"],
         "momentum": hypers["momentum"],
-        "keep": hypers["momentum"] * (1 - first),
         "gain": 1 - hypers["dampening"] * (1 - first),
         "lr": hypers["lr"],
     }
@@ -156,7 +155,7 @@ def _sgd(
     gradient = gradient + weight * numbers["decay"]
     if not momentum:
         return weight - numbers["lr"] * gradient, ()
-    buffer = states[0] * numbers["keep"] + gradient * numbers["gain"]
+    buffer = states[0] * numbers["momentum"] + gradient * numbers["gain"]
     direction = gradient + buffer * numbers["momentum"] if nesterov else buffer
     return weight - numbers["lr"] * direction, (buffer,)
 
@@ -209,7 +208,7 @@ def _native_adam(
 
 
 def _native_sgd(gradient: Tensor, weight: Tensor, states: States, hypers: Numbers, step: Tensor, **on: bool) -> None:
-    momentum, is_first_step = hypers["momentum"] if states else 0.0, bool(states) and int(step) <= 1
+    momentum, is_first_step = hypers["momentum"] if states else 0.0, bool(hypers["dampening"]) and int(step) <= 1
     flags: dict[str, Any] = {"nesterov": False, **on, "momentum": momentum, "maximize": False}
     _SGD_KERNEL([weight], [gradient], list(states), is_first_step=is_first_step, **{**hypers, **flags})
 

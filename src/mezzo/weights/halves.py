@@ -528,7 +528,7 @@ def _in_lists(func: Any, args: Any, kwargs: Any) -> bool:
     func(*(wides.get(place, each) for place, each in enumerate(args)), **kwargs)
     for place, _ in _written(func):
         if place in lists:
-            increment_version([each for each in lists[place] if isinstance(each, Halves)])
+            increment_version(lists[place])  # of plain ones beside halves, too: torch counts nothing below them
     return True
 
 
@@ -569,8 +569,8 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
     for place, name in writes:
         target = args[place] if place < len(args) else kwargs.get(name)
         many = isinstance(target, list | tuple)
-        written = [each for each in (tree_leaves(target) if many else [target]) if isinstance(each, Halves)]
-        for each in written:
+        written = [each for each in (tree_leaves(target) if many else [target]) if isinstance(each, Tensor)]
+        for each in [one for one in written if isinstance(one, Halves)]:
             wide = seen[id(each)][1]
             back[id(wide)] = each
             if each.cell.wide is None:

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -141,6 +142,11 @@ def follow(model: nn.Module) -> Callable[[], None]:
         vars(module).update(methods)
         undo.callback(_leave, module, followed)
     return undo.close
+
+
+def is_followed(module: nn.Module) -> bool:
+    """Whether a module is part of a model that :func:`follow` was given, and has not ended."""
+    return "_mezzo_followed" in module.__dict__
 
 
 def _leave(module: nn.Module, followed: list[int]) -> None:
@@ -278,10 +284,10 @@ def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator
 # Copies, pickles and casts --------------------------------------------------------------------------------
 
 
-def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def _copied(module: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
     """Return a plain module: the copy of one that is under a policy."""
     with _without_ours(module.modules()):
-        made: nn.Module = copy.deepcopy(module, memo)
+        made: nn.Module = getattr(module, "__deepcopy__", partial(copy.deepcopy, module))(*args, **kwargs)
     for each in made.modules():
         ours = _ours(vars(each))
         for name in (*_HOOKS, *_OF_HOOKS):
@@ -291,10 +297,10 @@ def _copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     return made
 
 
-def _pickled(module: nn.Module, protocol: Any) -> Any:
+def _pickled(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Reduce a module to a plain one, whose parameters are those of an optimizer that is pickled beside it."""
     with _without_ours([module]):
-        made = module.__reduce_ex__(protocol)
+        made = module.__reduce_ex__(*args, **kwargs)
         if isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
             state, ours = {**made[2]}, _ours(made[2])
             for name in state.keys() & {*_HOOKS, *_OF_HOOKS}:
@@ -323,12 +329,18 @@ def _ours(names: Mapping[str, Any]) -> set[int]:
     return {key for name in _HOOKS for key, hook in names.get(name, {}).items() if is_ours(hook)}
 
 
-def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Move a module, as ``nn.Module._apply`` does, and refuse to cast what a policy has stored.
+def _applied(module: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
+    """Move a module, as its class's ``_apply`` does, and refuse to cast what a policy has stored.
+
+    Args:
+        module: The module.
+        *args: What its class takes: first what changes a tensor, which is called ``fn``.
+        **kwargs: By name.
 
     Raises:
         StateError: It would.
     """
+    change: Callable[[Tensor], Tensor] = args[0] if args else kwargs["fn"]
     stored: dict[torch.dtype, str] = {}  # one of each dtype, of the parts too: they are changed before it
     for name, param in module.named_parameters():
         if of_halves(param) or param.dtype in LOW:
@@ -347,7 +359,7 @@ def _applied(module: nn.Module, change: Callable[[Tensor], Tensor], recurse: boo
     plain = {name: param for name, param in every.items() if name not in here or is_distributed(here[name])}
     vars(module)["_parameters"] = plain
     try:
-        moved: nn.Module = type(module)._apply(module, change, recurse)  # type: ignore[no-untyped-call]
+        moved: nn.Module = type(module)._apply(module, *args, **kwargs)  # type: ignore[no-untyped-call]
     finally:
         vars(module)["_parameters"] = every
     every.update(plain)
@@ -371,7 +383,7 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
         param.grad = gradient
 
 
-def _traced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _traced(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run a module while ``torch.jit.trace`` watches, and warn of what its files would hold."""
     if any(param is not None and of_halves(param) for param in module._parameters.values()):
         text = message(
@@ -385,7 +397,7 @@ def _traced(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module)._slow_forward(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def _flattened(module: nn.Module) -> None:
+def _flattened(*args: Any, **kwargs: Any) -> None:
     """Do nothing: halves are handed to kernels one by one."""
 
 

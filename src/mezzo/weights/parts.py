@@ -80,7 +80,6 @@ class FusedParts:
                 self._plans.clear()
             self._plans[key] = plan = _Cuts(params, args)
         plan.run(func, args, kwargs)
-        increment_version(found)
         return True
 
 
@@ -111,10 +110,11 @@ class _Cuts:
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Update the plain parameters, then those in halves, part by part."""
-        if self._plain:
-            func(*([each[place] for place in self._plain] if each else each for each in args), **kwargs)
         if self._scratch.nbytes() != 4 * self._size:
             self._scratch.resize_(4 * self._size)
+        increment_version(self._params)  # before the first write: what ends the step in its middle is seen by it
+        if self._plain:
+            func(*([each[place] for place in self._plain] if each else each for each in args), **kwargs)
         for exchange, values, pieces in self._parts:
             exchange.widen()
             others = (_taken(each, pieces) for each in args[1:])

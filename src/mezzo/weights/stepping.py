@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from itertools import accumulate, compress, repeat
 from operator import attrgetter, is_
@@ -10,11 +11,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo.compiling import never_compiled
 from mezzo.dispatch import num_dispatch_modes
-from mezzo.hooks import Look
+from mezzo.hooks import Look, before_every_step
 from mezzo.releases import private
 from mezzo.step.gradients import alike
 from mezzo.weights.cell import STEP
@@ -24,7 +25,7 @@ from mezzo.weights.parts import FusedParts, is_fused
 
 #: The classes of tensors that torch's optimizers update many at a time.
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
-_HOOKS: Final[list[Any]] = []
+_WATCHING: Final = threading.Lock()
 _CELL: Final = attrgetter("cell")
 _WIDE: Final = attrgetter("cell.wide")
 _HIGH: Final = attrgetter("hi")
@@ -39,11 +40,11 @@ def watch_steps() -> None:
     A matter of speed alone: an optimizer that nothing decodes for reads and writes the same values one operation at a
     time; and what a step that raised has left in FP32 trains on so until the next one has ended.
     """
-    if not _HOOKS:
+    with _WATCHING:
         if Halves not in _FOREACH_CLASSES:
             _FOREACH_CLASSES.append(Halves)
-        _HOOKS.append(register_optimizer_step_pre_hook(Look(_before)))
-        _HOOKS.append(register_optimizer_step_post_hook(_after))
+            register_optimizer_step_post_hook(_after)
+        before_every_step(_LOOK)
 
 
 class _Decoded:
@@ -154,6 +155,9 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
         names["_mezzo_decoded"] = decoded = _Decoded(weights)
     decoded.show()
     names["_mezzo_shows"] = True
+
+
+_LOOK: Final = Look(_before)
 
 
 @never_compiled

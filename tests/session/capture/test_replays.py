@@ -56,7 +56,7 @@ def test_the_accounts_go_on(caplog):
 
 
 def test_a_collapsed_scale_is_told_by_the_next_call():
-    loop = Loop(scale=LossScale.dynamic(init=2.0, patience=2))
+    loop = Loop(scale=LossScale.dynamic(init=2.0, floor=1.0, patience=2))
     captured = recorded(loop)
     for _ in range(3):
         captured(*batch(0, 1e38))

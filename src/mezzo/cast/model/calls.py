@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from mezzo.backward import runs_backward
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import acting_modes, acts_here, any_off, cast_floating, mapped
+from mezzo.cast.mode import acting_modes, acts_here, any_off, cast_floating
 from mezzo.cast.model.places import RuledParams
 from mezzo.cast.region import Region, autocast
 from mezzo.compiling import compiled_inside_alone, never_compiled
 from mezzo.dispatch import DisableTorchFunction, num_function_modes
 from mezzo.policy import Policy
-from mezzo.tensors import CASTABLE, each_tensor
+from mezzo.tensors import CASTABLE
+from mezzo.weights.models import is_followed
 
 
 class TakesIn:
@@ -44,56 +51,6 @@ class TakesIn:
             with DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
                 is_off = any_off(given, self._others)
         return cast_floating((args, kwargs), self.dtype) if is_off else None
-
-
-class GivesOut:
-    """Cast what comes out of a model: a forward hook, and one before.
-
-    What was low and comes back is low again: a cache of keys and values that ``generate`` hands from call to call.
-
-    Args:
-        dtype: What floating outputs are cast to.
-    """
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        # By what was given out without gradients: what it was, and its version then.
-        self._given: Any = WeakTensorKeyDictionary()
-
-    def __reduce__(self) -> Any:
-        return GivesOut, (self.dtype,)
-
-    @compiled_inside_alone
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Put what was given out back to what it was."""
-        if torch.compiler.is_compiling() or not any(each in self._given for _, each in each_tensor((args, kwargs))):
-            return None
-        before: tuple[Any, Any] = mapped((args, kwargs), self._as_it_was)
-        return before
-
-    def _as_it_was(self, each: Any) -> Any:
-        if not isinstance(each, Tensor):
-            return each
-        low, version = self._given.get(each, (each, _version(each)))
-        return low if version == _version(each) else each
-
-    @compiled_inside_alone
-    def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return what came out, cast."""
-        return self.widen(output)
-
-    def widen(self, output: Any) -> Any:
-        """Cast what is given out, and remember what it was."""
-        wide = cast_floating(output, self.dtype)
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            for (_, low), (_, given) in zip(each_tensor(output), each_tensor(wide), strict=True):
-                if given is not low:
-                    self._given[given] = low, _version(given)
-        return wide
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 class Within:
@@ -214,3 +171,59 @@ class Within:
             region.__exit__(None, None, None)
             if self.is_own or self.path:
                 self._inside.places.pop()
+
+
+#: What keeps dtypes as long as it lives, or until it is ended; and the hooks of torch's that stand for all of these.
+_KEEPING: Final[list[weakref.ref[Any]]] = []
+_HOOKS: Final[list[RemovableHandle]] = []
+_BEGINNING: Final = threading.Lock()
+
+
+def keep_dtypes(of: object) -> Callable[[], None]:
+    """Have parameters and buffers keep their dtypes where code of a region puts new ones in their places.
+
+    ``self.mean = hidden.mean(0)`` and ``layer.weight = nn.Parameter(a @ b)`` are FP32 in a plain program; in a region
+    what stands to the right may have 16 bits. Outside of regions a program says itself what a dtype is to be.
+
+    Torch has these hooks for all modules, and torch.compile guards which ones there are: so there is one pair, which
+    goes when nothing is left that was not ended, and never in the midst of a trace.
+
+    Args:
+        of: What ends it by being dropped.
+
+    Returns:
+        What ends it.
+    """
+    here = weakref.ref(of, _KEEPING.remove)
+
+    def end() -> None:
+        with _BEGINNING:
+            if here in _KEEPING:
+                _KEEPING.remove(here)
+            while _HOOKS and not _KEEPING:
+                _HOOKS.pop().remove()
+
+    with _BEGINNING:
+        _KEEPING.append(here)
+        if not _HOOKS:
+            _HOOKS.append(register_module_buffer_registration_hook(_keep_buffer))  # type: ignore[arg-type]
+            _HOOKS.append(register_module_parameter_registration_hook(_keep_param))
+    return end
+
+
+def _keep_buffer(module: nn.Module, name: str, new: Tensor | None) -> Tensor | None:
+    before = module._buffers.get(name)
+    return new.to(before.dtype) if _is_other(module, before, new) else None  # type: ignore[union-attr]
+
+
+def _keep_param(module: nn.Module, name: str, new: nn.Parameter | None) -> None:
+    before = module._parameters.get(name)
+    if _is_other(module, before, new):
+        new.data = new.data.to(before.dtype)  # type: ignore[union-attr]  # in place: the program has it, too
+
+
+def _is_other(module: nn.Module, before: Tensor | None, new: Tensor | None) -> bool:
+    """Whether code of a region puts a tensor of another floating dtype in the place of one of a prepared model's."""
+    if before is None or new is None or before.dtype == new.dtype or not {before.dtype, new.dtype} <= {*CASTABLE}:
+        return False
+    return torch.is_autocast_enabled(new.device.type) and is_followed(module)

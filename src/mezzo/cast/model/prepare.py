@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo import sharded
 from mezzo.cast.device import Kinds
-from mezzo.cast.model.calls import GivesOut, TakesIn, Within
+from mezzo.cast.model.calls import TakesIn, Within, keep_dtypes
+from mezzo.cast.model.outputs import GivesOut
 from mezzo.cast.model.places import RuledParams, called, outermost, owned, region_paths
 from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.pins import PIN
@@ -138,6 +139,8 @@ class Prepared:
             sharded.refresh(self.model)
             self.params.find_gathered(self.model)
         self._undo.callback(follow(self.model))
+        if self.policy.casts:
+            self._undo.callback(keep_dtypes(self))
         self._hook()
 
     def settle(self) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.jit import ScriptModule
 
-from mezzo.cast.model.calls import GivesOut, Within
+from mezzo.cast.model.calls import Within
+from mezzo.cast.model.outputs import GivesOut
 from mezzo.cast.model.places import NORM, is_large, sharded_otherwise, stored_tensors
 from mezzo.errors import (
     MezzoError,

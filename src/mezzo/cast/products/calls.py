@@ -150,5 +150,5 @@ def _run(
             first = memories[0] if memories else None  # for weights that are computed, as those of adapters
             memory = next((each for each in memories if each.knows(weight)), first)
             slot = memory.slot(weight) if memory is not None and recipe.delayed else None
-        call = ProductCall(weight) if LISTENERS else None
+        call = ProductCall(weight) if LISTENERS.now else None
         return differentiable(rows, low_weight, bias, Quantiser(recipe, memory, slot, call))

@@ -108,6 +108,6 @@ class Quantiser:
         operand = rotated(x) if is_rotated else x
         made = quantized(operand, form, dim, key=key, amax=amax)
         if self.call is not None:
-            for listener in LISTENERS:
+            for listener in LISTENERS.now:
                 listener.quantised(self.call, role, operand, made)
         return made

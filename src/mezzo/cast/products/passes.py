@@ -147,7 +147,7 @@ def backward(
     if needs_weight and saved.x is not None:
         grad_weight = multiplied(gradient if is_low else for_weight, saved.x, (0, 0), None, dtype, recipe)
     if quantiser.call is not None:
-        for listener in LISTENERS:
+        for listener in LISTENERS.now:
             listener.differentiated(quantiser.call, saved.x if needs_weight and not is_low else None)
     return grad_x, grad_weight
 

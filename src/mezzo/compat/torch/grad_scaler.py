@@ -34,6 +34,7 @@ class GradScaler(EngineScaler):
     The scale follows torch's rules step by step, and weights are torch's bit for bit, but for these: the scale stops at
     2^-126 and never becomes 0; gradients that become infinite by unscaling count as an overflow, and so do those whose
     norm, scaled, is beyond FP32 (a value above 1.8e19 is enough), and those that were made so after :meth:`unscale_`;
+    what a skipped step has left in ``.grad`` is cleared by the next :meth:`scale`, and nothing is added to infinity;
     ranks of ``torch.distributed`` take the same steps, or none; closures are evaluated with unscaled gradients;
     gradients are unscaled by the scale that ``scale`` multiplied by, also when ``update`` has moved it since.
 
@@ -175,6 +176,8 @@ class GradScaler(EngineScaler):
     def _scaled(self, loss: Tensor) -> Tensor:
         if self._given is None and loss.device != self.loss_scale.state.scale.device:
             self._place(loss.device)
+        for window in () if self._engine is None else self._engine.windows:
+            window.drop_skipped()
         self._given = self.loss_scale.state.scale
         return loss * moved(self._given, loss.device)
 
@@ -184,9 +187,9 @@ class GradScaler(EngineScaler):
         self.loss_scale.hold(self.loss_scale.state.to(device), in_graph=False)
         self._engine = None
 
-    def _take(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _take(self, optimizer: Optimizer, step: Callable[..., Any]) -> Any:
         with uninterrupted(), self._once(optimizer):
-            return super()._take(optimizer, *args, **kwargs)
+            return super()._take(optimizer, step)
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         with self._once(optimizer):

@@ -1,0 +1,445 @@
+"""Backward passes of a session, and those that run inside of them: what they reach, and where the scale comes off.
+
+Inside of a pass each gradient carries the scale once, whoever runs what; after it no leaf's does but the session's
+own, whose window knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import chain
+from operator import attrgetter
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+from weakref import ref
+
+import torch
+from torch import Tensor, empty, is_grad_enabled, nn, ones
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from mezzo.backward import (
+    call_at_end,
+    door,
+    may_run_others,
+    node_of,
+    note,
+    noted,
+    number_of_pass,
+    runs_hooks_of_modules,
+    will_run,
+)
+from mezzo.compiling import never_compiled
+from mezzo.dispatch import DisableTorchFunction
+from mezzo.errors import StateError, UnsupportedError
+from mezzo.interrupts import uninterrupted
+from mezzo.scale.state import inverse
+from mezzo.session.calls import Binding
+from mezzo.session.window import Window
+from mezzo.tensors import LOW, moved
+
+# What a pass reaches -------------------------------------------------------------------------------------
+
+#: What in a graph accumulates the gradient of a leaf.
+_ACCUMULATES: Final = type(get_gradient_edge(ones(1, requires_grad=True)).node)
+_EDGES: Final = attrgetter("next_functions")
+
+
+class Walk:
+    """What a backward pass reaches.
+
+    Attributes:
+        leaves: The leaves of its graph.
+        nodes: What is between its roots and them.
+        runs_others: Whether some of these may run passes of their own, over leaves that nothing shows.
+        is_anothers: Whether the graph goes through a loss that a session has scaled.
+        runs_hooks: Whether hooks of modules run with gradients there.
+    """
+
+    __slots__ = ("is_anothers", "leaves", "nodes", "runs_hooks", "runs_others")
+
+    def __init__(self, leaves: list[Any], nodes: list[Any]) -> None:
+        self.leaves, self.nodes = leaves, nodes
+        kinds = set(map(type, nodes))
+        self.runs_others, self.is_anothers = any(map(may_run_others, kinds)), node_of(_Entry) in kinds
+        self.runs_hooks = runs_hooks_of_modules(kinds)
+
+
+def walked(roots: Iterable[Any]) -> Walk:
+    """Walk through a graph, from its roots to its leaves.
+
+    Args:
+        roots: Tensors, or ``GradientEdge`` of the graph.
+
+    **Cost**: Python for each node, about 0.2 µs.
+    """
+    leaves, first = list[Tensor](), list[tuple[Any, int]]()
+    for root in roots:
+        node = root.node if isinstance(root, GradientEdge) else root.grad_fn
+        if node is not None:
+            first.append((node, 0))
+        elif root.requires_grad:
+            leaves.append(root)
+    nodes, ends, seen = list[Any](), list[Any](), {None}
+    for edges in chain([first], map(_EDGES, nodes)):  # of those that are found meanwhile, too
+        for node, _ in edges:
+            if node not in seen:
+                seen.add(node)
+                (ends if type(node) is _ACCUMULATES else nodes).append(node)
+    return Walk([*leaves, *(end.variable for end in ends)], nodes)
+
+
+def walk_of(roots: Iterable[Any], inputs: Iterable[Any]) -> Walk:
+    """Return what a pass reaches, as autograd's engine is asked for it.
+
+    Args:
+        roots: Tensors, or ``GradientEdge`` of the graph.
+        inputs: Where it is told to end, if anywhere.
+    """
+    ends = [getattr(each.node, "variable", each) if isinstance(each, GradientEdge) else each for each in inputs]
+    return Walk(ends, []) if ends else walked(roots)
+
+
+def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: bool) -> None:
+    """Refuse passes in which the loss scale could not be taken out again.
+
+    Args:
+        roots: Where it begins.
+        inner: Where it is told to end, but for the session's parameters.
+        creates_graph: Whether its gradients can be differentiated.
+
+    Raises:
+        StateError: It begins at an edge of a graph, ends inside of it, or its gradients are to be differentiated.
+    """
+    bfloat16 = 'a policy without a scale: Policy.O1("bfloat16"), the text O1,dtype=bfloat16'
+    if creates_graph:
+        raise StateError(
+            "gradients that carry the loss scale would be differentiated again",
+            where="a backward pass with create_graph=True",
+            why="what is computed of .grad would have the scale in it, and its own gradients a power of it",
+            write="torch.autograd.grad(loss, params, create_graph=True), which returns them without it, or amp.grad;\n"
+            f"or {bfloat16}",
+        )
+    ends = any(isinstance(each, GradientEdge) or each.grad_fn is not None for each in inner)
+    if ends or any(isinstance(root, GradientEdge) for root in roots):
+        raise StateError(
+            "a backward pass under a loss scale begins, or stops, inside of its graph",
+            why="the loss scale is multiplied into a loss, and taken out at the leaves",
+            write=f"amp.grad(loss, inputs), which returns unscaled gradients; or {bfloat16}",
+        )
+
+
+# Gradients inside of graphs ------------------------------------------------------------------------------
+
+#: Tensors that are no leaves, whose gradients a program wants to read after a pass.
+_RETAINED: Final = list[ref[Tensor]]()
+
+
+def retaining(_: object, plain: Callable[..., None], tensor: Tensor, /, *args: Any, **kwargs: Any) -> None:
+    """Have the gradient of a tensor stay after a pass, without the scale: what ``tensor.retain_grad()`` does."""
+    plain(tensor, *args, **kwargs)
+    if not tensor.is_leaf:
+        _RETAINED.append(ref(tensor))
+
+
+# A pass --------------------------------------------------------------------------------------------------
+
+
+class Opens(Protocol):
+    """What a backward pass begins and ends: an engine.
+
+    Attributes:
+        under_way: The passes that autograd holds, weakly.
+    """
+
+    under_way: list[ref[SessionPass]]
+
+    def reached(self, walk: Walk) -> list[Window]:
+        """Return the windows whose gradients a pass makes; hooks of modules that see the scale there are warned of."""
+
+    def others(self, leaves: Iterable[Any]) -> list[Any]:
+        """Return the leaves of a graph that are none of the session's."""
+
+    def begin(
+        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+    ) -> list[Tensor]:
+        """Make ready for gradients of a pass that will carry a scale; return leaves of which they shall not."""
+
+    def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
+        """Take note of what a pass has made, and of what it has differentiated."""
+
+    def fail(self, windows: Iterable[Window]) -> None:
+        """Put back what made way for a pass that has raised."""
+
+
+class SessionPass:
+    """A backward pass of a session, with all the passes that run inside of it: checkpoints', hooks', functions'.
+
+    What these are given carries the scale already. They come through the door that this one holds, open the windows
+    that they reach, and all of it ends with this one: a context manager around a call of torch's; or where autograd
+    has ended a pass that somebody else runs, see :meth:`around_now`.
+
+    Leaves that are none of the session's lose the scale when their gradients are accumulated: after the hooks on the
+    tensor, whose passes are to be given the scale, and before those that run on ``.grad``. But those that a pass inside
+    has for itself, a checkpoint's inputs, lose it when this one ends: what they have is the next node's gradient.
+
+    Args:
+        engine: The engine.
+        scale: What gradients carry; ``None`` for nothing.
+        holds: Whether it holds the door: not where passes inside find all windows open, and no scale.
+
+    **Cost**: some 10 µs of host time; for leaves that are none of the session's 2 µs each and a product.
+    """
+
+    is_closed = True  # of one that a signal kept from being made, too
+
+    def __init__(self, engine: Opens, scale: Tensor | None, *, holds: bool = True) -> None:
+        self._engine, self._scale, self._holds = engine, scale, holds
+        self._back: Tensor | None = None  # 1/scale, once it is used
+        self._around: int | None = number_of_pass()  # in which it begins, or -1
+        self._number: int | None = None
+        self._losses: dict[Window, list[Tensor]] = {}  # by the windows that it reaches, which are open from then on
+        self._said: list[Tensor] = []
+        self._has_begun = self._is_last = False
+        self._undo: list[Callable[[], object]] = []
+        self._hooked: dict[ref[Tensor], Any] = {}  # by leaves that lose the scale: what accumulates, and has our hook
+        self._waiting: dict[ref[Tensor], Tensor | None] = {}  # by tensors that lose it at the end: what they had
+
+    def _open(self) -> None:
+        self.is_closed = False
+        if self._holds:
+            self._undo.append(Binding.join(*door(), ref(self), _inside))
+        if _RETAINED and self._scale is not None:
+            self._set_aside()
+
+    def __enter__(self) -> Self:
+        """Begin: what torch is asked for from here on is this pass, and what runs in it."""
+        try:
+            self._open()
+            if self._holds:
+                self._undo.append(note(self))
+        except BaseException:
+            self._close(has_failed=True)
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+        """End, or put back."""
+        self._close(has_failed=kind is not None)
+
+    @classmethod
+    def around_now(cls, engine: Opens, scale: Tensor | None) -> Self:
+        """Return the pass that runs now, which autograd ends, or drops if it fails: nothing else may hold it."""
+        made = cls(engine, scale)
+        made._around, made._number = None, number_of_pass()
+        if scale is not None:
+            refuse_scaled((), (), creates_graph=is_grad_enabled())
+        call_at_end(made)
+        engine.under_way.append(ref(made))
+        made._open()
+        return made
+
+    def runs_here(self) -> bool:
+        """Whether this thread works for it, in a node of its own graph or of a pass inside."""
+        number = number_of_pass()
+        return number == self._number or (number != self._around and noted() is self)
+
+    def runs_in(self, engine: Opens) -> bool:
+        """Whether it is an engine's, and this thread works for it."""
+        return self._engine is engine and self.runs_here()
+
+    # What it reaches ------------------------------------------------------------------------------------
+
+    def join(self, losses: list[Tensor], walk: Walk, *, is_inside: bool = False) -> None:
+        """Go through losses, or have a pass inside of this one.
+
+        Args:
+            losses: What is differentiated, 0-d and detached.
+            walk: What is reached from there.
+            is_inside: Whether it is a pass inside.
+        """
+        others = [] if self._scale is None else self._engine.others(walk.leaves)
+        self.open(self._engine.reached(walk), losses, others, is_inside=is_inside)
+
+    def open(
+        self, windows: list[Window], losses: list[Tensor], others: Iterable[Tensor], *, is_inside: bool = False
+    ) -> None:
+        """Open windows, and have other leaves lose the scale.
+
+        Args:
+            windows: Whose gradients are made.
+            losses: What is differentiated.
+            others: Leaves that are none of the session's.
+            is_inside: Whether a pass inside of this one reaches them.
+        """
+        others = [leaf for leaf in others if isinstance(leaf, Tensor) and leaf.is_leaf and not self._knows(leaf)]
+        new = [window for window in windows if window not in self._losses]
+        self._losses |= {window: list(self._said) if is_inside else [] for window in new}
+        if new or others or not self._has_begun:
+            is_first, self._has_begun = not self._has_begun, True
+            others += self._engine.begin(new, self._scale, others, is_first=is_first)
+        self._said += losses
+        for window in windows:
+            self._losses[window] += losses
+        if others and self._back is None and self._scale is not None:
+            self._back = inverse(self._scale)
+        for leaf in others:
+            if is_inside and not isinstance(leaf, nn.Parameter):
+                self._waiting[ref(leaf)], leaf.grad = leaf.grad, None
+            else:
+                node = self._hooked[ref(leaf)] = get_gradient_edge(leaf).node
+                self._undo.append(node.register_prehook(partial(_accumulated, self._back)).remove)
+
+    def _knows(self, leaf: Tensor) -> bool:
+        return ref(leaf) in self._hooked or ref(leaf) in self._waiting
+
+    # Its end --------------------------------------------------------------------------------------------
+
+    @never_compiled
+    def __call__(self) -> None:
+        """End a pass that autograd ends: at its very end, since wrappers finish their reductions in such calls too."""
+        if not self._is_last:
+            self._is_last = True
+            call_at_end(self)
+        else:
+            self._close(has_failed=False)
+
+    def __del__(self) -> None:
+        """Put back what made way for a pass that has not come to its end."""
+        if not self.is_closed:
+            self._close(has_failed=True)
+
+    def _close(self, *, has_failed: bool) -> None:
+        engine = self._engine
+        with uninterrupted():  # a pass that is over has been told of
+            self.is_closed = True
+            if engine.under_way:
+                engine.under_way[:] = [each for each in engine.under_way if each() not in (None, self)]
+            while self._undo:
+                self._undo.pop()()
+            self._settle()
+            if not self._has_begun:
+                return
+            try:
+                (engine.fail if has_failed else engine.end)(self._losses)
+            except BaseException:
+                engine.fail(self._losses)
+                raise
+
+    def _set_aside(self) -> None:
+        """Have tensors inside of graphs whose gradients stay wait for this pass to end."""
+        _RETAINED[:] = [place for place in _RETAINED if place() is not None]
+        assert self._scale is not None
+        self._back = inverse(self._scale)
+        with DisableTorchFunction():
+            for place in _RETAINED:
+                if (tensor := place()) is not None and place not in self._waiting:
+                    self._waiting[place], tensor.grad = tensor.grad, None
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Take the scale off tensors that have waited for it, and add it to what they had."""
+        with DisableTorchFunction():
+            for place, before in self._waiting.items():
+                if (tensor := place()) is None:
+                    continue
+                new = None if tensor.grad is None else _unscaled(self._back, tensor.grad)
+                if before is not None:
+                    tensor.grad = before if new is None else before.add_(new)
+                else:
+                    tensor.grad = new
+
+
+def _unscaled(back: Tensor | None, gradient: Tensor) -> Tensor:
+    """Return a gradient times the inverse of a scale, rounded once."""
+    if back is None:
+        return gradient
+    factor = moved(back, gradient.device)
+    return (gradient.float() * factor).to(gradient.dtype) if gradient.dtype in LOW else gradient * factor
+
+
+def _accumulated(back: Tensor | None, gradients: tuple[Tensor | None]) -> tuple[Tensor | None]:
+    """Take the scale off what is about to be accumulated."""
+    (gradient,) = gradients
+    return (None if gradient is None else _unscaled(back, gradient),)
+
+
+def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+    """Run a pass, as one inside of another if it is: what it is given carries the scale."""
+    if not this.runs_here():
+        return plain(roots, gradients, *asked)
+    *_, inputs, _, accumulates = asked
+    if accumulates:
+        this.join([], walk_of(roots, inputs), is_inside=True)
+    forget = note(this)
+    try:
+        return plain(roots, gradients, *asked)
+    finally:
+        forget()
+
+
+@never_compiled  # what it does, it does while autograd's own engine runs
+def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
+    """Return a loss through which a backward pass is the session's, whoever runs it.
+
+    The pass opens the windows that it reaches from here, and ends them when all else has ended: a framework calls
+    ``scaler.scale(loss).backward()``, or its own ``backward``.
+
+    Args:
+        engine: The engine.
+        loss: The loss.
+        scale: What it is multiplied by; ``None`` for nothing.
+    """
+    if not loss.requires_grad:
+        return loss
+    entry: Tensor = _Entry.apply(loss, empty(0, requires_grad=True), engine, scale)  # type: ignore[no-untyped-call]
+    return entry
+
+
+class _Entry(Function):
+    """The identity, in a graph: a pass that comes through knows what lies behind, and what of that it will run."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, _: Tensor, engine: Opens, scale: Tensor | None) -> Tensor:
+        """Return the loss; the empty leaf beside it is reached by each pass that is not told where to end."""
+        ctx.engine, ctx.scale = engine, scale
+        ctx.losses = [loss.detach().reshape(())] if loss.numel() == 1 else []  # many numbers cannot be judged
+        return loss.view_as(loss)
+
+    @staticmethod
+    @never_compiled
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Begin the pass, or join the one that is under way."""
+        loss, leaf = ctx.next_functions[:2]
+        walk = walked([GradientEdge(*loss)])
+        if ctx.scale is not None and not will_run(leaf[0]):
+            _refuse_stops(walk)
+        passes = (noted(), *(each() for each in ctx.engine.under_way))
+        this = next((each for each in passes if isinstance(each, SessionPass) and each.runs_in(ctx.engine)), None)
+        (this or SessionPass.around_now(ctx.engine, ctx.scale)).join(ctx.losses, walk)
+        return gradient, None, None, None
+
+
+def _refuse_stops(walk: Walk) -> None:
+    """Refuse a pass that is told to end inside of a graph: what it leaves there would carry the scale.
+
+    A tensor that it is told of and goes on behind is as one that was told to retain its gradient.
+
+    Raises:
+        StateError: It does.
+    """
+    for node in filter(_runs, walk.nodes):
+        behind = [each for each, _ in node.next_functions if each is not None]
+        if behind and not any(map(_runs, behind)):
+            refuse_scaled((), [GradientEdge(node, 0)], creates_graph=False)
+
+
+def _runs(node: Any) -> bool:
+    """Whether the pass under way runs a node of its graph."""
+    try:
+        return will_run(node)
+    except UnsupportedError:  # a release of torch without the name
+        raise
+    except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
+        return True
