@@ -213,6 +213,19 @@ class Loop(Twins):
             self.oracle.begin(groups)
             self.oracle.accumulate(groups, gradients, finite=finite)
 
+    def passed(self, batch, made):
+        """Run a pass of what is made of the loss; whether there was anything to differentiate."""
+        before = self.oracle.copy()
+        value, gradients, finite = self.loss(batch)
+        if not value.requires_grad or not gradients:
+            self.oracle = before
+            return False
+        groups = self.driver.groups(self.oracle, self.oracle.groups, gradients.keys())
+        self.driver.backward(made(value), None)
+        self.oracle.begin(groups)
+        self.oracle.accumulate(groups, gradients, finite=finite)
+        return True
+
     def loss(self, batch):
         """A loss whose gradients are exactly the drawn values: its own value, and what it must leave behind."""
         batches, mine = self.driver.shares(batch)

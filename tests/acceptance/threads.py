@@ -54,16 +54,7 @@ class Threads(Loop):
             beside(work)
             return
         if where == "in a pass":
-            before = self.oracle.copy()
-            value, gradients, finite = self.loss(batch)
-            if not value.requires_grad or not gradients:
-                self.oracle = before
-                return
-            groups = self.driver.groups(self.oracle, self.oracle.groups, gradients.keys())
-            value.register_hook(lambda _: beside(work))
-            self.driver.backward(value, None)
-            self.oracle.begin(groups)
-            self.oracle.accumulate(groups, gradients, finite=finite)
+            self.passed(batch, lambda value: [value.register_hook(lambda _: beside(work)), value][1])
             return
         if self.config.level == "O3" and self.oracle.clip is not None:
             return  # low gradients are clipped in place for a hook

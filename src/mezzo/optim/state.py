@@ -137,9 +137,10 @@ def check_unchanged(param: Tensor, kept: Mapping[str, Tensor]) -> None:
     for name, value in kept.items():
         if value.shape != param.shape:
             raise StateError(
-                "a parameter was resized after the optimizer made its state",
+                "a parameter was resized after the optimizer made its state, or its state was edited",
                 where=f"{tuple(value.shape)} → {tuple(param.shape)}, {name}",
-                write="a new optimizer over the new parameters",
+                write="a new optimizer over the new parameters; or state of the parameter's shape: "
+                f'optimizer.state[param]["{name}"] = torch.zeros_like(param)',
             )
         if value.device != param.device:
             raise StateError(

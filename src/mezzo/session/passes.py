@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, empty, is_grad_enabled, nn, ones
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.backward import (
     call_at_end,
@@ -133,14 +134,14 @@ def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: 
 # Gradients inside of graphs ------------------------------------------------------------------------------
 
 #: Tensors that are no leaves, whose gradients a program wants to read after a pass.
-_RETAINED: Final = list[ref[Tensor]]()
+_RETAINED: Final[Any] = WeakTensorKeyDictionary()
 
 
 def retaining(_: object, plain: Callable[..., None], tensor: Tensor, /, *args: Any, **kwargs: Any) -> None:
     """Have the gradient of a tensor stay after a pass, without the scale: what ``tensor.retain_grad()`` does."""
     plain(tensor, *args, **kwargs)
     if not tensor.is_leaf:
-        _RETAINED.append(ref(tensor))
+        _RETAINED[tensor] = None
 
 
 # A pass --------------------------------------------------------------------------------------------------
@@ -329,13 +330,11 @@ class SessionPass:
 
     def _set_aside(self) -> None:
         """Have tensors inside of graphs whose gradients stay wait for this pass to end."""
-        _RETAINED[:] = [place for place in _RETAINED if place() is not None]
         assert self._scale is not None
         self._back = inverse(self._scale)
         with DisableTorchFunction():
-            for place in _RETAINED:
-                if (tensor := place()) is not None and place not in self._waiting:
-                    self._waiting[place], tensor.grad = tensor.grad, None
+            for tensor in list(_RETAINED):
+                self._waiting[ref(tensor)], tensor.grad = tensor.grad, None
 
     @torch.no_grad()
     def _settle(self) -> None:
