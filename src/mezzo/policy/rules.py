@@ -134,6 +134,8 @@ def treatment_of(word: str) -> str:
 _SEPARATING: Final = r",+=@;()#\s"
 _SINGLE: Final = re.compile(rf"\[.\]|([{_SEPARATING}])", re.DOTALL)
 _SPECIAL: Final = re.compile(rf"([*?\[{_SEPARATING}])")
+#: What names one path, whatever it has been made of.
+_EXACT: Final = re.compile(rf"(\[[*?\[{_SEPARATING}]\]|[^*?\[])*", re.DOTALL)
 
 
 def exact(path: str) -> str:
@@ -163,7 +165,12 @@ def matches(path: str, glob: str) -> bool:
         >>> matches("body.[cls]", "body.[cls]"), matches("body.c", "body.[cls]"), matches("body.c", "body.[[]cls]")
         (True, True, False)
     """
-    return fnmatch.fnmatchcase(path, glob) or ("[" in glob and written(path) == written(glob))
+    return fnmatch.fnmatchcase(path, glob) or ("[" in glob and not _EXACT.fullmatch(glob) and spells(glob, path))
+
+
+def spells(glob: str, path: str) -> bool:
+    """Say whether a glob is a path's own text, letter by letter."""
+    return written(path) == written(glob)
 
 
 def lies_in(path: str, glob: str) -> bool:
@@ -372,10 +379,11 @@ class Rule:
     def as_named(self, modules: Iterable[str], params: Iterable[str]) -> Rule:
         """Return the rule on the one module or parameter whose name it spells and, read as a glob, would miss."""
         glob = self.param or self.module or ""
-        for path in (modules if self.param is None else params) if "[" in glob else ():
-            if written(path) == glob and not fnmatch.fnmatchcase(path, glob):
-                return replace(self, module=exact(path)) if self.param is None else replace(self, param=exact(path))
-        return self
+        paths = [*(modules if self.param is None else params)] if "[" in glob else []
+        named = next((path for path in paths if spells(glob, path)), None)
+        if named is None or fnmatch.fnmatchcase(named, glob) or any(exact(path) == glob for path in paths):
+            return self
+        return replace(self, module=exact(named)) if self.param is None else replace(self, param=exact(named))
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -435,9 +443,9 @@ class Decision:
 
 
 def _unwritten(treatment: Treatment | str, kind: str, glob: str, entry: str = "") -> PolicyError:
-    """Build the error of a name that a text would cut in two; the entry is one with it as a whole."""
+    """Build the error of a name that a text would cut in two; the entry has it whole."""
     write = f"one name for each {kind}: {_example(treatment, kind)}"
-    if entry:
+    if entry and not re.search(r"\s", glob):  # which is a slip
         write += f";\nor for the one of this name {both(entry)}"
     return PolicyError(
         f"the {kind} glob {shown(glob)} cannot be written in a policy's text",
