@@ -173,7 +173,7 @@ def saved_until_killed(path, parts, line):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_process_that_is_killed_at_any_line_leaves_one_whole_checkpoint(tmp_path):
-    """The old one or, once it is renamed, the new one; training goes on from it; what lies beside is gone with the next."""
+    """The old one or, once it is renamed, the new one; training goes on; what is beside it goes with the next."""
     path = tmp_path / "last.pt"
     model, made, amp = session("O2,emulate=true,loss_scale=dynamic(init=1024)", "AdamW")
     parts = {"model": model, "optimizer": made, "amp": amp}
