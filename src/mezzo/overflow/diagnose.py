@@ -16,6 +16,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from mezzo.cast.model.places import has_forward
 from mezzo.errors import PolicyError, message, printable
 from mezzo.files import jsonable
 from mezzo.policy import Policy, Rule
@@ -439,7 +440,7 @@ def _as_in_rules(path: str, context: Context) -> str:
         return ""
     for model in context.models:
         module = dict(model.named_modules(remove_duplicate=False)).get(path)
-        is_called = module is not None and type(module).forward is not nn.Module.forward
+        is_called = module is not None and has_forward(module)
         if not is_called and path not in dict(model.named_parameters(remove_duplicate=False)):
             return ""
     return exact(path)
