@@ -9,12 +9,13 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mezzo.cast.arguments import BY_ARGUMENTS, ByArguments
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
@@ -34,6 +35,8 @@ class Handler:
     recipe: Recipe | None = None  # of a product of a weight, below sixteen bits
     low_result: bool = False  # what comes out goes to the compute dtype
     keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
+    rounds_to: Literal["first", "widest"] = "first"  # of operands, whose dtype fp32_math returns
+    by_arguments: ByArguments | None = None  # what a call's arguments say, where no rule decides
     reason: str = ""  # of a ban
 
 
@@ -142,7 +145,7 @@ def _find(
         every[op] = handler
         if differs:
             differing[op] = handler
-        elif handler.treatment == "low":
+        elif handler.treatment == "low" or handler.by_arguments is not None:
             alike[op] = handler
     if any(rule.param is not None and rule.treatment in QUANTISED for rule in policy.rules):
         differing.update({op: every[op] for op in QUANTISABLE})
@@ -206,7 +209,14 @@ def _treated(
     reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
     # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
     differs = is_ruled or wanted != torch_does or by_emulation or built_in
-    return Handler(op=op, treatment=wanted, emulated=by_emulation, reason=reason), differs
+    # Where torch's own lists hold, or nothing is cast, no argument changes that.
+    asks = autocasts and not is_ruled and policy.lists == "portable"
+    by_arguments = BY_ARGUMENTS.get(op) if asks else None
+    is_mixing = not is_ruled and op in OPS and OPS[op].reason == "type-mixing"
+    rounds_to: Literal["first", "widest"] = "widest" if is_mixing else "first"
+    return Handler(
+        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, by_arguments=by_arguments, reason=reason
+    ), differs
 
 
 @functools.lru_cache(maxsize=1024)

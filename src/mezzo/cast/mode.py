@@ -368,6 +368,8 @@ def _carry_out(
     # In-place and out= variants are never cast, as in torch.autocast.
     if kwargs.get("out") is not None:
         return func(*args, **kwargs)
+    if handler.by_arguments is not None and (instead := handler.by_arguments(args, kwargs)) is not None:
+        handler = dataclasses.replace(handler, treatment=instead, rounds_to="widest", emulated=False, recipe=None)
     target: torch.dtype | None = None
     match handler.treatment:
         case "low" | "fp8" | "mxfp8" | "nvfp4":
@@ -381,7 +383,10 @@ def _carry_out(
         case "ban":
             raise _banned(handler)
     given, named = args, kwargs
-    back = _floats(args, kwargs)[:1] if handler.treatment == "fp32_math" else []
+    back: torch.dtype | None = None
+    if handler.treatment == "fp32_math":
+        floats = _floats(args, kwargs)
+        back = widest(floats if handler.rounds_to == "widest" else floats[:1])
     if target is not None:
         if handler.op in _INPUT_ONLY:
             args = (*_cast(args[:1], target), *args[1:])
@@ -403,7 +408,7 @@ def _carry_out(
         return during("emulation", func, with_dtypes_of_states, *states) if WATCHERS else with_dtypes_of_states(*states)
     if handler.low_result:
         return _cast(out, here.dtype)
-    return _cast(out, back[0].dtype) if back else out
+    return out if back is None else _cast(out, back)
 
 
 def _run(

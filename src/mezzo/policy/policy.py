@@ -445,8 +445,8 @@ def _from_table(entry: Op, device_type: str | None, *, lists: Lists, norms: Norm
 def _on(entry: Op, kind: str, lists: Lists, norms: Norms) -> Treatment:
     if lists == "device":
         return entry.by_torch(kind)
-    if kind == "cpu":  # which may lack the low-precision kernel: same dtypes then, FP32 inside
-        return "fp32_math" if (entry.portable, entry.cpu) == ("native", "fp32") else entry.portable
+    if kind == "cpu":  # which may lack a low-precision kernel that is right: same dtypes then, FP32 inside
+        return "fp32_math" if entry.cpu == "fp32" and entry.portable in ("native", "promote") else entry.portable
     # On an accelerator portable means what torch does: there is no difference there.
     return entry.cuda if norms == "fp32" else entry.portable
 
