@@ -22,7 +22,16 @@ from mezzo.cast.products import Memory, Recipe, recipe_on
 from mezzo.compiling import constant_in_graphs, differentiated_plainly
 from mezzo.dispatch import OpOverload, OpOverloadPacket
 from mezzo.policy import Policy, Treatment
-from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, functions, in_place_forms, is_in_place, out_of_place
+from mezzo.policy.ops import (
+    MOVES,
+    OPS,
+    QUANTISABLE,
+    QUANTISED,
+    functions,
+    in_place_forms,
+    is_in_place,
+    out_of_place,
+)
 from mezzo.policy.policy import Written
 
 
@@ -164,7 +173,7 @@ def _find(
                 for function, returning in in_place_forms(op).items():
                     handlers[function] = dataclasses.replace(handler, returning=returning)
         if native_autocast and policy.lists == "portable":
-            handlers[Tensor.__setitem__] = Handler(op="index_put", treatment="promote", written="follows")
+            handlers[Tensor.__setitem__] = _SETS_ITEMS
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         gives_back=not policy.casts and not is_island, handlers=handlers, opened=_concerned(handlers),
@@ -227,6 +236,30 @@ def _treated(
         op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, by_arguments=by_arguments,
         written=written, reason=reason,
     ), differs  # fmt: skip
+
+
+#: How ``x[index] = value`` is carried out: its value takes the dtype of ``x``.
+_SETS_ITEMS: Final = Handler(op="index_put", treatment="promote", written="follows")
+
+
+@constant_in_graphs
+@functools.lru_cache(maxsize=1024)
+def in_place_form(function: Callable[..., Any], treatment: Treatment) -> Handler | None:
+    """Say how a function that writes in place reads a tensor under a rule; ``None`` for what returns a new tensor.
+
+    Args:
+        function: Any function of torch's. What it writes to is never cast: the write would be lost in a copy.
+        treatment: The rule's.
+    """
+    if function is Tensor.__setitem__:
+        return _SETS_ITEMS
+    name = getattr(function, "__name__", "").partition(".")[0]
+    op = out_of_place(name) if is_in_place(name) else None
+    if op is None or not (forms := in_place_forms(op) if op in OPS else {}):
+        return Handler(op=name, treatment="native", returning=function) if is_in_place(name) else None
+    returning = forms.get(function, next(iter(forms.values())))
+    written: Written = "follows" if op in MOVES else "treated"
+    return Handler(op=op, treatment=treatment, written=written, returning=returning)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -18,7 +18,16 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from mezzo.backward import node_of
-from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
+from mezzo.cast.differences import (
+    OPENED_BY_NAME,
+    Differences,
+    Handler,
+    Traced,
+    in_place_form,
+    open_function,
+    remember,
+    traced,
+)
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
@@ -284,9 +293,12 @@ class PolicyMode(TorchFunctionMode):
                 handler = here.handler(func)
             if here.pinned and (param := pinned_parameter(here, args, kwargs)) is not None:
                 treatment = here.pinned[id(param)]
-                if treatment not in QUANTISED:
+                if treatment in QUANTISED:
+                    handler = handler and here.as_pinned(handler, treatment)
+                elif (form := in_place_form(func, treatment)) is None:
                     return _read_pinned(param, here, self.casts, func, args, kwargs)
-                handler = handler and here.as_pinned(handler, treatment)
+                else:
+                    handler = form
         if func is _SET_ITEM and handler is not None:
             return _set_item(self.casts, *args)
         if handler is not None:
@@ -439,6 +451,9 @@ def _write(
     is_out = handler.returning is None
     into = kwargs["out"] if is_out else args[0]
     operands = {key: value for key, value in kwargs.items() if key != "out"}
+    # Where autocast is off nothing tells a call of compiled code, which writes its products so, from a model's own.
+    if is_out and (not here.autocast or _refused((args, operands))):
+        return func(*args, **kwargs)
     dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
     target: torch.dtype | None = None
     match handler.written:
@@ -448,8 +463,7 @@ def _write(
             target = next(iter(dtypes))
         case "left" if not is_out and _all_low((args, kwargs), here.dtype):
             target = here.dtype  # emulated; of other dtypes nothing is cast
-    # Where autocast is off nothing tells a call of compiled code, which writes its products so, from a model's own.
-    if target is None or not target.is_floating_point or (is_out and (not here.autocast or _refused((args, operands)))):
+    if target is None or not target.is_floating_point:
         return func(*args, **kwargs)
     is_emulated = handler.emulated and target == here.dtype
     if handler.emulated != is_emulated or handler.recipe is not None:
@@ -533,9 +547,10 @@ def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, fu
     Without autocast (O2, O3) the result goes back to the compute dtype, but in a module pinned to FP32, or where it may
     be an FP32 buffer's next value, as what has its shape; views and properties of the parameter stay what they are.
     """
-    handler = Handler(op="", treatment=here.pinned[id(param)])
+    handler = Handler(op="", treatment=here.pinned[id(param)], written="treated")
     out = _carry_out(handler, here, casts, func, args, kwargs)
-    if not here.gives_back or not isinstance(out, Tensor) or _storage(out) == _storage(param):
+    is_given = kwargs.get("out") is not None or not isinstance(out, Tensor) or _storage(out) == _storage(param)
+    if is_given or not here.gives_back:
         return out
     if handler.treatment == "promote" and out.shape == param.shape and not is_batched(out):
         return out  # that of a buffer

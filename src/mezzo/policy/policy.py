@@ -28,6 +28,7 @@ _DECIDERS: Final[dict[Lists, str]] = {"portable": "op table", "device": "lists=d
 _AS_IN: Final[dict[Treatment, str]] = {
     "native": "left to torch, as in torch.amp",
     "fp32_math": "FP32 inside, the input's dtype out",
+    "promote": "promoted, as in torch.amp",
 }
 
 
@@ -298,18 +299,19 @@ class Policy:
         if form == "out=" and not self.casts and of_op.rule is not None:
             why = f"{keeps}; {of_op.rule} is idle there: under {self.level} nothing tells it from compiled code's own"
             return Decision(treatment="native", rule=None, reason=why, source="torch")
-        whole = self.module_rule(module) if module else None
-        is_island = whole is not None and whole.treatment == "fp32"
-        match "left" if is_island and of_op.rule is whole else self.written(op, of_op, device_type):
-            case "treated":
-                reason = f"{of_op.reason}; computed as {op} is, and rounded: {keeps}"
-                return dataclasses.replace(of_op, reason=reason)
-            case "follows":
-                reason = f"{of_op.reason}; what it reads is cast to that: {keeps}"
-                return Decision(treatment="promote", rule=None, reason=reason, source=of_op.source)
-        also = "" if of_op.treatment == "native" else f"; {op}, which returns a new tensor, gets {of_op.treatment}: "
-        reason = f"{keeps}{also and also + of_op.reason}"
-        return Decision(treatment="native", rule=None, reason=reason, source="torch")
+        whole = self.module_rule(module or "")
+        is_island = whole is not None and whole is of_op.rule and whole.treatment == "fp32"
+        written: Written = "left" if is_island else self.written(op, of_op, device_type)
+        gets = f"gets {of_op.treatment}: {of_op.reason}"
+        if written == "left":
+            also = "" if of_op.treatment == "native" else f"; {op}, which returns a new tensor, {gets}"
+            return Decision(treatment="native", rule=None, reason=keeps + also, source="torch")
+        here_alone = device_type is None and self.written(op, of_op, "cuda") == "left"
+        elsewhere = f"; on {_KINDS['cuda']} {_AS_IN['native']}" * here_alone
+        if written == "follows":
+            reason = f"{keeps}, and what it reads is cast to that{elsewhere}"
+            return Decision(treatment="promote", rule=None, reason=reason, source=of_op.source)
+        return dataclasses.replace(of_op, reason=f"{keeps}, and the result is rounded to that; {op} {gets}{elsewhere}")
 
     def module_rule(self, path: str) -> Rule | None:
         """Return the rule that treats a module of the model as a whole, if one does."""

@@ -29,6 +29,7 @@ from mezzo.policy.ops.table import (
 )
 
 __all__ = [
-    "MOVES", "NORMS", "OPS", "QUANTISABLE", "QUANTISED", "TREATMENTS", "VIEWS", "Op", "Reason", "Treatment", "callables",
-    "functions", "in_place_forms", "is_in_place", "matching", "named_for", "out_of_place", "resolve", "written_form",
+    "MOVES", "NORMS", "OPS", "QUANTISABLE", "QUANTISED", "TREATMENTS", "VIEWS", "Op", "Reason", "Treatment",
+    "callables", "functions", "in_place_forms", "is_in_place", "matching", "named_for", "out_of_place", "resolve",
+    "written_form",
 ]  # fmt: skip

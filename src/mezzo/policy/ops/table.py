@@ -361,7 +361,8 @@ _ROWS: Final = (
         cummax cummin logcumsumexp segment_reduce histc histogram histogramdd"""),
     _Rows("native", "reduction", "batch_norm instance_norm", note="torch's kernel mixes dtypes, statistics in FP32"),
     _Rows("native", "type-mixing", """
-        hstack vstack dstack column_stack block_diag index_fill select_scatter slice_scatter diagonal_scatter as_strided_scatter"""),
+        hstack vstack dstack column_stack block_diag index_fill select_scatter slice_scatter
+        diagonal_scatter as_strided_scatter"""),
     _Rows("native", "no low kernel", """
         linalg_det linalg_slogdet logdet linalg_solve_ex linalg_solve_triangular linalg_ldl_factor
         linalg_ldl_factor_ex linalg_ldl_solve linalg_lu_factor_ex lu_unpack istft
