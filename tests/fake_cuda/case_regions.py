@@ -60,6 +60,23 @@ def test_a_model_without_tensors_and_a_bare_region_are_on_the_accelerator(machin
     assert mezzo.autocast("O1,dtype=bfloat16,emulate=true", "cpu").device_types == ("cpu",)
 
 
+def test_what_torch_refuses_without_a_mode_names_the_rule_that_decides(machine):
+    x, y = torch.zeros(4, 2, device="cuda"), torch.ones(1, 2, device="cuda", dtype=torch.bfloat16)
+    index = (torch.zeros(1, dtype=torch.int64, device="cuda"),)
+    with (
+        pytest.raises(RuntimeError, match="dtypes match") as caught,
+        mezzo.autocast("O1,dtype=bfloat16", "cuda") as region,
+    ):
+        assert not region.has_differences
+        x.index_put_(index, y)
+    (note,) = caught.value.__notes__
+    assert note.startswith("On cuda index_put is left to torch, as in torch.amp; a rule decides: ")
+    assert "promote=index_put" in note
+    with mezzo.autocast("O1,dtype=bfloat16,promote=index_put", "cuda"):
+        x.index_put_(index, y)
+        assert x.dtype == torch.float32
+
+
 # torch's flags for accumulation in GEMMs -----------------------------------------------------------------------
 
 

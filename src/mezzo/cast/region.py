@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import types
 from collections.abc import Iterator
 from contextlib import ContextDecorator
@@ -24,8 +25,9 @@ from mezzo.cast.differences import Differences, Known, find_differences, open_fu
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
 from mezzo.compiling import compiled_inside_alone, constant_in_graphs
-from mezzo.errors import UnsupportedError
+from mezzo.errors import MezzoError, UnsupportedError
 from mezzo.policy import Policy
+from mezzo.policy.ops import OPS
 from mezzo.policy.rules import both
 
 # The precision in which CUDA's GEMMs accumulate: flags of torch's, set for a region and put back after it.
@@ -253,10 +255,27 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     @compiled_inside_alone
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
+        if isinstance(exception[1], RuntimeError) and not isinstance(exception[1], MezzoError):
+            _say_what_torch_decided(exception[1], self.region)
 
     def _recreate_cm(self) -> autocast:
         """Give each call of a decorated function a region of its own, so that threads do not share one."""
         return autocast.of(self.region)
+
+
+def _say_what_torch_decided(error: RuntimeError, region: Region) -> None:
+    """Note at an error of torch's which op a rule would have cast, where a region without a mode left it to torch."""
+    if region.has_differences or not region.policy.casts or region.policy.lists == "device":
+        return
+    for word in re.findall(r"[a-z]\w*", str(error).lower().replace("index put", "index_put"))[:8]:
+        row = OPS.get(word.removesuffix("_"))
+        if row is not None and row.portable not in ("native", row.cuda):
+            kinds = " and ".join(region.device_types)
+            error.add_note(
+                f"On {kinds} {row.name} is left to torch, as in torch.amp; a rule decides: "
+                f"{both(f'{row.portable}={row.name}')}"
+            )
+            return
 
 
 @contextlib.contextmanager
