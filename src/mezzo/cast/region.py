@@ -13,9 +13,9 @@ import dataclasses
 import os
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from mezzo.cast.differences import Differences, Known, find_differences, open_fu
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
 from mezzo.compiling import compiled_inside_alone, constant_in_graphs
-from mezzo.errors import MezzoError, UnsupportedError
+from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
 from mezzo.policy.rules import both
@@ -149,6 +149,13 @@ class Region:
         return any(each.handlers or each.pinned for each in self.per_device)
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class NotCallableError(PolicyError, TypeError):
+    """What is decorated is no function."""
+
+
 class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     """Run ops in the precision that a policy says.
 
@@ -244,6 +251,21 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     def around_backward(self) -> contextlib.AbstractContextManager[bool]:
         """Return what a backward pass runs in, for what calls torch's engine itself; it gives whether it has a mode."""
         return _backward(self.region)
+
+    def __call__(self, function: Function) -> Function:
+        """Decorate a function: each call of it runs in the region.
+
+        Raises:
+            PolicyError: It cannot be called, and is a TypeError, as torch's is.
+        """
+        if not callable(function):
+            raise NotCallableError(
+                f"a {type(function).__name__} is no function, and a region decorates one",
+                where="autocast(…)(…)",
+                why="it cannot be called, so that nothing of it would ever run in the region",
+                write="with autocast(…): y = model(x)",
+            )
+        return super().__call__(function)
 
     @compiled_inside_alone
     def __enter__(self) -> autocast:
