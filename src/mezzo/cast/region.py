@@ -291,7 +291,7 @@ def _say_what_torch_decided(error: RuntimeError, region: Region) -> None:
         return
     for word in re.findall(r"[a-z]\w*", str(error).lower().replace("index put", "index_put"))[:8]:
         row = OPS.get(word.removesuffix("_"))
-        if row is not None and row.portable not in ("native", row.cuda):
+        if row is not None and row.portable != "native":
             kinds = " and ".join(region.device_types)
             error.add_note(
                 f"On {kinds} {row.name} is left to torch, as in torch.amp; a rule decides: "
