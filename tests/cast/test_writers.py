@@ -75,9 +75,11 @@ def test_every_in_place_form_of_the_table_is_called():
     assert len(samples()) > 100
 
 
-def attempt(function, x, args, kwargs, dtypes):
+def attempt(function, x, args, kwargs, dtypes, *, widened=False):
     """Call a function on copies in two dtypes, of what is written to and of what is read; ``None`` where it raises."""
     x, args, kwargs = (to(value, dtype) for value, dtype in zip((x, args, kwargs), (*dtypes, dtypes[1]), strict=True))
+    if widened:
+        x, args, kwargs = to((x, args, kwargs), torch.float32)
     torch.manual_seed(0)
     try:
         out = function(x, *args, **kwargs)
@@ -94,7 +96,7 @@ def test_each_is_the_fp32_computation_rounded_to_what_it_writes_to(policy):
     low, wrong = Policy.parse(policy).dtype, set()
     for op, calls in samples().items():
         for call, *dtypes in itertools.product(calls, (torch.float32, low), (torch.float32, low)):
-            right, treatment = attempt(*call, (torch.float32, torch.float32)), OPS[op].portable
+            right, treatment = attempt(*call, dtypes, widened=True), OPS[op].portable
             if right is None or right.shape != call[1].shape:
                 continue  # a plain program's own error, and addbmm_, which takes another shape
             if treatment == "native" and op not in NO_KERNEL:
@@ -564,7 +566,7 @@ def test_what_reads_a_parameter_under_a_rule_writes_into_what_it_is_given(policy
     writes = {
         "mask": lambda h, p: h.__setitem__(MASK, p), "row": lambda h, p: h.__setitem__(1, p), "add": torch.Tensor.add_,
         "copy": torch.Tensor.copy_, "put": lambda h, p: h.index_put_((ROWS,), p.expand(2, 4)),
-        "lerp": lambda h, p: h.lerp_(p.expand(4, 4), 0.5), 
+        "lerp": lambda h, p: h.lerp_(p.expand(4, 4), 0.5),
         "out": lambda h, p: torch.add(h.detach(), p.detach(), out=h.detach()),
         "sum": lambda h, p: h.index_add_(0, ROWS, p.expand(2, 4)), "aten": lambda h, p: torch.ops.aten.add_(h, p),
     }  # fmt: skip

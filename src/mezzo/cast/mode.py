@@ -461,8 +461,8 @@ def _write_in_place(
             target = here.dtype  # emulated; of other dtypes nothing is cast
     if target is None or not target.is_floating_point:
         return func(*args, **kwargs)
-    handler = _plain(handler, here, target)
-    if not handler.emulated and (into.dtype == target or into.dtype not in CASTABLE):
+    is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
+    if not is_made and (into.dtype == target or into.dtype not in CASTABLE):
         return _compute(handler, here, casts, func, args, kwargs, target)
     # What is saved for the backward pass is not what is written to.
     before = into.clone() if into.dtype == target else into
@@ -483,20 +483,12 @@ def _write_out(
     target = next(iter(dtypes)) if handler.written == "follows" else _target(handler, here, args, operands)
     if target is None or not target.is_floating_point:
         return func(*args, **kwargs)
-    handler = _plain(handler, here, target)
-    if not handler.emulated and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
+    is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
+    if not is_made and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
         return _compute(handler, here, casts, func, args, kwargs, target)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors((args, operands))):
         return func(*args, **kwargs)  # torch refuses that: nothing differentiates what writes so
     return _put(_compute(handler, here, casts, func, args, operands, target), into)
-
-
-def _plain(handler: Handler, here: Differences | Traced, target: torch.dtype) -> Handler:
-    """Return how a product is computed that is written in a dtype: emulated where that is low, and never quantised."""
-    is_emulated = handler.emulated and target == here.dtype
-    if handler.recipe is None and handler.emulated == is_emulated:
-        return handler
-    return dataclasses.replace(handler, emulated=is_emulated, recipe=None)
 
 
 def _put(results: Any, into: Any) -> Any:
