@@ -21,12 +21,16 @@ from mezzo.tensors import LOW, dtype_name, tensors, tree_map_only
 #: arguments that do not go together, or are to be integers.
 _WORDS: Final = re.compile(r"not implemented for|not supported|nsupported dtype|but (got|found)")
 _OTHERS: Final = re.compile(r"same (dtype|type|scalar type)|xpected (scalar type|dtype|object of)")
+#: What an error says that may be about dtypes.
+_TYPES: Final = re.compile(r"[Dd]type|[Ss]calar ?[Tt]ype|types other|[Ff]loat|[Hh]alf|[Pp]recision")
 #: How they write these dtypes.
 _CALLED: Final = {
     torch.float16: ("Half", "float16"),
     torch.bfloat16: ("BFloat16", "bfloat16"),
     torch.float32: ("Float", "float32"),
 }
+#: What is not called a second time with other tensors: it returns their memory, or does something to them.
+_ONCE: Final = VIEWS | {"__set__", "__setitem__", "__delitem__", "set_", "resize_", "resize_as_", "swap_tensors"}
 
 
 def lacks(error: RuntimeError, dtypes: Iterable[torch.dtype]) -> bool:
@@ -37,10 +41,10 @@ def lacks(error: RuntimeError, dtypes: Iterable[torch.dtype]) -> bool:
 
 
 def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device_type: str) -> Any:
-    """Run a function in FP32 that has no kernel for the 16 bits that it was given.
+    """Run a function in FP32 that raises for the 16 bits that it was given.
 
-    torch asks for a kernel before it writes or draws anything, so that the function can be called once more. What
-    writes to a tensor of 16 bits writes there what comes out, rounded.
+    Whether these are the reason is found by trying: errors have many words. torch asks for a kernel before it writes or
+    draws anything. What writes to a tensor of 16 bits writes there what comes out, rounded.
 
     Args:
         error: What the function raised.
@@ -50,29 +54,37 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
         device_type: The device of the region.
 
     Raises:
-        RuntimeError: The error, where it speaks of something else; or what the function raises in FP32.
+        RuntimeError: The error, where FP32 is no cure; what the function raises in FP32, where a kernel was missing.
         UnsupportedError: There is no kernel for FP32 either.
     """
     low = {x.dtype for x in tensors((args, kwargs)) if x.dtype in LOW}
     name = getattr(function, "__name__", "")
-    if not lacks(error, low) or name in VIEWS:
+    if not low or name in _ONCE or isinstance(error, UnsupportedError) or not _TYPES.search(str(error)):
         raise error
     wide_args, wide_kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype in LOW else x, (args, kwargs))
     try:
         with without_autocast([device_type]):
             out = function(*wide_args, **wide_kwargs)
     except RuntimeError as further:
-        if not lacks(further, [torch.float32]):
-            raise
-        raise no_kernel(name_of(function), (*low, torch.float32), error, device_type) from error
-    if (into := kwargs.get("out")) is None and is_in_place(name):
-        into = args[0]
-    if into is not None:
-        for target, result in zip(tensors([into]), tensors([out]), strict=True):
-            target.copy_(result)
-        return into
-    write_back(function, (args, kwargs), (wide_args, wide_kwargs))
-    return out
+        if lacks(further, [torch.float32]):
+            raise no_kernel(name_of(function), (*low, torch.float32), error, device_type) from error
+        raise (further if lacks(error, low) else error) from None
+    into = kwargs.get("out"), wide_kwargs.get("out")
+    if (name.endswith("_") and not name.endswith("__")) or is_in_place(name) or kwargs.get("inplace"):
+        into = args[0], wide_args[0]
+    if into[0] is None:
+        write_back(function, (args, kwargs), (wide_args, wide_kwargs))
+        return out
+    _copy(*into)
+    return into[0] if out is not None else None
+
+
+def _copy(given: Any, written: Any) -> None:
+    for old, new in zip(tensors([given]), tensors([written]), strict=True):
+        if old is not new:
+            if old.shape != new.shape:  # as out= does
+                old.resize_(new.shape)
+            old.copy_(new)
 
 
 def write_back(function: Any, given: tuple[Any, Any], run_with: tuple[Any, Any]) -> None:
@@ -85,9 +97,7 @@ def write_back(function: Any, given: tuple[Any, Any], run_with: tuple[Any, Any])
     """
     for place, name in _written(function) if isinstance(function, OpOverload | OpOverloadPacket) else ():
         before, after = (args[place] if place < len(args) else named.get(name) for args, named in (given, run_with))
-        for old, new in zip(tensors([before]), tensors([after]), strict=True):
-            if old is not new:
-                old.copy_(new)
+        _copy(before, after)
 
 
 @functools.lru_cache(maxsize=1024)
