@@ -32,7 +32,7 @@ def walked(word, samples):
             for form, function in forms(op):
                 try:
                     want = ran(function, call, form, low)
-                except Exception:  # noqa: S112 - what FP32 refuses
+                except Exception:  # which FP32 refuses
                     continue
                 try:
                     with torch.autograd.set_multithreading_enabled(False):

@@ -23,8 +23,8 @@ def fallen(module, *arguments):
         cwd=here, env={**os.environ, "PYTHONPATH": f"{here / 'src'}{os.pathsep}{here}", "PYTHONWARNINGS": "ignore"},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
-    running = next((line for line in reversed(ran.stderr.splitlines()) if line.startswith("running ")), "running nothing")
-    assert ran.returncode == 0, f"the process died of {ran.returncode} while {running}\n{ran.stderr[-2000:]}"
+    last = [line for line in ran.stderr.splitlines() if line.startswith("running ")][-1:]
+    assert ran.returncode == 0, f"the process died of {ran.returncode} while {last}\n{ran.stderr[-2000:]}"
     return {(name, form): words for name, form, words in json.loads(ran.stdout.splitlines()[-1])}
 
 

@@ -285,13 +285,14 @@ _ROWS: Final = (
         upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
         upsample_bicubic2d _upsample_bicubic2d_aa"""),
+    _Rows("fp32_math", "reduction", "segment_reduce fold", note="torch's CPU adds up element by element in 16 bits"),
     _Rows("fp32", "bandwidth-bound", "affine_grid affine_grid_generator",
           note="coordinates are no data: of 512 pixels in a row BF16 tells half apart"),
     _Rows("fp32", "reduction", "histc", note="a count in 16 bits stops at 256, or at 2,048"),
     # Torch's CUDA kernels take no low input, or take it only here and there; FP32 runs everywhere.
     _Rows("fp32", "no low kernel", """
         quantile nanquantile stft polar view_as_complex trace cholesky cholesky_inverse cholesky_solve qr ormqr geqrf
-        svd triangular_solve fake_quantize_per_tensor_affine
+        svd triangular_solve fake_quantize_per_tensor_affine fake_quantize_per_channel_affine
         fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn
         fft_irfftn fft_hfft fft_ihfft fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn
         linalg_cond linalg_matrix_rank linalg_solve linalg_cholesky linalg_cholesky_ex linalg_svdvals linalg_svd
@@ -371,16 +372,16 @@ _ROWS: Final = (
         xlog1py"""),
     _Rows("native", "reduction", """
         mean nanmean nansum std std_mean var var_mean amax amin aminmax max min median nanmedian mode kthvalue
-        cummax cummin logcumsumexp segment_reduce"""),
+        cummax cummin logcumsumexp"""),
     _Rows("native", "reduction", "batch_norm instance_norm", note="torch's kernel mixes dtypes, statistics in FP32"),
     _Rows("native", "type-mixing", """
         hstack vstack dstack column_stack block_diag index_fill select_scatter slice_scatter
         diagonal_scatter as_strided_scatter"""),
     _Rows("native", "no low kernel", """
-        lu_unpack istft fake_quantize_per_channel_affine complex"""),
+        lu_unpack istft complex"""),
     _Rows("native", "gemm", "scaled_mm scaled_grouped_mm", note="the caller chooses the formats"),
     _Rows("native", "data movement", """
-        channel_shuffle clone combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud fold
+        channel_shuffle clone combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud
         gather index_select masked_select msort narrow_copy native_channel_shuffle pixel_shuffle pixel_unshuffle
         repeat repeat_interleave roll rot90 slice_inverse sort take take_along_dim tile topk tril triu unique
         unique_consecutive"""),
