@@ -9,7 +9,6 @@ from .walked import LOW, fallen, units
 
 #: What may raise, by ``op: form``, and why.
 RAISES = {
-    "lobpcg: *": "Python that no mode sees, with a table of dtypes that has no 16 bits",
     "bmm: sparse": "torch has no product of a batch for this layout in 16 bits",
 }
 #: Results that are not FP32's within some units of the format, and why.

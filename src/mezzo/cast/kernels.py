@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 
 from mezzo.cast.emulate import without_autocast
+from mezzo.cast.notes import WATCHERS, during
 from mezzo.dispatch import OpOverload, OpOverloadPacket
 from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.policy.ops import VIEWS, is_in_place, resolve
@@ -61,10 +62,13 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
     name = getattr(function, "__name__", "")
     if not low or name in _ONCE or isinstance(error, UnsupportedError) or not _TYPES.search(str(error)):
         raise error
-    wide_args, wide_kwargs = tree_map_only(Tensor, lambda x: x.float() if x.dtype in LOW else x, (args, kwargs))
+    wide_args, wide_kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
     try:
         with without_autocast([device_type]):
-            out = function(*wide_args, **wide_kwargs)
+            if WATCHERS:
+                out = during("widened", function, functools.partial(function, *wide_args, **wide_kwargs))
+            else:
+                out = function(*wide_args, **wide_kwargs)
     except RuntimeError as further:
         if lacks(further, [torch.float32]):
             raise no_kernel(name_of(function), (*low, torch.float32), error, device_type) from error
@@ -77,6 +81,12 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
         return out
     _copy(*into)
     return into[0] if out is not None else None
+
+
+def _widened(x: Tensor) -> Tensor:
+    if x.dtype not in LOW:
+        return x
+    return cast(Tensor, during("cast", torch.float32, x.float)) if WATCHERS else x.float()
 
 
 def _copy(given: Any, written: Any) -> None:
