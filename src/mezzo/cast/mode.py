@@ -29,6 +29,7 @@ from mezzo.cast.differences import (
     traced,
 )
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
+from mezzo.cast.kernels import lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
 from mezzo.compiling import casts_are_placed, compiled_inside_alone
@@ -44,7 +45,7 @@ from mezzo.dispatch import (
 from mezzo.errors import UnsupportedError
 from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, dtype_name, mark, tensors, tree_is_leaf, tree_map
+from mezzo.tensors import CASTABLE, mark, tensors, tree_is_leaf, tree_map
 from mezzo.weights.halves import Halves
 
 # Casting what a user passes around: tensors in nested containers, dataclasses and mappings.
@@ -226,8 +227,6 @@ class WeightCasts:
 
 C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
 
-#: How torch says that it has no kernel for a dtype.
-_NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
 #: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
 _INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
 #: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
@@ -270,8 +269,10 @@ class PolicyMode(TorchFunctionMode):
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
-        if self.shadows or (not compiling and self.only is not None and _is_idle(func, self.only)):
+        if self.shadows:
             return func(*args, **kwargs)
+        if not compiling and self.only is not None and _is_idle(func, self.only):
+            return _run_plain(self.only, func, args, kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
                 return OPENED_BACKWARD(*args, **kwargs)
@@ -306,7 +307,7 @@ class PolicyMode(TorchFunctionMode):
         if opened is not None:
             with self:
                 return opened(*args, **kwargs)
-        return func(*args, **kwargs)
+        return _run_plain(here, func, args, kwargs)
 
     def differences(self, args: Any, kwargs: Any) -> Differences | None:
         """Return the differences for the device of a call's tensors."""
@@ -374,6 +375,18 @@ def _acts(here: Differences | Traced) -> bool:
     return not here.autocast or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == here.dtype)
 
 
+def _run_plain(here: Differences | Traced, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run what no row and no rule names: in FP32 where it has no low kernel, which a compiled graph cannot try."""
+    if isinstance(here, Traced):
+        return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if not here.autocast or not _acts(here) or here.policy.lists == "device":
+            raise
+        return otherwise(error, func, args, kwargs, here.device_type)
+
+
 def _carry_out(
     handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
 ) -> Any:
@@ -434,9 +447,12 @@ def _compute(
     enabled = torch.is_autocast_enabled(here.device_type)  # the same, without the cost of entering a context
     torch.set_autocast_enabled(here.device_type, False)
     try:
-        return _run(handler, here, func, args, kwargs, given)
+        out = _run(handler, here, func, args, kwargs, given)
     finally:
         torch.set_autocast_enabled(here.device_type, enabled)
+    if "::" in handler.op:
+        write_back(func, given, (args, kwargs))
+    return out
 
 
 def _write_in_place(
@@ -460,7 +476,7 @@ def _write_in_place(
         case "left" if _all_low((args, kwargs), here.dtype):
             target = here.dtype  # emulated; of other dtypes nothing is cast
     if target is None or not target.is_floating_point:
-        return func(*args, **kwargs)
+        return _run_plain(here, func, args, kwargs)
     is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
     if not is_made and (into.dtype == target or into.dtype not in CASTABLE):
         return _compute(handler, here, casts, func, args, kwargs, target)
@@ -482,7 +498,7 @@ def _write_out(
     dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
     target = next(iter(dtypes)) if handler.written == "follows" else _target(handler, here, args, operands)
     if target is None or not target.is_floating_point:
-        return func(*args, **kwargs)
+        return _run_plain(here, func, args, kwargs)
     is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
     if not is_made and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
         return _compute(handler, here, casts, func, args, kwargs, target)
@@ -528,14 +544,12 @@ def _run(
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if handler.treatment not in ("low", *QUANTISED) or not any(words in str(error) for words in _NO_KERNEL):
+        if handler.treatment == "promote" and not torch.compiler.is_compiling():
+            return otherwise(error, func, args, kwargs, here.device_type)
+        dtypes = {x.dtype for x in _floats(args, kwargs)}
+        if handler.treatment == "ban" or not lacks(error, dtypes) or torch.compiler.is_compiling():
             raise
-        raise UnsupportedError(
-            f"{handler.op} has no kernel in {dtype_name(here.dtype)}",
-            where=f"device {here.device_type}",
-            why=str(error).splitlines()[0],
-            write=f"{both(f'fp32_math={handler.op}')}: FP32 inside, low out; or {both(f'fp32={handler.op}')}",
-        ) from error
+        raise no_kernel(handler.op, dtypes, error, here.device_type) from error
 
 
 def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None:
@@ -609,13 +623,15 @@ def _cast(
 def _banned(handler: Handler) -> UnsupportedError:
     op = handler.op
     instead = {"binary_cross_entropy": "binary_cross_entropy_with_logits on the values before the sigmoid"}
-    return UnsupportedError(
+    error = UnsupportedError(
         f"{op} is banned under this policy",
         where=f"a mezzo.autocast region, op {op}",
         why=handler.reason
         or ("its gradient overflows in low precision" if op in instead else "a rule of the policy bans it"),
         write=f"{instead.get(op, 'another op')}; or allow it: {both(f'fp32={op}')}",
     )
+    error.awaits_place = True
+    return error
 
 
 #: torch.autograd.backward hands itself over to a mode whole; opened, the mode stays active while it runs.
