@@ -72,7 +72,7 @@ class Differences:
         if handler.op not in QUANTISABLE:
             return handler
         recipe = recipe_on(self.device_type, self.policy, treatment, emulated=handler.emulated)
-        return dataclasses.replace(handler, treatment=treatment, recipe=recipe)
+        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, by_arguments=None)
 
     def native(self) -> contextlib.AbstractContextManager[Any]:
         """Return torch's own autocast in the state these differences are from."""
@@ -154,7 +154,11 @@ def _find(
                 recipe_on(device_type, policy, rule.treatment, emulated="products" in emulated)
     if differing:  # the mode runs anyway: products go through it too, so that their weights are cast once
         differing.update(alike)
-    handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
+    handlers = {
+        function: handler
+        for op, handler in differing.items()
+        for function in (functions if handler.by_arguments is None else callables)(op)
+    }
     if "products" in emulated:  # what writes to a low tensor; of other dtypes nothing is cast
         of = {name: Handler(op=name, treatment="native", emulated=True) for name in IN_PLACE}
         handlers |= {function: handler for name, handler in of.items() for function in callables(name)}
@@ -199,7 +203,8 @@ def _treated(
             # torch's CPU autocast casts what is inside, and that would mix dtypes here, where autocast is off.
             return Handler(op=op, treatment="low", emulated=True, keeps_states=True), True
         if op in REACHED and torch_does == "native":
-            return Handler(op=op, treatment="low", emulated=True), True
+            by_arguments = BY_ARGUMENTS.get(op) if op == "einsum" else None  # which torch, too, casts at its products
+            return Handler(op=op, treatment="low", emulated=True, by_arguments=by_arguments), True
     by_emulation = is_emulated and op in EMULATED and wanted in ("low", "native", "promote")
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"

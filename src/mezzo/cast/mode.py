@@ -259,7 +259,7 @@ class PolicyMode(TorchFunctionMode):
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         compiling = torch.compiler.is_compiling()
-        if self.shadows or (not compiling and self.only is not None and _is_idle(func, self.only)):
+        if self.shadows or (not compiling and self.only is not None and _is_idle(func, self.only, args, kwargs)):
             return func(*args, **kwargs)
         # out= variants are never cast, and compiled code calls its products so; Python functions are still opened.
         if kwargs.get("out") is not None and type(func) is not types.FunctionType:
@@ -288,6 +288,15 @@ class PolicyMode(TorchFunctionMode):
                 if treatment not in QUANTISED:
                     return _read_pinned(param, here, self.casts, func, args, kwargs)
                 handler = handler and here.as_pinned(handler, treatment)
+        if handler is not None and handler.by_arguments is not None:
+            instead = handler.by_arguments(args, kwargs)
+            if instead is not None and instead.parts is not None:
+                with self:
+                    return instead.parts()
+            if instead is None and handler.treatment == "native":
+                return func(*args, **kwargs)
+            if instead is not None:  # elementwise products of low operands run where the others do: emulated, too
+                handler = dataclasses.replace(handler, treatment=instead.treatment, rounds_to="widest", recipe=None)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
@@ -345,10 +354,14 @@ def acting_differences(args: Any, kwargs: Any) -> Differences | None:
     return here if here is not None and _acts(here) else None
 
 
-def _is_idle(func: Any, here: Differences) -> bool:
-    """Whether nothing is done about a function, whatever it is given: most, and all that read a tensor's attribute."""
-    is_known = func in here.handlers or func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS
-    return not is_known and not here.pinned
+def _is_idle(func: Any, here: Differences, args: Any, kwargs: Any) -> bool:
+    """Whether nothing is done about a call: of most functions, and of all that read a tensor's attribute."""
+    if here.pinned:
+        return False
+    if (handler := here.handlers.get(func)) is not None:
+        asks = handler.by_arguments
+        return asks is not None and handler.treatment == "native" and asks(args, kwargs) is None
+    return not (func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS)
 
 
 def _acts(here: Differences | Traced) -> bool:
@@ -368,8 +381,6 @@ def _carry_out(
     # In-place and out= variants are never cast, as in torch.autocast.
     if kwargs.get("out") is not None:
         return func(*args, **kwargs)
-    if handler.by_arguments is not None and (instead := handler.by_arguments(args, kwargs)) is not None:
-        handler = dataclasses.replace(handler, treatment=instead, rounds_to="widest", emulated=False, recipe=None)
     target: torch.dtype | None = None
     match handler.treatment:
         case "low" | "fp8" | "mxfp8" | "nvfp4":

@@ -280,10 +280,13 @@ _ROWS: Final = (
         upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
         upsample_bicubic2d _upsample_bicubic2d_aa"""),
+    _Rows("fp32", "reduction", "var std var_mean std_mean", note="the square of 256 is beyond FP16"),
+    _Rows("fp32_math", "reduction", "segment_reduce fold col2im", note="torch's CPU adds up element by element in 16 bits"),
     # Torch's CUDA kernels take no low input, or take it only here and there; FP32 runs everywhere.
     _Rows("fp32", "no low kernel", """
         quantile nanquantile stft polar view_as_complex trace cholesky cholesky_inverse cholesky_solve qr ormqr geqrf
-        svd triangular_solve fake_quantize_per_tensor_affine
+        svd triangular_solve complex fake_quantize_per_tensor_affine fake_quantize_per_channel_affine
+        fused_moving_avg_obs_fake_quant _fused_moving_avg_obs_fq_helper
         fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn
         fft_irfftn fft_hfft fft_ihfft
         linalg_cond linalg_matrix_rank linalg_solve linalg_cholesky linalg_cholesky_ex linalg_svdvals linalg_svd
@@ -348,8 +351,8 @@ _ROWS: Final = (
         laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
         shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w"""),
     _Rows("native", "reduction", """
-        mean nanmean nansum std std_mean var var_mean amax amin aminmax max min median nanmedian mode kthvalue
-        cummax cummin logcumsumexp segment_reduce histc histogram histogramdd"""),
+        mean nanmean nansum amax amin aminmax max min median nanmedian mode kthvalue cummax cummin logcumsumexp
+        histc histogram histogramdd"""),
     _Rows("native", "reduction", "batch_norm instance_norm", note="torch's kernel mixes dtypes, statistics in FP32"),
     _Rows("native", "type-mixing", """
         hstack vstack dstack column_stack block_diag index_add index_reduce scatter scatter_reduce put masked_scatter
@@ -357,11 +360,11 @@ _ROWS: Final = (
     _Rows("native", "no low kernel", """
         linalg_det linalg_slogdet logdet linalg_solve_ex linalg_solve_triangular linalg_ldl_factor
         linalg_ldl_factor_ex linalg_ldl_solve linalg_lu_factor_ex lu_unpack istft
-        fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn fake_quantize_per_channel_affine complex"""),
+        fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn"""),
     _Rows("native", "gemm", "scaled_mm scaled_grouped_mm", note="the caller chooses the formats"),
     _Rows("native", "data movement", """
-        channel_shuffle clone combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud fold
-        gather index_select masked_select msort narrow_copy native_channel_shuffle pixel_shuffle pixel_unshuffle
+        channel_shuffle clone combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud
+        gather im2col index_select masked_select msort narrow_copy native_channel_shuffle pixel_shuffle pixel_unshuffle
         repeat repeat_interleave roll rot90 slice_inverse sort take take_along_dim tile topk tril triu unique
         unique_consecutive"""),
     _Rows("native", "data movement", "fft_fftshift fft_ifftshift"),
