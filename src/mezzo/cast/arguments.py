@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import EllipsisType, NoneType
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -41,7 +40,7 @@ _RUNNING: Final = Instead("fp32_math", "it adds up element by element, and round
 _RUNNING_GRADIENT: Final = Instead("fp32_math", "its gradient is added up element by element, and rounded once")
 _BATCHED: Final = Instead("fp32_math", "under torch.func its arithmetic is written out, and takes one dtype")
 
-_SPARSE_LAYOUTS: Final = frozenset(
+SPARSE_LAYOUTS: Final = frozenset(
     {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 )
 
@@ -61,7 +60,7 @@ def _products(contracts: Callable[[Any, Any], bool]) -> ByArguments:
 def _layout(values: Sequence[Any]) -> Instead | None:
     for each in values:
         if isinstance(each, Tensor) and each.layout is not torch.strided:
-            if each.layout in _SPARSE_LAYOUTS:
+            if each.layout in SPARSE_LAYOUTS:
                 return _SPARSE
             if each.is_mkldnn:
                 return _OTHER_LAYOUT
@@ -235,27 +234,28 @@ def _written_out(args: Any, kwargs: Any) -> Instead | None:
     return None if torch.compiler.is_compiling() or not is_transformed() else _BATCHED
 
 
+#: What is asked about complex numbers, where low is FP16: beside BF16 torch makes a complex64 of one.
+MAKES_COMPLEX: Final = tuple("mul add sub rsub div where addcmul addcdiv".split())
+
 #: By the op's base name. A rule on the op is about all of its calls, and these are not asked.
-BY_ARGUMENTS: Final[Mapping[str, ByArguments]] = types.MappingProxyType(
-    {
-        **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv"), _products(_inner(0, "input self mat1"))),
-        **dict.fromkeys(("dot", "vdot", "inner", "tensordot"), _products(_always)),
-        **dict.fromkeys(("addmm", "_addmm_activation", "addmv", "baddbmm"), _products(_inner(1, "mat1 mat batch1"))),
-        "addbmm": _products(_batched_inner),
-        "addr": _products(_never),
-        "linalg_vecdot": _products(_inner_of_vecdot),
-        **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), _products(_inner_of_many)),
-        "einsum": _einsum,
-        **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _products(_taps)),
-        **{f"conv_transpose{dims}d": _products(_transposed_taps) for dims in (1, 2, 3)},
-        "convolution": _products(_any_taps),
-        "conv_tbc": _products(_taps_of_tbc),
-        "index_put": _accumulates(3),
-        "put": _accumulates(3),
-        "getitem": _indexes,
-        **dict.fromkeys("index_select gather take take_along_dim repeat_interleave im2col".split(), _gathers),
-        **dict.fromkeys(("embedding", "embedding_bag"), _looks_up),
-        **dict.fromkeys("mul add sub rsub div where addcmul addcdiv".split(), _makes_complex),
-        **dict.fromkeys(("batch_norm", "instance_norm"), _written_out),
-    }
-)
+BY_ARGUMENTS: Final[dict[str, ByArguments]] = {
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv"), _products(_inner(0, "input self mat1"))),
+    **dict.fromkeys(("dot", "vdot", "inner", "tensordot"), _products(_always)),
+    **dict.fromkeys(("addmm", "_addmm_activation", "addmv", "baddbmm"), _products(_inner(1, "mat1 mat batch1"))),
+    "addbmm": _products(_batched_inner),
+    "addr": _products(_never),
+    "linalg_vecdot": _products(_inner_of_vecdot),
+    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), _products(_inner_of_many)),
+    "einsum": _einsum,
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _products(_taps)),
+    **{f"conv_transpose{dims}d": _products(_transposed_taps) for dims in (1, 2, 3)},
+    "convolution": _products(_any_taps),
+    "conv_tbc": _products(_taps_of_tbc),
+    "index_put": _accumulates(3),
+    "put": _accumulates(3),
+    "getitem": _indexes,
+    **dict.fromkeys("index_select gather take take_along_dim repeat_interleave im2col".split(), _gathers),
+    **dict.fromkeys(("embedding", "embedding_bag"), _looks_up),
+    **dict.fromkeys(MAKES_COMPLEX, _makes_complex),
+    **dict.fromkeys(("batch_norm", "instance_norm"), _written_out),
+}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mezzo.cast.arguments import BY_ARGUMENTS, ByArguments
+from mezzo.cast.arguments import BY_ARGUMENTS, MAKES_COMPLEX
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
@@ -36,7 +36,7 @@ class Handler:
     low_result: bool = False  # what comes out goes to the compute dtype
     keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
     rounds_to: Literal["first", "widest"] = "first"  # of operands, whose dtype fp32_math returns
-    by_arguments: ByArguments | None = None  # what a call's arguments say, where no rule decides
+    asks: bool = False  # whether a call's arguments are asked what it gets: where no rule decides
     reason: str = ""  # of a ban
 
 
@@ -72,7 +72,7 @@ class Differences:
         if handler.op not in QUANTISABLE:
             return handler
         recipe = recipe_on(self.device_type, self.policy, treatment, emulated=handler.emulated)
-        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, by_arguments=None)
+        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, asks=False)
 
     def native(self) -> contextlib.AbstractContextManager[Any]:
         """Return torch's own autocast in the state these differences are from."""
@@ -145,7 +145,7 @@ def _find(
         every[op] = handler
         if differs:
             differing[op] = handler
-        elif handler.treatment == "low" or handler.by_arguments is not None:
+        elif handler.treatment == "low" or handler.asks:
             alike[op] = handler
     if any(rule.param is not None and rule.treatment in QUANTISED for rule in policy.rules):
         differing.update({op: every[op] for op in QUANTISABLE})
@@ -157,7 +157,7 @@ def _find(
     handlers = {
         function: handler
         for op, handler in differing.items()
-        for function in (functions if handler.by_arguments is None else callables)(op)
+        for function in (callables if handler.asks else functions)(op)
     }
     if "products" in emulated:  # what writes to a low tensor; of other dtypes nothing is cast
         of = {name: Handler(op=name, treatment="native", emulated=True) for name in IN_PLACE}
@@ -203,8 +203,8 @@ def _treated(
             # torch's CPU autocast casts what is inside, and that would mix dtypes here, where autocast is off.
             return Handler(op=op, treatment="low", emulated=True, keeps_states=True), True
         if op in REACHED and torch_does == "native":
-            by_arguments = BY_ARGUMENTS.get(op) if op == "einsum" else None  # which torch, too, casts at its products
-            return Handler(op=op, treatment="low", emulated=True, by_arguments=by_arguments), True
+            # Torch, too, casts at the products that an equation reaches.
+            return Handler(op=op, treatment="low", emulated=True, asks=op == "einsum"), True
     by_emulation = is_emulated and op in EMULATED and wanted in ("low", "native", "promote")
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
@@ -215,12 +215,12 @@ def _treated(
     # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
     differs = is_ruled or wanted != torch_does or by_emulation or built_in
     # Where torch's own lists hold, or nothing is cast, no argument changes that.
-    asks = autocasts and not is_ruled and policy.lists == "portable"
-    by_arguments = BY_ARGUMENTS.get(op) if asks else None
+    asks = autocasts and not is_ruled and policy.lists == "portable" and op in BY_ARGUMENTS
+    asks &= op not in MAKES_COMPLEX or policy.dtype == torch.float16
     is_mixing = not is_ruled and op in OPS and OPS[op].reason == "type-mixing"
     rounds_to: Literal["first", "widest"] = "widest" if is_mixing else "first"
     return Handler(
-        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, by_arguments=by_arguments, reason=reason
+        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, asks=asks, reason=reason
     ), differs
 
 

@@ -51,7 +51,8 @@ def read(equation: str, dims: tuple[int, ...]) -> Equation | None:
         return None
     stands = "".join(free[: max(hidden)])
     inputs = [
-        each.replace("...", stands[len(stands) - number :]) for each, number in zip(left.split(","), hidden, strict=True)
+        each.replace("...", stands[len(stands) - number :])
+        for each, number in zip(left.split(","), hidden, strict=True)
     ]
     if any(len(each) != number for each, number in zip(inputs, dims, strict=True)):
         return None

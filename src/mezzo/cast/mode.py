@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from mezzo.backward import node_of
+from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS
 from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.notes import WATCHERS, during
@@ -220,7 +221,10 @@ C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
 #: How torch says that it has no kernel for a dtype.
 _NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
 #: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
-_INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+_INPUT_ONLY: Final = frozenset(
+    """batch_norm instance_norm native_batch_norm fused_moving_avg_obs_fake_quant
+    _fused_moving_avg_obs_fq_helper""".split()
+)
 #: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
 _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
@@ -288,8 +292,8 @@ class PolicyMode(TorchFunctionMode):
                 if treatment not in QUANTISED:
                     return _read_pinned(param, here, self.casts, func, args, kwargs)
                 handler = handler and here.as_pinned(handler, treatment)
-        if handler is not None and handler.by_arguments is not None:
-            instead = handler.by_arguments(args, kwargs)
+        if handler is not None and handler.asks:
+            instead = BY_ARGUMENTS[handler.op](args, kwargs)
             if instead is not None and instead.parts is not None:
                 with self:
                     return instead.parts()
@@ -359,8 +363,7 @@ def _is_idle(func: Any, here: Differences, args: Any, kwargs: Any) -> bool:
     if here.pinned:
         return False
     if (handler := here.handlers.get(func)) is not None:
-        asks = handler.by_arguments
-        return asks is not None and handler.treatment == "native" and asks(args, kwargs) is None
+        return handler.asks and handler.treatment == "native" and BY_ARGUMENTS[handler.op](args, kwargs) is None
     return not (func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS)
 
 
@@ -505,6 +508,9 @@ def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> A
     if isinstance(value, Tensor):
         if value.dtype == dtype or value.dtype not in CASTABLE:
             return value
+        if value.requires_grad and value.layout in SPARSE_LAYOUTS:
+            made: Tensor = _SparseCast.apply(value, dtype)  # type: ignore[no-untyped-call]
+            return made
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
             return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
@@ -514,6 +520,19 @@ def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> A
     if type(value) is dict:
         return {key: _cast(item, dtype, casts) for key, item in value.items()}
     return value
+
+
+class _SparseCast(torch.autograd.Function):
+    """A cast of a sparse tensor, whose gradient may be dense: that of a product with it is, and no cast takes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype), None
 
 
 def _banned(handler: Handler) -> UnsupportedError:

@@ -108,6 +108,8 @@ SPELLINGS: Final = _pairs("""
     _grid_sampler_2d_cpu_fallback=grid_sampler_2d _lu_with_info=linalg_lu_factor _softmax=softmax
     _log_softmax=log_softmax native_group_norm=group_norm native_batch_norm=batch_norm native_dropout=dropout
     _scaled_mm=scaled_mm _scaled_grouped_mm=scaled_grouped_mm
+    _sparse_mm=sparse_mm _sparse_addmm=sparse_addmm _sparse_softmax=sparse_softmax sparse_sum=_sparse_sum
+    _sparse_log_softmax=sparse_log_softmax col2im=fold
     logsoftmax=log_softmax layernorm=layer_norm batchnorm=batch_norm groupnorm=group_norm rmsnorm=rms_norm
     sdpa=scaled_dot_product_attention attention=scaled_dot_product_attention bce=binary_cross_entropy
     bce_with_logits=binary_cross_entropy_with_logits logsigmoid_forward=logsigmoid log_sigmoid=logsigmoid
@@ -281,12 +283,13 @@ _ROWS: Final = (
         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
         upsample_bicubic2d _upsample_bicubic2d_aa"""),
     _Rows("fp32", "reduction", "var std var_mean std_mean", note="the square of 256 is beyond FP16"),
-    _Rows("fp32_math", "reduction", "segment_reduce fold col2im", note="torch's CPU adds up element by element in 16 bits"),
+    _Rows("fp32_math", "reduction", "segment_reduce fold", note="torch's CPU adds up element by element in 16 bits"),
     # Torch's CUDA kernels take no low input, or take it only here and there; FP32 runs everywhere.
     _Rows("fp32", "no low kernel", """
         quantile nanquantile stft polar view_as_complex trace cholesky cholesky_inverse cholesky_solve qr ormqr geqrf
         svd triangular_solve complex fake_quantize_per_tensor_affine fake_quantize_per_channel_affine
         fused_moving_avg_obs_fake_quant _fused_moving_avg_obs_fq_helper
+        sparse_mm sparse_addmm sparse_sampled_addmm sparse_softmax sparse_log_softmax _sparse_sum smm sspaddmm hspmm
         fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn
         fft_irfftn fft_hfft fft_ihfft
         linalg_cond linalg_matrix_rank linalg_solve linalg_cholesky linalg_cholesky_ex linalg_svdvals linalg_svd
