@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mezzo.cast.arguments import BY_ARGUMENTS, MAKES_COMPLEX
+from mezzo.cast.arguments import BY_ARGUMENTS, MAKES_COMPLEX, Instead
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
@@ -51,6 +51,7 @@ class Differences:
     gives_back: bool  # whether what reads a parameter with a rule of its own returns the compute dtype
     emulated: frozenset[Family]  # the families of products that compute in FP32 from rounded operands
     handlers: Mapping[Callable[..., Any], Handler]
+    asked: frozenset[str]  # the ops whose calls' arguments are asked what they get
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
     pinned: Mapping[int, Treatment]
     pins_buffers: bool  # whether one of the pinned tensors is no ``nn.Parameter``
@@ -66,6 +67,10 @@ class Differences:
         if isinstance(function, OpOverloadPacket) or (isinstance(function, OpOverload) and self.autocast):
             return next((self.handlers[each] for each in _of_operator(function) if each in self.handlers), None)
         return self.handlers.get(function)
+
+    def instead(self, op: str, args: Any, kwargs: Any) -> Instead | None:
+        """Return what a call gets instead of its op's treatment, if its arguments say so."""
+        return BY_ARGUMENTS[op](args, kwargs) if op in self.asked else None
 
     def as_pinned(self, handler: Handler, treatment: Treatment) -> Handler:
         """Return how a function is carried out that reads a parameter under a rule on its products."""
@@ -165,6 +170,7 @@ def _find(
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         gives_back=not policy.casts and not is_island, handlers=handlers, opened=_concerned(handlers),
+        asked=frozenset(handler.op for handler in handlers.values() if handler.asks),
         pinned={}, pins_buffers=False, memories=(),
         key=", emulated ".join((f"{policy.region_text()} in {module!r} on {device_type}", *sorted(emulated))),
     )  # fmt: skip
