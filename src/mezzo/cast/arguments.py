@@ -51,20 +51,17 @@ def _products(contracts: Callable[[Any, Any], bool]) -> ByArguments:
     """Make what is asked about products: of operands that are not strided, and of those that contract nothing."""
 
     def ask(args: Any, kwargs: Any) -> Instead | None:
-        other = _layout(args if not kwargs else (*args, *kwargs.values()))
-        return other or (None if contracts(args, kwargs) else _ELEMENTWISE)
+        for each in args if not kwargs else (*args, *kwargs.values()):
+            if isinstance(each, Tensor) and each.layout is not torch.strided and (other := _other(each)) is not None:
+                return other
+        return None if contracts(args, kwargs) else _ELEMENTWISE
 
     return ask
 
 
-def _layout(values: Sequence[Any]) -> Instead | None:
-    for each in values:
-        if isinstance(each, Tensor) and each.layout is not torch.strided:
-            if each.layout in SPARSE_LAYOUTS:
-                return _SPARSE
-            if each.is_mkldnn:
-                return _OTHER_LAYOUT
-    return None
+def _other(x: Tensor) -> Instead | None:
+    """Return what a product gets of an operand that is not strided: ragged ones are as others are."""
+    return _SPARSE if x.layout in SPARSE_LAYOUTS else _OTHER_LAYOUT if x.is_mkldnn else None
 
 
 def _given(place: int, names: str, args: Any, kwargs: Any) -> Any:
@@ -78,8 +75,11 @@ def _inner(place: int, names: str) -> Callable[[Any, Any], bool]:
     """Whether the last dimension of an operand, over which the product sums, is longer than one."""
 
     def contracts(args: Any, kwargs: Any) -> bool:
-        x = _given(place, names, args, kwargs)
-        return not isinstance(x, Tensor) or x.is_nested or x.dim() == 0 or x.shape[-1] != 1
+        x = args[place] if place < len(args) else _given(place, names, args, kwargs)
+        if not isinstance(x, Tensor) or x.is_nested:
+            return True
+        shape = x.shape
+        return len(shape) == 0 or shape[-1] != 1
 
     return contracts
 
@@ -147,8 +147,9 @@ def _never(args: Any, kwargs: Any) -> bool:
 def _einsum(args: Any, kwargs: Any) -> Instead | None:
     """Cast at the products that an equation reaches: what torch permutes, sums or multiplies by elements stays."""
     equation, operands = spelt(args, kwargs)
-    if (sparse := _layout(operands)) is not None:
-        return sparse
+    for each in operands:
+        if each.layout is not torch.strided and (other := _other(each)) is not None:
+            return other
     found = read(equation, tuple([x.dim() for x in operands]))
     if found is None:
         return None

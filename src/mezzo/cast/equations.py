@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import string
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
@@ -13,10 +14,19 @@ from mezzo.compiling import constant_in_graphs
 
 
 class Equation(NamedTuple):
-    """What an equation says, with letters in the place of an ellipsis and its output spelt out."""
+    """What an equation says.
+
+    Attributes:
+        inputs: The letters of each operand, those in the place of an ellipsis too.
+        output: Those of the result, spelt out.
+        inner: Of each letter over which a product sums the operands that it stands in, and where.
+        sums: Whether a letter is summed over that stands in one operand alone.
+    """
 
     inputs: tuple[str, ...]
     output: str
+    inner: tuple[tuple[tuple[int, int], ...], ...]
+    sums: bool
 
 
 #: As torch numbers letters in sublists.
@@ -41,8 +51,13 @@ def read(equation: str, dims: tuple[int, ...]) -> Equation | None:
 
     Example:
         >>> read("...i,ij", (3, 2))
-        Equation(inputs=('ABi', 'ij'), output='ABj')
+        Equation(inputs=('ABi', 'ij'), output='ABj', inner=(((0, 2), (1, 0)),), sums=False)
     """
+    return _read(equation, dims)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(equation: str, dims: tuple[int, ...]) -> Equation | None:
     left, arrow, output = equation.replace(" ", "").partition("->")
     bare = [each.replace("...", "", 1) for each in left.split(",")]
     hidden = [number - len(each) for number, each in zip(dims, bare, strict=False)]
@@ -59,27 +74,27 @@ def read(equation: str, dims: tuple[int, ...]) -> Equation | None:
     if not arrow:
         every = "".join(bare)
         output = "..." + "".join(sorted(each for each in set(every) if every.count(each) == 1))
-    return Equation(tuple(inputs), output.replace("...", stands))
+    output = output.replace("...", stands)
+    summed = [each for each in dict.fromkeys("".join(inputs)) if each not in output]
+    places = [tuple((i, own.index(each)) for i, own in enumerate(inputs) if each in own) for each in summed]
+    inner = tuple(each for each in places if len(each) > 1)
+    return Equation(tuple(inputs), output, inner, len(inner) < len(places))
 
 
 def contracts(equation: Equation, operands: Sequence[Tensor]) -> bool:
     """Whether any letter is summed over that stands in several operands."""
-    every = "".join(equation.inputs)
-    for letter in every:
-        if letter not in equation.output:
-            held = [x for each, x in zip(equation.inputs, operands, strict=True) if letter in each]
-            where = [each.index(letter) for each in equation.inputs if letter in each]
-            if len([i for x, i in zip(held, where, strict=True) if x.shape[i] != 1]) > 1:
-                return True
+    for places in equation.inner:
+        if len([None for index, dim in places if operands[index].shape[dim] != 1]) > 1:
+            return True
     return False
 
 
 def is_whole(equation: Equation, operands: Sequence[Tensor]) -> bool:
     """Whether it is one product, in which no letter of one operand is summed over by itself."""
-    if len(operands) != 2:
+    if equation.sums or len(operands) != 2:
         return False
-    (a, b), (x, y) = equation.inputs, operands
-    return not _alone(a, x, b, y, equation.output) and not _alone(b, y, a, x, equation.output)
+    a, b = (x.shape for x in operands)
+    return all((a[i] == 1) == (b[j] == 1) for (_, i), (_, j) in equation.inner)
 
 
 def _alone(a: str, x: Tensor, b: str, y: Tensor, kept: str) -> str:
@@ -115,9 +130,8 @@ def _summed(letters: str, x: Tensor, alone: str) -> tuple[str, Tensor]:
 
 def _path(equation: Equation, operands: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return which two terms are multiplied next, of a list to whose end their product goes."""
-    optimizer = torch.backends.opt_einsum
-    count = len(operands)
-    if count > 2 and optimizer.is_available() and optimizer.enabled and not torch.compiler.is_compiling():
+    count, optimizer = len(operands), torch.backends.opt_einsum
+    if count > 2 and not torch.compiler.is_compiling() and optimizer.is_available() and optimizer.enabled:
         text = f"{','.join(equation.inputs)}->{equation.output}"
         found: list[tuple[int, int]] = optimizer.get_opt_einsum().contract_path(
             text, *operands, optimize=optimizer.strategy

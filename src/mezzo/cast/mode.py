@@ -34,6 +34,7 @@ from mezzo.dispatch import (
     unwrapped,
 )
 from mezzo.errors import UnsupportedError
+from mezzo.policy import Treatment
 from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
 from mezzo.tensors import CASTABLE, dtype_name, mark, tensors, tree_is_leaf, tree_map
@@ -292,6 +293,7 @@ class PolicyMode(TorchFunctionMode):
                 if treatment not in QUANTISED:
                     return _read_pinned(param, here, self.casts, func, args, kwargs)
                 handler = handler and here.as_pinned(handler, treatment)
+        instead = None
         if handler is not None and handler.asks:
             instead = BY_ARGUMENTS[handler.op](args, kwargs)
             if instead is not None and instead.parts is not None:
@@ -299,10 +301,9 @@ class PolicyMode(TorchFunctionMode):
                     return instead.parts()
             if instead is None and handler.treatment == "native":
                 return func(*args, **kwargs)
-            if instead is not None:  # elementwise products of low operands run where the others do: emulated, too
-                handler = dataclasses.replace(handler, treatment=instead.treatment, rounds_to="widest", recipe=None)
         if handler is not None:
-            return _carry_out(handler, here, self.casts, func, args, kwargs)
+            treatment = handler.treatment if instead is None else instead.treatment
+            return _carry_out(handler, treatment, here, self.casts, func, args, kwargs)
         if opened is not None:
             with self:
                 return opened(*args, **kwargs)
@@ -378,18 +379,24 @@ def _acts(here: Differences | Traced) -> bool:
 
 
 def _carry_out(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
+    handler: Handler,
+    treatment: Treatment,
+    here: Differences | Traced,
+    casts: WeightCasts | None,
+    func: Any,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
-    """Run one function with its treatment, native autocast off for the call."""
+    """Run one function with a treatment, its own or what its arguments ask for, native autocast off for the call."""
     # In-place and out= variants are never cast, as in torch.autocast.
     if kwargs.get("out") is not None:
         return func(*args, **kwargs)
     target: torch.dtype | None = None
-    match handler.treatment:
+    match treatment:
         case "low" | "fp8" | "mxfp8" | "nvfp4":
             target = here.dtype
         case "fp32" | "fp32_math":
-            if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
+            if treatment == "fp32" and kwargs.get("dtype") is not None:
                 return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
             target = torch.float32
         case "promote":
@@ -398,7 +405,7 @@ def _carry_out(
             raise _banned(handler)
     given, named = args, kwargs
     back: torch.dtype | None = None
-    if handler.treatment == "fp32_math":
+    if treatment == "fp32_math":
         floats = _floats(args, kwargs)
         back = widest(floats if handler.rounds_to == "widest" else floats[:1])
     if target is not None:
@@ -473,7 +480,7 @@ def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, fu
     be an FP32 buffer's next value, as what has its shape; views and properties of the parameter stay what they are.
     """
     handler = Handler(op="", treatment=here.pinned[id(param)])
-    out = _carry_out(handler, here, casts, func, args, kwargs)
+    out = _carry_out(handler, handler.treatment, here, casts, func, args, kwargs)
     if not here.gives_back or not isinstance(out, Tensor) or _storage(out) == _storage(param):
         return out
     if handler.treatment == "promote" and out.shape == param.shape and not is_batched(out):
