@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.cast.equations import contracts, in_pairs, is_whole, read, spelt
+from mezzo.compiling import is_one
 from mezzo.dispatch import is_transformed
 from mezzo.policy import Treatment
 from mezzo.tensors import LOW
@@ -79,27 +80,27 @@ def _inner(place: int, names: str) -> Callable[[Any, Any], bool]:
         if not isinstance(x, Tensor) or x.is_nested:
             return True
         shape = x.shape
-        return len(shape) == 0 or shape[-1] != 1
+        return len(shape) == 0 or not is_one(shape[-1])
 
     return contracts
 
 
 def _inner_of_vecdot(args: Any, kwargs: Any) -> bool:
     x, dim = _given(0, "x input self", args, kwargs), kwargs.get("dim", -1)
-    return not isinstance(x, Tensor) or x.dim() == 0 or x.shape[dim] != 1
+    return not isinstance(x, Tensor) or x.dim() == 0 or not is_one(x.shape[dim])
 
 
 def _inner_of_many(args: Any, kwargs: Any) -> bool:
     """Whether one of the products of a chain of matrices contracts."""
     given = _given(0, "tensors", args, kwargs)
     chain = args if isinstance(given, Tensor) else given  # chain_matmul takes them one by one
-    return any(x.shape[-1] != 1 for x in chain[:-1])
+    return any(not is_one(x.shape[-1]) for x in chain[:-1])
 
 
 def _batched_inner(args: Any, kwargs: Any) -> bool:
     """Whether ``addbmm`` contracts, which sums over the batch as well."""
     x = _given(1, "batch1", args, kwargs)
-    return not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != 1 or x.shape[0] != 1
+    return not isinstance(x, Tensor) or x.dim() != 3 or not (is_one(x.shape[-1]) and is_one(x.shape[0]))
 
 
 def _taps(args: Any, kwargs: Any) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from mezzo.compiling import constant_in_graphs
+from mezzo.compiling import constant_in_graphs, is_one
 
 
 class Equation(NamedTuple):
@@ -84,7 +84,7 @@ def _read(equation: str, dims: tuple[int, ...]) -> Equation | None:
 def contracts(equation: Equation, operands: Sequence[Tensor]) -> bool:
     """Whether any letter is summed over that stands in several operands."""
     for places in equation.inner:
-        if len([None for index, dim in places if operands[index].shape[dim] != 1]) > 1:
+        if len([None for index, dim in places if not is_one(operands[index].shape[dim])]) > 1:
             return True
     return False
 
@@ -94,7 +94,7 @@ def is_whole(equation: Equation, operands: Sequence[Tensor]) -> bool:
     if equation.sums or len(operands) != 2:
         return False
     a, b = (x.shape for x in operands)
-    return all((a[i] == 1) == (b[j] == 1) for (_, i), (_, j) in equation.inner)
+    return all(is_one(a[i]) == is_one(b[j]) for (_, i), (_, j) in equation.inner)
 
 
 def _alone(a: str, x: Tensor, b: str, y: Tensor, kept: str) -> str:
@@ -102,7 +102,7 @@ def _alone(a: str, x: Tensor, b: str, y: Tensor, kept: str) -> str:
     return "".join(
         [
             each for each in a
-            if each not in kept and x.shape[a.index(each)] != 1 and (each not in b or y.shape[b.index(each)] == 1)
+            if each not in kept and not is_one(x.shape[a.index(each)]) and (each not in b or is_one(y.shape[b.index(each)]))
         ]
     )  # fmt: skip
 
