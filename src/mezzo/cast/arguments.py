@@ -129,7 +129,7 @@ def _each(value: Any, count: int) -> Sequence[int]:
 
 
 def _any_taps(args: Any, kwargs: Any) -> bool:
-    """The same of ``convolution``, which takes every option: weight, bias, stride, padding, dilation, transposed …"""
+    """The same of ``convolution``, which is given every option."""
     transposed, groups = _given(6, "transposed", args, kwargs), _given(8, "groups", args, kwargs)
     if not transposed:
         return _taps(args, kwargs)
@@ -168,11 +168,11 @@ def _einsum(args: Any, kwargs: Any) -> Instead | None:
 # Running sums, and gathers, whose gradients are some ----------------------------------------------------
 
 
-def _accumulates(place: int) -> ByArguments:
-    """Make what is asked about a write that adds up where indices meet, if ``accumulate`` says so."""
+def _adds(name: str, place: int) -> ByArguments:
+    """Make what is asked about a mover, one of whose arguments says that it adds up where indices meet."""
 
     def ask(args: Any, kwargs: Any) -> Instead | None:
-        return _RUNNING if _given(place, "accumulate", args, kwargs) else None
+        return _RUNNING if _given(place, name, args, kwargs) else None
 
     return ask
 
@@ -205,12 +205,12 @@ _SLICES: Final = frozenset({int, slice, NoneType, EllipsisType, bool})
 
 
 def _indexes(args: Any, kwargs: Any) -> Instead | None:
-    """``x[index]`` with integers in a tensor or a list, which is a gather; slices are views, and no mask reads twice."""
+    """Ask about ``x[index]``: integers in a tensor or a list gather; slices are views, and no mask reads twice."""
     x, index = args
     if type(index) in _SLICES or x.dtype not in LOW:
         return None
     of = index if type(index) is tuple else (index,)
-    return _RUNNING_GRADIENT if any([_repeats(each) for each in of]) and _trains_low(x) else None
+    return _RUNNING_GRADIENT if any(_repeats(each) for each in of) and _trains_low(x) else None
 
 
 def _repeats(index: Any) -> bool:
@@ -225,7 +225,7 @@ def _repeats(index: Any) -> bool:
 
 
 def _makes_complex(args: Any, kwargs: Any) -> Instead | None:
-    """A complex number beside a real tensor: of FP16 torch would make a format that hardly an op has a kernel for."""
+    """Ask about a complex number beside a real tensor: of FP16 torch makes a format with hardly a kernel."""
     for each in args:
         if type(each) is complex or (isinstance(each, Tensor) and each.dtype is torch.complex64):
             return _COMPLEX
@@ -238,6 +238,7 @@ def _written_out(args: Any, kwargs: Any) -> Instead | None:
 
 #: What is asked about complex numbers, where low is FP16: beside BF16 torch makes a complex64 of one.
 MAKES_COMPLEX: Final = tuple("mul add sub rsub div where addcmul addcdiv".split())
+
 
 #: By the op's base name. A rule on the op is about all of its calls, and these are not asked.
 BY_ARGUMENTS: Final[dict[str, ByArguments]] = {
@@ -253,8 +254,9 @@ BY_ARGUMENTS: Final[dict[str, ByArguments]] = {
     **{f"conv_transpose{dims}d": _products(_transposed_taps) for dims in (1, 2, 3)},
     "convolution": _products(_any_taps),
     "conv_tbc": _products(_taps_of_tbc),
-    "index_put": _accumulates(3),
-    "put": _accumulates(3),
+    "index_put": _adds("accumulate", 3),
+    "put": _adds("accumulate", 3),
+    "scatter": _adds("reduce", 4),
     "getitem": _indexes,
     **dict.fromkeys("index_select gather take take_along_dim repeat_interleave im2col".split(), _gathers),
     **dict.fromkeys(("embedding", "embedding_bag"), _looks_up),

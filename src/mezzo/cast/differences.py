@@ -17,12 +17,24 @@ from torch.nn import functional
 
 from mezzo.cast.arguments import BY_ARGUMENTS, MAKES_COMPLEX, Instead
 from mezzo.cast.device import Family, emulated_families
-from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
+from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
 from mezzo.compiling import constant_in_graphs, differentiated_plainly
 from mezzo.dispatch import OpOverload, OpOverloadPacket
 from mezzo.policy import Policy, Treatment
-from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, callables, functions
+from mezzo.policy.ops import (
+    MOVES,
+    OPS,
+    QUANTISABLE,
+    QUANTISED,
+    VIEWS,
+    callables,
+    functions,
+    in_place_forms,
+    is_in_place,
+    out_of_place,
+)
+from mezzo.policy.policy import Written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +49,9 @@ class Handler:
     keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
     rounds_to: Literal["first", "widest"] = "first"  # of operands, whose dtype fp32_math returns
     asks: bool = False  # whether a call's arguments are asked what it gets: where no rule decides
+    others: tuple[Handler, ...] = ()  # how it is carried out, by what they say
+    written: Written = "left"  # how it is carried out where it writes into tensors that keep their dtype
+    returning: Callable[..., Any] | None = None  # of an in-place form, the function that returns a new tensor
     reason: str = ""  # of a ban
 
 
@@ -77,7 +92,7 @@ class Differences:
         if handler.op not in QUANTISABLE:
             return handler
         recipe = recipe_on(self.device_type, self.policy, treatment, emulated=handler.emulated)
-        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, asks=False)
+        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, asks=False, others=())
 
     def native(self) -> contextlib.AbstractContextManager[Any]:
         """Return torch's own autocast in the state these differences are from."""
@@ -162,11 +177,16 @@ def _find(
     handlers = {
         function: handler
         for op, handler in differing.items()
-        for function in (callables if handler.asks else functions)(op)
+        for function in (callables if handler.asks and op in VIEWS else functions)(op)
     }
-    if "products" in emulated:  # what writes to a low tensor; of other dtypes nothing is cast
-        of = {name: Handler(op=name, treatment="native", emulated=True) for name in IN_PLACE}
-        handlers |= {function: handler for name, handler in of.items() for function in callables(name)}
+    if differing:
+        for op, handler in every.items():
+            if handler.written != "left" or handler.emulated:
+                for function, returning in in_place_forms(op).items():
+                    handlers[function] = dataclasses.replace(handler, returning=returning)
+        if native_autocast and policy.lists == "portable":
+            handlers[Tensor.__setitem__] = _SETS_ITEMS
+    handlers = {function: _with_others(handler) if handler.asks else handler for function, handler in handlers.items()}
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         gives_back=not policy.casts and not is_island, handlers=handlers, opened=_concerned(handlers),
@@ -216,7 +236,8 @@ def _treated(
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
     if wanted in QUANTISED:
         recipe = recipe_on(device_type, policy, wanted, emulated=is_emulated)
-        return Handler(op=op, treatment=wanted, emulated=is_emulated, recipe=recipe), True
+        written: Written = "follows" if autocasts and policy.lists == "portable" else "left"
+        return Handler(op=op, treatment=wanted, emulated=is_emulated, recipe=recipe, written=written), True
     reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
     # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
     differs = is_ruled or wanted != torch_does or by_emulation or built_in
@@ -225,9 +246,46 @@ def _treated(
     asks &= op not in MAKES_COMPLEX or policy.dtype == torch.float16
     is_mixing = not is_ruled and op in OPS and OPS[op].reason == "type-mixing"
     rounds_to: Literal["first", "widest"] = "widest" if is_mixing else "first"
+    written = policy.written(op, decision, device_type) if autocasts or is_ruled else "left"
     return Handler(
-        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, asks=asks, reason=reason
-    ), differs
+        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, asks=asks,
+        written=written, reason=reason,
+    ), differs  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def _with_others(handler: Handler) -> Handler:
+    """Add how a function is carried out whose arguments ask for another treatment.
+
+    Elementwise products of low operands run where other low products do: emulated, too.
+    """
+    treatments: tuple[Treatment, ...] = ("promote", "fp32", "fp32_math", "native")
+    others = tuple(dataclasses.replace(handler, treatment=each, written="treated", recipe=None) for each in treatments)
+    return dataclasses.replace(handler, others=others)
+
+
+#: How ``x[index] = value`` is carried out: its value takes the dtype of ``x``.
+_SETS_ITEMS: Final = Handler(op="index_put", treatment="promote", written="follows")
+
+
+@constant_in_graphs
+@functools.lru_cache(maxsize=1024)
+def in_place_form(function: Callable[..., Any], treatment: Treatment) -> Handler | None:
+    """Say how a function that writes in place reads a tensor under a rule; ``None`` for what returns a new tensor.
+
+    Args:
+        function: Any function of torch's. What it writes to is never cast: the write would be lost in a copy.
+        treatment: The rule's.
+    """
+    if function is Tensor.__setitem__:
+        return _SETS_ITEMS
+    name = getattr(function, "__name__", "").partition(".")[0]
+    op = out_of_place(name) if is_in_place(name) else None
+    if op is None or not (forms := in_place_forms(op) if op in OPS else {}):
+        return Handler(op=name, treatment="native", returning=function) if is_in_place(name) else None
+    returning = forms.get(function, next(iter(forms.values())))
+    written: Written = "follows" if op in MOVES else "treated"
+    return Handler(op=op, treatment=treatment, written=written, returning=returning)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -235,7 +293,10 @@ def _of_operator(operator: OpOverload[..., Any] | OpOverloadPacket[..., Any]) ->
     """List the Python functions behind an operator."""
     packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
     library, _, name = packet._qualified_op_name.partition("::")
-    return functions(name.removeprefix("special_")) if library == "aten" else ()
+    name = name.removeprefix("special_")
+    if library != "aten":
+        return ()
+    return tuple(in_place_forms(out_of_place(name) or "")) if is_in_place(name) else functions(name)
 
 
 class Traced(NamedTuple):

@@ -99,12 +99,8 @@ def is_whole(equation: Equation, operands: Sequence[Tensor]) -> bool:
 
 def _alone(a: str, x: Tensor, b: str, y: Tensor, kept: str) -> str:
     """Return the letters that the first of two operands is summed over before they are multiplied."""
-    return "".join(
-        [
-            each for each in a
-            if each not in kept and not is_one(x.shape[a.index(each)]) and (each not in b or is_one(y.shape[b.index(each)]))
-        ]
-    )  # fmt: skip
+    left = [each for each in a if each not in kept and not is_one(x.shape[a.index(each)])]
+    return "".join([each for each in left if each not in b or is_one(y.shape[b.index(each)])])
 
 
 def in_pairs(equation: Equation, operands: Sequence[Tensor]) -> Tensor:
