@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from mezzo.backward import node_of
+from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS
 from mezzo.cast.differences import (
     OPENED_BY_NAME,
     Differences,
@@ -228,7 +229,10 @@ class WeightCasts:
 C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
 
 #: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
-_INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+_INPUT_ONLY: Final = frozenset(
+    """batch_norm instance_norm native_batch_norm fused_moving_avg_obs_fake_quant
+    _fused_moving_avg_obs_fq_helper""".split()
+)
 #: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
 _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
@@ -271,7 +275,7 @@ class PolicyMode(TorchFunctionMode):
         compiling = torch.compiler.is_compiling()
         if self.shadows:
             return func(*args, **kwargs)
-        if not compiling and self.only is not None and _is_idle(func, self.only):
+        if not compiling and self.only is not None and _is_idle(func, self.only, args, kwargs):
             return _run_plain(self.only, func, args, kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
@@ -302,6 +306,15 @@ class PolicyMode(TorchFunctionMode):
                     handler = form
         if func is _SET_ITEM and handler is not None:
             return _set_item(self.casts, *args)
+        if handler is not None and handler.asks:
+            instead = BY_ARGUMENTS[handler.op](args, kwargs)
+            if instead is not None and instead.parts is not None:
+                with self:
+                    return instead.parts()
+            if instead is not None:
+                handler = next(other for other in handler.others if other.treatment == instead.treatment)
+            elif handler.treatment == "native" and handler.written == "left":
+                return func(*args, **kwargs)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
@@ -359,10 +372,15 @@ def acting_differences(args: Any, kwargs: Any) -> Differences | None:
     return here if here is not None and _acts(here) else None
 
 
-def _is_idle(func: Any, here: Differences) -> bool:
-    """Whether nothing is done about a function, whatever it is given: most, and all that read a tensor's attribute."""
-    is_known = func in here.handlers or func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS
-    return not is_known and not here.pinned
+def _is_idle(func: Any, here: Differences, args: Any, kwargs: Any) -> bool:
+    """Whether nothing is done about a call: of most functions, and of all that read a tensor's attribute."""
+    if here.pinned:
+        return False
+    if (handler := here.handlers.get(func)) is not None:
+        if not handler.asks or handler.treatment != "native" or handler.written != "left":
+            return False
+        return BY_ARGUMENTS[handler.op](args, kwargs) is None
+    return not (func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS)
 
 
 def _acts(here: Differences | Traced) -> bool:
@@ -391,10 +409,6 @@ def _carry_out(
     handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
-    if handler.by_arguments is not None and (instead := handler.by_arguments(args, kwargs)) is not None:
-        handler = dataclasses.replace(
-            handler, treatment=instead, rounds_to="widest", written="treated", emulated=False, recipe=None
-        )
     if handler.returning is not None:
         return _write_in_place(handler, here, casts, func, args, kwargs)
     if kwargs.get("out") is not None:
@@ -609,6 +623,9 @@ def _cast(
     if isinstance(value, Tensor):
         if value.dtype == dtype or value.dtype not in kinds:
             return value
+        if value.requires_grad and value.layout in SPARSE_LAYOUTS:
+            made: Tensor = _SparseCast.apply(value, dtype)  # type: ignore[no-untyped-call]
+            return made
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
             return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
@@ -618,6 +635,19 @@ def _cast(
     if type(value) is dict:
         return {key: _cast(item, dtype, casts) for key, item in value.items()}
     return value
+
+
+class _SparseCast(torch.autograd.Function):
+    """A cast of a sparse tensor, whose gradient may be dense: that of a product with it is, and no cast takes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype), None
 
 
 def _banned(handler: Handler) -> UnsupportedError:
