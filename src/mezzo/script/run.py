@@ -31,6 +31,7 @@ from mezzo.script.program import Enough, Program, Seams, StepRecord, is_script, 
 from mezzo.script.report import NOT_HELD, NOT_STEPPED, REFUSED, ScriptReport, StepLog
 from mezzo.session.attach import CARRIED, AttachedPrecision, attach
 from mezzo.session.refusals import wrong_options
+from mezzo.session.stats import Stats
 from mezzo.session.update import closure_of
 from mezzo.tensors import LOW
 
@@ -54,15 +55,18 @@ class Gathering:
         attach: Begins a session over models and optimizers, under a policy.
         policy: The policy.
         report: What is written down.
+        ended: Is told of each session that ends.
         seams: Replaces names of torch.
 
     Attributes:
         amp: The session; ``None`` where there is none.
     """
 
-    def __init__(self, attach: Attach, policy: Policy, report: ScriptReport, seams: Seams) -> None:
+    def __init__(
+        self, attach: Attach, policy: Policy, report: ScriptReport, ended: Callable[[Stats], None], seams: Seams
+    ) -> None:
         self.amp: AttachedPrecision | None = None
-        self._attach, self._policy, self._report = attach, policy, report
+        self._attach, self._policy, self._report, self._ended = attach, policy, report, ended
         self._session: list[Optimizer] = []
         self._held: dict[int, nn.Parameter] = {}  # the parameters of the session's models
         self._old: list[weakref.ref[Optimizer]] = []  # optimizers of the session that has ended
@@ -71,7 +75,7 @@ class Gathering:
         self._known_not: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without one of these
         self._told: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
         self._bound: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._steps = 0  # that run now, one inside of another
+        self._stepping: list[bool] = []  # steps that run now, one inside of another: whether they are the session's
         self._scale: dict[str, Any] | None = None  # of the session that has ended
         self._loaded: list[Mapping[str, Any]] = []  # what the script has of a checkpoint, until a session begins
         self._watching = seams.enter_context(Seams())  # calls of modules, while optimizers wait for a session
@@ -86,6 +90,10 @@ class Gathering:
     def has(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps with the session."""
         return any(each is optimizer for each in self._session)
+
+    def is_apart(self) -> bool:
+        """Whether an optimizer steps now, and does not evaluate a closure for the session."""
+        return bool(self._stepping) and (not self._stepping[-1] or self.amp is None or self.amp.engine.is_stepping)
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on with the loss scale of a checkpoint: now, or when the session begins.
@@ -114,7 +122,7 @@ class Gathering:
         if self._policy.loss_scale.mode == "dynamic":
             amp.engine.update()
             self._scale = amp.engine.scaler.state_dict()
-        self._report.ended(amp.stats())
+        self._ended(amp.stats())
         self._old = [weakref.ref(each) for each in self._session]
         self.amp, self._session, self._held = None, [], {}
         amp.detach()
@@ -154,12 +162,12 @@ class Gathering:
                 gathering._begin()
                 if gathering.has(self):
                     return self.step(*args, **kwargs)
-            gathering._steps += 1
+            gathering._stepping.append(gathering.has(self))
             try:
                 result = type(self).step(self, *args, **kwargs)
             finally:
-                gathering._steps -= 1
-            if gathering._awaits(self) and not gathering._steps:
+                gathering._stepping.pop()
+            if gathering._awaits(self) and not gathering._stepping:
                 gathering._begin()  # forward passes were none of modules', or inside a compiled function
             return result
 
@@ -200,7 +208,7 @@ class Gathering:
 
     def _may_begin(self) -> bool:
         """Whether a forward pass may begin a session; not one that an optimizer asks for in its step."""
-        return bool(self._old or self._new) and not self._steps and torch.is_grad_enabled()
+        return bool(self._old or self._new) and not self._stepping and torch.is_grad_enabled()
 
     def _trains(self, module: nn.Module) -> bool:
         if module in self._known_not or not self._may_begin():
@@ -555,8 +563,8 @@ def run(
     report, entered = ScriptReport(program=program.name, policy=str(chosen)), contextlib.ExitStack()
 
     def begin(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> AttachedPrecision:
-        log.count()
         amp = attach(models, optimizers, policy, max_grad_norm=max_grad_norm, hold_schedulers=hold_schedulers)
+        log.count()
         amp.engine.observers.append(log)
         if around is not None and not report.models:  # written down once it has begun
             entered.enter_context(around(models))
@@ -564,8 +572,8 @@ def run(
 
     error: BaseException | None = None
     with Seams() as seams:
-        log = StepLog(report, told, steps)
-        gathering = Gathering(begin, chosen, report, seams)
+        log = StepLog(report, told, steps, lambda: gathering.is_apart())
+        gathering = Gathering(begin, chosen, report, log.ended, seams)
         converted = convert_before_wrapping(chosen, report, seams)
         replace_amp(gathering, report, seams)
         try:
