@@ -120,6 +120,12 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.ops.aten._neg_view": "know a view of other bits",
         "torch.Tensor._make_wrapper_subclass": "make a tensor that lies in two others",
     },
+    "weights/models.py": {
+        "torch.jit._trace.trace_module": "have torch.jit.trace make a program of a plain model",
+        "torch.jit._script.call_prepare_scriptable_func": "have torch.jit.script make a program of a plain model",
+        "torch.jit._get_trace_graph": "have torch.onnx.export make a program of a plain model",
+        "torch.jit._unique_state_dict": "have torch.onnx.export make a program of a plain model",
+    },
     "weights/collectives.py": {
         "torch.ops._c10d_functional": "wait until a collective has written",
         "torch._C._distributed_c10d._create_work_from_future": "return work that is done from a collective",

@@ -432,7 +432,7 @@ def test_other_modes_see_the_casts_of_weights_inside_a_selective_checkpoint(is_i
             return model.body(x)
 
     contexts = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
-    with mezzo.prepare(model, "O1,bf16,emulate=true").autocast():
-        with contextlib.nullcontext() if is_inside else Watch():
-            checkpoint(body, data(4, 8), use_reentrant=False, context_fn=contexts)
+    around = contextlib.nullcontext() if is_inside else Watch()
+    with mezzo.prepare(model, "O1,bf16,emulate=true").autocast(), around:
+        checkpoint(body, data(4, 8), use_reentrant=False, context_fn=contexts)
     assert seen == [model.first.weight.shape, model.first.bias.shape] * 2

@@ -265,6 +265,7 @@ class PolicyMode(TorchFunctionMode):
         has_own = any(each.pinned or each.memories for each in per_device)  # which no text can stand for
         self.key = remember(per_device[0]) if len(per_device) == 1 and not has_own else ""
         self.shadows = 0  # how many regions inside this one are active
+        self.is_exported = torch.compiler.is_exporting()  # as a region inside of a program is, and none around it
 
     @compiled_inside_alone
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,8 +274,10 @@ class PolicyMode(TorchFunctionMode):
         return self._handle(func, args, kwargs or {})
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_dynamo_compiling()  # torch.export, which says that it compiles, may run Python
         if self.shadows or (not compiling and self.only is not None and _is_idle(func, self.only)):
+            return func(*args, **kwargs)
+        if not self.is_exported and torch.compiler.is_exporting():  # as under torch.autocast: a program has no casts
             return func(*args, **kwargs)
         # out= variants are never cast, and compiled code calls its products so; Python functions are still opened.
         if kwargs.get("out") is not None and type(func) is not types.FunctionType:

@@ -198,7 +198,7 @@ class StepLog:
     ) -> None:
         self._report, self._told, self._most = report, told, most
         self._products, self._is_counting, self._is_over = Products(is_apart=is_apart), False, False
-        self._first = Counter[str]()
+        self._first, self._counted = Counter[str](), 0
         self._skipped = torch.zeros((), dtype=torch.int64)
         self._loss: Tensor | None = None
         self._saved: SavedBytes | None = None
@@ -239,7 +239,10 @@ class StepLog:
         report.steps += 1
         self._skipped = moved(self._skipped, step.skipped.device) + step.skipped
         if not self._is_over:
-            report.measured_steps += self._is_counting
+            counted = self._products.flops.total()
+            if self._is_counting and (counted > self._counted or not counted):
+                report.measured_steps += 1  # and not one of many optimizers that step after one pass
+            self._counted = counted
             if report.measured_steps == 1:
                 self._first = self._products.flops.copy()
             self.count()

@@ -30,10 +30,11 @@ from mezzo.policy import Policy
 from mezzo.script.program import Enough, Program, Seams, StepRecord, is_script, own_traceback
 from mezzo.script.report import NOT_HELD, NOT_STEPPED, REFUSED, ScriptReport, StepLog
 from mezzo.session.attach import CARRIED, AttachedPrecision, attach
+from mezzo.session.calls import methods_of
 from mezzo.session.refusals import wrong_options
 from mezzo.session.stats import Stats
 from mezzo.session.update import closure_of
-from mezzo.tensors import LOW
+from mezzo.tensors import LOW, tensors
 
 # The optimizers that a script makes, the modules that hold what they update, and one session over all of them.
 
@@ -79,6 +80,7 @@ class Gathering:
         self._scale: dict[str, Any] | None = None  # of the session that has ended
         self._loaded: list[Mapping[str, Any]] = []  # what the script has of a checkpoint, until a session begins
         self._watching = seams.enter_context(Seams())  # calls of modules, while optimizers wait for a session
+        self._watched = set[type[nn.Module]]()
         self._replace(seams)
 
     def region(self) -> contextlib.AbstractContextManager[Any]:
@@ -189,26 +191,53 @@ class Gathering:
             self._new.append(weakref.ref(optimizer))
         self._awaited.update(map(id, _updated(_alive(self._old + self._new))))
         self._known_not.clear()
-        self._watching.close()
         self._watch()
 
     def _awaits(self, optimizer: Optimizer) -> bool:
         return any(each() is optimizer for each in (*self._old, *self._new))
 
     def _watch(self) -> None:
-        gathering, plain = self, vars(nn.Module)["__call__"]
+        """Look at calls of modules, of classes too that were defined since optimizers wait."""
+        kinds = {*_kinds(nn.Module)} - self._watched
+        for kind in kinds:
+            for name in ("__call__",) if kind is nn.Module else {*methods_of(kind)} & vars(kind).keys():
+                if isinstance(plain := vars(kind)[name], types.FunctionType):  # and none of a scripted module's
+                    self._watching.replace(kind, name, self._beginning(plain, name))
+        self._watched |= kinds
 
-        @functools.wraps(plain)
+    def _watch_no_more(self) -> None:
+        self._watching.close()
+        self._watched.clear()
+
+    def _beginning(self, plain: types.FunctionType, name: str) -> Any:
+        """Return what a method is while optimizers wait for a session: it may begin one, which then has bound it."""
+        begun, is_compiling = self._begun, torch.compiler.is_compiling
+
         def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and gathering._trains(self):
-                gathering._begin()
+            if not is_compiling() and begun(self, plain, name, args, kwargs):
+                return getattr(self, name)(*args, **kwargs)
             return plain(self, *args, **kwargs)
 
-        self._watching.replace(nn.Module, "__call__", call)
+        # Names that torch.jit.script finds in its source are those of the method.
+        made = types.FunctionType(call.__code__, plain.__globals__, call.__name__, None, call.__closure__)
+        return functools.update_wrapper(made, plain)
+
+    def _begun(self, module: nn.Module, plain: Any, name: str, args: Any, kwargs: Any) -> bool:
+        """Begin a session where a call trains; whether another function is to be called for it from now on."""
+        if not self._trains(module):
+            return False
+        is_call = name in ("__call__", "forward")
+        if not is_call and all(isinstance(each, nn.Parameter) for each in tensors((args, kwargs))):
+            return False
+        is_own = name in vars(module)
+        self._begin()
+        return not is_own and name in vars(module) and getattr(type(module), name) is plain
 
     def _may_begin(self) -> bool:
         """Whether a forward pass may begin a session; not one that an optimizer asks for in its step."""
-        return bool(self._old or self._new) and not self._stepping and torch.is_grad_enabled()
+        waits = bool(self._old or self._new) and not self._stepping
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        return waits and torch.is_grad_enabled() and not is_traced
 
     def _trains(self, module: nn.Module) -> bool:
         if module in self._known_not or not self._may_begin():
@@ -221,7 +250,7 @@ class Gathering:
 
     def _begin(self) -> None:
         """Let the optimizers that wait join the session, or begin one over all that are alive."""
-        self._watching.close()
+        self._watch_no_more()
         if not self._joined():
             self.end()
             if self._old:
