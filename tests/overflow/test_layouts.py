@@ -13,7 +13,7 @@ from mezzo.overflow import Replay, locate
 from mezzo.trace.measure import is_finite, lost_integers, range_of
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated"),
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
     pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state:UserWarning"),
 ]

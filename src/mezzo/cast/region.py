@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
@@ -22,10 +23,11 @@ from torch import Tensor
 from mezzo.cast.device import FAMILIES, default_kinds
 from mezzo.cast.differences import Differences, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
-from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
+from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, WeightCasts, acting, acting_modes, shadowed
 from mezzo.compiling import compiled_inside_alone, constant_in_graphs
-from mezzo.errors import PolicyError, UnsupportedError
+from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Policy
+from mezzo.policy.ops import OPS
 from mezzo.policy.rules import both
 
 # The precision in which CUDA's GEMMs accumulate: flags of torch's, set for a region and put back after it.
@@ -144,7 +146,7 @@ class Region:
     @property
     def has_differences(self) -> bool:
         """Whether entering the region changes anything but ``torch.autocast``'s own state."""
-        return any(each.handlers or each.pinned for each in self.per_device)
+        return any(each.has_any for each in self.per_device)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -275,10 +277,27 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     @compiled_inside_alone
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
+        if isinstance(exception[1], RuntimeError) and not isinstance(exception[1], MezzoError):
+            _say_what_torch_decided(exception[1], self.region)
 
     def _recreate_cm(self) -> autocast:
         """Give each call of a decorated function a region of its own, so that threads do not share one."""
         return autocast.of(self.region)
+
+
+def _say_what_torch_decided(error: RuntimeError, region: Region) -> None:
+    """Note at an error of torch's which op a rule would have cast, where a region without a mode left it to torch."""
+    if region.has_differences or not region.policy.casts or region.policy.lists == "device":
+        return
+    for word in re.findall(r"[a-z]\w*", str(error).lower().replace("index put", "index_put"))[:8]:
+        row = OPS.get(word.removesuffix("_"))
+        if row is not None and row.portable != "native":
+            kinds = " and ".join(region.device_types)
+            error.add_note(
+                f"On {kinds} {row.name} is left to torch, as in torch.amp; a rule decides: "
+                f"{both(f'{row.portable}={row.name}')}"
+            )
+            return
 
 
 @contextlib.contextmanager
@@ -298,7 +317,7 @@ def _backward(region: Region) -> Iterator[bool]:
     autocasts = [each.device_type for each in own if each.autocast]
     with accumulation(region.policy, own), shadowed(), without_autocast(autocasts):
         if region.has_differences:
-            with PolicyMode(own, None, recomputing=True):
+            with PolicyMode(own, WeightCasts(keeps=False), recomputing=True):
                 yield True
         else:
             yield False

@@ -104,7 +104,7 @@ def here() -> int:
 def doing() -> Doing:
     """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
     taken = notes()
-    inner = next((note for note in reversed(taken) if note.kind != "op"), None)
+    inner = next((note for note in reversed(taken) if note.kind not in ("op", "widened")), None)
     if inner is None or inner.kind == "op":
         return "region" if taken else "other"
     if inner.kind == "quantised":
@@ -115,7 +115,7 @@ def doing() -> Doing:
 
 def casting() -> bool:
     """Whether a cast runs, its products included, such as the rotation before an operand is quantised."""
-    return next((note.kind == "cast" for note in reversed(notes()) if note.kind != "op"), False)
+    return next((note.kind == "cast" for note in reversed(notes()) if note.kind not in ("op", "widened")), False)
 
 
 def quantised_formats() -> tuple[str, ...]:
@@ -151,6 +151,8 @@ class Decider:
         op = op_name(function)
         param, differences = self._param_decision(op, args, kwargs), acting_differences(args, kwargs)
         decision = param or self._decision(op, module, device_type)
+        if param is None and differences is not None and (instead := differences.instead(op, args, kwargs)) is not None:
+            decision = replace(decision, treatment=instead.treatment, reason=instead.reason)
         if decision.treatment in QUANTISED and op in QUANTISABLE:
             recipe = recipe_of(self.policy, decision.treatment)
             read = asked(op, args, kwargs, recipe.multiple)
@@ -250,6 +252,9 @@ class OpCall:
     def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, *, emulated: bool) -> None:
         """Take note of a kernel: what enters it from outside the call is what the call computes in."""
         self.formats = self.formats or quantised_formats()
+        if any(note.kind == "widened" for note in notes()):
+            reason = f"no kernel in {self.low} here"
+            self.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
         if is_cast(kernel, args, out):
             self.has_run = True
             from_outside = self._made_here.get(args[0]) is None
@@ -348,7 +353,12 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     differences = acting_differences(args, kwargs)
     if differences is not None:
         pinned = _pinned(args, kwargs)
-        if (pinned is not None and pinned[1] not in QUANTISED) or differences.handler(function) is not None:
+        if pinned is not None and pinned[1] not in QUANTISED:
+            return None
+        instead = differences.instead(op_name(function), args, kwargs)
+        if instead is not None and instead.parts is not None:
+            return lambda *_, **__: instead.parts()
+        if differences.handler(function) is not None:
             return None
         if (opened := differences.opened.get(function)) is not None:
             return opened
