@@ -25,7 +25,7 @@ from mezzo.cast.products import asked, recipe_of
 from mezzo.compiling import inside, is_compiled
 from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule, Treatment
-from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, resolve
+from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, is_in_place, resolve
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
 
@@ -150,7 +150,10 @@ class Decider:
         device_type = given[0].device.type if given else "cpu"
         op = op_name(function)
         param, differences = self._param_decision(op, args, kwargs), acting_differences(args, kwargs)
-        decision = param or self._decision(op, module, device_type)
+        out = kwargs.get("out")
+        into = out if out is not None else args[0] if args and (is_in_place(op) or op == "__setitem__") else None
+        named = op if out is None or "::" in op else f"aten::{op}.out"
+        decision = param or self._decision(named, module, device_type)
         if decision.treatment in QUANTISED and op in QUANTISABLE:
             recipe = recipe_of(self.policy, decision.treatment)
             read = asked(op, args, kwargs, recipe.multiple)
@@ -166,6 +169,7 @@ class Decider:
             low=dtype_name(self.policy.dtype),
             given=_names(given),
             cause=_cause(kwargs, is_off=self.policy.casts and not _autocasts(device_type)),
+            written=None if into is None else _names(list(tensors(into))),
         )
 
     def _param_decision(self, op: str, args: Any, kwargs: Any) -> Decision | None:
@@ -201,6 +205,7 @@ class OpCall:
         given: Names of the dtypes of the arguments that hold fractions.
         goes_back: Whether FP32 results go back to the compute dtype: of a parameter with a rule, without autocast.
         cause: Why the policy would not reach this call, should it turn out so.
+        written: Names of the dtypes of what it writes to, which keeps them; ``None`` where it returns new tensors.
         line: The user's line.
         hidden: Whether mezzo itself made the call: a cast, and no op of the model's.
         has_run: Whether any kernel computed or converted something.
@@ -214,6 +219,7 @@ class OpCall:
     given: tuple[str, ...]
     goes_back: bool
     cause: str
+    written: tuple[str, ...] | None = None
     line: str | None = None
     hidden: bool = False
     has_run: bool = False
@@ -292,6 +298,8 @@ class OpCall:
             return ""  # the model's own code names the dtype
         ins, given = [[name for name in names if name in _CASTABLE] for names in (computes_in, self.given)]
         outs = [name for name in returns if name in _CASTABLE]
+        if self.written is not None:  # read, where it is in place, and rounded to, whatever the op computes in
+            ins, outs = [name for name in ins if name not in self.written], []
         match self.decision.treatment:
             case "low":
                 wanted, agrees = self.low, not set(ins) - {self.low} and not self.formats
@@ -326,8 +334,6 @@ def _autocasts(device_type: str) -> bool:
 
 
 def _cause(kwargs: Any, *, is_off: bool) -> str:
-    if kwargs.get("out") is not None:
-        return "out= variants are never cast, as in torch.autocast"
     if kwargs.get("dtype") is not None:
         return "the call's own dtype= wins"
     if is_off:
