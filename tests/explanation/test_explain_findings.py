@@ -220,7 +220,7 @@ def test_calls_that_the_policy_does_not_reach():
     assert "the call's own dtype= wins" in next(iter(texts.values()))
 
 
-@pytest.mark.parametrize("policy", [LOW, f"{LOW},fp32=exp+mul,low=lerp", f"{LOW},fp32_param=token"])
+@pytest.mark.parametrize("policy", [str(LOW), f"{LOW},fp32=exp+mul,low=lerp", f"{LOW},fp32_param=token"])
 def test_what_writes_computes_as_was_decided_and_keeps_the_dtype_of_what_it_writes_to(policy):
     class Writes(nn.Module):
         def __init__(self):

@@ -25,7 +25,7 @@ from mezzo.cast.products import asked, recipe_of
 from mezzo.compiling import inside, is_compiled
 from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule, Treatment
-from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, is_in_place, resolve
+from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, is_in_place, out_of_place, resolve
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
 
@@ -104,7 +104,7 @@ def here() -> int:
 def doing() -> Doing:
     """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
     taken = notes()
-    inner = next((note for note in reversed(taken) if note.kind != "op"), None)
+    inner = next((note for note in reversed(taken) if note.kind not in ("op", "widened")), None)
     if inner is None or inner.kind == "op":
         return "region" if taken else "other"
     if inner.kind == "quantised":
@@ -115,7 +115,7 @@ def doing() -> Doing:
 
 def casting() -> bool:
     """Whether a cast runs, its products included, such as the rotation before an operand is quantised."""
-    return next((note.kind == "cast" for note in reversed(notes()) if note.kind != "op"), False)
+    return next((note.kind == "cast" for note in reversed(notes()) if note.kind not in ("op", "widened")), False)
 
 
 def quantised_formats() -> tuple[str, ...]:
@@ -154,6 +154,13 @@ class Decider:
         into = out if out is not None else args[0] if args and (is_in_place(op) or op == "__setitem__") else None
         named = op if out is None or "::" in op else f"aten::{op}.out"
         decision = param or self._decision(named, module, device_type)
+        base = (out_of_place(op) or op) if out is None and into is not None else op
+        if (
+            param is None
+            and differences is not None
+            and (instead := differences.instead(base, args, kwargs)) is not None
+        ):
+            decision = replace(decision, treatment=instead.treatment, reason=instead.reason)
         if decision.treatment in QUANTISED and op in QUANTISABLE:
             recipe = recipe_of(self.policy, decision.treatment)
             read = asked(op, args, kwargs, recipe.multiple)
@@ -256,6 +263,9 @@ class OpCall:
     def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, *, emulated: bool) -> None:
         """Take note of a kernel: what enters it from outside the call is what the call computes in."""
         self.formats = self.formats or quantised_formats()
+        if any(note.kind == "widened" for note in notes()):
+            reason = f"no kernel in {self.low} here"
+            self.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
         if is_cast(kernel, args, out):
             self.has_run = True
             from_outside = self._made_here.get(args[0]) is None
@@ -354,7 +364,12 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     differences = acting_differences(args, kwargs)
     if differences is not None:
         pinned = _pinned(args, kwargs)
-        if (pinned is not None and pinned[1] not in QUANTISED) or differences.handler(function) is not None:
+        if pinned is not None and pinned[1] not in QUANTISED:
+            return None
+        instead = differences.instead(op_name(function), args, kwargs)
+        if instead is not None and instead.parts is not None:
+            return lambda *_, **__: instead.parts()
+        if differences.handler(function) is not None:
             return None
         if (opened := differences.opened.get(function)) is not None:
             return opened
