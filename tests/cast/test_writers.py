@@ -38,7 +38,8 @@ def to(value, dtype):
 
 #: What torch's own database calls otherwise, or not at all.
 CALLS = {
-    "elu_": (1.0,), "celu_": (1.0,), "leaky_relu_": (0.1,), "threshold_": (0.1, 2.0), "rrelu_": (0.1, 0.3, False), "hardtanh_": (-0.5, 0.5),
+    "elu_": (1.0,), "rrelu_": (0.1, 0.3, False), "celu_": (1.0,), "leaky_relu_": (0.1,), "threshold_": (0.1, 2.0),
+    "hardtanh_": (-0.5, 0.5),
     **dict.fromkeys("relu_ relu6_ selu_ gelu_ silu_ mish_ hardsigmoid_ hardswish_".split(), ()),
     **dict.fromkeys("dropout_ alpha_dropout_ feature_alpha_dropout_ feature_dropout_".split(), (0.5, False)),
 }  # fmt: skip
@@ -421,9 +422,39 @@ def test_a_rule_on_an_op_in_a_module_holds_for_its_in_place_form_there():
     handle = mezzo.prepare(model, "O1,bf16,low=relu@a")
     with handle.autocast():
         a, b = model(x)
+    assert a.dtype == b.dtype == torch.float32
     assert torch.equal(a, x.bfloat16().relu().float())
     assert torch.equal(b, x.relu())
     handle.remove()
+
+
+#: What is told to write in place, with other arguments.
+TOLD = {
+    functional.relu: (), functional.leaky_relu: (0.1,), functional.elu: (), functional.silu: (), functional.mish: (),
+    functional.dropout: (1.0, True), functional.threshold: (0.1, 2.0), functional.hardtanh: (), functional.celu: (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+@pytest.mark.parametrize("treatment", ["low", "fp32"])
+def test_what_is_told_to_write_in_place_writes_into_what_it_is_given(treatment, way):
+    """Not into a cast of it, though the result is all that most programs read."""
+    for function, args in TOLD.items():
+        op = function.__name__.strip("_")
+        policy = Policy.parse(f"O1,bf16,{treatment}={op}")
+        given = torch.linspace(-1, 1, 9).to(torch.float32 if treatment == "low" else torch.bfloat16)
+        right = function(given.to(torch.bfloat16 if treatment == "low" else torch.float32), *args).to(given.dtype)
+
+        def run(x, function=function, args=args):
+            function(x, *args, inplace=True)
+            return x
+
+        call = run if way == "eager" else torch.compile(run, backend=way, fullgraph=True)
+        with mezzo.autocast(policy, "cpu"):
+            x = given.clone()
+            torch.compiler.reset()
+            call(x)
+        assert torch.equal(x, right), op
 
 
 def test_the_sums_of_a_rule_are_its_own():

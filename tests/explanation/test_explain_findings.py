@@ -220,7 +220,7 @@ def test_calls_that_the_policy_does_not_reach():
     assert "the call's own dtype= wins" in next(iter(texts.values()))
 
 
-@pytest.mark.parametrize("policy", [str(LOW), f"{LOW},fp32=exp+mul,low=lerp", f"{LOW},fp32_param=token"])
+@pytest.mark.parametrize("policy", [str(LOW), f"{LOW},fp32=exp+mul+relu,low=lerp", f"{LOW},fp32_param=token"])
 def test_what_writes_computes_as_was_decided_and_keeps_the_dtype_of_what_it_writes_to(policy):
     class Writes(nn.Module):
         def __init__(self):
@@ -235,6 +235,7 @@ def test_what_writes_computes_as_was_decided_and_keeps_the_dtype_of_what_it_writ
                 y[0] = self.token
                 y.index_add_(0, rows, h[rows]).lerp_(h, 0.5).mul_(self.token).addmm_(h, torch.ones(8, 8)).exp_()
                 torch.exp(h.detach(), out=y.detach())
+                functional.relu(y, inplace=True)
             return h
 
     explanation = explained(policy, Writes())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.backward import current_node, next_number, number_of
-from mezzo.cast.differences import OPENED
+from mezzo.cast.differences import INPLACE, OPENED, is_told
 from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.cast.notes import notes
 from mezzo.cast.products import asked, recipe_of
@@ -150,16 +150,11 @@ class Decider:
         device_type = given[0].device.type if given else "cpu"
         op = op_name(function)
         param, differences = self._param_decision(op, args, kwargs), acting_differences(args, kwargs)
-        out = kwargs.get("out")
-        into = out if out is not None else args[0] if args and (is_in_place(op) or op == "__setitem__") else None
-        named = op if out is None or "::" in op else f"aten::{op}.out"
+        into, named = _written(function, op, args, kwargs)
         decision = param or self._decision(named, module, device_type)
-        base = (out_of_place(op) or op) if out is None and into is not None else op
-        if (
-            param is None
-            and differences is not None
-            and (instead := differences.instead(base, args, kwargs)) is not None
-        ):
+        base = op if into is None else out_of_place(op) or op
+        instead = None if param or differences is None else differences.instead(base, args, kwargs)
+        if instead is not None:
             decision = replace(decision, treatment=instead.treatment, reason=instead.reason)
         if decision.treatment in QUANTISED and op in QUANTISABLE:
             recipe = recipe_of(self.policy, decision.treatment)
@@ -333,6 +328,14 @@ class OpCall:
         inner = sorted(self.kernels - {self.op})
         parts = f"; its kernels: {', '.join(inner)}" if inner else ""
         return (self.cause or "torch runs it as one C++ function, whose parts it casts by itself") + parts
+
+
+def _written(function: Any, op: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+    """Return what a call writes to, ``None`` where it returns new tensors, and what to ask a policy about."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"], op if "::" in op else f"aten::{op}.out"
+    told = function in INPLACE and is_told(INPLACE[function], args, kwargs)
+    return args[0] if args and (told or is_in_place(op) or op == "__setitem__") else None, op
 
 
 def _names(each: list[Tensor]) -> tuple[str, ...]:
