@@ -25,6 +25,7 @@ from mezzo.cast.differences import (
     Handler,
     Traced,
     in_place_form,
+    is_told,
     open_function,
     remember,
     traced,
@@ -428,7 +429,10 @@ def _carry_out(
 ) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
     if handler.returning is not None:
-        return _write_in_place(handler, here, casts, func, args, kwargs)
+        return _write_in_place(handler, handler.returning, here, casts, func, args, kwargs, {})
+    if handler.inplace is not None and is_told(handler.inplace, args, kwargs):
+        args, kwargs = args[: handler.inplace], {key: value for key, value in kwargs.items() if key != "inplace"}
+        return _write_in_place(handler, func, here, casts, func, args, kwargs, {"inplace": True})
     if kwargs.get("out") is not None:
         return _write_out(handler, here, casts, func, args, kwargs)
     if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
@@ -488,9 +492,10 @@ def _compute(
 
 
 def _write_in_place(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
-) -> Any:
-    """Run a function that writes into its first operand, which keeps its dtype.
+    handler: Handler, returning: Callable[..., Any], here: Differences | Traced, casts: WeightCasts, func: Any,
+    args: Any, kwargs: Any, told: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Run a function that writes into its first operand, which keeps its dtype, as another argument may tell it to.
 
     Where that is the dtype in which it computes it runs itself, on operands that are cast. Else what returns a new
     tensor runs, and the result is rounded, once, to what is written to.
@@ -511,10 +516,10 @@ def _write_in_place(
         return _run_plain(here, func, args, kwargs)
     is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
     if not is_made and (into.dtype == target or into.dtype not in CASTABLE):
-        return _compute(handler, here, casts, func, args, kwargs, target)
+        return _compute(handler, here, casts, func, args, kwargs | told, target)
     # What is saved for the backward pass is not what is written to.
     before = into.clone() if into.dtype == target else into
-    return into.copy_(_compute(handler, here, casts, handler.returning, (before, *args[1:]), kwargs, target))
+    return into.copy_(_compute(handler, here, casts, returning, (before, *args[1:]), kwargs, target))
 
 
 def _write_out(
