@@ -285,7 +285,8 @@ im2col: n(1, 9, 300, 310), 3, 1, 0, 1
 #: What is not called, and why.
 UNCALLED = {
     "binary_cross_entropy": "banned", "cudnn_convolution": "of CUDA's", "cudnn_convolution_transpose": "of CUDA's",
-    "lobpcg": "Python that no mode sees, with a table of dtypes that has no 16 bits", "scaled_mm": "of FP8", "scaled_grouped_mm": "of FP8",
+    "lobpcg": "Python that no mode sees, with a table of dtypes that has no 16 bits",
+    "scaled_mm": "of FP8", "scaled_grouped_mm": "of FP8",
     **{name: "of a library with tests of its own" for name in OPS if "::" in name},
 }  # fmt: skip
 #: Ops whose integer results say where, among equals, or that count them.

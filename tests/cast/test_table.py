@@ -1,4 +1,4 @@
-"""The op table on a CPU, at sizes beyond 256: every row runs, and gives what FP32 gives within its format's rounding."""
+"""The op table on a CPU, at sizes beyond 256: every row gives what FP32 gives, within its format's rounding."""
 
 import fnmatch
 
