@@ -395,8 +395,10 @@ def _carry_out(
         handler = dataclasses.replace(
             handler, treatment=instead, rounds_to="widest", written="treated", emulated=False, recipe=None
         )
-    if handler.returning is not None or kwargs.get("out") is not None:
-        return _write(handler, here, casts, func, args, kwargs)
+    if handler.returning is not None:
+        return _write_in_place(handler, here, casts, func, args, kwargs)
+    if kwargs.get("out") is not None:
+        return _write_out(handler, here, casts, func, args, kwargs)
     if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
         return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
     target = _target(handler, here, args, kwargs)
@@ -453,49 +455,56 @@ def _compute(
     return out
 
 
-def _write(
+def _write_in_place(
     handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run a function that writes into tensors which keep their dtype, in place or by ``out=``.
+    """Run a function that writes into its first operand, which keeps its dtype.
 
-    Where they have the dtype in which it computes it runs itself, on operands that are cast to that. Else what returns
-    a new tensor runs, and the result is rounded, once, to what keeps its dtype.
+    Where that is the dtype in which it computes it runs itself, on operands that are cast. Else what returns a new
+    tensor runs, and the result is rounded, once, to what is written to.
     """
     if not args:
-        name = next(name for name in kwargs if name != "out")
-        args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
-    is_out = handler.returning is None
-    into = kwargs["out"] if is_out else args[0]
-    operands = {key: value for key, value in kwargs.items() if key != "out"}
-    # Where autocast is off nothing tells a call of compiled code, which writes its products so, from a model's own.
-    if is_out and (not here.autocast or _refused((args, operands))):
-        return _run_plain(here, func, args, kwargs)
-    dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
+        first, *others = kwargs.items()
+        args, kwargs = (first[1],), dict(others)
+    into = args[0]
     target: torch.dtype | None = None
     match handler.written:
         case "treated":
-            target = _target(handler, here, args, operands)
+            target = _target(handler, here, args, kwargs)
         case "follows":
-            target = next(iter(dtypes))
-        case "left" if not is_out and _all_low((args, kwargs), here.dtype):
+            target = into.dtype
+        case "left" if _all_low((args, kwargs), here.dtype):
             target = here.dtype  # emulated; of other dtypes nothing is cast
     if target is None or not target.is_floating_point:
         return _run_plain(here, func, args, kwargs)
-    is_emulated = handler.emulated and target == here.dtype
-    if handler.emulated != is_emulated or handler.recipe is not None:
-        handler = dataclasses.replace(handler, emulated=is_emulated, recipe=None)
-    if not is_emulated and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
+    is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
+    if not is_made and (into.dtype == target or into.dtype not in CASTABLE):
         return _compute(handler, here, casts, func, args, kwargs, target)
-    if is_out:
-        return _put(_compute(handler, here, casts, func, args, operands, target), into)
     # What is saved for the backward pass is not what is written to.
     before = into.clone() if into.dtype == target else into
     return into.copy_(_compute(handler, here, casts, handler.returning, (before, *args[1:]), kwargs, target))
 
 
-def _refused(value: Any) -> bool:
-    """Whether torch refuses to write by ``out=``: nothing differentiates that."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors(value))
+def _write_out(
+    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a function that writes into the tensors of ``out=``, as :func:`_write_in_place` runs one.
+
+    Where autocast is off nothing tells a call of compiled code, which writes its products so, from a model's own.
+    """
+    into, operands = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
+    if handler.written == "left" or not here.autocast:
+        return func(*args, **kwargs)
+    dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
+    target = next(iter(dtypes)) if handler.written == "follows" else _target(handler, here, args, operands)
+    if target is None or not target.is_floating_point:
+        return _run_plain(here, func, args, kwargs)
+    is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
+    if not is_made and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
+        return _compute(handler, here, casts, func, args, kwargs, target)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors((args, operands))):
+        return func(*args, **kwargs)  # torch refuses that: nothing differentiates what writes so
+    return _put(_compute(handler, here, casts, func, args, operands, target), into)
 
 
 def _put(results: Any, into: Any) -> Any:
