@@ -160,7 +160,7 @@ def test_a_second_call_is_made_of_nothing_that_writes_elsewhere():
     """Where a cast would be written to, nothing is tried: torch's words remain, and nothing is lost silently."""
     leaf = torch.ones(3, requires_grad=True)
     with mezzo.autocast("O1,bf16", "cpu"):
-        with pytest.raises(RuntimeError, match="grad_dtype|different type"):
+        with pytest.raises(RuntimeError, match="grad_dtype"):
             leaf.grad = torch.ones(3, dtype=torch.bfloat16)
         with pytest.raises(RuntimeError, match="divisible"):
             torch.ones(3, dtype=torch.bfloat16).view(torch.float32)
