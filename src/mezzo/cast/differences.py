@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mezzo.cast.arguments import BY_ARGUMENTS, ByArguments
+from mezzo.cast.arguments import BY_ARGUMENTS, MAKES_COMPLEX, Instead
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
@@ -27,6 +27,8 @@ from mezzo.policy.ops import (
     OPS,
     QUANTISABLE,
     QUANTISED,
+    VIEWS,
+    callables,
     functions,
     in_place_forms,
     is_in_place,
@@ -46,7 +48,8 @@ class Handler:
     low_result: bool = False  # what comes out goes to the compute dtype
     keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
     rounds_to: Literal["first", "widest"] = "first"  # of operands, whose dtype fp32_math returns
-    by_arguments: ByArguments | None = None  # what a call's arguments say, where no rule decides
+    asks: bool = False  # whether a call's arguments are asked what it gets: where no rule decides
+    others: tuple[Handler, ...] = ()  # how it is carried out, by what they say
     written: Written = "left"  # how it is carried out where it writes into tensors that keep their dtype
     returning: Callable[..., Any] | None = None  # of an in-place form, the function that returns a new tensor
     reason: str = ""  # of a ban
@@ -63,6 +66,7 @@ class Differences:
     gives_back: bool  # whether what reads a parameter with a rule of its own returns the compute dtype
     emulated: frozenset[Family]  # the families of products that compute in FP32 from rounded operands
     handlers: Mapping[Callable[..., Any], Handler]
+    asked: frozenset[str]  # the ops whose calls' arguments are asked what they get
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
     pinned: Mapping[int, Treatment]
     pins_buffers: bool  # whether one of the pinned tensors is no ``nn.Parameter``
@@ -89,12 +93,16 @@ class Differences:
         """Whether there is a function that torch alone would treat differently."""
         return bool(self.handlers or self.pinned or self.names_others)
 
+    def instead(self, op: str, args: Any, kwargs: Any) -> Instead | None:
+        """Return what a call gets instead of its op's treatment, if its arguments say so."""
+        return BY_ARGUMENTS[op](args, kwargs) if op in self.asked else None
+
     def as_pinned(self, handler: Handler, treatment: Treatment) -> Handler:
         """Return how a function is carried out that reads a parameter under a rule on its products."""
         if handler.op not in QUANTISABLE:
             return handler
         recipe = recipe_on(self.device_type, self.policy, treatment, emulated=handler.emulated)
-        return dataclasses.replace(handler, treatment=treatment, recipe=recipe)
+        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, asks=False, others=())
 
     def native(self) -> contextlib.AbstractContextManager[Any]:
         """Return torch's own autocast in the state these differences are from."""
@@ -166,7 +174,7 @@ def _find(
         every[op] = handler
         if differs:
             differing[op] = handler
-        elif handler.treatment == "low" or handler.by_arguments is not None:
+        elif handler.treatment == "low" or handler.asks:
             alike[op] = handler
     if any(rule.param is not None and rule.treatment in QUANTISED for rule in policy.rules):
         differing.update({op: every[op] for op in QUANTISABLE})
@@ -175,7 +183,11 @@ def _find(
                 recipe_on(device_type, policy, rule.treatment, emulated="products" in emulated)
     if differing:  # the mode runs anyway: products go through it too, so that their weights are cast once
         differing.update(alike)
-    handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
+    handlers = {
+        function: handler
+        for op, handler in differing.items()
+        for function in (callables if handler.asks and op in VIEWS else functions)(op)
+    }
     if differing:
         for op, handler in every.items():
             if handler.written != "left" or handler.emulated:
@@ -183,6 +195,7 @@ def _find(
                     handlers[function] = dataclasses.replace(handler, returning=returning)
         if native_autocast and policy.lists == "portable":
             handlers[Tensor.__setitem__] = _SETS_ITEMS
+    handlers = {function: _with_others(handler) if handler.asks else handler for function, handler in handlers.items()}
 
     @functools.cache
     def others(name: str) -> Handler | None:
@@ -194,6 +207,7 @@ def _find(
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         gives_back=not policy.casts and not is_island, handlers=handlers, opened=_concerned(handlers),
+        asked=frozenset(handler.op for handler in handlers.values() if handler.asks),
         pinned={}, pins_buffers=False, memories=(), others=others,
         names_others=any("::" in rule.op for rule in policy.rules if rule.op is not None),
         key=", emulated ".join((f"{policy.region_text()} in {module!r} on {device_type}", *sorted(emulated))),
@@ -233,7 +247,8 @@ def _treated(
             # torch's CPU autocast casts what is inside, and that would mix dtypes here, where autocast is off.
             return Handler(op=op, treatment="low", emulated=True, keeps_states=True), True
         if op in REACHED and torch_does == "native":
-            return Handler(op=op, treatment="low", emulated=True), True
+            # Torch, too, casts at the products that an equation reaches.
+            return Handler(op=op, treatment="low", emulated=True, asks=op == "einsum"), True
     by_emulation = is_emulated and op in EMULATED and wanted in ("low", "native", "promote")
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
@@ -245,15 +260,26 @@ def _treated(
     # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
     differs = is_ruled or wanted != torch_does or by_emulation or built_in
     # Where torch's own lists hold, or nothing is cast, no argument changes that.
-    asks = autocasts and not is_ruled and policy.lists == "portable"
-    by_arguments = BY_ARGUMENTS.get(op) if asks else None
+    asks = autocasts and not is_ruled and policy.lists == "portable" and op in BY_ARGUMENTS
+    asks &= op not in MAKES_COMPLEX or policy.dtype == torch.float16
     is_mixing = not is_ruled and op in OPS and OPS[op].reason == "type-mixing"
     rounds_to: Literal["first", "widest"] = "widest" if is_mixing else "first"
     written = policy.written(op, decision, device_type) if autocasts or is_ruled else "left"
     return Handler(
-        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, by_arguments=by_arguments,
+        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, asks=asks,
         written=written, reason=reason,
     ), differs  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def _with_others(handler: Handler) -> Handler:
+    """Add how a function is carried out whose arguments ask for another treatment.
+
+    Elementwise products of low operands run where other low products do: emulated, too.
+    """
+    treatments: tuple[Treatment, ...] = ("promote", "fp32", "fp32_math", "native")
+    others = tuple(dataclasses.replace(handler, treatment=each, written="treated", recipe=None) for each in treatments)
+    return dataclasses.replace(handler, others=others)
 
 
 #: How ``x[index] = value`` is carried out: its value takes the dtype of ``x``.

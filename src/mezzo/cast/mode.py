@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from mezzo.backward import node_of
+from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS
 from mezzo.cast.differences import (
     OPENED_BY_NAME,
     Differences,
@@ -40,6 +41,8 @@ from mezzo.dispatch import (
     innermost_function_mode,
     is_batched,
     is_transformed,
+    num_dispatch_modes,
+    unseen_by_checkpoints,
     unwrapped,
 )
 from mezzo.errors import UnsupportedError
@@ -182,6 +185,9 @@ class WeightCasts:
     Casts made without gradients never serve training, nor the other way round, and nothing is kept in inference mode,
     under ``torch.func``, in forward-mode AD or while torch.compile traces.
 
+    No cast is an operation inside of a selective checkpoint (``create_selective_checkpoint_contexts``), which compares
+    those of its body with those of the recomputation: a weight that was cast before has none in the one of both.
+
     Each use has an autograd node of its own: the gradients of a weight that is used several times meet in the
     parameter's dtype, bit for bit as those of several casts would. Eager, compiled and recomputed code therefore give
     the same bits, as long as torch adds in the same order. It does not where ``.grad`` is added to in the middle of a
@@ -191,9 +197,16 @@ class WeightCasts:
     **Cost**: 2 bytes for each weight of a low-precision op, from its first use in a region to the region's end. Each
     further use is a Python autograd function: some 10 µs forward and backward together, beside torch's own node for
     the first.
+
+    Args:
+        keeps: Whether casts are kept: not for what a backward pass recomputes, which may be long.
+
+    Attributes:
+        keeps: The same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
+        self.keeps = keeps
         self._casts: dict[tuple[int, torch.dtype, bool, bool], _Cast] = {}
 
     def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
@@ -205,30 +218,38 @@ class WeightCasts:
         """
         if param.dtype == dtype:
             return param
-        if isinstance(param, Halves) and not torch.compiler.is_compiling():
-            return param.low(dtype)  # which is there already
-        if (
-            torch.compiler.is_compiling()
-            or torch.is_inference_mode_enabled()
-            or param.is_inference()
-            or is_transformed()
-        ):
+        if torch.compiler.is_compiling():
             return param.to(dtype)
+        if isinstance(param, Halves):  # the cast is there already
+            return _unseen(param.low, dtype)
+        if not self.keeps or torch.is_inference_mode_enabled() or param.is_inference() or is_transformed():
+            return _unseen(param.to, dtype)
         with_gradients = torch.is_grad_enabled()
         trains = with_gradients and param.requires_grad
         key = (id(param), dtype, with_gradients, trains)
         found = self._casts.get(key)
         if found is None or found.mark != mark(param):
-            made = param.to(dtype)
+            made = _unseen(param.to, dtype)
             self._casts[key] = _Cast(param, param.detach(), mark(param), made)
             return made
         return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast  # type: ignore[no-untyped-call]
 
 
+def _unseen(make: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+    """Make a cast of a weight where no selective checkpoint counts it."""
+    if not num_dispatch_modes():
+        return make(dtype)
+    with unseen_by_checkpoints():
+        return make(dtype)
+
+
 C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
 
 #: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
-_INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+_INPUT_ONLY: Final = frozenset(
+    """batch_norm instance_norm native_batch_norm fused_moving_avg_obs_fake_quant
+    _fused_moving_avg_obs_fq_helper""".split()
+)
 #: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
 _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
@@ -244,13 +265,11 @@ class PolicyMode(TorchFunctionMode):
 
     Args:
         per_device: What it does on each device.
-        casts: Where casts of weights are kept; nowhere when omitted.
+        casts: What casts weights.
         recomputing: Whether it serves what a backward pass runs again.
     """
 
-    def __init__(
-        self, per_device: Sequence[Differences], casts: WeightCasts | None, *, recomputing: bool = False
-    ) -> None:
+    def __init__(self, per_device: Sequence[Differences], casts: WeightCasts, *, recomputing: bool = False) -> None:
         super().__init__()
         self.casts, self.recomputing = casts, recomputing
         self.per_device = {each.device_type: each for each in per_device}
@@ -260,6 +279,7 @@ class PolicyMode(TorchFunctionMode):
         has_own = any(each.pinned or each.memories for each in per_device)  # which no text can stand for
         self.key = remember(per_device[0]) if len(per_device) == 1 and not has_own else ""
         self.shadows = 0  # how many regions inside this one are active
+        self.is_exported = torch.compiler.is_exporting()  # as a region inside of a program is, and none around it
 
     @compiled_inside_alone
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -268,14 +288,16 @@ class PolicyMode(TorchFunctionMode):
         return self._handle(func, args, kwargs or {})
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        compiling = torch.compiler.is_compiling()
+        compiling = torch.compiler.is_dynamo_compiling()  # torch.export, which says that it compiles, may run Python
         if self.shadows:
             return func(*args, **kwargs)
-        if not compiling and self.only is not None and _is_idle(func, self.only):
+        if not compiling and self.only is not None and _is_idle(func, self.only, args, kwargs):
             try:
                 return func(*args, **kwargs)
             except RuntimeError as error:
                 return _again(error, self.only, func, args, kwargs)
+        if not self.is_exported and torch.compiler.is_exporting():  # as under torch.autocast: a program has no casts
+            return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
                 return OPENED_BACKWARD(*args, **kwargs)
@@ -305,6 +327,15 @@ class PolicyMode(TorchFunctionMode):
                     handler = form
         if func is _SET_ITEM and handler is not None:
             return _set_item(self.casts, *args)
+        if handler is not None and handler.asks:
+            instead = BY_ARGUMENTS[handler.op](args, kwargs)
+            if instead is not None and instead.parts is not None:
+                with self:
+                    return instead.parts()
+            if instead is not None:
+                handler = next(other for other in handler.others if other.treatment == instead.treatment)
+            elif handler.treatment == "native" and handler.written == "left":
+                return func(*args, **kwargs)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
@@ -338,8 +369,8 @@ def shadowed() -> Iterator[list[PolicyMode]]:
 def acting(per_device: Sequence[Differences]) -> Iterator[None]:
     """Have differences act in the place of those around, with the casts of weights that are there, or their own."""
     with shadowed() as around:
-        kept = around[-1].casts if around else None
-        with PolicyMode(per_device, WeightCasts() if kept is None else kept):
+        casts = around[-1].casts if around and around[-1].casts.keeps else WeightCasts()
+        with PolicyMode(per_device, casts):
             yield
 
 
@@ -362,10 +393,15 @@ def acting_differences(args: Any, kwargs: Any) -> Differences | None:
     return here if here is not None and _acts(here) else None
 
 
-def _is_idle(func: Any, here: Differences) -> bool:
-    """Whether nothing is done about a function, whatever it is given: most, and all that read a tensor's attribute."""
-    is_known = func in here.handlers or func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS
-    return not is_known and not here.pinned
+def _is_idle(func: Any, here: Differences, args: Any, kwargs: Any) -> bool:
+    """Whether nothing is done about a call: of most functions, and of all that read a tensor's attribute."""
+    if here.pinned:
+        return False
+    if (handler := here.handlers.get(func)) is not None:
+        if not handler.asks or handler.treatment != "native" or handler.written != "left":
+            return False
+        return BY_ARGUMENTS[handler.op](args, kwargs) is None
+    return not (func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS)
 
 
 def _acts(here: Differences | Traced) -> bool:
@@ -396,13 +432,9 @@ def _again(error: RuntimeError, here: Differences, func: Any, args: Any, kwargs:
 
 
 def _carry_out(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
-    if handler.by_arguments is not None and (instead := handler.by_arguments(args, kwargs)) is not None:
-        handler = dataclasses.replace(
-            handler, treatment=instead, rounds_to="widest", written="treated", emulated=False, recipe=None
-        )
     if handler.returning is not None:
         return _write_in_place(handler, here, casts, func, args, kwargs)
     if kwargs.get("out") is not None:
@@ -572,7 +604,7 @@ def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None
     return None
 
 
-def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any) -> Any:
+def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function that reads a pinned parameter in the precision of that parameter's rule.
 
     Without autocast (O2, O3) the result goes back to the compute dtype, but in a module pinned to FP32, or where it may
@@ -617,6 +649,9 @@ def _cast(
     if isinstance(value, Tensor):
         if value.dtype == dtype or value.dtype not in kinds:
             return value
+        if value.requires_grad and value.layout in SPARSE_LAYOUTS:
+            made: Tensor = _SparseCast.apply(value, dtype)  # type: ignore[no-untyped-call]
+            return made
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
             return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
@@ -626,6 +661,19 @@ def _cast(
     if type(value) is dict:
         return {key: _cast(item, dtype, casts) for key, item in value.items()}
     return value
+
+
+class _SparseCast(torch.autograd.Function):
+    """A cast of a sparse tensor, whose gradient may be dense: that of a product with it is, and no cast takes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype), None
 
 
 def _banned(handler: Handler) -> UnsupportedError:

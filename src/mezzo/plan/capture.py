@@ -6,6 +6,7 @@ function returns, belong to the op that made the tensor, and so have its precisi
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import operator
@@ -22,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from mezzo.cast.device import Family, emulated_families
+from mezzo.cast.differences import find_differences
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.model.prepare import as_named, with_low_ends
 from mezzo.cast.model.refusals import wanted_storage
@@ -523,6 +525,8 @@ class _Reader:
                 return treatment, name, decision, reason
             case "low" | "fp8" | "mxfp8" | "nvfp4" if floats:
                 return "low", name, decision, reason
+        if name == "einsum" and treatment == "native":
+            return "own", name, decision, reason
         if not floats:
             return "follow", name, decision, "it gives no floating numbers, and reads what there is"
         if decision.rule is not None and treatment in ("native", "promote"):
@@ -571,7 +575,12 @@ class _Reader:
                     why = rule.reason or f"it reads {path}, which the rule {rule} pins"
                     return Decision(treatment=rule.treatment, rule=rule, reason=why, source="policy")
         module = self._module_path(node)
-        return self.policy.explain(name, module, device_type=self.graph.device_type)
+        decision = self.policy.explain(name, module, device_type=self.graph.device_type)
+        differences = find_differences(self.policy, self.graph.device_type, module)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        if (instead := differences.instead(name, args, kwargs)) is not None:
+            return dataclasses.replace(decision, treatment=instead.treatment, reason=instead.reason)
+        return decision
 
     def _source_path(self, node: Node) -> str:
         """Return a parameter's or a buffer's path; of anything else what the program calls it."""

@@ -151,6 +151,8 @@ class Decider:
         op = op_name(function)
         param, differences = self._param_decision(op, args, kwargs), acting_differences(args, kwargs)
         decision = param or self._decision(op, module, device_type)
+        if param is None and differences is not None and (instead := differences.instead(op, args, kwargs)) is not None:
+            decision = replace(decision, treatment=instead.treatment, reason=instead.reason)
         if decision.treatment in QUANTISED and op in QUANTISABLE:
             recipe = recipe_of(self.policy, decision.treatment)
             read = asked(op, args, kwargs, recipe.multiple)
@@ -351,7 +353,12 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     differences = acting_differences(args, kwargs)
     if differences is not None:
         pinned = _pinned(args, kwargs)
-        if (pinned is not None and pinned[1] not in QUANTISED) or differences.handler(function) is not None:
+        if pinned is not None and pinned[1] not in QUANTISED:
+            return None
+        instead = differences.instead(op_name(function), args, kwargs)
+        if instead is not None and instead.parts is not None:
+            return lambda *_, **__: instead.parts()
+        if differences.handler(function) is not None:
             return None
         if (opened := differences.opened.get(function)) is not None:
             return opened

@@ -125,7 +125,9 @@ class Within:
         return self._place in getattr(self._inside, "places", ()) if self.path else acts_here()
 
     def _is_idle(self) -> bool:
-        """Whether the region is there, or is not to be there."""
+        """Whether the region is there, or is not to be there: in a program that is exported there is none."""
+        if torch.compiler.is_exporting():
+            return True
         modes = acting_modes()
         is_own = self.is_own or (self.path != "" and not torch.compiler.is_compiling() and not self._is_there())
         if not is_own and len(modes) > 0:  # torch 2.11 traces no bool(list)

@@ -108,6 +108,8 @@ SPELLINGS: Final = _pairs("""
     _grid_sampler_2d_cpu_fallback=grid_sampler_2d _lu_with_info=linalg_lu_factor _softmax=softmax
     _log_softmax=log_softmax native_group_norm=group_norm native_batch_norm=batch_norm native_dropout=dropout
     _scaled_mm=scaled_mm _scaled_grouped_mm=scaled_grouped_mm
+    _sparse_mm=sparse_mm _sparse_addmm=sparse_addmm _sparse_softmax=sparse_softmax sparse_sum=_sparse_sum
+    _sparse_log_softmax=sparse_log_softmax col2im=fold
     logsoftmax=log_softmax layernorm=layer_norm batchnorm=batch_norm groupnorm=group_norm rmsnorm=rms_norm
     sdpa=scaled_dot_product_attention attention=scaled_dot_product_attention bce=binary_cross_entropy
     bce_with_logits=binary_cross_entropy_with_logits logsigmoid_forward=logsigmoid log_sigmoid=logsigmoid
@@ -285,6 +287,7 @@ _ROWS: Final = (
         upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
         upsample_bicubic2d _upsample_bicubic2d_aa"""),
+    _Rows("fp32", "reduction", "var std var_mean std_mean", note="the square of 256 is beyond FP16"),
     _Rows("fp32_math", "reduction", "segment_reduce fold", note="torch's CPU adds up element by element in 16 bits"),
     _Rows("fp32", "bandwidth-bound", "affine_grid affine_grid_generator",
           note="coordinates are no data: of 512 pixels in a row BF16 tells half apart"),
@@ -292,7 +295,9 @@ _ROWS: Final = (
     # Torch's CUDA kernels take no low input, or take it only here and there; FP32 runs everywhere.
     _Rows("fp32", "no low kernel", """
         quantile nanquantile stft polar view_as_complex trace cholesky cholesky_inverse cholesky_solve qr ormqr geqrf
-        svd triangular_solve fake_quantize_per_tensor_affine fake_quantize_per_channel_affine
+        svd triangular_solve complex fake_quantize_per_tensor_affine fake_quantize_per_channel_affine
+        fused_moving_avg_obs_fake_quant _fused_moving_avg_obs_fq_helper
+        sparse_mm sparse_addmm sparse_sampled_addmm sparse_softmax sparse_log_softmax _sparse_sum smm sspaddmm hspmm
         fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn
         fft_irfftn fft_hfft fft_ihfft fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn
         linalg_cond linalg_matrix_rank linalg_solve linalg_cholesky linalg_cholesky_ex linalg_svdvals linalg_svd
@@ -372,18 +377,17 @@ _ROWS: Final = (
         exp2 float_power frexp lgamma digamma igamma igammac i0 logaddexp logaddexp2 logit xlogy entr i0e ndtr
         xlog1py"""),
     _Rows("native", "reduction", """
-        mean nanmean nansum std std_mean var var_mean amax amin aminmax max min median nanmedian mode kthvalue
-        cummax cummin logcumsumexp"""),
+        mean nanmean nansum amax amin aminmax max min median nanmedian mode kthvalue cummax cummin logcumsumexp"""),
     _Rows("native", "reduction", "batch_norm instance_norm", note="torch's kernel mixes dtypes, statistics in FP32"),
     _Rows("native", "type-mixing", """
         hstack vstack dstack column_stack block_diag index_fill select_scatter slice_scatter
         diagonal_scatter as_strided_scatter"""),
     _Rows("native", "no low kernel", """
-        lu_unpack istft complex"""),
+        lu_unpack istft"""),
     _Rows("native", "gemm", "scaled_mm scaled_grouped_mm", note="the caller chooses the formats"),
     _Rows("native", "data movement", """
         channel_shuffle clone combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud
-        gather index_select masked_select msort narrow_copy native_channel_shuffle pixel_shuffle pixel_unshuffle
+        gather im2col index_select masked_select msort narrow_copy native_channel_shuffle pixel_shuffle pixel_unshuffle
         repeat repeat_interleave roll rot90 slice_inverse sort take take_along_dim tile topk tril triu unique
         unique_consecutive"""),
     _Rows("native", "data movement", "fft_fftshift fft_ifftshift"),
