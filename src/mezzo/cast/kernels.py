@@ -21,7 +21,7 @@ from mezzo.tensors import LOW, dtype_name, tensors, tree_map_only
 #: How torch, and those who write operators for it, say that there is no kernel for a dtype; and what they say of
 #: arguments that do not go together, or are to be integers.
 _WORDS: Final = re.compile(r"not implemented for|not supported|nsupported dtype|but (got|found)")
-_OTHERS: Final = re.compile(r"same (dtype|type|scalar type)|xpected (scalar type|dtype|object of)")
+_OTHERS: Final = re.compile(r"same (dtype|type|scalar type)|xpected (scalar type|dtype|object of)|\b(Long|Int)\b")
 #: What an error says that may be about dtypes.
 _TYPES: Final = re.compile(r"[Dd]type|[Ss]calar ?[Tt]ype|types other|[Ff]loat|[Hh]alf|[Pp]recision")
 #: How they write these dtypes.
@@ -131,12 +131,12 @@ def no_kernel(op: str, dtypes: Iterable[torch.dtype], error: RuntimeError, devic
         device_type: The device.
     """
     dtypes = [*dict.fromkeys(dtypes)]
-    would = "float64 operands, which nothing casts: x.double()"
+    would = "operands of a dtype that it has a kernel for, integers or x.double(), which nothing casts"
     found = UnsupportedError(
         f"{op} has no kernel in {' or '.join(map(dtype_name, dtypes))}",
         where=f"op {op}, device {device_type}, in a mezzo.autocast region",
         why=str(error).splitlines()[0],
-        write=f"{would}; no rule helps, {both(f'fp32={op}')} neither"
+        write=f"{would}; no rule helps, not {both(f'fp32={op}')}"
         if torch.float32 in dtypes
         else f"{both(f'fp32_math={op}')}: FP32 inside, low out; or {both(f'fp32={op}')}",
     )

@@ -293,7 +293,10 @@ class PolicyMode(TorchFunctionMode):
         if self.shadows:
             return func(*args, **kwargs)
         if not compiling and self.only is not None and _is_idle(func, self.only, args, kwargs):
-            return _run_plain(self.only, func, args, kwargs)
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                return _again(error, self.only, func, args, kwargs)
         if not self.is_exported and torch.compiler.is_exporting():  # as under torch.autocast: a program has no casts
             return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
@@ -419,9 +422,14 @@ def _run_plain(here: Differences | Traced, func: Any, args: Any, kwargs: Any) ->
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if not here.autocast or not _acts(here) or here.policy.lists == "device":
-            raise
-        return otherwise(error, func, args, kwargs, here.device_type)
+        return _again(error, here, func, args, kwargs)
+
+
+def _again(error: RuntimeError, here: Differences, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run in FP32 what has raised, where ops are cast; else, and where FP32 is no cure, raise the error."""
+    if not here.autocast or not _acts(here) or here.policy.lists == "device":
+        raise error
+    return otherwise(error, func, args, kwargs, here.device_type)
 
 
 def _carry_out(
