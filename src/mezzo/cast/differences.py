@@ -71,6 +71,8 @@ class Differences:
     pinned: Mapping[int, Treatment]
     pins_buffers: bool  # whether one of the pinned tensors is no ``nn.Parameter``
     memories: tuple[Memory, ...]  # what products below sixteen bits remember of earlier steps
+    others: Callable[[str], Handler | None]  # how an operator of another library is carried out, by its full name
+    names_others: bool  # whether a rule speaks about such operators
     key: str  # equal for equal differences, and for nothing else
 
     def handler(self, function: Callable[..., Any]) -> Handler | None:
@@ -80,8 +82,16 @@ class Differences:
         that it is left alone; where a policy has no autocast that tells it from, no call of an overload is treated.
         """
         if isinstance(function, OpOverloadPacket) or (isinstance(function, OpOverload) and self.autocast):
-            return next((self.handlers[each] for each in _of_operator(function) if each in self.handlers), None)
+            name, functions = _of_operator(function)
+            if not name.startswith("aten::"):
+                return self.others(name)
+            return next((self.handlers[each] for each in functions if each in self.handlers), None)
         return self.handlers.get(function)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a function that torch alone would treat differently."""
+        return bool(self.handlers or self.pinned or self.names_others)
 
     def instead(self, op: str, args: Any, kwargs: Any) -> Instead | None:
         """Return what a call gets instead of its op's treatment, if its arguments say so."""
@@ -99,8 +109,7 @@ class Differences:
         if not self.autocast:
             return torch.autocast(self.device_type, enabled=False)
         own = torch.autocast(self.device_type, dtype=self.dtype)
-        differs = self.handlers or self.pinned
-        return differentiated_plainly(own) if differs and not torch.compiler.is_compiling() else own
+        return differentiated_plainly(own) if self.has_any and not torch.compiler.is_compiling() else own
 
 
 class Known(NamedTuple):
@@ -187,11 +196,20 @@ def _find(
         if native_autocast and policy.lists == "portable":
             handlers[Tensor.__setitem__] = _SETS_ITEMS
     handlers = {function: _with_others(handler) if handler.asks else handler for function, handler in handlers.items()}
+
+    @functools.cache
+    def others(name: str) -> Handler | None:
+        handler, differs = _treated(
+            name, policy, device_type, module, emulated=emulated, autocasts=native_autocast, is_island=is_island
+        )
+        return handler if differs else None
+
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         gives_back=not policy.casts and not is_island, handlers=handlers, opened=_concerned(handlers),
         asked=frozenset(handler.op for handler in handlers.values() if handler.asks),
-        pinned={}, pins_buffers=False, memories=(),
+        pinned={}, pins_buffers=False, memories=(), others=others,
+        names_others=any("::" in rule.op for rule in policy.rules if rule.op is not None),
         key=", emulated ".join((f"{policy.region_text()} in {module!r} on {device_type}", *sorted(emulated))),
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces
@@ -289,14 +307,17 @@ def in_place_form(function: Callable[..., Any], treatment: Treatment) -> Handler
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_operator(operator: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """List the Python functions behind an operator."""
+def _of_operator(
+    operator: OpOverload[..., Any] | OpOverloadPacket[..., Any],
+) -> tuple[str, tuple[Callable[..., Any], ...]]:
+    """Return the full name of an operator, and the Python functions behind one of torch's."""
     packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
-    library, _, name = packet._qualified_op_name.partition("::")
+    full = packet._qualified_op_name
+    library, _, name = full.partition("::")
     name = name.removeprefix("special_")
     if library != "aten":
-        return ()
-    return tuple(in_place_forms(out_of_place(name) or "")) if is_in_place(name) else functions(name)
+        return full, ()
+    return full, tuple(in_place_forms(out_of_place(name) or "")) if is_in_place(name) else functions(name)
 
 
 class Traced(NamedTuple):

@@ -30,6 +30,7 @@ from mezzo.cast.differences import (
     traced,
 )
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
+from mezzo.cast.kernels import lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
 from mezzo.compiling import casts_are_placed, compiled_inside_alone
@@ -40,12 +41,14 @@ from mezzo.dispatch import (
     innermost_function_mode,
     is_batched,
     is_transformed,
+    num_dispatch_modes,
+    unseen_by_checkpoints,
     unwrapped,
 )
 from mezzo.errors import UnsupportedError
 from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, dtype_name, mark, tensors, tree_is_leaf, tree_map
+from mezzo.tensors import CASTABLE, mark, tensors, tree_is_leaf, tree_map
 from mezzo.weights.halves import Halves
 
 # Casting what a user passes around: tensors in nested containers, dataclasses and mappings.
@@ -182,6 +185,9 @@ class WeightCasts:
     Casts made without gradients never serve training, nor the other way round, and nothing is kept in inference mode,
     under ``torch.func``, in forward-mode AD or while torch.compile traces.
 
+    No cast is an operation inside of a selective checkpoint (``create_selective_checkpoint_contexts``), which compares
+    those of its body with those of the recomputation: a weight that was cast before has none in the one of both.
+
     Each use has an autograd node of its own: the gradients of a weight that is used several times meet in the
     parameter's dtype, bit for bit as those of several casts would. Eager, compiled and recomputed code therefore give
     the same bits, as long as torch adds in the same order. It does not where ``.grad`` is added to in the middle of a
@@ -191,9 +197,16 @@ class WeightCasts:
     **Cost**: 2 bytes for each weight of a low-precision op, from its first use in a region to the region's end. Each
     further use is a Python autograd function: some 10 µs forward and backward together, beside torch's own node for
     the first.
+
+    Args:
+        keeps: Whether casts are kept: not for what a backward pass recomputes, which may be long.
+
+    Attributes:
+        keeps: The same.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
+        self.keeps = keeps
         self._casts: dict[tuple[int, torch.dtype, bool, bool], _Cast] = {}
 
     def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
@@ -205,30 +218,33 @@ class WeightCasts:
         """
         if param.dtype == dtype:
             return param
-        if isinstance(param, Halves) and not torch.compiler.is_compiling():
-            return param.low(dtype)  # which is there already
-        if (
-            torch.compiler.is_compiling()
-            or torch.is_inference_mode_enabled()
-            or param.is_inference()
-            or is_transformed()
-        ):
+        if torch.compiler.is_compiling():
             return param.to(dtype)
+        if isinstance(param, Halves):  # the cast is there already
+            return _unseen(param.low, dtype)
+        if not self.keeps or torch.is_inference_mode_enabled() or param.is_inference() or is_transformed():
+            return _unseen(param.to, dtype)
         with_gradients = torch.is_grad_enabled()
         trains = with_gradients and param.requires_grad
         key = (id(param), dtype, with_gradients, trains)
         found = self._casts.get(key)
         if found is None or found.mark != mark(param):
-            made = param.to(dtype)
+            made = _unseen(param.to, dtype)
             self._casts[key] = _Cast(param, param.detach(), mark(param), made)
             return made
         return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast  # type: ignore[no-untyped-call]
 
 
+def _unseen(make: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+    """Make a cast of a weight where no selective checkpoint counts it."""
+    if not num_dispatch_modes():
+        return make(dtype)
+    with unseen_by_checkpoints():
+        return make(dtype)
+
+
 C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
 
-#: How torch says that it has no kernel for a dtype.
-_NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
 #: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
 _INPUT_ONLY: Final = frozenset(
     """batch_norm instance_norm native_batch_norm fused_moving_avg_obs_fake_quant
@@ -249,13 +265,11 @@ class PolicyMode(TorchFunctionMode):
 
     Args:
         per_device: What it does on each device.
-        casts: Where casts of weights are kept; nowhere when omitted.
+        casts: What casts weights.
         recomputing: Whether it serves what a backward pass runs again.
     """
 
-    def __init__(
-        self, per_device: Sequence[Differences], casts: WeightCasts | None, *, recomputing: bool = False
-    ) -> None:
+    def __init__(self, per_device: Sequence[Differences], casts: WeightCasts, *, recomputing: bool = False) -> None:
         super().__init__()
         self.casts, self.recomputing = casts, recomputing
         self.per_device = {each.device_type: each for each in per_device}
@@ -265,6 +279,7 @@ class PolicyMode(TorchFunctionMode):
         has_own = any(each.pinned or each.memories for each in per_device)  # which no text can stand for
         self.key = remember(per_device[0]) if len(per_device) == 1 and not has_own else ""
         self.shadows = 0  # how many regions inside this one are active
+        self.is_exported = torch.compiler.is_exporting()  # as a region inside of a program is, and none around it
 
     @compiled_inside_alone
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -273,8 +288,12 @@ class PolicyMode(TorchFunctionMode):
         return self._handle(func, args, kwargs or {})
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        compiling = torch.compiler.is_compiling()
-        if self.shadows or (not compiling and self.only is not None and _is_idle(func, self.only, args, kwargs)):
+        compiling = torch.compiler.is_dynamo_compiling()  # torch.export, which says that it compiles, may run Python
+        if self.shadows:
+            return func(*args, **kwargs)
+        if not compiling and self.only is not None and _is_idle(func, self.only, args, kwargs):
+            return _run_plain(self.only, func, args, kwargs)
+        if not self.is_exported and torch.compiler.is_exporting():  # as under torch.autocast: a program has no casts
             return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
@@ -319,7 +338,7 @@ class PolicyMode(TorchFunctionMode):
         if opened is not None:
             with self:
                 return opened(*args, **kwargs)
-        return func(*args, **kwargs)
+        return _run_plain(here, func, args, kwargs)
 
     def differences(self, args: Any, kwargs: Any) -> Differences | None:
         """Return the differences for the device of a call's tensors."""
@@ -347,8 +366,8 @@ def shadowed() -> Iterator[list[PolicyMode]]:
 def acting(per_device: Sequence[Differences]) -> Iterator[None]:
     """Have differences act in the place of those around, with the casts of weights that are there, or their own."""
     with shadowed() as around:
-        kept = around[-1].casts if around else None
-        with PolicyMode(per_device, WeightCasts() if kept is None else kept):
+        casts = around[-1].casts if around and around[-1].casts.keeps else WeightCasts()
+        with PolicyMode(per_device, casts):
             yield
 
 
@@ -392,12 +411,26 @@ def _acts(here: Differences | Traced) -> bool:
     return not here.autocast or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == here.dtype)
 
 
+def _run_plain(here: Differences | Traced, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run what no row and no rule names: in FP32 where it has no low kernel, which a compiled graph cannot try."""
+    if isinstance(here, Traced):
+        return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        if not here.autocast or not _acts(here) or here.policy.lists == "device":
+            raise
+        return otherwise(error, func, args, kwargs, here.device_type)
+
+
 def _carry_out(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
-    if handler.returning is not None or kwargs.get("out") is not None:
-        return _write(handler, here, casts, func, args, kwargs)
+    if handler.returning is not None:
+        return _write_in_place(handler, here, casts, func, args, kwargs)
+    if kwargs.get("out") is not None:
+        return _write_out(handler, here, casts, func, args, kwargs)
     if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
         return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
     target = _target(handler, here, args, kwargs)
@@ -446,54 +479,64 @@ def _compute(
     enabled = torch.is_autocast_enabled(here.device_type)  # the same, without the cost of entering a context
     torch.set_autocast_enabled(here.device_type, False)
     try:
-        return _run(handler, here, func, args, kwargs, given)
+        out = _run(handler, here, func, args, kwargs, given)
     finally:
         torch.set_autocast_enabled(here.device_type, enabled)
+    if "::" in handler.op:
+        write_back(func, given, (args, kwargs))
+    return out
 
 
-def _write(
+def _write_in_place(
     handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
 ) -> Any:
-    """Run a function that writes into tensors which keep their dtype, in place or by ``out=``.
+    """Run a function that writes into its first operand, which keeps its dtype.
 
-    Where they have the dtype in which it computes it runs itself, on operands that are cast to that. Else what returns
-    a new tensor runs, and the result is rounded, once, to what keeps its dtype.
+    Where that is the dtype in which it computes it runs itself, on operands that are cast. Else what returns a new
+    tensor runs, and the result is rounded, once, to what is written to.
     """
     if not args:
-        name = next(name for name in kwargs if name != "out")
-        args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
-    is_out = handler.returning is None
-    into = kwargs["out"] if is_out else args[0]
-    operands = {key: value for key, value in kwargs.items() if key != "out"}
-    # Where autocast is off nothing tells a call of compiled code, which writes its products so, from a model's own.
-    if is_out and (not here.autocast or _refused((args, operands))):
-        return func(*args, **kwargs)
-    dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
+        first, *others = kwargs.items()
+        args, kwargs = (first[1],), dict(others)
+    into = args[0]
     target: torch.dtype | None = None
     match handler.written:
         case "treated":
-            target = _target(handler, here, args, operands)
+            target = _target(handler, here, args, kwargs)
         case "follows":
-            target = next(iter(dtypes))
-        case "left" if not is_out and _all_low((args, kwargs), here.dtype):
+            target = into.dtype
+        case "left" if _all_low((args, kwargs), here.dtype):
             target = here.dtype  # emulated; of other dtypes nothing is cast
     if target is None or not target.is_floating_point:
-        return func(*args, **kwargs)
-    is_emulated = handler.emulated and target == here.dtype
-    if handler.emulated != is_emulated or handler.recipe is not None:
-        handler = dataclasses.replace(handler, emulated=is_emulated, recipe=None)
-    if not is_emulated and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
+        return _run_plain(here, func, args, kwargs)
+    is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
+    if not is_made and (into.dtype == target or into.dtype not in CASTABLE):
         return _compute(handler, here, casts, func, args, kwargs, target)
-    if is_out:
-        return _put(_compute(handler, here, casts, func, args, operands, target), into)
     # What is saved for the backward pass is not what is written to.
     before = into.clone() if into.dtype == target else into
     return into.copy_(_compute(handler, here, casts, handler.returning, (before, *args[1:]), kwargs, target))
 
 
-def _refused(value: Any) -> bool:
-    """Whether torch refuses to write by ``out=``: nothing differentiates that."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors(value))
+def _write_out(
+    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a function that writes into the tensors of ``out=``, as :func:`_write_in_place` runs one.
+
+    Where autocast is off nothing tells a call of compiled code, which writes its products so, from a model's own.
+    """
+    into, operands = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
+    if handler.written == "left" or not here.autocast:
+        return func(*args, **kwargs)
+    dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
+    target = next(iter(dtypes)) if handler.written == "follows" else _target(handler, here, args, operands)
+    if target is None or not target.is_floating_point:
+        return _run_plain(here, func, args, kwargs)
+    is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
+    if not is_made and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
+        return _compute(handler, here, casts, func, args, kwargs, target)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors((args, operands))):
+        return func(*args, **kwargs)  # torch refuses that: nothing differentiates what writes so
+    return _put(_compute(handler, here, casts, func, args, operands, target), into)
 
 
 def _put(results: Any, into: Any) -> Any:
@@ -533,14 +576,12 @@ def _run(
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if handler.treatment not in ("low", *QUANTISED) or not any(words in str(error) for words in _NO_KERNEL):
+        if handler.treatment == "promote" and not torch.compiler.is_compiling():
+            return otherwise(error, func, args, kwargs, here.device_type)
+        dtypes = {x.dtype for x in _floats(args, kwargs)}
+        if handler.treatment == "ban" or not lacks(error, dtypes) or torch.compiler.is_compiling():
             raise
-        raise UnsupportedError(
-            f"{handler.op} has no kernel in {dtype_name(here.dtype)}",
-            where=f"device {here.device_type}",
-            why=str(error).splitlines()[0],
-            write=f"{both(f'fp32_math={handler.op}')}: FP32 inside, low out; or {both(f'fp32={handler.op}')}",
-        ) from error
+        raise no_kernel(handler.op, dtypes, error, here.device_type) from error
 
 
 def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None:
@@ -555,7 +596,7 @@ def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None
     return None
 
 
-def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any) -> Any:
+def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function that reads a pinned parameter in the precision of that parameter's rule.
 
     Without autocast (O2, O3) the result goes back to the compute dtype, but in a module pinned to FP32, or where it may
@@ -630,13 +671,15 @@ class _SparseCast(torch.autograd.Function):
 def _banned(handler: Handler) -> UnsupportedError:
     op = handler.op
     instead = {"binary_cross_entropy": "binary_cross_entropy_with_logits on the values before the sigmoid"}
-    return UnsupportedError(
+    error = UnsupportedError(
         f"{op} is banned under this policy",
         where=f"a mezzo.autocast region, op {op}",
         why=handler.reason
         or ("its gradient overflows in low precision" if op in instead else "a rule of the policy bans it"),
         write=f"{instead.get(op, 'another op')}; or allow it: {both(f'fp32={op}')}",
     )
+    error.awaits_place = True
+    return error
 
 
 #: torch.autograd.backward hands itself over to a mode whole; opened, the mode stays active while it runs.

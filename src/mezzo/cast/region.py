@@ -23,7 +23,7 @@ from torch import Tensor
 from mezzo.cast.device import FAMILIES, default_kinds
 from mezzo.cast.differences import Differences, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
-from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
+from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, WeightCasts, acting, acting_modes, shadowed
 from mezzo.compiling import compiled_inside_alone, constant_in_graphs
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Policy
@@ -146,7 +146,7 @@ class Region:
     @property
     def has_differences(self) -> bool:
         """Whether entering the region changes anything but ``torch.autocast``'s own state."""
-        return any(each.handlers or each.pinned for each in self.per_device)
+        return any(each.has_any for each in self.per_device)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -317,7 +317,7 @@ def _backward(region: Region) -> Iterator[bool]:
     autocasts = [each.device_type for each in own if each.autocast]
     with accumulation(region.policy, own), shadowed(), without_autocast(autocasts):
         if region.has_differences:
-            with PolicyMode(own, None, recomputing=True):
+            with PolicyMode(own, WeightCasts(keeps=False), recomputing=True):
                 yield True
         else:
             yield False

@@ -104,7 +104,7 @@ def here() -> int:
 def doing() -> Doing:
     """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
     taken = notes()
-    inner = next((note for note in reversed(taken) if note.kind != "op"), None)
+    inner = next((note for note in reversed(taken) if note.kind not in ("op", "widened")), None)
     if inner is None or inner.kind == "op":
         return "region" if taken else "other"
     if inner.kind == "quantised":
@@ -115,7 +115,7 @@ def doing() -> Doing:
 
 def casting() -> bool:
     """Whether a cast runs, its products included, such as the rotation before an operand is quantised."""
-    return next((note.kind == "cast" for note in reversed(notes()) if note.kind != "op"), False)
+    return next((note.kind == "cast" for note in reversed(notes()) if note.kind not in ("op", "widened")), False)
 
 
 def quantised_formats() -> tuple[str, ...]:
@@ -252,6 +252,9 @@ class OpCall:
     def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, *, emulated: bool) -> None:
         """Take note of a kernel: what enters it from outside the call is what the call computes in."""
         self.formats = self.formats or quantised_formats()
+        if any(note.kind == "widened" for note in notes()):
+            reason = f"no kernel in {self.low} here"
+            self.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
         if is_cast(kernel, args, out):
             self.has_run = True
             from_outside = self._made_here.get(args[0]) is None

@@ -7,7 +7,7 @@ kernels. Hooks keep the function mode innermost when a module's boundary enters 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Protocol, Self
 
@@ -187,21 +187,22 @@ class Products(KernelWatch):  # type: ignore[no-untyped-call]
 
     Args:
         *low: The formats that count as low; float16 and bfloat16 when omitted.
+        is_apart: Whether what runs now is not to be counted.
 
     Attributes:
         flops: The operations by the name of the format, and under ``"emulated"`` those that were computed in FP32 from
             rounded operands.
     """
 
-    def __init__(self, *low: torch.dtype) -> None:
+    def __init__(self, *low: torch.dtype, is_apart: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
-        self._low = low or LOW
+        self._low, self._is_apart = low or LOW, is_apart
         self.flops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not casting() and (counted := flops(func, args, kwargs, out)) is not None:
+        if not casting() and (counted := flops(func, args, kwargs, out)) is not None and not self._is_apart():
             self.flops["emulated" if doing() == "emulation" else dtype_name(counted[1])] += counted[0]
         return out
 

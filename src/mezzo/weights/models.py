@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import importlib
+import threading
 import types
 import warnings
 import weakref
@@ -22,7 +25,7 @@ from mezzo.hooks import is_ours
 from mezzo.policy.rules import both, exact
 from mezzo.sharded import flags_of_all, held_as, hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond
-from mezzo.tensors import LOW, dtype_name
+from mezzo.tensors import LOW, dtype_name, tensors
 from mezzo.weights.codec import get_ready
 from mezzo.weights.halves import Halves, become, in_halves
 from mezzo.weights.shards import HeldShard
@@ -131,6 +134,8 @@ def follow(model: nn.Module) -> Callable[[], None]:
         What ends it.
     """
     undo, hook = ExitStack(), _StateHook(model)
+    _PROGRAMS.open()
+    undo.callback(_PROGRAMS.close)
     for module in model.modules():
         undo.callback(module.register_state_dict_post_hook(hook).remove)  # type: ignore[no-untyped-call]
         undo.callback(module.register_load_state_dict_pre_hook(hook.load).remove)  # type: ignore[no-untyped-call]
@@ -281,6 +286,88 @@ def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator
         )
 
 
+# Programs that torch makes of a model -----------------------------------------------------------------------
+
+
+#: What makes them: the public functions, and what these and ``torch.onnx.export`` call in their turn.
+_MAKERS: Final = (
+    "torch.jit.trace_module",
+    "torch.jit._trace.trace_module",
+    "torch.jit._script.call_prepare_scriptable_func",
+    "torch.jit._get_trace_graph",
+    "torch.jit._unique_state_dict",
+    "torch.export.export",
+    "torch.export.draft_export",
+)
+
+
+class _Programs:
+    """Functions of torch's that make a program of a model: while models are followed, they get plain copies of these.
+
+    A program that is saved or handed on can do nothing with hooks and halves. A region that is around it acts on both.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._count, self._undo = threading.Lock(), 0, ExitStack()
+
+    def open(self) -> None:
+        """Begin, for one model more."""
+        with self._lock:
+            self._count += 1
+            for path in _MAKERS if self._count == 1 else ():
+                place, _, name = path.rpartition(".")
+                self._bind(importlib.import_module(place), name)
+
+    def _bind(self, place: Any, name: str) -> None:
+        plain = getattr(place, name, None)
+        if plain is not None:  # a release may have another way
+            made = functools.wraps(plain)(partial(_of_copies, plain))
+            setattr(place, name, made)
+            self._undo.callback(_put_back, place, name, plain, made)
+
+    def close(self) -> None:
+        """End, for one model."""
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._undo.close()
+
+
+_PROGRAMS: Final = _Programs()
+
+
+def _put_back(place: Any, name: str, plain: Any, made: Any) -> None:
+    if getattr(place, name) is made:  # and nothing that others have put there since
+        setattr(place, name, plain)
+
+
+def _of_copies(plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return plain(*map(_as_plain, args), **{name: _as_plain(value) for name, value in kwargs.items()})
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a plain copy of a model that has followed parts; anything else as it is."""
+    if not isinstance(value, nn.Module) or not any(map(is_followed, value.modules())):
+        return value
+    # Of what a forward pass has left in a module no deep copy is made.
+    left = [each for module in value.modules() for each in tensors(vars(module)) if each.grad_fn is not None]
+    return copy.deepcopy(value, {id(each): each.detach() for each in left})
+
+
+def _traced(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a module in a function that ``torch.jit`` traces, and warn of what its files would hold."""
+    if any(param is not None and of_halves(param) for param in module._parameters.values()):
+        text = message(
+            "a function is traced that calls a model whose weights are stored in halves",
+            where="torch.jit",
+            why="torch.jit.save would write zeros for them",
+            write="torch.jit.trace(model, …), which traces a plain copy; "
+            f"or {both('fp32_param=*')}, which stores all plainly",
+        )
+        warnings.warn(text, stacklevel=2)
+    return type(module)._slow_forward(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 # Copies, pickles and casts --------------------------------------------------------------------------------
 
 
@@ -381,20 +468,6 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
         param.grad = None
         _replace(param, there)
         param.grad = gradient
-
-
-def _traced(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a module while ``torch.jit.trace`` watches, and warn of what its files would hold."""
-    if any(param is not None and of_halves(param) for param in module._parameters.values()):
-        text = message(
-            "a model is traced whose weights are stored in halves",
-            where="torch.jit.trace",
-            why="torch.jit.save would write zeros for them",
-            write="torch.jit.trace(copy.deepcopy(model), …), which is a plain model; "
-            f"or {both('fp32_param=*')}, which stores all plainly",
-        )
-        warnings.warn(text, stacklevel=2)
-    return type(module)._slow_forward(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _flattened(*args: Any, **kwargs: Any) -> None:
