@@ -332,7 +332,7 @@ class PolicyMode(TorchFunctionMode):
             if instead is not None:
                 handler = next(other for other in handler.others if other.treatment == instead.treatment)
             elif handler.treatment == "native" and handler.written == "left":
-                return func(*args, **kwargs)
+                return _run_plain(here, func, args, kwargs)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
