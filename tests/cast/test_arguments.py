@@ -628,6 +628,17 @@ def test_a_complex_number_of_real_ones_is_made_in_fp32(name, low):
         assert torch.allclose(mine.float(), gradient, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("rule", ["", ",fp32=matmul"])
+def test_complex_numbers_of_half_the_width_compute_in_fp32(rule):
+    z = torch.complex(rand(3, 3), rand(3, 3, seed=1)).to(torch.complex32)
+    wide = z.to(torch.complex64)
+    with mezzo.autocast(f"O1,fp16,emulate=true{rule}"):
+        assert torch.equal(z @ z.mH, wide @ wide.mH)
+        assert torch.equal(torch.exp(z), torch.exp(wide))
+        assert torch.equal(wide @ wide.mH, wide.mm(wide.mH))
+
+
 # Observers, norms under vmap, variances ---------------------------------------------------------------------
 
 

@@ -576,7 +576,8 @@ def _run(
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if handler.treatment == "promote" and not torch.compiler.is_compiling():
+        tries = handler.treatment == "promote" or any(x.dtype == torch.complex32 for x in tensors((args, kwargs)))
+        if tries and not torch.compiler.is_compiling():
             return otherwise(error, func, args, kwargs, here.device_type)
         dtypes = {x.dtype for x in _floats(args, kwargs)}
         if handler.treatment == "ban" or not lacks(error, dtypes) or torch.compiler.is_compiling():
