@@ -30,8 +30,10 @@ _CALLED: Final = {
     torch.bfloat16: ("BFloat16", "bfloat16"),
     torch.float32: ("Float", "float32"),
 }
-#: What is tried in the place of 16 bits, of complex numbers too, which nothing else casts.
-_WIDE: Final = {**dict.fromkeys(LOW, torch.float32), torch.complex32: torch.complex64}
+#: Complex numbers of two times 16 bits, which nothing else casts.
+LOW_COMPLEX: Final = frozenset(each.to_complex() for each in LOW) - {torch.complex64}
+#: What is tried in the place of 16 bits.
+_WIDE: Final = {**dict.fromkeys(LOW, torch.float32), **dict.fromkeys(LOW_COMPLEX, torch.complex64)}
 #: What is not called a second time with other tensors: it returns their memory, or does something to them.
 _ONCE: Final = VIEWS | {"__set__", "__setitem__", "__delitem__", "set_", "resize_", "resize_as_", "swap_tensors"}
 

@@ -30,7 +30,7 @@ from mezzo.cast.differences import (
     traced,
 )
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
-from mezzo.cast.kernels import lacks, no_kernel, otherwise, write_back
+from mezzo.cast.kernels import LOW_COMPLEX, lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
 from mezzo.compiling import casts_are_placed, compiled_inside_alone
@@ -576,7 +576,7 @@ def _run(
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        tries = handler.treatment == "promote" or any(x.dtype == torch.complex32 for x in tensors((args, kwargs)))
+        tries = handler.treatment == "promote" or any(x.dtype in LOW_COMPLEX for x in tensors((args, kwargs)))
         if tries and not torch.compiler.is_compiling():
             return otherwise(error, func, args, kwargs, here.device_type)
         dtypes = {x.dtype for x in _floats(args, kwargs)}
