@@ -31,7 +31,7 @@ from mezzo.cast.differences import (
     traced,
 )
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
-from mezzo.cast.kernels import lacks, no_kernel, otherwise, write_back
+from mezzo.cast.kernels import LOW_COMPLEX, lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
 from mezzo.compiling import casts_are_placed, compiled_inside_alone
@@ -336,7 +336,7 @@ class PolicyMode(TorchFunctionMode):
             if instead is not None:
                 handler = next(other for other in handler.others if other.treatment == instead.treatment)
             elif handler.treatment == "native" and handler.written == "left":
-                return func(*args, **kwargs)
+                return _run_plain(here, func, args, kwargs)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
@@ -589,7 +589,8 @@ def _run(
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if handler.treatment == "promote" and not torch.compiler.is_compiling():
+        tries = handler.treatment == "promote" or any(x.dtype in LOW_COMPLEX for x in tensors((args, kwargs)))
+        if tries and not torch.compiler.is_compiling():
             return otherwise(error, func, args, kwargs, here.device_type)
         dtypes = {x.dtype for x in _floats(args, kwargs)}
         if handler.treatment == "ban" or not lacks(error, dtypes) or torch.compiler.is_compiling():
