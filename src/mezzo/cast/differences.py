@@ -9,19 +9,30 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mezzo.cast.arguments import BY_ARGUMENTS, ByArguments
 from mezzo.cast.device import Family, emulated_families
-from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
+from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
 from mezzo.compiling import constant_in_graphs, differentiated_plainly
 from mezzo.dispatch import OpOverload, OpOverloadPacket
 from mezzo.policy import Policy, Treatment
-from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, callables, functions
+from mezzo.policy.ops import (
+    MOVES,
+    OPS,
+    QUANTISABLE,
+    QUANTISED,
+    functions,
+    in_place_forms,
+    is_in_place,
+    out_of_place,
+)
+from mezzo.policy.policy import Written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,10 @@ class Handler:
     recipe: Recipe | None = None  # of a product of a weight, below sixteen bits
     low_result: bool = False  # what comes out goes to the compute dtype
     keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
+    rounds_to: Literal["first", "widest"] = "first"  # of operands, whose dtype fp32_math returns
+    by_arguments: ByArguments | None = None  # what a call's arguments say, where no rule decides
+    written: Written = "left"  # how it is carried out where it writes into tensors that keep their dtype
+    returning: Callable[..., Any] | None = None  # of an in-place form, the function that returns a new tensor
     reason: str = ""  # of a ban
 
 
@@ -142,7 +157,7 @@ def _find(
         every[op] = handler
         if differs:
             differing[op] = handler
-        elif handler.treatment == "low":
+        elif handler.treatment == "low" or handler.by_arguments is not None:
             alike[op] = handler
     if any(rule.param is not None and rule.treatment in QUANTISED for rule in policy.rules):
         differing.update({op: every[op] for op in QUANTISABLE})
@@ -152,9 +167,13 @@ def _find(
     if differing:  # the mode runs anyway: products go through it too, so that their weights are cast once
         differing.update(alike)
     handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
-    if "products" in emulated:  # what writes to a low tensor; of other dtypes nothing is cast
-        of = {name: Handler(op=name, treatment="native", emulated=True) for name in IN_PLACE}
-        handlers |= {function: handler for name, handler in of.items() for function in callables(name)}
+    if differing:
+        for op, handler in every.items():
+            if handler.written != "left" or handler.emulated:
+                for function, returning in in_place_forms(op).items():
+                    handlers[function] = dataclasses.replace(handler, returning=returning)
+        if native_autocast and policy.lists == "portable":
+            handlers[Tensor.__setitem__] = _SETS_ITEMS
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         gives_back=not policy.casts and not is_island, handlers=handlers, opened=_concerned(handlers),
@@ -202,11 +221,45 @@ def _treated(
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
     if wanted in QUANTISED:
         recipe = recipe_on(device_type, policy, wanted, emulated=is_emulated)
-        return Handler(op=op, treatment=wanted, emulated=is_emulated, recipe=recipe), True
+        written: Written = "follows" if autocasts and policy.lists == "portable" else "left"
+        return Handler(op=op, treatment=wanted, emulated=is_emulated, recipe=recipe, written=written), True
     reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
     # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
     differs = is_ruled or wanted != torch_does or by_emulation or built_in
-    return Handler(op=op, treatment=wanted, emulated=by_emulation, reason=reason), differs
+    # Where torch's own lists hold, or nothing is cast, no argument changes that.
+    asks = autocasts and not is_ruled and policy.lists == "portable"
+    by_arguments = BY_ARGUMENTS.get(op) if asks else None
+    is_mixing = not is_ruled and op in OPS and OPS[op].reason == "type-mixing"
+    rounds_to: Literal["first", "widest"] = "widest" if is_mixing else "first"
+    written = policy.written(op, decision, device_type) if autocasts or is_ruled else "left"
+    return Handler(
+        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, by_arguments=by_arguments,
+        written=written, reason=reason,
+    ), differs  # fmt: skip
+
+
+#: How ``x[index] = value`` is carried out: its value takes the dtype of ``x``.
+_SETS_ITEMS: Final = Handler(op="index_put", treatment="promote", written="follows")
+
+
+@constant_in_graphs
+@functools.lru_cache(maxsize=1024)
+def in_place_form(function: Callable[..., Any], treatment: Treatment) -> Handler | None:
+    """Say how a function that writes in place reads a tensor under a rule; ``None`` for what returns a new tensor.
+
+    Args:
+        function: Any function of torch's. What it writes to is never cast: the write would be lost in a copy.
+        treatment: The rule's.
+    """
+    if function is Tensor.__setitem__:
+        return _SETS_ITEMS
+    name = getattr(function, "__name__", "").partition(".")[0]
+    op = out_of_place(name) if is_in_place(name) else None
+    if op is None or not (forms := in_place_forms(op) if op in OPS else {}):
+        return Handler(op=name, treatment="native", returning=function) if is_in_place(name) else None
+    returning = forms.get(function, next(iter(forms.values())))
+    written: Written = "follows" if op in MOVES else "treated"
+    return Handler(op=op, treatment=treatment, written=written, returning=returning)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -214,7 +267,10 @@ def _of_operator(operator: OpOverload[..., Any] | OpOverloadPacket[..., Any]) ->
     """List the Python functions behind an operator."""
     packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
     library, _, name = packet._qualified_op_name.partition("::")
-    return functions(name.removeprefix("special_")) if library == "aten" else ()
+    name = name.removeprefix("special_")
+    if library != "aten":
+        return ()
+    return tuple(in_place_forms(out_of_place(name) or "")) if is_in_place(name) else functions(name)
 
 
 class Traced(NamedTuple):

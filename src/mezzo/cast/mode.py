@@ -18,7 +18,16 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from mezzo.backward import node_of
-from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
+from mezzo.cast.differences import (
+    OPENED_BY_NAME,
+    Differences,
+    Handler,
+    Traced,
+    in_place_form,
+    open_function,
+    remember,
+    traced,
+)
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
@@ -242,6 +251,8 @@ _INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_nor
 _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
 
+_SET_ITEM: Final = Tensor.__setitem__
+
 #: What begins a backward pass; torch.func differentiates by the last of them.
 _DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 
@@ -279,9 +290,6 @@ class PolicyMode(TorchFunctionMode):
             return func(*args, **kwargs)
         if not self.is_exported and torch.compiler.is_exporting():  # as under torch.autocast: a program has no casts
             return func(*args, **kwargs)
-        # out= variants are never cast, and compiled code calls its products so; Python functions are still opened.
-        if kwargs.get("out") is not None and type(func) is not types.FunctionType:
-            return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
                 return OPENED_BACKWARD(*args, **kwargs)
@@ -303,9 +311,14 @@ class PolicyMode(TorchFunctionMode):
                 handler = here.handler(func)
             if here.pinned and (param := pinned_parameter(here, args, kwargs)) is not None:
                 treatment = here.pinned[id(param)]
-                if treatment not in QUANTISED:
+                if treatment in QUANTISED:
+                    handler = handler and here.as_pinned(handler, treatment)
+                elif (form := in_place_form(func, treatment)) is None:
                     return _read_pinned(param, here, self.casts, func, args, kwargs)
-                handler = handler and here.as_pinned(handler, treatment)
+                else:
+                    handler = form
+        if func is _SET_ITEM and handler is not None:
+            return _set_item(self.casts, *args)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
@@ -383,23 +396,48 @@ def _carry_out(
     handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
-    # In-place and out= variants are never cast, as in torch.autocast.
-    if kwargs.get("out") is not None:
-        return func(*args, **kwargs)
-    target: torch.dtype | None = None
+    if handler.by_arguments is not None and (instead := handler.by_arguments(args, kwargs)) is not None:
+        handler = dataclasses.replace(
+            handler, treatment=instead, rounds_to="widest", written="treated", emulated=False, recipe=None
+        )
+    if handler.returning is not None or kwargs.get("out") is not None:
+        return _write(handler, here, casts, func, args, kwargs)
+    if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
+        return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
+    target = _target(handler, here, args, kwargs)
+    back: torch.dtype | None = None
+    if handler.treatment == "fp32_math":
+        floats = _floats(args, kwargs)
+        back = widest(floats if handler.rounds_to == "widest" else floats[:1])
+    out = _compute(handler, here, casts, func, args, kwargs, target)
+    if handler.keeps_states:
+        states = (handler.op, (*args, *kwargs.values()), out, here.dtype)
+        return during("emulation", func, with_dtypes_of_states, *states) if WATCHERS else with_dtypes_of_states(*states)
+    if handler.low_result:
+        return _cast(out, here.dtype)
+    return out if back is None else _cast(out, back)
+
+
+def _target(handler: Handler, here: Differences | Traced, args: Any, kwargs: Any) -> torch.dtype | None:
+    """Return the dtype in which a function computes under its treatment; ``None`` where it is that of its operands."""
     match handler.treatment:
         case "low" | "fp8" | "mxfp8" | "nvfp4":
-            target = here.dtype
+            return here.dtype
         case "fp32" | "fp32_math":
-            if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
-                return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
-            target = torch.float32
+            return torch.float32
         case "promote":
-            target = widest(_floats(args, kwargs))
+            return widest(_floats(args, kwargs))
         case "ban":
             raise _banned(handler)
-    given, named = args, kwargs
-    back = _floats(args, kwargs)[:1] if handler.treatment == "fp32_math" else []
+    return None
+
+
+def _compute(
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any,
+    target: torch.dtype | None,
+) -> Any:  # fmt: skip
+    """Run one function on operands that are cast, native autocast off for the call."""
+    given = args, kwargs
     if target is not None:
         if handler.op in _INPUT_ONLY:
             args = (*_cast(args[:1], target), *args[1:])
@@ -408,20 +446,74 @@ def _carry_out(
             args, kwargs = _cast(args, target, casts), kwargs and _cast(kwargs, target, casts)
     if torch.compiler.is_compiling():
         with torch.autocast(here.device_type, enabled=False):
-            out = _run(handler, here, func, args, kwargs, (given, named))
-    else:  # the same, without the cost of entering a context for each op
-        enabled = torch.is_autocast_enabled(here.device_type)
-        torch.set_autocast_enabled(here.device_type, False)
-        try:
-            out = _run(handler, here, func, args, kwargs, (given, named))
-        finally:
-            torch.set_autocast_enabled(here.device_type, enabled)
-    if handler.keeps_states:
-        states = (handler.op, (*given, *named.values()), out, here.dtype)
-        return during("emulation", func, with_dtypes_of_states, *states) if WATCHERS else with_dtypes_of_states(*states)
-    if handler.low_result:
-        return _cast(out, here.dtype)
-    return _cast(out, back[0].dtype) if back else out
+            return _run(handler, here, func, args, kwargs, given)
+    enabled = torch.is_autocast_enabled(here.device_type)  # the same, without the cost of entering a context
+    torch.set_autocast_enabled(here.device_type, False)
+    try:
+        return _run(handler, here, func, args, kwargs, given)
+    finally:
+        torch.set_autocast_enabled(here.device_type, enabled)
+
+
+def _write(handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a function that writes into tensors which keep their dtype, in place or by ``out=``.
+
+    Where they have the dtype in which it computes it runs itself, on operands that are cast to that. Else what returns
+    a new tensor runs, and the result is rounded, once, to what keeps its dtype.
+    """
+    if not args:
+        name = next(name for name in kwargs if name != "out")
+        args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
+    is_out = handler.returning is None
+    into = kwargs["out"] if is_out else args[0]
+    operands = {key: value for key, value in kwargs.items() if key != "out"}
+    # Where autocast is off nothing tells a call of compiled code, which writes its products so, from a model's own.
+    if is_out and (not here.autocast or _refused((args, operands))):
+        return func(*args, **kwargs)
+    dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
+    target: torch.dtype | None = None
+    match handler.written:
+        case "treated":
+            target = _target(handler, here, args, operands)
+        case "follows":
+            target = next(iter(dtypes))
+        case "left" if not is_out and _all_low((args, kwargs), here.dtype):
+            target = here.dtype  # emulated; of other dtypes nothing is cast
+    if target is None or not target.is_floating_point:
+        return func(*args, **kwargs)
+    is_emulated = handler.emulated and target == here.dtype
+    if handler.emulated != is_emulated or handler.recipe is not None:
+        handler = dataclasses.replace(handler, emulated=is_emulated, recipe=None)
+    if not is_emulated and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
+        return _compute(handler, here, casts, func, args, kwargs, target)
+    if is_out:
+        return _put(_compute(handler, here, casts, func, args, operands, target), into)
+    # What is saved for the backward pass is not what is written to.
+    before = into.clone() if into.dtype == target else into
+    return into.copy_(_compute(handler, here, casts, handler.returning, (before, *args[1:]), kwargs, target))
+
+
+def _refused(value: Any) -> bool:
+    """Whether torch refuses to write by ``out=``: nothing differentiates that."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors(value))
+
+
+def _put(results: Any, into: Any) -> Any:
+    """Write results into the tensors of ``out=``, which take their shapes, and return those as the function would."""
+    if not isinstance(into, Tensor):
+        return type(results)([_put(result, each) for result, each in zip(results, into, strict=True)])
+    if into.shape != results.shape:
+        into.resize_(results.shape)
+    return into.copy_(results)
+
+
+def _set_item(casts: WeightCasts, x: Tensor, index: Any, value: Any) -> None:
+    """Write ``x[index] = value`` with the value in the dtype of ``x``: torch casts it only where no tensor indexes."""
+    if isinstance(value, Tensor) and value.dtype != x.dtype and x.is_floating_point() and value.is_floating_point():
+        parts = index if type(index) is tuple else (index,)
+        if not all(isinstance(each, int | slice | None | types.EllipsisType) for each in parts):
+            value = _cast(value, x.dtype, casts, kinds=(*CASTABLE, torch.float64))
+    x[index] = value
 
 
 def _run(
@@ -471,9 +563,10 @@ def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts, func: Any
     Without autocast (O2, O3) the result goes back to the compute dtype, but in a module pinned to FP32, or where it may
     be an FP32 buffer's next value, as what has its shape; views and properties of the parameter stay what they are.
     """
-    handler = Handler(op="", treatment=here.pinned[id(param)])
+    handler = Handler(op="", treatment=here.pinned[id(param)], written="treated")
     out = _carry_out(handler, here, casts, func, args, kwargs)
-    if not here.gives_back or not isinstance(out, Tensor) or _storage(out) == _storage(param):
+    is_given = kwargs.get("out") is not None or not isinstance(out, Tensor) or _storage(out) == _storage(param)
+    if is_given or not here.gives_back:
         return out
     if handler.treatment == "promote" and out.shape == param.shape and not is_batched(out):
         return out  # that of a buffer
@@ -502,10 +595,12 @@ def _all_low(value: Any, dtype: torch.dtype) -> bool:
     return is_any
 
 
-def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> Any:
+def _cast(
+    value: Any, dtype: torch.dtype, casts: WeightCasts | None = None, kinds: Container[torch.dtype] = CASTABLE
+) -> Any:
     """Cast floating tensors, those in lists too; float64, complex, integer and bool ones are never cast."""
     if isinstance(value, Tensor):
-        if value.dtype == dtype or value.dtype not in CASTABLE:
+        if value.dtype == dtype or value.dtype not in kinds:
             return value
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):

@@ -21,7 +21,7 @@ from mezzo.files import jsonable
 from mezzo.policy import Policy, Rule
 from mezzo.policy.fields import FIELDS, level_fields
 from mezzo.policy.ops import NORMS, named_for
-from mezzo.policy.rules import assignment
+from mezzo.policy.rules import assignment, exact
 from mezzo.scale import LossScale
 from mezzo.tensors import dtype_name
 from mezzo.trace.calls import LOSS, MODEL
@@ -442,7 +442,7 @@ def _as_in_rules(path: str, context: Context) -> str:
         is_called = module is not None and type(module).forward is not nn.Module.forward
         if not is_called and path not in dict(model.named_parameters(remove_duplicate=False)):
             return ""
-    return path
+    return exact(path)
 
 
 def _takes_rule(op: str) -> bool:

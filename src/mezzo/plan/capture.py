@@ -23,7 +23,7 @@ from torch.fx import Node
 
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
-from mezzo.cast.model.prepare import with_low_ends
+from mezzo.cast.model.prepare import as_named, with_low_ends
 from mezzo.cast.model.refusals import wanted_storage
 from mezzo.cast.products import Operands, Recipe, asked, recipe_on
 from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, as_given, capture_errors, require_switches
@@ -238,7 +238,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
             f"{name} does not take these inputs", why=str(error), write="plan(model, *inputs, policy=…)"
         ) from error
     names = list(inspect.signature(model.forward).parameters)
-    policy = with_low_ends(model, policy)
+    policy = with_low_ends(model, as_named(model, policy))
     storage = wanted_storage(model, policy, waits=True)
     # Of halves the high one is read, which costs no cast.
     dtypes: dict[Tensor, torch.dtype] = dict((*storage.plain.items(), *storage.halves.items()))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError, message, raise_together, some_of
 from mezzo.hooks import is_ours
-from mezzo.policy.rules import both
+from mezzo.policy.rules import both, exact
 from mezzo.sharded import flags_of_all, held_as, hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond
 from mezzo.tensors import LOW, dtype_name, tensors
@@ -135,7 +135,7 @@ def follow(model: nn.Module) -> Callable[[], None]:
     """
     undo, hook = ExitStack(), _StateHook(model)
     _PROGRAMS.open()
-    undo.callback(_PROGRAMS.close)
+    undo.callback(weakref.finalize(model, _PROGRAMS.close))  # once, also where a model is dropped
     for module in model.modules():
         undo.callback(module.register_state_dict_post_hook(hook).remove)  # type: ignore[no-untyped-call]
         undo.callback(module.register_load_state_dict_pre_hook(hook.load).remove)  # type: ignore[no-untyped-call]
@@ -282,7 +282,7 @@ def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator
         yield NumericsError(
             "the state dict has weights beyond the range of the model's halves",
             where=some_of([f"{key} → float16" for key in large]),
-            write=f"{both('dtype=bfloat16')}, whose range is FP32's; or {both(f'fp32_param={large[0]}')}",
+            write=f"{both('dtype=bfloat16')}, whose range is FP32's; or {both(f'fp32_param={exact(large[0])}')}",
         )
 
 
@@ -308,7 +308,7 @@ class _Programs:
     """
 
     def __init__(self) -> None:
-        self._lock, self._count, self._undo = threading.Lock(), 0, ExitStack()
+        self._lock, self._count, self._undo = threading.RLock(), 0, ExitStack()
 
     def open(self) -> None:
         """Begin, for one model more."""
@@ -439,7 +439,7 @@ def _applied(module: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
                 where=f"{name} of {type(module).__name__}: {dtype_name(dtype)} → {dtype_name(to)}",
                 why="its policy says how parameters are stored",
                 write="amp.close() (or prepared.remove()), which gives FP32 weights; copy.deepcopy(model) is a plain "
-                f"model; {both('fp32_param=' + name)} stores it plainly; .to(device) alone may be called",
+                f"model; {both('fp32_param=' + exact(name))} stores it plainly; .to(device) alone may be called",
             )
     here = {name: param for name, param in module._parameters.items() if param is not None and of_halves(param)}
     every = module._parameters

@@ -16,6 +16,7 @@ from mezzo.errors import MezzoError, UnsupportedError, some_of
 from mezzo.hooks import with_gradient_hooks
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
+from mezzo.policy.rules import exact
 from mezzo.releases import private
 from mezzo.sharded import Shard, is_distributed
 from mezzo.tensors import CASTABLE, LOW, dtype_name
@@ -156,7 +157,7 @@ def product_rule(path: str, policy: Policy) -> Rule | None:
     if rule is None or rule.param != "*" or not module:
         return rule
     by_module = policy.explain(QUANTISABLE[0], module).rule
-    stays = by_module is not None and by_module.treatment == "low" and by_module.module == module
+    stays = by_module is not None and by_module.treatment == "low" and by_module.module == exact(module)
     return None if stays else rule
 
 

@@ -264,8 +264,8 @@ def initialize(
         max_loss_scale: The most that a dynamic scale grows to.
 
     Returns:
-        Models and optimizers, which are those that were given, each as it was given: one alone, or a list. Without
-        optimizers the models alone.
+        Models and optimizers, which are those that were given, each as it was given: one alone, or a list, also an
+        optimizer in ``apex.parallel.LARC``. Without optimizers the models alone.
 
     Raises:
         StateError: Amp is initialised already.
@@ -301,7 +301,7 @@ def initialize(
             cast_model_outputs, min_loss_scale, max_loss_scale,
         )  # fmt: skip
         policy = REGISTERED.with_rules(policy) if policy.casts else policy
-        given, made = _listed(models, nn.Module), _listed(optimizers, Optimizer)
+        given, made = _listed(models, nn.Module), [*map(_inner, _listed(optimizers, Optimizer))]
         if num_losses > 1:
             _AMP.share_one_scale()
         _AMP.begin(given, made, policy)
@@ -312,11 +312,16 @@ def initialize(
 
 def _listed(given: Any, kind: type) -> list[Any]:
     every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    wrong = [shown(each) for each in every if not isinstance(each, kind)]
+    wrong = [shown(each) for each in every if not isinstance(_inner(each), kind)]
     if wrong or (not every and kind is nn.Module):
         what = f"amp.initialize takes {kind.__name__}s, one or a list"
         raise PolicyError(what, where=some_of(wrong) or "None", write=_BEGIN)
     return every
+
+
+def _inner(given: Any) -> Any:
+    """Return the optimizer that apex's LARC has in it: it changes gradients, and calls that one's step."""
+    return inner if isinstance(inner := getattr(given, "optim", None), Optimizer) else given
 
 
 def deinitialize() -> None:
@@ -362,8 +367,8 @@ def scale_loss(
     if (session := _AMP.training("amp.scale_loss")) is None:
         yield loss
         return
-    named = optimizers if isinstance(optimizers, Iterable) else [optimizers]
-    if foreign := [type(each).__name__ for each in named if each not in session.weights.optimizers]:
+    named = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
+    if foreign := [type(each).__name__ for each in named if _inner(each) not in session.weights.optimizers]:
         what = "amp.scale_loss was given an optimizer that amp.initialize was not"
         raise PolicyError(what, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
     if loss_id:

@@ -198,6 +198,11 @@ VIEWS: Final = frozenset(
 )
 
 
+#: Ops that only move what they are given into a copy of their first operand. What writes so in place takes it in the
+#: dtype of what is written to: a cast of all of that, and back, would give the same numbers.
+MOVES: Final = frozenset("index_put index_copy scatter masked_scatter put".split())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One row of the op table.
@@ -294,12 +299,16 @@ _ROWS: Final = (
     _Rows("fp32", "no low kernel", "linalg_lu_factor linalg_lu lu", "_lu_with_info", cpu="native"),
     # Promote: arguments of one dtype, the widest.
     _Rows("promote", "type-mixing", """
-        addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add"""),
+        addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot"""),
+    _Rows("fp32_math", "type-mixing", "scatter_add", cuda="promote", note="a sum that runs: rounded once, at the end"),
+    _Rows("fp32_math", "type-mixing", "index_add index_reduce scatter_reduce",
+          note="sums that run: rounded once, at the end"),
     _Rows("promote", "type-mixing", "grid_sampler", cpu="fp32"),
     _Rows("promote", "type-mixing", "grid_sample", "grid_sampler", cpu="fp32"),
     _Rows("promote", "type-mixing", "inner", "tensordot"),
     _Rows("promote", "type-mixing", "cat stack", cuda="promote", note="torch's built-in promotion on CUDA"),
-    _Rows("promote", "type-mixing", "index_copy"),
+    _Rows("promote", "type-mixing", """
+        index_copy scatter masked_scatter put lerp heaviside linalg_cross embedding_bag allclose isclose"""),
     # Native on CUDA; a CPU has no low kernel, so FP32 inside there.
     _Rows("native", "bandwidth-bound", """
         avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d adaptive_max_pool3d
@@ -328,7 +337,7 @@ _ROWS: Final = (
     # Gray: no list of torch's names them, and they run in the dtypes they are given.
     _Rows("native", "bandwidth-bound", """
         abs acosh add angle asinh atan atanh ceil clamp clamp_max clamp_min conj_physical copysign cos deg2rad div
-        erf erfc floor floor_divide fmax fmin fmod frac heaviside hypot lerp maximum minimum mul nan_to_num neg
+        erf erfc floor floor_divide fmax fmin fmod frac hypot maximum minimum mul nan_to_num neg
         nextafter positive rad2deg remainder round rsub sgn sigmoid sign sin sinc sqrt sub tanh trunc
         relu relu6 elu celu selu gelu glu silu mish leaky_relu rrelu threshold hardshrink hardsigmoid hardswish
         hardtanh logsigmoid softshrink softsign tanhshrink
@@ -337,7 +346,7 @@ _ROWS: Final = (
         max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d
         adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
         fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
-        embedding embedding_bag affine_grid where masked_fill outer kron diff gradient linalg_cross linalg_vander
+        embedding affine_grid where masked_fill outer kron diff gradient linalg_vander
         vander cartesian_prod"""),
     _Rows("native", "exponential range", """
         exp2 float_power frexp lgamma digamma polygamma igamma igammac i0 logaddexp logaddexp2 logit xlogy zeta entr
@@ -352,8 +361,8 @@ _ROWS: Final = (
         cummax cummin logcumsumexp segment_reduce histc histogram histogramdd"""),
     _Rows("native", "reduction", "batch_norm instance_norm", note="torch's kernel mixes dtypes, statistics in FP32"),
     _Rows("native", "type-mixing", """
-        hstack vstack dstack column_stack block_diag index_add index_reduce scatter scatter_reduce put masked_scatter
-        index_fill select_scatter slice_scatter diagonal_scatter as_strided_scatter"""),
+        hstack vstack dstack column_stack block_diag index_fill select_scatter slice_scatter
+        diagonal_scatter as_strided_scatter"""),
     _Rows("native", "no low kernel", """
         linalg_det linalg_slogdet logdet linalg_solve_ex linalg_solve_triangular linalg_ldl_factor
         linalg_ldl_factor_ex linalg_ldl_solve linalg_lu_factor_ex lu_unpack istft
