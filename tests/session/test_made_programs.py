@@ -14,6 +14,7 @@ import mezzo
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # of torch's own calls
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable"),  # torch 2.11, where it loads a program
 ]
 
 
@@ -137,6 +138,19 @@ def test_programs_are_made_of_a_plain_copy(begin, policy):
     assert model.first.weight.requires_grad  # and the model is the session's as before
     end()
     assert functions() == stood
+
+
+@pytest.mark.parametrize("begin", [attached, five_lines, prepared])
+def test_what_onnx_asks_of_torchscript_is_plain_too(begin):
+    model = Net().eval()
+    _, end = begin(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2,bf16,emulate=true")
+    graph, out = torch.jit._get_trace_graph(model, (x(),))
+    values = torch.jit._unique_state_dict(model)
+    assert "BFloat16" not in str(graph)
+    assert torch.equal(out, copy.deepcopy(model)(x()))
+    assert {*map(type, values.values())} == {torch.Tensor}
+    assert torch.equal(values["first.weight"], model.first.weight)
+    end()
 
 
 @pytest.mark.parametrize("begin", [attached, five_lines, None])
