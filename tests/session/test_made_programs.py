@@ -120,6 +120,7 @@ MAKERS = {
         (five_lines, "O2,bf16,emulate=false"),
         (prepared, "O1,fp16,emulate=true"),
         (prepared, "O2,fp16,fp32_module=last"),
+        (prepared, "O3,bf16,fp32_module=norm"),
     ],
 )
 def test_programs_are_made_of_a_plain_copy(begin, policy):
@@ -129,6 +130,8 @@ def test_programs_are_made_of_a_plain_copy(begin, policy):
     plain = Net().eval()
     plain.load_state_dict(copy.deepcopy(model).state_dict())
     for name, make in MAKERS.items():
+        if name == "export by name" and policy.startswith("O3"):  # it computes in 16 bits, as the model does
+            continue
         program = make(model)
         expected = (Around(plain) if "around" in name else plain)(x())
         torch.testing.assert_close(program(x()), expected, rtol=1e-6, atol=1e-6, msg=name)  # low: 3e-4
