@@ -474,7 +474,7 @@ def _target(handler: Handler, here: Differences | Traced, args: Any, kwargs: Any
 
 
 def _compute(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any,
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any,
     target: torch.dtype | None,
 ) -> Any:  # fmt: skip
     """Run one function on operands that are cast, native autocast off for the call."""
@@ -561,7 +561,7 @@ def _put(results: Any, into: Any) -> Any:
     return into.copy_(results)
 
 
-def _set_item(casts: WeightCasts | None, x: Tensor, index: Any, value: Any) -> None:
+def _set_item(casts: WeightCasts, x: Tensor, index: Any, value: Any) -> None:
     """Write ``x[index] = value`` with the value in the dtype of ``x``: torch casts it only where no tensor indexes."""
     if isinstance(value, Tensor) and value.dtype != x.dtype and x.is_floating_point() and value.is_floating_point():
         parts = index if type(index) is tuple else (index,)
