@@ -226,6 +226,8 @@ def _repeats(index: Any) -> bool:
 
 def _makes_complex(args: Any, kwargs: Any) -> Instead | None:
     """Ask about a complex number beside a real tensor: of half the width hardly an op has a kernel."""
+    if kwargs.get("out") is not None:
+        return None  # what is written to a real tensor torch refuses
     for each in args:
         if type(each) is complex or (isinstance(each, Tensor) and each.dtype is torch.complex64):
             return _COMPLEX

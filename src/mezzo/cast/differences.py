@@ -197,8 +197,9 @@ def _find(
     if differing:
         for op, handler in every.items():
             if handler.written != "left" or handler.emulated:
+                asks = handler.asks and op not in MAKES_COMPLEX  # no complex number is written into a real tensor
                 for function, returning in in_place_forms(op).items():
-                    handlers[function] = dataclasses.replace(handler, returning=returning)
+                    handlers[function] = dataclasses.replace(handler, returning=returning, asks=asks)
                 for function in handlers.keys() & INPLACE.keys() & {*functions(op)}:
                     handlers[function] = dataclasses.replace(handler, inplace=INPLACE[function])
         if native_autocast and policy.lists == "portable":
