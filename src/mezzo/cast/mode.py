@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from mezzo.backward import node_of
-from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS
+from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS, cast_sparse
 from mezzo.cast.differences import (
     OPENED_BY_NAME,
     Differences,
@@ -656,8 +656,7 @@ def _cast(
         if value.dtype == dtype or value.dtype not in kinds:
             return value
         if value.requires_grad and value.layout in SPARSE_LAYOUTS:
-            made: Tensor = _SparseCast.apply(value, dtype)  # type: ignore[no-untyped-call]
-            return made
+            return cast_sparse(value, dtype)
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
             return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
@@ -667,19 +666,6 @@ def _cast(
     if type(value) is dict:
         return {key: _cast(item, dtype, casts) for key, item in value.items()}
     return value
-
-
-class _SparseCast(torch.autograd.Function):
-    """A cast of a sparse tensor, whose gradient may be dense: that of a product with it is, and no cast takes it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = x.dtype
-        return x.to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].to(ctx.dtype), None
 
 
 def _banned(handler: Handler) -> UnsupportedError:
