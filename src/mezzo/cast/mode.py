@@ -531,7 +531,7 @@ def _write_in_place(
 
 
 def _write_out(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run a function that writes into the tensors of ``out=``, as :func:`_write_in_place` runs one.
 
