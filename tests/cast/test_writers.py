@@ -38,12 +38,11 @@ def to(value, dtype):
 
 #: What torch's own database calls otherwise, or not at all.
 CALLS = {
-    "elu_": (1.0,), "celu_": (1.0,), "leaky_relu_": (0.1,), "threshold_": (0.1, 2.0), "hardtanh_": (-0.5, 0.5),
+    "elu_": (1.0,), "rrelu_": (0.1, 0.3, False), "celu_": (1.0,), "leaky_relu_": (0.1,), "threshold_": (0.1, 2.0),
+    "hardtanh_": (-0.5, 0.5),
     **dict.fromkeys("relu_ relu6_ selu_ gelu_ silu_ mish_ hardsigmoid_ hardswish_".split(), ()),
     **dict.fromkeys("dropout_ alpha_dropout_ feature_alpha_dropout_ feature_dropout_".split(), (0.5, False)),
 }  # fmt: skip
-#: Torch has no kernel for FP16, whether in place or not.
-NO_KERNEL = {"rrelu"}
 
 
 @functools.cache
@@ -71,7 +70,7 @@ def samples():
 
 
 def test_every_in_place_form_of_the_table_is_called():
-    assert {op for op in OPS if in_place_forms(op)} == set(samples()) | NO_KERNEL
+    assert {op for op in OPS if in_place_forms(op)} == set(samples())
     assert len(samples()) > 100
 
 
@@ -96,10 +95,11 @@ def test_each_is_the_fp32_computation_rounded_to_what_it_writes_to(policy):
     low, wrong = Policy.parse(policy).dtype, set()
     for op, calls in samples().items():
         for call, *dtypes in itertools.product(calls, (torch.float32, low), (torch.float32, low)):
-            right, treatment = attempt(*call, dtypes, widened=True), OPS[op].portable
+            right = attempt(*call, dtypes, widened=True)
+            treatment = Policy.parse(policy).explain(op, device_type="cpu").treatment
             if right is None or right.shape != call[1].shape:
                 continue  # a plain program's own error, and addbmm_, which takes another shape
-            if treatment == "native" and op not in NO_KERNEL:
+            if treatment == "native":
                 right = attempt(*call, dtypes)
             with mezzo.autocast(policy):
                 out = attempt(*call, dtypes)
@@ -422,9 +422,39 @@ def test_a_rule_on_an_op_in_a_module_holds_for_its_in_place_form_there():
     handle = mezzo.prepare(model, "O1,bf16,low=relu@a")
     with handle.autocast():
         a, b = model(x)
+    assert a.dtype == b.dtype == torch.float32
     assert torch.equal(a, x.bfloat16().relu().float())
     assert torch.equal(b, x.relu())
     handle.remove()
+
+
+#: What is told to write in place, with other arguments.
+TOLD = {
+    functional.relu: (), functional.leaky_relu: (0.1,), functional.elu: (), functional.silu: (), functional.mish: (),
+    functional.dropout: (1.0, True), functional.threshold: (0.1, 2.0), functional.hardtanh: (), functional.celu: (),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["eager", "aot_eager"])
+@pytest.mark.parametrize("treatment", ["low", "fp32"])
+def test_what_is_told_to_write_in_place_writes_into_what_it_is_given(treatment, way):
+    """Not into a cast of it, though the result is all that most programs read."""
+    for function, args in TOLD.items():
+        op = function.__name__.strip("_")
+        policy = Policy.parse(f"O1,bf16,{treatment}={op}")
+        given = torch.linspace(-1, 1, 9).to(torch.float32 if treatment == "low" else torch.bfloat16)
+        right = function(given.to(torch.bfloat16 if treatment == "low" else torch.float32), *args).to(given.dtype)
+
+        def run(x, function=function, args=args):
+            function(x, *args, inplace=True)
+            return x
+
+        call = run if way == "eager" else torch.compile(run, backend=way, fullgraph=True)
+        with mezzo.autocast(policy, "cpu"):
+            x = given.clone()
+            torch.compiler.reset()
+            call(x)
+        assert torch.equal(x, right), op
 
 
 def test_the_sums_of_a_rule_are_its_own():

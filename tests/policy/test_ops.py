@@ -67,7 +67,8 @@ def test_every_op_on_torch_s_lists_has_a_row_that_agrees(device, count):
 
 
 def test_a_portable_region_on_cuda_differs_only_where_kernels_are_missing():
-    differing = {op.name for op in OPS.values() if op.portable != op.cuda}
+    beyond = {"var", "std", "var_mean", "std_mean"}  # squares of what 16 bits hold
+    differing = {op.name for op in OPS.values() if op.portable != op.cuda} - beyond
     unlisted = {op.name for op in OPS.values() if op.reason == "no low kernel" or "no low kernel" in op.source}
     private = {"_addmm_activation", "_native_multi_head_attention", "grouped_mm"}  # that torch's lists forget
     new_in_2_12 = {"rms_norm"} if torch.__version__ < (2, 12) else set()

@@ -37,6 +37,11 @@ from mezzo.policy.ops import (
 from mezzo.policy.policy import Written
 
 
+def is_told(place: int, args: Any, kwargs: Any) -> bool:
+    """Whether a call tells its function to write in place."""
+    return bool(kwargs.get("inplace") or (len(args) > place and args[place]))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handler:
     """How one torch function is carried out where the policy differs from torch."""
@@ -52,6 +57,7 @@ class Handler:
     others: tuple[Handler, ...] = ()  # how it is carried out, by what they say
     written: Written = "left"  # how it is carried out where it writes into tensors that keep their dtype
     returning: Callable[..., Any] | None = None  # of an in-place form, the function that returns a new tensor
+    inplace: int | None = None  # the place of that argument, which tells a Python function to write in place
     reason: str = ""  # of a ban
 
 
@@ -193,6 +199,8 @@ def _find(
             if handler.written != "left" or handler.emulated:
                 for function, returning in in_place_forms(op).items():
                     handlers[function] = dataclasses.replace(handler, returning=returning)
+                for function in handlers.keys() & INPLACE.keys() & {*functions(op)}:
+                    handlers[function] = dataclasses.replace(handler, inplace=INPLACE[function])
         if native_autocast and policy.lists == "portable":
             handlers[Tensor.__setitem__] = _SETS_ITEMS
     handlers = {function: _with_others(handler) if handler.asks else handler for function, handler in handlers.items()}
@@ -261,7 +269,7 @@ def _treated(
     differs = is_ruled or wanted != torch_does or by_emulation or built_in
     # Where torch's own lists hold, or nothing is cast, no argument changes that.
     asks = autocasts and not is_ruled and policy.lists == "portable" and op in BY_ARGUMENTS
-    asks &= op not in MAKES_COMPLEX or policy.dtype == torch.float16
+    asks &= op not in MAKES_COMPLEX or policy.dtype.to_complex() != torch.complex64
     is_mixing = not is_ruled and op in OPS and OPS[op].reason == "type-mixing"
     rounds_to: Literal["first", "widest"] = "widest" if is_mixing else "first"
     written = policy.written(op, decision, device_type) if autocasts or is_ruled else "left"
@@ -420,3 +428,13 @@ def _name(copy: Callable[..., Any] | None) -> str:
 
 #: The same by a name: what torch.compile can look up, and guard.
 OPENED_BY_NAME: Final = {_name(copy): copy for copy in OPENED.values()}
+
+
+#: The place of ``inplace``, the last argument, of functions that write in place where they are told to. What they are
+#: given is what is written to, and no cast of it.
+INPLACE: Final = {
+    function: place
+    for function in OPENED
+    for place, name in enumerate(inspect.signature(function).parameters)
+    if name == "inplace"
+}

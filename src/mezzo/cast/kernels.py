@@ -30,6 +30,10 @@ _CALLED: Final = {
     torch.bfloat16: ("BFloat16", "bfloat16"),
     torch.float32: ("Float", "float32"),
 }
+#: Complex numbers of two times 16 bits, which nothing else casts.
+LOW_COMPLEX: Final = frozenset(each.to_complex() for each in LOW) - {torch.complex64}
+#: What is tried in the place of 16 bits.
+_WIDE: Final = {**dict.fromkeys(LOW, torch.float32), **dict.fromkeys(LOW_COMPLEX, torch.complex64)}
 #: What is not called a second time with other tensors: it returns their memory, or does something to them.
 _ONCE: Final = VIEWS | {"__set__", "__setitem__", "__delitem__", "set_", "resize_", "resize_as_", "swap_tensors"}
 
@@ -58,7 +62,7 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
         RuntimeError: The error, where FP32 is no cure; what the function raises in FP32, where a kernel was missing.
         UnsupportedError: There is no kernel for FP32 either.
     """
-    low = {x.dtype for x in tensors((args, kwargs)) if x.dtype in LOW}
+    low = {x.dtype for x in tensors((args, kwargs)) if x.dtype in _WIDE}
     name = getattr(function, "__name__", "")
     if not low or name in _ONCE or isinstance(error, UnsupportedError) or not _TYPES.search(str(error)):
         raise error
@@ -84,9 +88,9 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
 
 
 def _widened(x: Tensor) -> Tensor:
-    if x.dtype not in LOW:
+    if (wide := _WIDE.get(x.dtype)) is None:
         return x
-    return cast(Tensor, during("cast", torch.float32, x.float)) if WATCHERS else x.float()
+    return cast(Tensor, during("cast", wide, x.to, wide)) if WATCHERS else x.to(wide)
 
 
 def _copy(given: Any, written: Any) -> None:

@@ -25,12 +25,13 @@ from mezzo.cast.differences import (
     Handler,
     Traced,
     in_place_form,
+    is_told,
     open_function,
     remember,
     traced,
 )
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
-from mezzo.cast.kernels import lacks, no_kernel, otherwise, write_back
+from mezzo.cast.kernels import LOW_COMPLEX, lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
 from mezzo.compiling import casts_are_placed, compiled_inside_alone
@@ -335,7 +336,7 @@ class PolicyMode(TorchFunctionMode):
             if instead is not None:
                 handler = next(other for other in handler.others if other.treatment == instead.treatment)
             elif handler.treatment == "native" and handler.written == "left":
-                return func(*args, **kwargs)
+                return _run_plain(here, func, args, kwargs)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
@@ -436,7 +437,10 @@ def _carry_out(
 ) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
     if handler.returning is not None:
-        return _write_in_place(handler, here, casts, func, args, kwargs)
+        return _write_in_place(handler, handler.returning, here, casts, func, args, kwargs, {})
+    if handler.inplace is not None and is_told(handler.inplace, args, kwargs):
+        args, kwargs = args[: handler.inplace], {key: value for key, value in kwargs.items() if key != "inplace"}
+        return _write_in_place(handler, func, here, casts, func, args, kwargs, {"inplace": True})
     if kwargs.get("out") is not None:
         return _write_out(handler, here, casts, func, args, kwargs)
     if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
@@ -470,7 +474,7 @@ def _target(handler: Handler, here: Differences | Traced, args: Any, kwargs: Any
 
 
 def _compute(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any,
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any,
     target: torch.dtype | None,
 ) -> Any:  # fmt: skip
     """Run one function on operands that are cast, native autocast off for the call."""
@@ -496,9 +500,10 @@ def _compute(
 
 
 def _write_in_place(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
-) -> Any:
-    """Run a function that writes into its first operand, which keeps its dtype.
+    handler: Handler, returning: Callable[..., Any], here: Differences | Traced, casts: WeightCasts, func: Any,
+    args: Any, kwargs: Any, told: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Run a function that writes into its first operand, which keeps its dtype, as another argument may tell it to.
 
     Where that is the dtype in which it computes it runs itself, on operands that are cast. Else what returns a new
     tensor runs, and the result is rounded, once, to what is written to.
@@ -519,14 +524,14 @@ def _write_in_place(
         return _run_plain(here, func, args, kwargs)
     is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
     if not is_made and (into.dtype == target or into.dtype not in CASTABLE):
-        return _compute(handler, here, casts, func, args, kwargs, target)
+        return _compute(handler, here, casts, func, args, kwargs | told, target)
     # What is saved for the backward pass is not what is written to.
     before = into.clone() if into.dtype == target else into
-    return into.copy_(_compute(handler, here, casts, handler.returning, (before, *args[1:]), kwargs, target))
+    return into.copy_(_compute(handler, here, casts, returning, (before, *args[1:]), kwargs, target))
 
 
 def _write_out(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run a function that writes into the tensors of ``out=``, as :func:`_write_in_place` runs one.
 
@@ -556,7 +561,7 @@ def _put(results: Any, into: Any) -> Any:
     return into.copy_(results)
 
 
-def _set_item(casts: WeightCasts | None, x: Tensor, index: Any, value: Any) -> None:
+def _set_item(casts: WeightCasts, x: Tensor, index: Any, value: Any) -> None:
     """Write ``x[index] = value`` with the value in the dtype of ``x``: torch casts it only where no tensor indexes."""
     if isinstance(value, Tensor) and value.dtype != x.dtype and x.is_floating_point() and value.is_floating_point():
         parts = index if type(index) is tuple else (index,)
@@ -584,7 +589,8 @@ def _run(
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if handler.treatment == "promote" and not torch.compiler.is_compiling():
+        tries = handler.treatment == "promote" or any(x.dtype in LOW_COMPLEX for x in tensors((args, kwargs)))
+        if tries and not torch.compiler.is_compiling():
             return otherwise(error, func, args, kwargs, here.device_type)
         dtypes = {x.dtype for x in _floats(args, kwargs)}
         if handler.treatment == "ban" or not lacks(error, dtypes) or torch.compiler.is_compiling():

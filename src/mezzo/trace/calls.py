@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.backward import current_node, next_number, number_of
-from mezzo.cast.differences import OPENED
+from mezzo.cast.differences import INPLACE, OPENED, is_told
 from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.cast.notes import notes
 from mezzo.cast.products import asked, recipe_of
 from mezzo.compiling import inside, is_compiled
 from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule, Treatment
-from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, resolve
+from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, is_in_place, out_of_place, resolve
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
 
@@ -150,8 +150,11 @@ class Decider:
         device_type = given[0].device.type if given else "cpu"
         op = op_name(function)
         param, differences = self._param_decision(op, args, kwargs), acting_differences(args, kwargs)
-        decision = param or self._decision(op, module, device_type)
-        if param is None and differences is not None and (instead := differences.instead(op, args, kwargs)) is not None:
+        into, named = _written(function, op, args, kwargs)
+        decision = param or self._decision(named, module, device_type)
+        base = op if into is None else out_of_place(op) or op
+        instead = None if param or differences is None else differences.instead(base, args, kwargs)
+        if instead is not None:
             decision = replace(decision, treatment=instead.treatment, reason=instead.reason)
         if decision.treatment in QUANTISED and op in QUANTISABLE:
             recipe = recipe_of(self.policy, decision.treatment)
@@ -168,6 +171,7 @@ class Decider:
             low=dtype_name(self.policy.dtype),
             given=_names(given),
             cause=_cause(kwargs, is_off=self.policy.casts and not _autocasts(device_type)),
+            written=None if into is None else _names(list(tensors(into))),
         )
 
     def _param_decision(self, op: str, args: Any, kwargs: Any) -> Decision | None:
@@ -203,6 +207,7 @@ class OpCall:
         given: Names of the dtypes of the arguments that hold fractions.
         goes_back: Whether FP32 results go back to the compute dtype: of a parameter with a rule, without autocast.
         cause: Why the policy would not reach this call, should it turn out so.
+        written: Names of the dtypes of what it writes to, which keeps them; ``None`` where it returns new tensors.
         line: The user's line.
         hidden: Whether mezzo itself made the call: a cast, and no op of the model's.
         has_run: Whether any kernel computed or converted something.
@@ -216,6 +221,7 @@ class OpCall:
     given: tuple[str, ...]
     goes_back: bool
     cause: str
+    written: tuple[str, ...] | None = None
     line: str | None = None
     hidden: bool = False
     has_run: bool = False
@@ -297,6 +303,8 @@ class OpCall:
             return ""  # the model's own code names the dtype
         ins, given = [[name for name in names if name in _CASTABLE] for names in (computes_in, self.given)]
         outs = [name for name in returns if name in _CASTABLE]
+        if self.written is not None:  # read, where it is in place, and rounded to, whatever the op computes in
+            ins, outs = [name for name in ins if name not in self.written], []
         match self.decision.treatment:
             case "low":
                 wanted, agrees = self.low, not set(ins) - {self.low} and not self.formats
@@ -322,6 +330,14 @@ class OpCall:
         return (self.cause or "torch runs it as one C++ function, whose parts it casts by itself") + parts
 
 
+def _written(function: Any, op: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+    """Return what a call writes to, ``None`` where it returns new tensors, and what to ask a policy about."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"], op if "::" in op else f"aten::{op}.out"
+    told = function in INPLACE and is_told(INPLACE[function], args, kwargs)
+    return args[0] if args and (told or is_in_place(op) or op == "__setitem__") else None, op
+
+
 def _names(each: list[Tensor]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(dtype_name(tensor.dtype) for tensor in each if has_fraction(tensor.dtype)))
 
@@ -331,8 +347,6 @@ def _autocasts(device_type: str) -> bool:
 
 
 def _cause(kwargs: Any, *, is_off: bool) -> str:
-    if kwargs.get("out") is not None:
-        return "out= variants are never cast, as in torch.autocast"
     if kwargs.get("dtype") is not None:
         return "the call's own dtype= wins"
     if is_off:
