@@ -97,7 +97,7 @@ class Differences:
     @property
     def has_any(self) -> bool:
         """Whether there is a function that torch alone would treat differently."""
-        return len(self.handlers) > 0 or len(self.pinned) > 0 or self.names_others
+        return len(self.handlers) > 0 or len(self.pinned) > 0 or self.names_others  # torch 2.11 traces no bool(dict)
 
     def instead(self, op: str, args: Any, kwargs: Any) -> Instead | None:
         """Return what a call gets instead of its op's treatment, if its arguments say so."""
