@@ -36,6 +36,15 @@ def grid(size):
     return functional.affine_grid(identity, size, align_corners=False)
 
 
+def sparse(*shape):
+    return (n(*shape) * (u(*shape) > 0.8)).to_sparse()
+
+
+def observed():
+    on = torch.ones(1, dtype=torch.int32)
+    return on, on, torch.tensor(-1.0), torch.tensor(1.0), torch.tensor([1 / 128]), torch.zeros(1, dtype=torch.int32)
+
+
 def spd(size):
     a = n(size, size)
     return a @ a.mT / size + torch.eye(size)
@@ -279,13 +288,21 @@ take: n(300, 500), ints(150000, 4000)
 take_along_dim: n(300, 500), ints(300, 300, 500), 0
 unique unique_consecutive: ints(300, 3000) * 1.0
 allclose isclose: n(300, 500), n(300, 500)
+sparse_mm smm hspmm: sparse(300, 500), n(500, 40)
+sparse_addmm: n(300, 40), sparse(300, 500), n(500, 40)
+sspaddmm: sparse(300, 40), sparse(300, 500), n(500, 40)
+sparse_sampled_addmm: sparse(300, 310).to_sparse_csr(), n(300, 40), n(40, 310)
+sparse_softmax sparse_log_softmax: sparse(300, 500), 1
+_sparse_sum: sparse(300, 500)
+fused_moving_avg_obs_fake_quant _fused_moving_avg_obs_fq_helper: n(300, 500), *observed(), 0.01, 0, 255, -1
 im2col: n(1, 9, 300, 310), 3, 1, 0, 1
 """
 
 #: What is not called, and why.
 UNCALLED = {
     "binary_cross_entropy": "banned", "cudnn_convolution": "of CUDA's", "cudnn_convolution_transpose": "of CUDA's",
-    "lobpcg": "Python that no mode sees, with a table of dtypes that has no 16 bits", "scaled_mm": "of FP8", "scaled_grouped_mm": "of FP8",
+    "lobpcg": "Python that no mode sees, with a table of dtypes that has no 16 bits",
+    "scaled_mm": "of FP8", "scaled_grouped_mm": "of FP8",
     **{name: "of a library with tests of its own" for name in OPS if "::" in name},
 }  # fmt: skip
 #: Ops whose integer results say where, among equals, or that count them.

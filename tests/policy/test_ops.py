@@ -67,12 +67,17 @@ def test_every_op_on_torch_s_lists_has_a_row_that_agrees(device, count):
 
 
 def test_a_portable_region_on_cuda_differs_only_where_kernels_are_missing():
-    differing = {op.name for op in OPS.values() if op.portable != op.cuda}
+    beyond = {"var", "std", "var_mean", "std_mean"}  # squares of what 16 bits hold
+    differing = {op.name for op in OPS.values() if op.portable != op.cuda} - beyond
     unlisted = {op.name for op in OPS.values() if op.reason == "no low kernel" or "no low kernel" in op.source}
     private = {"_addmm_activation", "_native_multi_head_attention", "grouped_mm"}  # that torch's lists forget
     new_in_2_12 = {"rms_norm"} if torch.__version__ < (2, 12) else set()
     mixing = {op.name for op in OPS.values() if op.reason == "type-mixing"}  # torch raises there
-    assert differing <= unlisted | private | new_in_2_12 | mixing | {"linalg_matrix_exp"}
+    # FP32 inside gives the dtypes that CUDA's kernels give.
+    inside = {op.name for op in OPS.values() if (op.portable, op.cuda) == ("fp32_math", "native")}
+    numbers = {"linalg_matrix_exp", "histc", "affine_grid", "affine_grid_generator"}  # which 16 bits cannot hold
+    numbers |= {"var", "std", "var_mean", "std_mean"}  # squares of what they hold
+    assert differing <= unlisted | private | new_in_2_12 | mixing | inside | numbers
     for spelling in ("grouped_mm", "_grouped_mm", "aten::_grouped_mm"):  # products of experts
         assert BF16.explain(spelling).treatment == "low"
 
@@ -102,7 +107,8 @@ def test_rows_are_of_their_vocabulary_and_no_callable_belongs_to_two():
         for function in callables(name):
             owners.setdefault(function, set()).add(name)
     assert {function: names for function, names in owners.items() if len(names) > 1} == {}
-    assert {name for name in OPS if not callables(name)} <= {"linalg_matrix_sqrth", "linear_cross_entropy"}  # newer
+    newer = {"linalg_matrix_sqrth", "linear_cross_entropy"}
+    assert {name for name in OPS if "::" not in name and not callables(name)} <= newer
 
 
 def test_composites_are_left_to_the_ops_they_are_made_of_and_let_a_rule_on_a_part_in():
@@ -375,7 +381,7 @@ def test_ops_that_a_cpu_computes_in_fp32_inside():
 
 def test_most_ops_are_the_same_on_every_device_and_devices_have_names():
     same = [name for name in OPS if len({*explained(name)[:3]}) == 1]
-    assert len(same) > 400
+    assert len(same) > 350
     assert {"linear", "softmax", "layer_norm", "mse_loss", "relu", "cat"} <= set(same)
     policy = POLICIES["device"]
     assert policy.explain("softmax", device_type="cpu").treatment == "native"

@@ -1,6 +1,7 @@
 """Programs that torch makes of a model under a policy, beside those of a plain one."""
 
 import copy
+import gc
 import io
 
 import pytest
@@ -13,6 +14,7 @@ import mezzo
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # of torch's own calls
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable"),  # torch 2.11, where it loads a program
 ]
 
 
@@ -60,6 +62,23 @@ def x():
     return torch.linspace(-2, 2, 40).view(5, 8)
 
 
+def functions():
+    """Return what is called meanwhile in the places of torch's functions."""
+    return torch.export.export, torch.jit.trace_module, torch.jit._trace.trace_module
+
+
+def test_functions_of_torch_are_torchs_once_no_model_is_under_a_policy():
+    stood = functions()
+    models = [nn.Linear(2, 2) for _ in range(3)]
+    handles = [mezzo.prepare(model, "O1,bf16") for model in models]
+    during = functions()
+    handles.pop(0).remove()
+    del models, handles
+    gc.collect()
+    assert functions() == stood
+    assert all(each.__wrapped__ for each in during)
+
+
 def scripted(program):
     """Return a program of TorchScript as another process would load it."""
     file = io.BytesIO()
@@ -75,7 +94,7 @@ def exported(program):
     return torch.export.load(file).module()
 
 
-EXPORT, SCRIPT, TRACE = torch.export.export, torch.jit.script, torch.jit.trace_module  # imported by their names
+EXPORT, SCRIPT = torch.export.export, torch.jit.script  # as a program has them that imports them by name
 MAKERS = {
     "jit.trace": lambda model: scripted(torch.jit.trace(model, x())),
     "jit.trace of forward": lambda model: scripted(torch.jit.trace(model.forward, x(), check_trace=False)),
@@ -101,15 +120,18 @@ MAKERS = {
         (five_lines, "O2,bf16,emulate=false"),
         (prepared, "O1,fp16,emulate=true"),
         (prepared, "O2,fp16,fp32_module=last"),
+        (prepared, "O3,bf16,fp32_module=norm"),
     ],
 )
 def test_programs_are_made_of_a_plain_copy(begin, policy):
     torch.manual_seed(0)
-    model = Net().eval()
+    model, stood = Net().eval(), functions()
     _, end = begin(model, torch.optim.SGD(model.parameters(), lr=0.1), policy)
     plain = Net().eval()
     plain.load_state_dict(copy.deepcopy(model).state_dict())
     for name, make in MAKERS.items():
+        if name == "export by name" and policy.startswith("O3"):  # it computes in 16 bits, as the model does
+            continue
         program = make(model)
         expected = (Around(plain) if "around" in name else plain)(x())
         torch.testing.assert_close(program(x()), expected, rtol=1e-6, atol=1e-6, msg=name)  # low: 3e-4
@@ -118,7 +140,20 @@ def test_programs_are_made_of_a_plain_copy(begin, policy):
         assert all(type(each) in (torch.Tensor, nn.Parameter) for each in held.values()), name
     assert model.first.weight.requires_grad  # and the model is the session's as before
     end()
-    assert (torch.export.export, torch.jit.script, torch.jit.trace_module) == (EXPORT, SCRIPT, TRACE)
+    assert functions() == stood
+
+
+@pytest.mark.parametrize("begin", [attached, five_lines, prepared])
+def test_what_onnx_asks_of_torchscript_is_plain_too(begin):
+    model = Net().eval()
+    _, end = begin(model, torch.optim.SGD(model.parameters(), lr=0.1), "O2,bf16,emulate=true")
+    graph, out = torch.jit._get_trace_graph(model, (x(),))
+    values = torch.jit._unique_state_dict(model)
+    assert "BFloat16" not in str(graph)
+    assert torch.equal(out, copy.deepcopy(model)(x()))
+    assert {*map(type, values.values())} == {torch.Tensor}
+    assert torch.equal(values["first.weight"], model.first.weight)
+    end()
 
 
 @pytest.mark.parametrize("begin", [attached, five_lines, None])

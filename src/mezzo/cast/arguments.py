@@ -225,7 +225,7 @@ def _repeats(index: Any) -> bool:
 
 
 def _makes_complex(args: Any, kwargs: Any) -> Instead | None:
-    """Ask about a complex number beside a real tensor: of FP16 torch makes a format with hardly a kernel."""
+    """Ask about a complex number beside a real tensor: of half the width hardly an op has a kernel."""
     for each in args:
         if type(each) is complex or (isinstance(each, Tensor) and each.dtype is torch.complex64):
             return _COMPLEX
@@ -236,7 +236,7 @@ def _written_out(args: Any, kwargs: Any) -> Instead | None:
     return None if torch.compiler.is_compiling() or not is_transformed() else _BATCHED
 
 
-#: What is asked about complex numbers, where low is FP16: beside BF16 torch makes a complex64 of one.
+#: What is asked about complex numbers, where torch would make one of half the width: BF16 has such since 2.14.
 MAKES_COMPLEX: Final = tuple("mul add sub rsub div where addcmul addcdiv".split())
 
 

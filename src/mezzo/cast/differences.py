@@ -97,7 +97,7 @@ class Differences:
     @property
     def has_any(self) -> bool:
         """Whether there is a function that torch alone would treat differently."""
-        return bool(self.handlers or self.pinned or self.names_others)
+        return len(self.handlers) > 0 or len(self.pinned) > 0 or self.names_others
 
     def instead(self, op: str, args: Any, kwargs: Any) -> Instead | None:
         """Return what a call gets instead of its op's treatment, if its arguments say so."""
@@ -269,7 +269,7 @@ def _treated(
     differs = is_ruled or wanted != torch_does or by_emulation or built_in
     # Where torch's own lists hold, or nothing is cast, no argument changes that.
     asks = autocasts and not is_ruled and policy.lists == "portable" and op in BY_ARGUMENTS
-    asks &= op not in MAKES_COMPLEX or policy.dtype == torch.float16
+    asks &= op not in MAKES_COMPLEX or policy.dtype.to_complex() != torch.complex64
     is_mixing = not is_ruled and op in OPS and OPS[op].reason == "type-mixing"
     rounds_to: Literal["first", "widest"] = "widest" if is_mixing else "first"
     written = policy.written(op, decision, device_type) if autocasts or is_ruled else "left"

@@ -97,12 +97,6 @@ def is_whole(equation: Equation, operands: Sequence[Tensor]) -> bool:
     return all(is_one(a[i]) == is_one(b[j]) for (_, i), (_, j) in equation.inner)
 
 
-def _alone(a: str, x: Tensor, b: str, y: Tensor, kept: str) -> str:
-    """Return the letters that the first of two operands is summed over before they are multiplied."""
-    left = [each for each in a if each not in kept and not is_one(x.shape[a.index(each)])]
-    return "".join([each for each in left if each not in b or is_one(y.shape[b.index(each)])])
-
-
 def in_pairs(equation: Equation, operands: Sequence[Tensor]) -> Tensor:
     """Contract pair by pair, by einsums of one and of two operands, on the path that torch takes."""
     terms = [*zip(equation.inputs, operands, strict=True)]
@@ -110,18 +104,17 @@ def in_pairs(equation: Equation, operands: Sequence[Tensor]) -> Tensor:
         (a, x), (b, y) = terms[i], terms[j]
         terms = [term for place, term in enumerate(terms) if place not in (i, j)]
         kept = "".join([equation.output, *[each for each, _ in terms]])
+        # Over what stands in one of them alone, or is broadcast in the other, each is summed first.
+        inner = [each for each in a if each in b and is_one(x.shape[a.index(each)]) == is_one(y.shape[b.index(each)])]
+        (a, x), (b, y) = (_summed(own, of, kept, inner) for own, of in ((a, x), (b, y)))
         out = "".join([each for each in dict.fromkeys(a + b) if each in kept]) if terms else equation.output
-        first, second = _alone(a, x, b, y, kept), _alone(b, y, a, x, kept)
-        (a, x), (b, y) = _summed(a, x, first), _summed(b, y, second)
         terms.append((out, torch.einsum(f"{a},{b}->{out}", x, y)))
     return terms[0][1]
 
 
-def _summed(letters: str, x: Tensor, alone: str) -> tuple[str, Tensor]:
-    if not alone:
-        return letters, x
-    left = "".join([each for each in dict.fromkeys(letters) if each not in alone])
-    return left, torch.einsum(f"{letters}->{left}", x)
+def _summed(letters: str, x: Tensor, kept: str, inner: Sequence[str]) -> tuple[str, Tensor]:
+    left = "".join([each for each in dict.fromkeys(letters) if each in kept or each in inner])
+    return left, x if left == letters else torch.einsum(f"{letters}->{left}", x)
 
 
 def _path(equation: Equation, operands: Sequence[Tensor]) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from mezzo.tensors import LOW, dtype_name, tensors, tree_map_only
 #: How torch, and those who write operators for it, say that there is no kernel for a dtype; and what they say of
 #: arguments that do not go together, or are to be integers.
 _WORDS: Final = re.compile(r"not implemented for|not supported|nsupported dtype|but (got|found)")
-_OTHERS: Final = re.compile(r"same (dtype|type|scalar type)|xpected (scalar type|dtype|object of)")
+_OTHERS: Final = re.compile(r"same (dtype|type|scalar type)|xpected (scalar type|dtype|object of)|\b(Long|Int)\b")
 #: What an error says that may be about dtypes.
 _TYPES: Final = re.compile(r"[Dd]type|[Ss]calar ?[Tt]ype|types other|[Ff]loat|[Hh]alf|[Pp]recision")
 #: How they write these dtypes.
@@ -30,6 +30,10 @@ _CALLED: Final = {
     torch.bfloat16: ("BFloat16", "bfloat16"),
     torch.float32: ("Float", "float32"),
 }
+#: Complex numbers of two times 16 bits, which nothing else casts.
+LOW_COMPLEX: Final = frozenset(each.to_complex() for each in LOW) - {torch.complex64}
+#: What is tried in the place of 16 bits.
+_WIDE: Final = {**dict.fromkeys(LOW, torch.float32), **dict.fromkeys(LOW_COMPLEX, torch.complex64)}
 #: What is not called a second time with other tensors: it returns their memory, or does something to them.
 _ONCE: Final = VIEWS | {"__set__", "__setitem__", "__delitem__", "set_", "resize_", "resize_as_", "swap_tensors"}
 
@@ -58,7 +62,7 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
         RuntimeError: The error, where FP32 is no cure; what the function raises in FP32, where a kernel was missing.
         UnsupportedError: There is no kernel for FP32 either.
     """
-    low = {x.dtype for x in tensors((args, kwargs)) if x.dtype in LOW}
+    low = {x.dtype for x in tensors((args, kwargs)) if x.dtype in _WIDE}
     name = getattr(function, "__name__", "")
     if not low or name in _ONCE or isinstance(error, UnsupportedError) or not _TYPES.search(str(error)):
         raise error
@@ -84,9 +88,9 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
 
 
 def _widened(x: Tensor) -> Tensor:
-    if x.dtype not in LOW:
+    if (wide := _WIDE.get(x.dtype)) is None:
         return x
-    return cast(Tensor, during("cast", torch.float32, x.float)) if WATCHERS else x.float()
+    return cast(Tensor, during("cast", wide, x.to, wide)) if WATCHERS else x.to(wide)
 
 
 def _copy(given: Any, written: Any) -> None:
@@ -131,12 +135,12 @@ def no_kernel(op: str, dtypes: Iterable[torch.dtype], error: RuntimeError, devic
         device_type: The device.
     """
     dtypes = [*dict.fromkeys(dtypes)]
-    would = "float64 operands, which nothing casts: x.double()"
+    would = "operands of a dtype that it has a kernel for, integers or x.double(), which nothing casts"
     found = UnsupportedError(
         f"{op} has no kernel in {' or '.join(map(dtype_name, dtypes))}",
         where=f"op {op}, device {device_type}, in a mezzo.autocast region",
         why=str(error).splitlines()[0],
-        write=f"{would}; no rule helps, {both(f'fp32={op}')} neither"
+        write=f"{would}; no rule helps, not {both(f'fp32={op}')}"
         if torch.float32 in dtypes
         else f"{both(f'fp32_math={op}')}: FP32 inside, low out; or {both(f'fp32={op}')}",
     )

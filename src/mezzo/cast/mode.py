@@ -31,7 +31,7 @@ from mezzo.cast.differences import (
     traced,
 )
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
-from mezzo.cast.kernels import lacks, no_kernel, otherwise, write_back
+from mezzo.cast.kernels import LOW_COMPLEX, lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
 from mezzo.compiling import casts_are_placed, compiled_inside_alone
@@ -293,7 +293,10 @@ class PolicyMode(TorchFunctionMode):
         if self.shadows:
             return func(*args, **kwargs)
         if not compiling and self.only is not None and _is_idle(func, self.only, args, kwargs):
-            return _run_plain(self.only, func, args, kwargs)
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                return _again(error, self.only, func, args, kwargs)
         if not self.is_exported and torch.compiler.is_exporting():  # as under torch.autocast: a program has no casts
             return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
@@ -333,7 +336,7 @@ class PolicyMode(TorchFunctionMode):
             if instead is not None:
                 handler = next(other for other in handler.others if other.treatment == instead.treatment)
             elif handler.treatment == "native" and handler.written == "left":
-                return func(*args, **kwargs)
+                return _run_plain(here, func, args, kwargs)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
@@ -419,9 +422,14 @@ def _run_plain(here: Differences | Traced, func: Any, args: Any, kwargs: Any) ->
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if not here.autocast or not _acts(here) or here.policy.lists == "device":
-            raise
-        return otherwise(error, func, args, kwargs, here.device_type)
+        return _again(error, here, func, args, kwargs)
+
+
+def _again(error: RuntimeError, here: Differences, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run in FP32 what has raised, where ops are cast; else, and where FP32 is no cure, raise the error."""
+    if not here.autocast or not _acts(here) or here.policy.lists == "device":
+        raise error
+    return otherwise(error, func, args, kwargs, here.device_type)
 
 
 def _carry_out(
@@ -466,7 +474,7 @@ def _target(handler: Handler, here: Differences | Traced, args: Any, kwargs: Any
 
 
 def _compute(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any,
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any,
     target: torch.dtype | None,
 ) -> Any:  # fmt: skip
     """Run one function on operands that are cast, native autocast off for the call."""
@@ -523,7 +531,7 @@ def _write_in_place(
 
 
 def _write_out(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run a function that writes into the tensors of ``out=``, as :func:`_write_in_place` runs one.
 
@@ -553,7 +561,7 @@ def _put(results: Any, into: Any) -> Any:
     return into.copy_(results)
 
 
-def _set_item(casts: WeightCasts | None, x: Tensor, index: Any, value: Any) -> None:
+def _set_item(casts: WeightCasts, x: Tensor, index: Any, value: Any) -> None:
     """Write ``x[index] = value`` with the value in the dtype of ``x``: torch casts it only where no tensor indexes."""
     if isinstance(value, Tensor) and value.dtype != x.dtype and x.is_floating_point() and value.is_floating_point():
         parts = index if type(index) is tuple else (index,)
@@ -581,7 +589,8 @@ def _run(
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if handler.treatment == "promote" and not torch.compiler.is_compiling():
+        tries = handler.treatment == "promote" or any(x.dtype in LOW_COMPLEX for x in tensors((args, kwargs)))
+        if tries and not torch.compiler.is_compiling():
             return otherwise(error, func, args, kwargs, here.device_type)
         dtypes = {x.dtype for x in _floats(args, kwargs)}
         if handler.treatment == "ban" or not lacks(error, dtypes) or torch.compiler.is_compiling():

@@ -34,7 +34,7 @@ from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Decision, Policy
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, dtype_name
+from mezzo.tensors import CASTABLE, dtype_name, values_of
 from mezzo.trace.calls import op_name
 
 #: What an op may be: ``source``: a parameter, a buffer, an input, a constant; ``low``, ``fp32``: in this precision, by
@@ -195,7 +195,7 @@ def hint(number: Any) -> int:
 def num_elements(node: Node) -> int:
     """Return how many elements a tensor has."""
     count = 1
-    for size in value_of(node).shape:
+    for size in values_of(value_of(node)).shape:
         count *= hint(size)
     return count
 
@@ -266,7 +266,9 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     with as_given(left_out=_logging()):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*args, **kwargs)
-        except dynamos as error:
+        except Exception as error:
+            if not isinstance(error, dynamos) and _USERS_CODE not in str(error):
+                raise  # no error of capturing: Dynamo writes the user's lines under others' that it hands on
             where, why = _user_line(str(error)), _why(str(error))
             if not found and isinstance(error, programs):  # the program's own, as without Dynamo
                 what = f"{type(model).__name__} does not run with these inputs"
@@ -297,9 +299,12 @@ def _why(text: str) -> str:
     return "; ".join([text.splitlines()[0], *(explained.groups() if explained else ())])
 
 
+_USERS_CODE: Final = "from user code:"
+
+
 def _user_line(text: str) -> str:
     """Find the last line of the user's that an error of Dynamo's names."""
-    return _last_line(text.partition("from user code:")[2])
+    return _last_line(text.partition(_USERS_CODE)[2])
 
 
 def _last_line(text: str) -> str:

@@ -119,7 +119,7 @@ def _replace(param: Tensor, value: Tensor) -> None:
         param.is_part = False
 
 
-def follow(model: nn.Module) -> Callable[[], None]:
+def follow(model: nn.Module, *, is_low: bool = False) -> Callable[[], None]:
     """Have a model's state dicts hold plain FP32 values, and its copies and pickles be plain models.
 
     ``load_state_dict(assign=True)`` writes into the parameters that are there, which an optimizer knows.
@@ -129,13 +129,14 @@ def follow(model: nn.Module) -> Callable[[], None]:
 
     Args:
         model: The model.
+        is_low: Whether its weights are stored in 16 bits. The programs that torch makes of it are in FP32.
 
     Returns:
         What ends it.
     """
     undo, hook = ExitStack(), _StateHook(model)
     _PROGRAMS.open()
-    undo.callback(_PROGRAMS.close)
+    undo.callback(weakref.finalize(model, _PROGRAMS.close))  # once, also where a model is dropped
     for module in model.modules():
         undo.callback(module.register_state_dict_post_hook(hook).remove)  # type: ignore[no-untyped-call]
         undo.callback(module.register_load_state_dict_pre_hook(hook.load).remove)  # type: ignore[no-untyped-call]
@@ -144,6 +145,7 @@ def follow(model: nn.Module) -> Callable[[], None]:
             methods["flatten_parameters"] = types.MethodType(_flattened, module)
         followed = vars(module).setdefault("_mezzo_followed", [0])
         followed[0] += 1
+        vars(module).update({"_mezzo_low": True} if is_low else {})
         vars(module).update(methods)
         undo.callback(_leave, module, followed)
     return undo.close
@@ -308,7 +310,7 @@ class _Programs:
     """
 
     def __init__(self) -> None:
-        self._lock, self._count, self._undo = threading.Lock(), 0, ExitStack()
+        self._lock, self._count, self._undo = threading.RLock(), 0, ExitStack()
 
     def open(self) -> None:
         """Begin, for one model more."""
@@ -346,12 +348,16 @@ def _of_copies(plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_plain(value: Any) -> Any:
-    """Return a plain copy of a model that has followed parts; anything else as it is."""
+    """Return a plain FP32 copy of a model that has followed parts; anything else as it is."""
     if not isinstance(value, nn.Module) or not any(map(is_followed, value.modules())):
         return value
     # Of what a forward pass has left in a module no deep copy is made.
     left = [each for module in value.modules() for each in tensors(vars(module)) if each.grad_fn is not None]
-    return copy.deepcopy(value, {id(each): each.detach() for each in left})
+    made = copy.deepcopy(value, {id(each): each.detach() for each in left})
+    if any("_mezzo_low" in vars(module) for module in value.modules()):
+        for tensor in (each for each in (*made.parameters(), *made.buffers()) if each.dtype in LOW):
+            tensor.data = tensor.data.float()
+    return made
 
 
 def _traced(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -479,4 +485,4 @@ _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied, "_slow_forward": _traced,
 }  # fmt: skip
 #: What no copy has of it.
-_BOUND: Final = ("_mezzo_followed", "_mezzo_prepared", "flatten_parameters", *_METHODS)
+_BOUND: Final = ("_mezzo_followed", "_mezzo_low", "_mezzo_prepared", "flatten_parameters", *_METHODS)

@@ -139,7 +139,7 @@ class Prepared:
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
             self.params.find_gathered(self.model)
-        self._undo.callback(follow(self.model))
+        self._undo.callback(follow(self.model, is_low=self.policy.param_dtype in LOW))
         if self.policy.casts:
             self._undo.callback(keep_dtypes(self))
         self._hook()

@@ -27,7 +27,7 @@ _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
 _PREFIXES: Final[tuple[tuple[str, str | None], ...]] = (
     ("torch.nn.functional.", ""), ("nn.functional.", ""), ("functional.", ""), ("F.", ""),
     ("torch.linalg.", "linalg_"), ("linalg.", "linalg_"), ("torch.fft.", "fft_"), ("fft.", "fft_"),
-    ("torch.sparse.", "sparse_"), ("torch.special.", ""), ("special.", ""),
+    ("torch.sparse.", "sparse_"), ("sparse.", "sparse_"), ("torch.special.", ""), ("special.", ""),
     ("aten::special_", ""), ("torch.ops.aten.special_", ""),
     ("torch.Tensor.", ""), ("Tensor.", ""), ("torch._C._nn.", ""),
     ("torch.ops.aten.", ""), ("ops.aten.", ""), ("aten::", ""), ("aten.", ""),

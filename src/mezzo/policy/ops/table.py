@@ -334,10 +334,11 @@ _ROWS: Final = (
     _Rows("native", "bandwidth-bound", """
         avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d adaptive_max_pool3d
         fractional_max_pool2d fractional_max_pool3d grid_sampler_2d grid_sampler_3d"""),
-    _Rows("native", "bandwidth-bound", "rrelu", cpu="fp32", note="no FP16 kernel on a CPU"),
-    _Rows("native", "bandwidth-bound", "sinc", cpu="fp32", note="its gradient in 16 bits is what cancels"),
-    _Rows("native", "exponential range", "i1 i1e", cpu="fp32", note="no low kernel in the backward pass"),
-    _Rows("native", "exponential range", "polygamma", cpu="fp32", note="infinite in FP16 before its result is"),
+    # Left to torch on CUDA, where kernels compute in FP32 inside; on a CPU they are wrong in 16 bits, or missing.
+    _Rows("fp32_math", "bandwidth-bound", "rrelu", note="no low kernel: none in FP16"),
+    _Rows("fp32_math", "bandwidth-bound", "sinc", note="its gradient in 16 bits is what cancels"),
+    _Rows("fp32_math", "exponential range", "i1 i1e", note="no low kernel in the backward pass"),
+    _Rows("fp32_math", "exponential range", "polygamma", note="infinite in FP16 before its result is"),
     _Rows("native", "data movement", """
         reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d"""),
     _Rows("native", "data movement", "pad", "reflection_pad1d replication_pad1d"),
