@@ -254,16 +254,26 @@ def test_one_of_many_alike_layers_is_pinned_and_named():
     assert pins(tuned(net(), loss_fn=loss)) == {"cross_entropy", "mul"}  # which are in no module
 
 
-def added(x):
-    """Zeros are FP32, and what is added to them low: torch refuses."""
-    return x + torch.zeros(32, WIDTH).index_add(1, torch.zeros(WIDTH, dtype=torch.long), 3 * x) * 0.1
+@torch.library.custom_op("mezzo_tests::wide_gradient", mutates_args=())
+def wide_gradient(x: torch.Tensor) -> torch.Tensor:
+    """An op of others', whose backward pass takes no 16 bits."""
+    return x.clone()
 
 
-def test_an_op_that_takes_no_two_dtypes_is_pinned_itself():
-    found = tuned(net(added))
-    assert pins(found) == {"index_add@plant"}
+def _wide_alone(_, gradient):
+    if gradient.dtype != torch.float32:
+        raise RuntimeError(f"a gradient in {gradient.dtype}")
+    return gradient
+
+
+torch.library.register_autograd(wide_gradient, _wide_alone)
+
+
+def test_what_an_op_reads_that_fails_in_low_precision_is_pinned():
+    found = tuned(net(lambda x: x + wide_gradient(3 * x) * 0.1))
+    assert pins(found) == {"linear@plant.fc"}
     (pin,) = found.evidence.pins
-    assert pin.reason.startswith("it fails in float16; without this rule the forward pass of step 1 fails with Runtime")
+    assert pin.reason.startswith("what reads its results needs them in FP32; without this rule the forward pass")
     assert list(found.evidence.saved_bytes) == ["found"]  # and none are told of policies that fail
 
 
