@@ -104,6 +104,15 @@ def forget_compiled() -> None:
         private("torch._dynamo.reset_code_caches", public=torch.compiler.reset)()
 
 
+def is_one(size: int) -> bool:
+    """Whether a size is one; of a size that torch.compile will know when the code runs, no."""
+    if not torch.compiler.is_compiling():
+        return size == 1
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size == 1)
+
+
 # What is compiled ----------------------------------------------------------------------------------------
 
 #: What torch.compile calls the module that it wraps.

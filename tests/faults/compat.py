@@ -54,7 +54,7 @@ FAULTS = (
          'if enabled and _type_of(device) == "cuda" and not torch.cuda.is_available():', "if False:",
          "tests/compat/test_torch_autocast.py::test_for_cuda_on_a_machine_without_it_is_disabled_and_says_so",
          "torch's is disabled there, and warns"),
-        ("scaler: an update without a step moves the scale", "        elif not self._seen:\n",
+        ("scaler: an update without a step moves the scale", "        elif self._seen.keys() <= self._unchecked:\n",
          "        elif False:\n", "tests/compat/test_refusals.py",
          "an iteration that was left out would count as clean"),
         ("scaler: unscale_ twice divides twice",

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mezzo
-from mezzo import Policy, PolicyError, Rule, overflow
+from mezzo import Policy, PolicyError, Rule, numerics, overflow
 from mezzo.policy.rules import exact, matches, separated, split, written
 
 NAMES = [*"[cls] * ? a,b=c a+b x@y;z (p)# [,] ! ] [!c] [] [[]]".split(), "a b", "[a b]"]
@@ -115,6 +115,10 @@ def test_a_users_glob_stays_one():
     for text, wanted in (("body.[cs]", [1, 0, 0]), ("body.*", [0, 0, 0]), ("body.[cls]", [0, 1, 1])):
         halves, _ = trained(model, f"O2,bf16,fp32_module={text}")
         assert halves == [bool(each) for each in wanted], text
+    policy = Policy.O1("bf16").keep_fp32(modules=["body.[cls]"])  # where no model is known
+    assert policy.explain("linear", "body.[cls]").treatment == "fp32"
+    with numerics.Recorder(model, kinds=("weights",), modules=["body.[cls]"]) as recorder:
+        assert [each.path for each in recorder.evidence.header.modules if each.path] == ["body.[cls]"]
     assert trained(network("*", "c", "s"), "O2,bf16,fp32_module=body.*")[0] == [False] * 3
 
 

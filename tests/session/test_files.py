@@ -238,6 +238,22 @@ def test_what_a_living_process_or_another_machine_writes_stays(path, monkeypatch
         os.close(descriptor)
 
 
+def test_a_file_is_locked_until_it_has_its_name(path, monkeypatch):
+    """Another save at the last moment, between its last byte and its name, leaves it."""
+    replace, others = os.replace, []
+
+    def replace_after_a_save(one, other):
+        if not others:
+            others.append(path.parent / "other.pt")
+            mezzo.save(others[0], **OLD)
+        replace(one, other)
+
+    monkeypatch.setattr(os, "replace", replace_after_a_save)
+    mezzo.save(path, **NEW)
+    assert content(path)["step"] == 4
+    assert names(path) == ["last.pt", "other.pt"]
+
+
 class SavedMeanwhile:
     """Saves to the same path while it is being saved, as a signal handler may."""
 

@@ -18,17 +18,20 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from mezzo.backward import node_of
+from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS
 from mezzo.cast.differences import (
     OPENED_BY_NAME,
     Differences,
     Handler,
     Traced,
     in_place_form,
+    is_told,
     open_function,
     remember,
     traced,
 )
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
+from mezzo.cast.kernels import LOW_COMPLEX, lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
 from mezzo.compiling import casts_are_placed, compiled_inside_alone, is_exporting
@@ -46,7 +49,7 @@ from mezzo.dispatch import (
 from mezzo.errors import UnsupportedError
 from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, dtype_name, mark, tensors, tree_is_leaf, tree_map
+from mezzo.tensors import CASTABLE, mark, tensors, tree_is_leaf, tree_map
 from mezzo.weights.halves import Halves
 
 # Casting what a user passes around: tensors in nested containers, dataclasses and mappings.
@@ -243,10 +246,11 @@ def _unseen(make: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor
 
 C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
 
-#: How torch says that it has no kernel for a dtype.
-_NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
 #: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
-_INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+_INPUT_ONLY: Final = frozenset(
+    """batch_norm instance_norm native_batch_norm fused_moving_avg_obs_fake_quant
+    _fused_moving_avg_obs_fq_helper""".split()
+)
 #: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
 _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
@@ -286,8 +290,13 @@ class PolicyMode(TorchFunctionMode):
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         compiling = torch.compiler.is_dynamo_compiling()  # torch.export, which says that it compiles, may run Python
-        if self.shadows or (not compiling and self.only is not None and _is_idle(func, self.only)):
+        if self.shadows:
             return func(*args, **kwargs)
+        if not compiling and self.only is not None and _is_idle(func, self.only, args, kwargs):
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                return _again(error, self.only, func, args, kwargs)
         if not self.is_exported and is_exporting():  # as under torch.autocast: a program has no casts
             return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
@@ -319,12 +328,21 @@ class PolicyMode(TorchFunctionMode):
                     handler = form
         if func is _SET_ITEM and handler is not None:
             return _set_item(self.casts, *args)
+        if handler is not None and handler.asks:
+            instead = BY_ARGUMENTS[handler.op](args, kwargs)
+            if instead is not None and instead.parts is not None:
+                with self:
+                    return instead.parts()
+            if instead is not None:
+                handler = next(other for other in handler.others if other.treatment == instead.treatment)
+            elif handler.treatment == "native" and handler.written == "left":
+                return _run_plain(here, func, args, kwargs)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
             with self:
                 return opened(*args, **kwargs)
-        return func(*args, **kwargs)
+        return _run_plain(here, func, args, kwargs)
 
     def differences(self, args: Any, kwargs: Any) -> Differences | None:
         """Return the differences for the device of a call's tensors."""
@@ -376,10 +394,15 @@ def acting_differences(args: Any, kwargs: Any) -> Differences | None:
     return here if here is not None and _acts(here) else None
 
 
-def _is_idle(func: Any, here: Differences) -> bool:
-    """Whether nothing is done about a function, whatever it is given: most, and all that read a tensor's attribute."""
-    is_known = func in here.handlers or func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS
-    return not is_known and not here.pinned
+def _is_idle(func: Any, here: Differences, args: Any, kwargs: Any) -> bool:
+    """Whether nothing is done about a call: of most functions, and of all that read a tensor's attribute."""
+    if here.pinned:
+        return False
+    if (handler := here.handlers.get(func)) is not None:
+        if not handler.asks or handler.treatment != "native" or handler.written != "left":
+            return False
+        return BY_ARGUMENTS[handler.op](args, kwargs) is None
+    return not (func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS)
 
 
 def _acts(here: Differences | Traced) -> bool:
@@ -392,16 +415,34 @@ def _acts(here: Differences | Traced) -> bool:
     return not here.autocast or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == here.dtype)
 
 
+def _run_plain(here: Differences | Traced, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run what no row and no rule names: in FP32 where it has no low kernel, which a compiled graph cannot try."""
+    if isinstance(here, Traced):
+        return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        return _again(error, here, func, args, kwargs)
+
+
+def _again(error: RuntimeError, here: Differences, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run in FP32 what has raised, where ops are cast; else, and where FP32 is no cure, raise the error."""
+    if not here.autocast or not _acts(here) or here.policy.lists == "device":
+        raise error
+    return otherwise(error, func, args, kwargs, here.device_type)
+
+
 def _carry_out(
     handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
-    if handler.by_arguments is not None and (instead := handler.by_arguments(args, kwargs)) is not None:
-        handler = dataclasses.replace(
-            handler, treatment=instead, rounds_to="widest", written="treated", emulated=False, recipe=None
-        )
-    if handler.returning is not None or kwargs.get("out") is not None:
-        return _write(handler, here, casts, func, args, kwargs)
+    if handler.returning is not None:
+        return _write_in_place(handler, handler.returning, here, casts, func, args, kwargs, {})
+    if handler.inplace is not None and is_told(handler.inplace, args, kwargs):
+        args, kwargs = args[: handler.inplace], {key: value for key, value in kwargs.items() if key != "inplace"}
+        return _write_in_place(handler, func, here, casts, func, args, kwargs, {"inplace": True})
+    if kwargs.get("out") is not None:
+        return _write_out(handler, here, casts, func, args, kwargs)
     if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
         return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
     target = _target(handler, here, args, kwargs)
@@ -450,52 +491,65 @@ def _compute(
     enabled = torch.is_autocast_enabled(here.device_type)  # the same, without the cost of entering a context
     torch.set_autocast_enabled(here.device_type, False)
     try:
-        return _run(handler, here, func, args, kwargs, given)
+        out = _run(handler, here, func, args, kwargs, given)
     finally:
         torch.set_autocast_enabled(here.device_type, enabled)
+    if "::" in handler.op:
+        write_back(func, given, (args, kwargs))
+    return out
 
 
-def _write(handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a function that writes into tensors which keep their dtype, in place or by ``out=``.
+def _write_in_place(
+    handler: Handler, returning: Callable[..., Any], here: Differences | Traced, casts: WeightCasts, func: Any,
+    args: Any, kwargs: Any, told: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Run a function that writes into its first operand, which keeps its dtype, as another argument may tell it to.
 
-    Where they have the dtype in which it computes it runs itself, on operands that are cast to that. Else what returns
-    a new tensor runs, and the result is rounded, once, to what keeps its dtype.
+    Where that is the dtype in which it computes it runs itself, on operands that are cast. Else what returns a new
+    tensor runs, and the result is rounded, once, to what is written to.
     """
     if not args:
-        name = next(name for name in kwargs if name != "out")
-        args, kwargs = (kwargs[name],), {key: value for key, value in kwargs.items() if key != name}
-    is_out = handler.returning is None
-    into = kwargs["out"] if is_out else args[0]
-    operands = {key: value for key, value in kwargs.items() if key != "out"}
-    # Where autocast is off nothing tells a call of compiled code, which writes its products so, from a model's own.
-    if is_out and (not here.autocast or _refused((args, operands))):
-        return func(*args, **kwargs)
-    dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
+        first, *others = kwargs.items()
+        args, kwargs = (first[1],), dict(others)
+    into = args[0]
     target: torch.dtype | None = None
     match handler.written:
         case "treated":
-            target = _target(handler, here, args, operands)
+            target = _target(handler, here, args, kwargs)
         case "follows":
-            target = next(iter(dtypes))
-        case "left" if not is_out and _all_low((args, kwargs), here.dtype):
+            target = into.dtype
+        case "left" if _all_low((args, kwargs), here.dtype):
             target = here.dtype  # emulated; of other dtypes nothing is cast
     if target is None or not target.is_floating_point:
-        return func(*args, **kwargs)
-    is_emulated = handler.emulated and target == here.dtype
-    if handler.emulated != is_emulated or handler.recipe is not None:
-        handler = dataclasses.replace(handler, emulated=is_emulated, recipe=None)
-    if not is_emulated and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
-        return _compute(handler, here, casts, func, args, kwargs, target)
-    if is_out:
-        return _put(_compute(handler, here, casts, func, args, operands, target), into)
+        return _run_plain(here, func, args, kwargs)
+    is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
+    if not is_made and (into.dtype == target or into.dtype not in CASTABLE):
+        return _compute(handler, here, casts, func, args, kwargs | told, target)
     # What is saved for the backward pass is not what is written to.
     before = into.clone() if into.dtype == target else into
-    return into.copy_(_compute(handler, here, casts, handler.returning, (before, *args[1:]), kwargs, target))
+    return into.copy_(_compute(handler, here, casts, returning, (before, *args[1:]), kwargs, target))
 
 
-def _refused(value: Any) -> bool:
-    """Whether torch refuses to write by ``out=``: nothing differentiates that."""
-    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors(value))
+def _write_out(
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a function that writes into the tensors of ``out=``, as :func:`_write_in_place` runs one.
+
+    Where autocast is off nothing tells a call of compiled code, which writes its products so, from a model's own.
+    """
+    into, operands = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
+    if handler.written == "left" or not here.autocast:
+        return func(*args, **kwargs)
+    dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
+    target = next(iter(dtypes)) if handler.written == "follows" else _target(handler, here, args, operands)
+    if target is None or not target.is_floating_point:
+        return _run_plain(here, func, args, kwargs)
+    is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
+    if not is_made and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
+        return _compute(handler, here, casts, func, args, kwargs, target)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors((args, operands))):
+        return func(*args, **kwargs)  # torch refuses that: nothing differentiates what writes so
+    return _put(_compute(handler, here, casts, func, args, operands, target), into)
 
 
 def _put(results: Any, into: Any) -> Any:
@@ -535,14 +589,13 @@ def _run(
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if handler.treatment not in ("low", *QUANTISED) or not any(words in str(error) for words in _NO_KERNEL):
+        tries = handler.treatment == "promote" or any(x.dtype in LOW_COMPLEX for x in tensors((args, kwargs)))
+        if tries and not torch.compiler.is_compiling():
+            return otherwise(error, func, args, kwargs, here.device_type)
+        dtypes = {x.dtype for x in _floats(args, kwargs)}
+        if handler.treatment == "ban" or not lacks(error, dtypes) or torch.compiler.is_compiling():
             raise
-        raise UnsupportedError(
-            f"{handler.op} has no kernel in {dtype_name(here.dtype)}",
-            where=f"device {here.device_type}",
-            why=str(error).splitlines()[0],
-            write=f"{both(f'fp32_math={handler.op}')}: FP32 inside, low out; or {both(f'fp32={handler.op}')}",
-        ) from error
+        raise no_kernel(handler.op, dtypes, error, here.device_type) from error
 
 
 def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None:
@@ -602,6 +655,9 @@ def _cast(
     if isinstance(value, Tensor):
         if value.dtype == dtype or value.dtype not in kinds:
             return value
+        if value.requires_grad and value.layout in SPARSE_LAYOUTS:
+            made: Tensor = _SparseCast.apply(value, dtype)  # type: ignore[no-untyped-call]
+            return made
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
             return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
@@ -613,16 +669,31 @@ def _cast(
     return value
 
 
+class _SparseCast(torch.autograd.Function):
+    """A cast of a sparse tensor, whose gradient may be dense: that of a product with it is, and no cast takes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype), None
+
+
 def _banned(handler: Handler) -> UnsupportedError:
     op = handler.op
     instead = {"binary_cross_entropy": "binary_cross_entropy_with_logits on the values before the sigmoid"}
-    return UnsupportedError(
+    error = UnsupportedError(
         f"{op} is banned under this policy",
         where=f"a mezzo.autocast region, op {op}",
         why=handler.reason
         or ("its gradient overflows in low precision" if op in instead else "a rule of the policy bans it"),
         write=f"{instead.get(op, 'another op')}; or allow it: {both(f'fp32={op}')}",
     )
+    error.awaits_place = True
+    return error
 
 
 #: torch.autograd.backward hands itself over to a mode whole; opened, the mode stays active while it runs.

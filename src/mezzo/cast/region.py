@@ -146,7 +146,7 @@ class Region:
     @property
     def has_differences(self) -> bool:
         """Whether entering the region changes anything but ``torch.autocast``'s own state."""
-        return any(each.handlers or each.pinned for each in self.per_device)
+        return any(each.has_any for each in self.per_device)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -17,7 +17,7 @@ from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, rai
 from mezzo.formats import Format
 from mezzo.numerics.evidence import RecordedModule, kind_of
 from mezzo.numerics.histogram import standing_alone
-from mezzo.policy.rules import lies_in
+from mezzo.policy.rules import as_named, lies_in
 from mezzo.scale.state import inverse
 from mezzo.tensors import dtype_name
 
@@ -83,6 +83,7 @@ class Subject:
             for path, module in model.named_modules(remove_duplicate=False)
             if not hasattr(module, INSIDE)
         ]
+        globs = None if globs is None else [as_named(glob, [path for path, _ in everything]) for glob in globs]
         wanted = {path for path, _ in everything if globs is None or any(lies_in(path, glob) for glob in globs)}
         unmatched = [glob for glob in globs or () if not any(lies_in(path, glob) for path, _ in everything)]
         if unmatched or not wanted:

@@ -165,12 +165,26 @@ def matches(path: str, glob: str) -> bool:
         >>> matches("body.[cls]", "body.[cls]"), matches("body.c", "body.[cls]"), matches("body.c", "body.[[]cls]")
         (True, True, False)
     """
-    return fnmatch.fnmatchcase(path, glob) or ("[" in glob and not _EXACT.fullmatch(glob) and spells(glob, path))
+    return fnmatch.fnmatchcase(path, glob) or ("[" in glob and not _EXACT.fullmatch(glob) and _spells(glob, path))
 
 
-def spells(glob: str, path: str) -> bool:
-    """Say whether a glob is a path's own text, letter by letter."""
+def _spells(glob: str, path: str) -> bool:
+    """Whether a glob is a path's own text, letter by letter."""
     return written(path) == written(glob)
+
+
+def as_named(glob: str, paths: Iterable[str]) -> str:
+    """Return the glob for the one of some paths that it spells and, read as a pattern, would miss; else itself.
+
+    Example:
+        >>> as_named("body.[cls]", ["body.[cls]", "body.c"]), as_named("body.[cls]", ["body.c"])
+        ('body.[[]cls]', 'body.[cls]')
+    """
+    known = [*paths] if "[" in glob else []
+    named = next((path for path in known if _spells(glob, path)), None)
+    if named is None or fnmatch.fnmatchcase(named, glob) or any(exact(path) == glob for path in known):
+        return glob
+    return exact(named)
 
 
 def lies_in(path: str, glob: str) -> bool:
@@ -377,13 +391,10 @@ class Rule:
         return self.param is not None and matches(path, self.param)
 
     def as_named(self, modules: Iterable[str], params: Iterable[str]) -> Rule:
-        """Return the rule on the one module or parameter whose name it spells and, read as a glob, would miss."""
-        glob = self.param or self.module or ""
-        paths = [*(modules if self.param is None else params)] if "[" in glob else []
-        named = next((path for path in paths if spells(glob, path)), None)
-        if named is None or fnmatch.fnmatchcase(named, glob) or any(exact(path) == glob for path in paths):
-            return self
-        return replace(self, module=exact(named)) if self.param is None else replace(self, param=exact(named))
+        """Return the rule with its globs :func:`as_named`."""
+        if self.module is not None:
+            return replace(self, module=as_named(self.module, modules))
+        return self if self.param is None else replace(self, param=as_named(self.param, params))
 
     @property
     def ops(self) -> tuple[str, ...]:

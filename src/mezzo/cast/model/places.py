@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from inspect import getattr_static
 from typing import Final
 
 import torch
@@ -40,7 +41,7 @@ def is_large(tensor: Tensor) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module has a forward of its own; containers, which have none, are never called."""
-    return type(module).forward is not nn.Module.forward
+    return getattr_static(type(module), "forward") is not nn.Module.forward  # that of TorchScript's cannot be got
 
 
 def called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -173,7 +173,7 @@ class Prepared:
             rule = self.policy.module_rule(path) if paths[path] else None
             dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
             within = Within(
-                self.policy, paths[path], self.params, self.kinds, is_own=is_own,
+                self.policy, path, paths[path], self.params, self.kinds, is_own=is_own,
                 inputs=None if low or rule is None else dtype,
             )  # fmt: skip
             if within.is_needed:

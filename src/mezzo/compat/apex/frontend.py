@@ -18,8 +18,6 @@ from mezzo.cast.model.prepare import prepare
 from mezzo.compat.apex.functions import REGISTERED
 from mezzo.errors import PolicyError, StateError, message, nearest, not_switches, raise_together, shown, some_of
 from mezzo.policy import Policy
-from mezzo.policy.ops import OPS
-from mezzo.policy.ops.table import APEX
 from mezzo.scale import LossScale
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
@@ -29,8 +27,6 @@ from mezzo.tensors import dtype_of
 
 _LEVELS: Final = ("O0", "O1", "O2", "O3")
 _YES_OR_NO: Final = {"True": True, "False": False, True: True, False: False, None: None}
-#: What apex computed in FP32 at O1 and a policy leaves alone; of composed functions the parts decide.
-_FLOAT: Final = sorted(op for op in APEX["float list"] if OPS[op].portable == "native" and not OPS[op].parts)
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -72,7 +68,7 @@ def policy_of(
         given["keep_batchnorm_fp32"] = opt_level == "O2" if norms is None else norms
     fields = {name: value for name, value in given.items() if value is not None}
     if opt_level == "O1" and patch_torch_functions in (None, True):
-        return Policy.O1(**fields).fp32(*_FLOAT)
+        return Policy.O1(**fields)  # which has all of apex's lists
     if opt_level in ("O0", "O1"):
         return Policy.O0(**fields)
     has_masters = opt_level == "O2" if master_weights is None else master_weights

@@ -21,12 +21,14 @@ from mezzo.policy.ops.table import MODULES, OPS, PADDLE_ALIASES, SPELLINGS, SYNO
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
     *(("", place) for place in (torch, functional, INNER_FUNCTIONS, torch.Tensor)),
     *(("linalg_", torch.linalg), ("fft_", torch.fft), ("", torch.special)),
+    ("sparse_", torch.sparse),
 )
 # How names begin, the longer first, and the prefix of the base name; None for the classes of torch.nn.
 _PREFIXES: Final[tuple[tuple[str, str | None], ...]] = (
     ("torch.nn.functional.", ""), ("nn.functional.", ""), ("functional.", ""), ("F.", ""),
     ("torch.linalg.", "linalg_"), ("linalg.", "linalg_"), ("torch.fft.", "fft_"), ("fft.", "fft_"),
-    ("torch.special.", ""), ("special.", ""), ("aten::special_", ""), ("torch.ops.aten.special_", ""),
+    ("torch.sparse.", "sparse_"), ("sparse.", "sparse_"), ("torch.special.", ""), ("special.", ""),
+    ("aten::special_", ""), ("torch.ops.aten.special_", ""),
     ("torch.Tensor.", ""), ("Tensor.", ""), ("torch._C._nn.", ""),
     ("torch.ops.aten.", ""), ("ops.aten.", ""), ("aten::", ""), ("aten.", ""),
     ("torch.nn.modules.", None), ("torch.nn.", None), ("nn.", None), ("torch.", ""),
