@@ -330,3 +330,12 @@ def test_torchvision_s_operators_compute_in_fp32_and_round_back(torchvision):
             assert torch.equal(got, roi_align(x.to(dtype).float(), rois.float(), 1.0, 2, 2, -1, False).to(dtype))
     for device in ("cpu", "cuda"):
         assert Policy.O1("bfloat16").explain("torchvision::roi_align", device_type=device).treatment == "fp32_math"
+
+
+def test_a_number_that_only_fp32_holds_is_not_written_into_16_bits_as_infinity():
+    scores, mask = torch.zeros(2, 2, dtype=torch.float16), torch.ones(2, dtype=torch.bool)
+    with mezzo.autocast("O1,dtype=float16,emulate=true", "cpu"):
+        assert torch.equal(scores.masked_fill(mask, -1e9), torch.full((2, 2), -1e9))
+        with pytest.raises(RuntimeError, match="without overflow"):
+            scores.masked_fill_(mask, -1e9)
+    assert torch.equal(scores, torch.zeros(2, 2, dtype=torch.float16))

@@ -189,7 +189,7 @@ BF16_PLANTS = {
     "a softmax of large logits": (own_softmax, set()),
     "a mean over many": (own_mean, set()),
     "a division by a small variance": (small_variance, set()),
-    "a deviation": (lambda x: x + (x + 1000).std(-1, keepdim=True), {"add@plant"}),
+    "a deviation": (lambda x: x + (x + 1000).std(-1, keepdim=True), {"add@plant", "std@plant"}),
     "a norm of an offset": (lambda x: functional.layer_norm(x + 3000.0, (WIDTH,)), {"add@plant", "layer_norm@plant"}),
 }
 QUICK = ("a product of no list", "what the table refuses")

@@ -66,6 +66,9 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
     name = getattr(function, "__name__", "")
     if not low or name in _ONCE or isinstance(error, UnsupportedError) or not _TYPES.search(str(error)):
         raise error
+    writes = (name.endswith("_") and not name.endswith("__")) or is_in_place(name) or bool(kwargs.get("inplace"))
+    if writes and "without overflow" in str(error):
+        raise error  # a number that what is written to cannot hold: -1e9 would be written as minus infinity
     wide_args, wide_kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
     try:
         with without_autocast([device_type]):
@@ -78,7 +81,7 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
             raise no_kernel(name_of(function), (*low, torch.float32), error, device_type) from error
         raise (further if lacks(error, low) else error) from None
     into = kwargs.get("out"), wide_kwargs.get("out")
-    if (name.endswith("_") and not name.endswith("__")) or is_in_place(name) or kwargs.get("inplace"):
+    if writes:
         into = args[0], wide_args[0]
     if into[0] is None:
         write_back(function, (args, kwargs), (wide_args, wide_kwargs))
