@@ -152,6 +152,12 @@ def is_imported() -> bool:
     return "torch._dynamo" in sys.modules
 
 
+@constant_in_graphs  # in which torch 2.11 says that each is exported
+def is_exporting() -> bool:
+    """Whether ``torch.export`` makes a program now."""
+    return torch.compiler.is_exporting()
+
+
 @compiled_inside  # where torch.compile is left alone, whether it is at work cannot be asked
 def is_at_work() -> bool:
     """Whether what Python calls now may be compiled: it is called by what was compiled, and left to Python."""

@@ -184,7 +184,7 @@ cholesky_solve: n(40, 5), torch.linalg.cholesky(spd(40))
 qr geqrf linalg_qr svd linalg_svd linalg_pinv linalg_lu_factor linalg_lu_factor_ex linalg_lu lu linalg_inv
 linalg_inv_ex
 linalg_det linalg_slogdet logdet linalg_ldl_factor linalg_ldl_factor_ex: spd(40)
-linalg_eig linalg_eigvals linalg_eigh linalg_matrix_sqrth: torch.diag(torch.arange(1.0, 41.0))
+linalg_eig linalg_eigvals linalg_eigh linalg_matrix_sqrth linalg_polar: torch.diag(torch.arange(1.0, 41.0))
 ormqr: *torch.geqrf(n(40, 20)), n(40, 5)
 linalg_householder_product: *torch.geqrf(n(40, 20))
 triangular_solve: n(40, 5), spd(40).triu()

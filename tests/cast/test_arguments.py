@@ -628,6 +628,16 @@ def test_a_complex_number_of_real_ones_is_made_in_fp32(name, low):
         assert torch.allclose(mine.float(), gradient, rtol=2**-7, atol=2**-7)
 
 
+@BOTH
+def test_a_complex_number_is_written_into_no_real_tensor(low):
+    x, z = rand(3, dtype=LOW[low]), torch.complex(rand(3), rand(3, seed=1))
+    with region(low):
+        for write in (lambda: x.mul_(1j), lambda: x.addcmul_(z, z), lambda: torch.mul(x, 1j, out=x.clone())):
+            with pytest.raises(RuntimeError, match="can't be cast"):
+                write()
+        assert torch.equal(torch.zeros(3, dtype=z.dtype).add_(z).mul_(x), z * x)
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("rule", ["", ",fp32=matmul"])
 def test_complex_numbers_of_half_the_width_compute_in_fp32(rule):

@@ -123,7 +123,7 @@ PLANTS = {
     "log of tiny numbers": (lambda x: x + (40 * x).softmax(-1).log() * 0.01, {"softmax@plant", "log@plant"}),
     "a constant beyond": (
         lambda x: x + (x @ x.T / 4).masked_fill(torch.ones(32, dtype=torch.bool), -1e9).softmax(-1) @ x,
-        {"masked_fill@plant", "softmax@plant"},
+        {"softmax@plant"},  # masked_fill itself has no low kernel for it
     ),
     "a softmax of large logits": (own_softmax, {"exp@plant", "sum@plant"}),
     "a mean over many": (own_mean, {"sum@plant"}),
@@ -254,6 +254,22 @@ def test_one_of_many_alike_layers_is_pinned_and_named():
     assert pins(tuned(net(), loss_fn=loss)) == {"cross_entropy", "mul"}  # which are in no module
 
 
+def added(x):
+    """What is written to is FP32, and what is read low: torch refuses."""
+    values, places = torch.zeros(32), torch.zeros(32, dtype=torch.long)
+    with torch.no_grad():
+        torch.kthvalue(3 * x, 1, -1, out=(values, places))
+    return x + values[:, None] * 0.1
+
+
+def test_an_op_that_takes_no_two_dtypes_is_pinned_itself():
+    found = tuned(net(added))
+    assert pins(found) == {"kthvalue@plant"}
+    (pin,) = found.evidence.pins
+    assert pin.reason.startswith("it fails in float16; without this rule the forward pass of step 1 fails with Runtime")
+    assert list(found.evidence.saved_bytes) == ["found"]  # and none are told of policies that fail
+
+
 @torch.library.custom_op("mezzo_tests::wide_gradient", mutates_args=())
 def wide_gradient(x: torch.Tensor) -> torch.Tensor:
     """An op of others', whose backward pass takes no 16 bits."""
@@ -269,15 +285,11 @@ def _wide_alone(_, gradient):
 torch.library.register_autograd(wide_gradient, _wide_alone)
 
 
-def added(x):
-    return x + wide_gradient(3 * x) * 0.1
-
-
 def test_what_an_op_reads_that_fails_in_low_precision_is_pinned():
-    found = tuned(net(added))
+    found = tuned(net(lambda x: x + wide_gradient(3 * x) * 0.1))
     assert pins(found) == {"linear@plant.fc"}
     (pin,) = found.evidence.pins
-    assert pin.reason.startswith("what reads its results needs them in FP32; without this rule the forward pass")
+    assert pin.reason.startswith("what reads its results needs them in FP32; without this rule the ")
 
 
 def test_ops_without_a_low_kernel_keep_what_the_table_gives_them():

@@ -65,6 +65,25 @@ def _other(x: Tensor) -> Instead | None:
     return _SPARSE if x.layout in SPARSE_LAYOUTS else _OTHER_LAYOUT if x.is_mkldnn else None
 
 
+class _SparseCast(torch.autograd.Function):
+    """A cast of a sparse tensor, whose gradient may be dense: that of a product with it is, and no cast takes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0].to(ctx.dtype), None
+
+
+def cast_sparse(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast a sparse tensor that needs a gradient."""
+    made: Tensor = _SparseCast.apply(x, dtype)  # type: ignore[no-untyped-call]
+    return made
+
+
 def _given(place: int, names: str, args: Any, kwargs: Any) -> Any:
     """Return an argument by its place, or by one of its names; ``None`` where it is not given."""
     if place < len(args):
@@ -226,6 +245,8 @@ def _repeats(index: Any) -> bool:
 
 def _makes_complex(args: Any, kwargs: Any) -> Instead | None:
     """Ask about a complex number beside a real tensor: of half the width hardly an op has a kernel."""
+    if kwargs.get("out") is not None:
+        return None  # what is written to a real tensor torch refuses
     for each in args:
         if type(each) is complex or (isinstance(each, Tensor) and each.dtype is torch.complex64):
             return _COMPLEX

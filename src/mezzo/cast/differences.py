@@ -97,7 +97,7 @@ class Differences:
     @property
     def has_any(self) -> bool:
         """Whether there is a function that torch alone would treat differently."""
-        return len(self.handlers) > 0 or len(self.pinned) > 0 or self.names_others
+        return len(self.handlers) > 0 or len(self.pinned) > 0 or self.names_others  # torch 2.11 traces no bool(dict)
 
     def instead(self, op: str, args: Any, kwargs: Any) -> Instead | None:
         """Return what a call gets instead of its op's treatment, if its arguments say so."""
@@ -197,8 +197,9 @@ def _find(
     if differing:
         for op, handler in every.items():
             if handler.written != "left" or handler.emulated:
+                asks = handler.asks and op not in MAKES_COMPLEX  # no complex number is written into a real tensor
                 for function, returning in in_place_forms(op).items():
-                    handlers[function] = dataclasses.replace(handler, returning=returning)
+                    handlers[function] = dataclasses.replace(handler, returning=returning, asks=asks)
                 for function in handlers.keys() & INPLACE.keys() & {*functions(op)}:
                     handlers[function] = dataclasses.replace(handler, inplace=INPLACE[function])
         if native_autocast and policy.lists == "portable":

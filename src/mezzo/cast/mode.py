@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
 from mezzo.backward import node_of
-from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS
+from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS, cast_sparse
 from mezzo.cast.differences import (
     OPENED_BY_NAME,
     Differences,
@@ -34,7 +34,7 @@ from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.kernels import LOW_COMPLEX, lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
-from mezzo.compiling import casts_are_placed, compiled_inside_alone
+from mezzo.compiling import casts_are_placed, compiled_inside_alone, is_exporting
 from mezzo.dispatch import (
     OpOverload,
     OpOverloadPacket,
@@ -280,7 +280,7 @@ class PolicyMode(TorchFunctionMode):
         has_own = any(each.pinned or each.memories for each in per_device)  # which no text can stand for
         self.key = remember(per_device[0]) if len(per_device) == 1 and not has_own else ""
         self.shadows = 0  # how many regions inside this one are active
-        self.is_exported = torch.compiler.is_exporting()  # as a region inside of a program is, and none around it
+        self.is_exported = is_exporting()  # as a region inside of a program is, and none around it
 
     @compiled_inside_alone
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -297,7 +297,7 @@ class PolicyMode(TorchFunctionMode):
                 return func(*args, **kwargs)
             except RuntimeError as error:
                 return _again(error, self.only, func, args, kwargs)
-        if not self.is_exported and torch.compiler.is_exporting():  # as under torch.autocast: a program has no casts
+        if not self.is_exported and is_exporting():  # as under torch.autocast: a program has no casts
             return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
@@ -656,8 +656,7 @@ def _cast(
         if value.dtype == dtype or value.dtype not in kinds:
             return value
         if value.requires_grad and value.layout in SPARSE_LAYOUTS:
-            made: Tensor = _SparseCast.apply(value, dtype)  # type: ignore[no-untyped-call]
-            return made
+            return cast_sparse(value, dtype)
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
             return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
@@ -667,19 +666,6 @@ def _cast(
     if type(value) is dict:
         return {key: _cast(item, dtype, casts) for key, item in value.items()}
     return value
-
-
-class _SparseCast(torch.autograd.Function):
-    """A cast of a sparse tensor, whose gradient may be dense: that of a product with it is, and no cast takes it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = x.dtype
-        return x.to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0].to(ctx.dtype), None
 
 
 def _banned(handler: Handler) -> UnsupportedError:

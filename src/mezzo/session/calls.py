@@ -19,7 +19,7 @@ from mezzo.backward import engine_through, runs_backward
 from mezzo.cast import autocast
 from mezzo.cast.model.calls import Within
 from mezzo.cast.model.outputs import GivesOut, given_out
-from mezzo.compiling import compiled_inside, never_compiled
+from mezzo.compiling import compiled_inside, is_exporting, never_compiled
 from mezzo.hooks import owner_of
 from mezzo.interrupts import Members
 from mezzo.policy import Policy
@@ -81,7 +81,7 @@ class Calls:
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
                 return self._call(plain, args, kwargs, is_call, None, last)
-            if torch.compiler.is_exporting() or not is_call(args, kwargs):
+            if is_exporting() or not is_call(args, kwargs):
                 return plain(*args, **kwargs)
             # For parts that Python calls where the graph breaks (torch 2.13 resumes in no `try`, and leaves all to it).
             self._here.inside = _FORWARD
@@ -96,7 +96,7 @@ class Calls:
         def part(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
                 if (
-                    torch.compiler.is_exporting()
+                    is_exporting()
                     or not self._autocasts
                     or torch.is_autocast_enabled("cpu")
                     or torch.is_autocast_enabled("cuda")
@@ -121,7 +121,7 @@ class Calls:
     ) -> Any:
         """Call a method, in the region where it is a call of the model; a part that has rules in its own one."""
         inside, is_forward = getattr(self._here, "inside", None), is_call is _always
-        if inside is _FORWARD or self._is_over or torch.compiler.is_exporting():  # as nearly all calls are
+        if inside is _FORWARD or self._is_over or is_exporting():  # as nearly all calls are
             if not runs_backward():
                 self._plain.add(plain)
             return plain(*args, **kwargs)

@@ -22,7 +22,7 @@ from mezzo.cast.device import Kinds
 from mezzo.cast.mode import acting_modes, acts_here, any_off, cast_floating
 from mezzo.cast.model.places import RuledParams
 from mezzo.cast.region import Region, autocast
-from mezzo.compiling import compiled_inside_alone, never_compiled
+from mezzo.compiling import compiled_inside_alone, is_exporting, never_compiled
 from mezzo.dispatch import DisableTorchFunction, num_function_modes
 from mezzo.errors import MezzoError
 from mezzo.policy import Policy
@@ -126,7 +126,7 @@ class Within:
 
     def _is_idle(self) -> bool:
         """Whether the region is there, or is not to be there: in a program that is exported there is none."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return True
         modes = acting_modes()
         is_own = self.is_own or (self.path != "" and not torch.compiler.is_compiling() and not self._is_there())

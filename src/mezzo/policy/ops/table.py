@@ -304,7 +304,7 @@ _ROWS: Final = (
         linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_householder_product
         linalg_tensorinv linalg_tensorsolve linalg_qr linalg_lstsq linalg_matrix_sqrth
         linalg_det linalg_slogdet logdet linalg_solve_ex linalg_solve_triangular linalg_ldl_factor linalg_ldl_factor_ex
-        linalg_ldl_solve linalg_lu_factor_ex linalg_vander histogram histogramdd
+        linalg_ldl_solve linalg_lu_factor_ex linalg_vander linalg_polar histogram histogramdd
         zeta erfcx log_ndtr ndtri airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1
         modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0
         chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
