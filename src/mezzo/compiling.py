@@ -106,7 +106,7 @@ def forget_compiled() -> None:
 
 def is_one(size: int) -> bool:
     """Whether a size is one; of a size that torch.compile will know when the code runs, no."""
-    if not torch.compiler.is_compiling():
+    if type(size) is int and not torch.compiler.is_dynamo_compiling():
         return size == 1
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 

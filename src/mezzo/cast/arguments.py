@@ -41,6 +41,7 @@ _RUNNING: Final = Instead("fp32_math", "it adds up element by element, and round
 _RUNNING_GRADIENT: Final = Instead("fp32_math", "its gradient is added up element by element, and rounded once")
 _BATCHED: Final = Instead("fp32_math", "under torch.func its arithmetic is written out, and takes one dtype")
 
+_STRIDED: Final = torch.strided  # named once: each product asks
 SPARSE_LAYOUTS: Final = frozenset(
     {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 )
@@ -52,8 +53,8 @@ def _products(contracts: Callable[[Any, Any], bool]) -> ByArguments:
     """Make what is asked about products: of operands that are not strided, and of those that contract nothing."""
 
     def ask(args: Any, kwargs: Any) -> Instead | None:
-        for each in args if not kwargs else (*args, *kwargs.values()):
-            if isinstance(each, Tensor) and each.layout is not torch.strided and (other := _other(each)) is not None:
+        for each in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(each, Tensor) and each.layout is not _STRIDED and (other := _other(each)) is not None:
                 return other
         return None if contracts(args, kwargs) else _ELEMENTWISE
 
