@@ -54,7 +54,7 @@ class Handler:
     keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
     rounds_to: Literal["first", "widest"] = "first"  # of operands, whose dtype fp32_math returns
     asks: bool = False  # whether a call's arguments are asked what it gets: where no rule decides
-    others: tuple[Handler, ...] = ()  # how it is carried out, by what they say
+    answers: tuple[Handler, ...] = ()  # how it is carried out, by what they say
     written: Written = "left"  # how it is carried out where it writes into tensors that keep their dtype
     returning: Callable[..., Any] | None = None  # of an in-place form, the function that returns a new tensor
     inplace: int | None = None  # the place of that argument, which tells a Python function to write in place
@@ -77,8 +77,8 @@ class Differences:
     pinned: Mapping[int, Treatment]
     pins_buffers: bool  # whether one of the pinned tensors is no ``nn.Parameter``
     memories: tuple[Memory, ...]  # what products below sixteen bits remember of earlier steps
-    others: Callable[[str], Handler | None]  # how an operator of another library is carried out, by its full name
-    names_others: bool  # whether a rule speaks about such operators
+    of_library: Callable[[str], Handler | None]  # how an operator of another library is carried out, by its full name
+    names_libraries: bool  # whether a rule speaks about such operators
     key: str  # equal for equal differences, and for nothing else
 
     def handler(self, function: Callable[..., Any]) -> Handler | None:
@@ -90,14 +90,14 @@ class Differences:
         if isinstance(function, OpOverloadPacket) or (isinstance(function, OpOverload) and self.autocast):
             name, functions = _of_operator(function)
             if not name.startswith("aten::"):
-                return self.others(name)
+                return self.of_library(name)
             return next((self.handlers[each] for each in functions if each in self.handlers), None)
         return self.handlers.get(function)
 
     @property
     def has_any(self) -> bool:
         """Whether there is a function that torch alone would treat differently."""
-        return len(self.handlers) > 0 or len(self.pinned) > 0 or self.names_others  # torch 2.11 traces no bool(dict)
+        return len(self.handlers) > 0 or len(self.pinned) > 0 or self.names_libraries  # torch 2.11 traces no bool(dict)
 
     def instead(self, op: str, args: Any, kwargs: Any) -> Instead | None:
         """Return what a call gets instead of its op's treatment, if its arguments say so."""
@@ -108,7 +108,7 @@ class Differences:
         if handler.op not in QUANTISABLE:
             return handler
         recipe = recipe_on(self.device_type, self.policy, treatment, emulated=handler.emulated)
-        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, asks=False, others=())
+        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, asks=False, answers=())
 
     def native(self) -> contextlib.AbstractContextManager[Any]:
         """Return torch's own autocast in the state these differences are from."""
@@ -204,10 +204,10 @@ def _find(
                     handlers[function] = dataclasses.replace(handler, inplace=INPLACE[function])
         if native_autocast and policy.lists == "portable":
             handlers[Tensor.__setitem__] = _SETS_ITEMS
-    handlers = {function: _with_others(handler) if handler.asks else handler for function, handler in handlers.items()}
+    handlers = {function: _with_answers(handler) if handler.asks else handler for function, handler in handlers.items()}
 
     @functools.cache
-    def others(name: str) -> Handler | None:
+    def of_library(name: str) -> Handler | None:
         handler, differs = _treated(
             name, policy, device_type, module, emulated=emulated, autocasts=native_autocast, is_island=is_island
         )
@@ -217,8 +217,8 @@ def _find(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         gives_back=not policy.casts and not is_island, handlers=handlers, opened=_concerned(handlers),
         asked=frozenset(handler.op for handler in handlers.values() if handler.asks),
-        pinned={}, pins_buffers=False, memories=(), others=others,
-        names_others=any("::" in rule.op for rule in policy.rules if rule.op is not None),
+        pinned={}, pins_buffers=False, memories=(), of_library=of_library,
+        names_libraries=any("::" in rule.op for rule in policy.rules if rule.op is not None),
         key=", emulated ".join((f"{policy.region_text()} in {module!r} on {device_type}", *sorted(emulated))),
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces
@@ -281,14 +281,14 @@ def _treated(
 
 
 @functools.lru_cache(maxsize=512)
-def _with_others(handler: Handler) -> Handler:
+def _with_answers(handler: Handler) -> Handler:
     """Add how a function is carried out whose arguments ask for another treatment.
 
     Elementwise products of low operands run where other low products do: emulated, too.
     """
     treatments: tuple[Treatment, ...] = ("promote", "fp32", "fp32_math", "native")
-    others = tuple(dataclasses.replace(handler, treatment=each, written="treated", recipe=None) for each in treatments)
-    return dataclasses.replace(handler, others=others)
+    answers = tuple(dataclasses.replace(handler, treatment=each, written="treated", recipe=None) for each in treatments)
+    return dataclasses.replace(handler, answers=answers)
 
 
 #: How ``x[index] = value`` is carried out: its value takes the dtype of ``x``.

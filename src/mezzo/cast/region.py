@@ -20,10 +20,11 @@ from typing import Any, Final, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
+from mezzo.cast.casts import WeightCasts
 from mezzo.cast.device import FAMILIES, default_kinds
 from mezzo.cast.differences import Differences, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
-from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, WeightCasts, acting, acting_modes, shadowed
+from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
 from mezzo.compiling import compiled_inside_alone, constant_in_graphs
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Policy

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from mezzo.cast.mode import is_further_use
+from mezzo.cast.casts import is_further_use
 from mezzo.tensors import COMPRESSED, dtype_name, each_tensor, has_fraction, tensors, tree_leaves, tree_map, values_of
 
 #: In-place kernels that do not read what they write to, which may be memory that nothing was written to before.

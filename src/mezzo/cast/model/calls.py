@@ -18,8 +18,9 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.backward import runs_backward
+from mezzo.cast.casts import any_off, cast_floating
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import acting_modes, acts_here, any_off, cast_floating
+from mezzo.cast.mode import acting_modes, acts_here
 from mezzo.cast.model.places import RuledParams
 from mezzo.cast.region import Region, autocast
 from mezzo.compiling import compiled_inside_alone, is_exporting, never_compiled
