@@ -161,10 +161,6 @@ def _always(args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _never(args: Any, kwargs: Any) -> bool:
-    return False
-
-
 def _einsum(args: Any, kwargs: Any) -> Instead | None:
     """Cast at the products that an equation reaches: what torch permutes, sums or multiplies by elements stays."""
     equation, operands = spelt(args, kwargs)
@@ -265,10 +261,10 @@ MAKES_COMPLEX: Final = tuple("mul add sub rsub div where addcmul addcdiv".split(
 #: By the op's base name. A rule on the op is about all of its calls, and these are not asked.
 BY_ARGUMENTS: Final[dict[str, ByArguments]] = {
     **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv"), _products(_inner(0, "input self mat1"))),
-    **dict.fromkeys(("dot", "vdot", "inner", "tensordot"), _products(_always)),
+    # An outer product added to a matrix is low on torch's CUDA list, by its name.
+    **dict.fromkeys(("dot", "vdot", "inner", "tensordot", "addr"), _products(_always)),
     **dict.fromkeys(("addmm", "_addmm_activation", "addmv", "baddbmm"), _products(_inner(1, "mat1 mat batch1"))),
     "addbmm": _products(_batched_inner),
-    "addr": _products(_never),
     "linalg_vecdot": _products(_inner_of_vecdot),
     **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), _products(_inner_of_many)),
     "einsum": _einsum,
