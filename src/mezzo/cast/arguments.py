@@ -42,6 +42,7 @@ _RUNNING_GRADIENT: Final = Instead("fp32_math", "its gradient is added up elemen
 _BATCHED: Final = Instead("fp32_math", "under torch.func its arithmetic is written out, and takes one dtype")
 
 _STRIDED: Final = torch.strided  # named once: each product asks
+_ONE: Final = torch.Size([1])
 SPARSE_LAYOUTS: Final = frozenset(
     {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 )
@@ -54,7 +55,7 @@ def _products(contracts: Callable[[Any, Any], bool]) -> ByArguments:
 
     def ask(args: Any, kwargs: Any) -> Instead | None:
         for each in (*args, *kwargs.values()) if kwargs else args:
-            if isinstance(each, Tensor) and each.layout is not _STRIDED and (other := _other(each)) is not None:
+            if getattr(each, "layout", _STRIDED) is not _STRIDED and (other := _other(each)) is not None:
                 return other
         return None if contracts(args, kwargs) else _ELEMENTWISE
 
@@ -100,7 +101,9 @@ def _inner(place: int, names: str) -> Callable[[Any, Any], bool]:
         if not isinstance(x, Tensor) or x.is_nested:
             return True
         shape = x.shape
-        return len(shape) == 0 or not is_one(shape[-1])
+        if torch.compiler.is_dynamo_compiling():
+            return len(shape) == 0 or not is_one(shape[-1])
+        return shape[-1:] != _ONE
 
     return contracts
 

@@ -93,7 +93,8 @@ class PolicyMode(TorchFunctionMode):
                 return func(*args, **kwargs)
             except RuntimeError as error:
                 return _again(error, self.only, func, args, kwargs)
-        if not self.is_exported and is_exporting():  # as under torch.autocast: a program has no casts
+        # As under torch.autocast a program that is exported has no casts.
+        if not self.is_exported and (is_exporting() if compiling else torch.compiler.is_exporting()):
             return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
@@ -451,7 +452,7 @@ def _cast(
     if isinstance(value, Tensor):
         if value.dtype == dtype or value.dtype not in kinds:
             return value
-        if value.requires_grad and value.layout in SPARSE_LAYOUTS:
+        if dtype == torch.float32 and value.requires_grad and value.layout in SPARSE_LAYOUTS:  # never low
             return cast_sparse(value, dtype)
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
