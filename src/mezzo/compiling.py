@@ -104,6 +104,15 @@ def forget_compiled() -> None:
         private("torch._dynamo.reset_code_caches", public=torch.compiler.reset)()
 
 
+def is_one(size: int) -> bool:
+    """Whether a size is one; of a size that torch.compile will know when the code runs, no."""
+    if type(size) is int and not torch.compiler.is_dynamo_compiling():
+        return size == 1
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size == 1)
+
+
 # What is compiled ----------------------------------------------------------------------------------------
 
 #: What torch.compile calls the module that it wraps.
@@ -141,6 +150,12 @@ _BACKEND: Final = (
 def is_imported() -> bool:
     """Whether Dynamo is imported: before, nothing is compiled."""
     return "torch._dynamo" in sys.modules
+
+
+@constant_in_graphs  # in which torch 2.11 says that each is exported
+def is_exporting() -> bool:
+    """Whether ``torch.export`` makes a program now."""
+    return torch.compiler.is_exporting()
 
 
 @compiled_inside  # where torch.compile is left alone, whether it is at work cannot be asked

@@ -5,8 +5,8 @@ The one file that takes private names of modes and of functorch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -58,6 +58,39 @@ def makes_fake() -> bool:
     """Whether tensors that are made now are fake, without values."""
     require("torch._C._get_dispatch_mode", "torch._C._TorchDispatchModeKey.FAKE")
     return _DISPATCH_MODE(_FAKE) is not None
+
+
+#: The modes of selective checkpoints, in which a body runs first and is recomputed.
+_SELECTIVE: Final = (
+    "torch.utils.checkpoint._CachingTorchDispatchMode",
+    "torch.utils.checkpoint._CachedTorchDispatchMode",
+)
+_POP: Final = private("torch.utils._python_dispatch._pop_mode")
+_PUSH: Final = private("torch.utils._python_dispatch._push_mode")
+
+
+@contextmanager
+def unseen_by_checkpoints() -> Iterator[None]:
+    """Have no selective checkpoint see what runs inside the block; other dispatch modes do.
+
+    Such a checkpoint counts the operations of its body, and those of the recomputation have to be the same ones.
+
+    **Cost**: less than 1 µs where no dispatch mode is active.
+    """
+    modes = dispatch_modes() if num_dispatch_modes() else []
+    kinds = tuple(map(private, _SELECTIVE)) if modes else ()
+    outermost = next((place for place, mode in enumerate(modes) if isinstance(mode, kinds)), len(modes))
+    taken = [_POP() for _ in modes[outermost:]]  # the innermost first
+    kept = [mode for mode in reversed(taken) if not isinstance(mode, kinds)]
+    for mode in kept:
+        _PUSH(mode)
+    try:
+        yield
+    finally:
+        for _ in kept:
+            _POP()
+        for mode in reversed(taken):
+            _PUSH(mode)
 
 
 _AT_ENTRY: Final = private("torch._C._RestorePythonTLSSnapshot")

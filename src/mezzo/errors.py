@@ -107,8 +107,17 @@ class MezzoError(Exception):
         write: See :func:`message`.
     """
 
+    #: Whether the module around is to add its path: what raises the error does not know it.
+    awaits_place = False
+
     def __init__(self, what: str, *, where: str = "", why: str = "", write: str = "") -> None:
         super().__init__(message(what, where=where, why=why, write=write))
+        self._said = {"what": what, "where": where, "why": why, "write": write}
+
+    def happened_in(self, place: str) -> None:
+        """Put a place before what ``where`` says, and await no further one."""
+        self._said |= {"where": f"{place}, {self._said['where']}"}
+        self.args, self.awaits_place = (message(**self._said),), False
 
     @classmethod
     def together(cls, errors: Sequence[MezzoError]) -> MezzoError:

@@ -9,20 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import json
 import math
 import os
+import platform
+import re
 import secrets
 import stat
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Final
 
 from mezzo.errors import message
 
-#: Characters of a name that its partial file is called after: with 18 more they fit any file system.
+try:
+    import fcntl
+except ImportError:  # what was left stays where no process can be told to be dead
+    fcntl = None  # type: ignore[assignment]
+
+#: Characters of a name that its partial file is called after: with 36 more they fit any file system.
 _LONGEST_NAME: Final = 50
+#: The name of a partial file, with its two words for the machine.
+_PARTIAL: Final = re.compile(r"\..+\.([0-9a-f]{8})\.([0-9a-f]{8})\.[0-9a-f]{8}\.partial", re.DOTALL)
 _KINDS: Final = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -59,28 +70,88 @@ def whole(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 @contextlib.contextmanager
 def _beside(target: Path, mode: int) -> Iterator[IO[bytes]]:
     """Create a file beside another, which takes its name when the block ends and the disk has it."""
-    beside = target.with_name(f".{target.name[:_LONGEST_NAME]}.{secrets.token_hex(4)}.partial")
-    raw = _File(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), mode), target)
-    try:
-        with raw, io.BufferedWriter(raw) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)
-        if raw.fault is not None and raw.fault is not error and isinstance(error, Exception):
-            raise raw.fault from error  # what a serializer says of a failed write is no help
-        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
-            error.filename = str(target)
-        raise
+    _remove_left(target.parent)
+    with contextlib.ExitStack() as until_renamed:
+        beside, descriptor = _begun(target, mode)
+        if fcntl is not None:
+            until_renamed.callback(os.close, os.dup(descriptor))  # which keeps the lock
+        raw = _File(descriptor, target)
+        try:
+            with raw, io.BufferedWriter(raw) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(beside, target)
+        except BaseException as error:
+            with contextlib.suppress(OSError):
+                os.unlink(beside)
+            if raw.fault is not None and raw.fault is not error and isinstance(error, Exception):
+                raise raw.fault from error  # what a serializer says of a failed write is no help
+            if isinstance(error, OSError) and error.filename is None and error.errno is not None:
+                error.filename = str(target)
+            raise
     with contextlib.suppress(OSError):  # the rename itself, where the system lets a folder be synced
         above = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(above)
         finally:
             os.close(above)
+
+
+def _begun(target: Path, mode: int) -> tuple[Path, int]:
+    """Create a file beside another, locked for as long as this process has it open.
+
+    A lock ends with its process, however that ends, and no other process can be taken for it. That a machine's name is
+    in the file's is for file systems that keep the locks of one machine from others.
+    """
+    while True:
+        name = ".".join((target.name[:_LONGEST_NAME], *_here(), secrets.token_hex(4)))
+        beside = target.with_name(f".{name}.partial")
+        descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_RDWR | getattr(os, "O_BINARY", 0), mode)
+        # Until it is locked, another process may take it for what a dead one has left.
+        if _lock(descriptor) is not False and beside.exists():
+            return beside, descriptor
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool | None:
+    """Lock an open file, and say whether it is; ``None`` where the file system has no locks."""
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return None
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove what processes of this machine that were killed while they wrote have left in a folder."""
+    with contextlib.suppress(OSError):
+        names = [name for name in os.listdir(folder) if name.endswith(".partial")]
+        for found in filter(None, map(_PARTIAL.fullmatch, names)):
+            if not {*found.groups()} & {*_here()}:
+                continue
+            with contextlib.suppress(OSError):  # it is gone, or another user's
+                descriptor = os.open(folder / found[0], os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+                try:
+                    if _lock(descriptor):
+                        os.unlink(folder / found[0])
+                finally:
+                    os.close(descriptor)
+
+
+@functools.cache
+def _here() -> tuple[str, str]:
+    """Return two words for this machine: for its name, and for the start of its kernel, which containers share."""
+    name = platform.node()
+    try:
+        started = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        started = name
+    return f"{zlib.crc32(name.encode()):08x}", f"{zlib.crc32(started.encode()):08x}"
 
 
 class _File(io.FileIO):

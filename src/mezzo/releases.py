@@ -86,6 +86,10 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._len_torch_dispatch_stack": "tell whether kernels may read memory directly",
         "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "tell whether a pass is watched",
         "torch.utils._python_dispatch._disable_current_modes": "gather a weight whose use is traced",
+        "torch.utils._python_dispatch._pop_mode": "cast weights where no selective checkpoint counts it",
+        "torch.utils._python_dispatch._push_mode": "cast weights where no selective checkpoint counts it",
+        "torch.utils.checkpoint._CachingTorchDispatchMode": "cast weights where no selective checkpoint counts it",
+        "torch.utils.checkpoint._CachedTorchDispatchMode": "cast weights where no selective checkpoint counts it",
         "torch.utils._python_dispatch.TorchDispatchMode": "watch the kernels of a pass",
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "leave tensors alone that wrap others",
         "torch._subclasses.fake_tensor.FakeTensorMode": "count what kernels would move",
@@ -115,6 +119,12 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._C._dispatch_has_kernel_for_dispatch_key": "tell what torch composes of other operations",
         "torch.ops.aten._neg_view": "know a view of other bits",
         "torch.Tensor._make_wrapper_subclass": "make a tensor that lies in two others",
+    },
+    "weights/models.py": {
+        "torch.jit._trace.trace_module": "have torch.jit.trace make a program of a plain model",
+        "torch.jit._script.call_prepare_scriptable_func": "have torch.jit.script make a program of a plain model",
+        "torch.jit._get_trace_graph": "have torch.onnx.export make a program of a plain model",
+        "torch.jit._unique_state_dict": "have torch.onnx.export make a program of a plain model",
     },
     "weights/collectives.py": {
         "torch.ops._c10d_functional": "wait until a collective has written",

@@ -184,3 +184,15 @@ def moved(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None
         https://github.com/pytorch/pytorch/issues/86264
     """
     return tensor.to(device, dtype or tensor.dtype, non_blocking=device.type != "cpu")
+
+
+#: Layouts whose numbers lie in one tensor of their own.
+COMPRESSED: Final = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc, torch.jagged)
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Return the numbers themselves, whatever the layout: of a sparse or nested tensor those that it holds."""
+    values = tensor.detach()
+    if values.layout == torch.sparse_coo:
+        return values._values()
+    return values.values() if values.is_nested or values.layout in COMPRESSED else values

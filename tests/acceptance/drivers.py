@@ -19,6 +19,7 @@ ABILITIES = {
     "one at a time": "A pass may be for one optimizer, and leave the gradients of others alone.",
     "clipping": "There is a norm to clip to, for the session.",
     "grad": "``amp.grad`` may differentiate what the model returns.",
+    "wants gradients": "A call for an optimizer without gradients is refused.",
     "session": "A session refuses what would mix gradients, counts steps, ends and saves weights.",
     "reading anew": "A weight that is written inside of a region is read anew; torch's regions keep its cast.",
     "freezing": "``requires_grad`` may change between two passes.",
@@ -179,7 +180,7 @@ class Scaler(FiveLines):
     """What frameworks are handed for a ``GradScaler``, over a session."""
 
     contract = Contract(waits=True)
-    lacks = frozenset({"all at once", "made"})
+    lacks = frozenset({"all at once", "made", "wants gradients"})
 
     def begin(self, model, config, **options):
         amp = super().begin(model, config, **options)

@@ -290,6 +290,8 @@ class Loop(Twins):
                 return
             if not self.driver.has("session") and any(group.gradients for group in self.chosen(number)[0]):
                 return  # what the last step has left is taken again, as in plain torch
+            if not self.driver.has("wants gradients"):
+                return  # which an optimizer that asks for the scale takes, as with torch's scaler
             words = "no parameter has a gradient" if begun and self.driver.has("session") else ""
             words = words or ("step() before backward()" if self.driver.has("session") else "")
             self.refused(lambda: self.driver.step(optimizers), words)
@@ -396,7 +398,8 @@ class Loop(Twins):
             if not groups:
                 return
         if not groups:
-            self.refused(lambda: self.driver.unscale_(optimizers), "unscale_() before backward()")
+            if self.driver.has("wants gradients"):
+                self.refused(lambda: self.driver.unscale_(optimizers), "unscale_() before backward()")
             return
         self.driver.unscale_(optimizers)
         for group in groups:

@@ -181,7 +181,7 @@ def test_a_conversion_that_fails_half_way_is_undone(monkeypatch, level, came):
     model = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)).to(came)
     before, kept = copy.deepcopy(model.state_dict()), dict(model.named_parameters())
 
-    def out_of_memory(_):
+    def out_of_memory(*_, **__):
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(prepare, "follow", out_of_memory)

@@ -1,5 +1,7 @@
 """What a checkpoint recomputes is under the policy: modules by themselves, functions where one says so."""
 
+import contextlib
+import functools
 import gc
 import itertools
 import threading
@@ -8,9 +10,12 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
+    CheckpointPolicy,
     checkpoint,
     checkpoint_sequential,
+    create_selective_checkpoint_contexts,
 )
 
 import mezzo
@@ -345,3 +350,89 @@ def test_a_graph_that_is_kept_is_recomputed_each_time():
     for _ in range(2):
         assert torch.equal(torch.autograd.grad(loss, w, retain_graph=True)[0], expected)
         assert torch.equal(region.run_grad(other, [w], retain_graph=True)[0], expected)
+
+
+# Selective checkpoints ------------------------------------------------------------------------------------
+
+ATEN = torch.ops.aten
+PRODUCTS = [ATEN.mm.default, ATEN.addmm.default]
+#: What is saved: the rest is recomputed, beside what was saved.
+SAVED = {
+    "products": PRODUCTS,
+    "casts and products": [*PRODUCTS, ATEN._to_copy.default, ATEN._lazy_clone.default],
+    "all but products": lambda _, op, *args, **kwargs: (
+        CheckpointPolicy.PREFER_RECOMPUTE if op in PRODUCTS else CheckpointPolicy.MUST_SAVE
+    ),
+    "all": lambda *_, **__: CheckpointPolicy.MUST_SAVE,
+}
+#: Where a weight is used that the checkpointed body uses: a cast of it may be there already when the body runs.
+USES = ["inside", "before", "twice inside", "before and after"]
+
+
+class Shared(nn.Module):
+    """Uses one weight inside of a checkpointed body, and outside of it."""
+
+    def __init__(self, use, how):
+        super().__init__()
+        self.use, self.how = use, how
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def body(self, x):
+        hidden = self.first(x).sin()
+        hidden = self.first(hidden).sin() if self.use == "twice inside" else hidden
+        return (self.second(hidden) * 0.1).exp()
+
+    def forward(self, x):
+        hidden = self.first(x).tanh() if self.use.startswith("before") else x
+        hidden = self.how(self.body, hidden)
+        return self.first(hidden) if self.use.endswith("after") else hidden
+
+
+@pytest.mark.parametrize("begin", ["region", "session"])
+@pytest.mark.parametrize(
+    "policy",
+    ["O1,bf16,emulate=true", "O1,fp16,emulate=true", "O2,bf16,emulate=true", "O1,bf16,emulate=false,fp32=exp",
+     "O2,fp16,emulate=true,fp32_param=second.weight"],
+)  # fmt: skip
+def test_no_cast_of_a_weight_is_an_operation_of_a_selective_checkpoint(policy, begin):
+    """Its body and the recomputation are the same operations, whether the weight was cast before or not."""
+
+    def gradients(use, how):
+        model, x = seeded(lambda: Shared(use, how)), data(4, 8)
+        if begin == "region":
+            with mezzo.prepare(model, policy).autocast() as region:
+                loss = model(x).float().square().mean()
+            region.run_backward(loss)
+        else:
+            amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), f"{policy},loss_scale=8")
+            with amp.autocast():
+                loss = model(x).float().square().mean()
+            amp.backward(loss)
+        return [param.grad.clone() for param in model.parameters()]
+
+    for use in USES:
+        expected = gradients(use, lambda body, x: body(x))
+        for saved in SAVED.values():
+            contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+            how = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+            assert_same(gradients(use, how), expected)
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_other_modes_see_the_casts_of_weights_inside_a_selective_checkpoint(is_inside):
+    model, seen = seeded(lambda: Shared("inside", None)), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.extend([args[0].shape] if func is ATEN._to_copy.default and isinstance(args[0], nn.Parameter) else [])
+            return func(*args, **(kwargs or {}))
+
+    def body(x):
+        with Watch() if is_inside else contextlib.nullcontext():
+            return model.body(x)
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, PRODUCTS)
+    around = contextlib.nullcontext() if is_inside else Watch()
+    with mezzo.prepare(model, "O1,bf16,emulate=true").autocast(), around:
+        checkpoint(body, data(4, 8), use_reentrant=False, context_fn=contexts)
+    assert seen == [model.first.weight.shape, model.first.bias.shape] * 2

@@ -1,5 +1,6 @@
 """The autocast region: torch.autocast, plus only the policy's differences; pins; and what it says to watchers."""
 
+import functools
 import threading
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo import Policy, UnsupportedError
+from mezzo import Policy, PolicyError, UnsupportedError, compat
 from mezzo.cast.device import decide
 from mezzo.cast.notes import WATCHERS, notes, watched
 
@@ -209,6 +210,21 @@ def test_one_region_object_is_re_entrant_and_a_decorator():
         _ = 1 / 0
     assert modes() == 0
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_what_is_no_function_is_not_decorated():
+    """It is a TypeError, as torch's since 2.13; a module is called, and so decorated."""
+    handle = mezzo.prepare(torch.nn.Linear(4, 4), BF16)
+    for region in (mezzo.autocast(BF16, "cpu"), compat.torch.autocast("cpu", LOW), handle.autocast()):
+        for wrong in (x, torch.nn.Parameter(w), None, 3, "f", [torch.sin]):
+            with refused(PolicyError, f"a {type(wrong).__name__} is no function", "write  with autocast(…)"):
+                region(wrong)
+            with pytest.raises(TypeError):
+                region(wrong)
+        for right in (torch.nn.Linear(8, 4), functools.partial(torch.add, x), torch.matmul, lambda *_: x @ w):
+            arguments = (x, w) if right is torch.matmul else (x,)
+            assert region(right)(*arguments).dtype == torch.autocast("cpu", LOW)(right)(*arguments).dtype
+    handle.remove()
 
 
 def test_threads_have_regions_of_their_own():

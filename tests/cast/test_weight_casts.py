@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
-from mezzo.cast.mode import WeightCasts
+from mezzo.cast.casts import WeightCasts
 
 from .models import data
 

@@ -27,11 +27,11 @@ torch.manual_seed(0)
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embed, self.time, self.head = nn.Embedding(800, 16), nn.Linear(1, 16), nn.Linear(16, 800, bias=False)
+        self.embed, self.time, self.head = nn.Embedding(800, 16), nn.Linear(2, 16), nn.Linear(16, 800, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, x):
-        return self.head(self.embed(x) + self.time(torch.arange(600).float()[:, None]))
+        return self.head(self.embed(x) + self.time(torch.arange(600).float()[:, None].expand(600, 2)))
 
 
 model, criterion = Net(), nn.CrossEntropyLoss()

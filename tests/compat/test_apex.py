@@ -287,3 +287,77 @@ def test_it_can_be_imported_as_apex_was():
     assert apex.amp is apex is amp
     assert copy.copy(sorted(apex.__all__)) == sorted(name for name in apex.__all__ if hasattr(apex, name))
     assert Policy.parse(str(policy_of("O1"))) == policy_of("O1")
+
+
+class LARC:
+    """As ``apex.parallel.LARC``: no optimizer of torch's, with one in it whose gradients it scales layer by layer."""
+
+    def __init__(self, optimizer, trust_coefficient=0.02, clip=True, eps=1e-8):
+        self.optim, self.trust_coefficient, self.clip, self.eps = optimizer, trust_coefficient, clip, eps
+
+    @property
+    def state(self):
+        return self.optim.state
+
+    @property
+    def param_groups(self):
+        return self.optim.param_groups
+
+    def state_dict(self):
+        return self.optim.state_dict()
+
+    def zero_grad(self, *args, **kwargs):
+        self.optim.zero_grad(*args, **kwargs)
+
+    def step(self):
+        with torch.no_grad():
+            decays = []
+            for group in self.optim.param_groups:
+                decays.append(group["weight_decay"])
+                group["weight_decay"] = 0
+                for p in group["params"]:
+                    if p.grad is not None:
+                        param_norm, grad_norm = torch.norm(p.data), torch.norm(p.grad.data)
+                        if param_norm != 0 and grad_norm != 0:
+                            rate = self.trust_coefficient * param_norm
+                            rate /= grad_norm + param_norm * decays[-1] + self.eps
+                            if self.clip:
+                                rate = min(rate / group["lr"], 1)
+                            p.grad.data += decays[-1] * p.data
+                            p.grad.data *= rate
+        self.optim.step()
+        for group, decay in zip(self.optim.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+
+@pytest.mark.parametrize("options", [
+    {"opt_level": "O0"}, {"opt_level": "O1"}, {"opt_level": "O2"}, {"opt_level": "O1", "loss_scale": 2.0**12},
+    {"opt_level": "O2", "cast_model_type": BF16, "loss_scale": 128.0},
+])  # fmt: skip
+def test_an_optimizer_in_larc_trains_as_in_fp32(options):
+    """Layer by layer by norms of gradients without the scale; a step that overflows writes nothing."""
+
+    def wrapped(model):
+        return LARC(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.05))
+
+    plain, model = network(), network()
+    theirs, ours = wrapped(plain), wrapped(model)
+    for number in range(6):
+        loss_of(plain, number).backward()
+        theirs.step()
+        theirs.zero_grad()
+    with initialized(model, ours, **options):
+        for number in range(6):
+            if number == 3 and options["opt_level"] != "O0":
+                before = weights(model)
+                apex_pass(loss_of(model, number) * float("inf"), ours)
+                ours.step()
+                ours.zero_grad()
+                torch.testing.assert_close(weights(model), before, rtol=0, atol=0)
+            apex_pass(loss_of(model, number), ours)
+            assert all(p is q for p, q in zip(amp.master_params(ours), model.parameters(), strict=True))
+            ours.step()
+            ours.zero_grad()
+        exact = options["opt_level"] == "O0"
+        torch.testing.assert_close(weights(model), weights(plain), rtol=0 if exact else 0.02, atol=0 if exact else 0.01)
+    assert ours.param_groups[0]["weight_decay"] == 0.05

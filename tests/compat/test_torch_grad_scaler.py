@@ -7,6 +7,8 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import mezzo
@@ -314,3 +316,101 @@ def test_copies_and_pickles_go_on_alone():
         assert trained(copied, model, optimizer, (2,)) == [8.0]
         assert scaler.get_scale() == 4.0
     assert not pickle.loads(pickle.dumps(GradScaler("cpu", enabled=False))).is_enabled()
+
+
+# Calls in any order: of optimizers without gradients, as those of GANs and of experts that were not asked.
+
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from("backward infinite none none".split()),
+        st.sampled_from(["step", "step", "unscale_ step", "unscale_", "unscale_ zero step", ""]),
+    ),
+    min_size=2, max_size=2,
+)  # fmt: skip
+
+
+class Loop:
+    """Networks, an optimizer each, and one scaler; what a call raises is kept by its kind."""
+
+    def __init__(self, scaler_of, names):
+        self.models = [network() for _ in names]
+        self.optimizers = [OPTIMIZERS[name](model.parameters()) for name, model in zip(names, self.models, strict=True)]
+        self.scaler, self.raised = scaler_of("cpu", init_scale=2.0**10, growth_interval=2), []
+
+    def call(self, name, *args):
+        try:
+            getattr(self.scaler, name)(*args)
+        except (RuntimeError, AssertionError) as error:
+            self.raised.append((name, isinstance(error, AssertionError)))
+
+    def iteration(self, number, plan):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        for model, (gradient, _) in zip(self.models, plan, strict=True):
+            if gradient != "none":
+                self.scaler.scale(loss_of(model, number, gradient == "infinite")).backward()
+        self.scaler.scale(torch.zeros(()))
+        for optimizer, (_, calls) in zip(self.optimizers, plan, strict=True):
+            for name in calls.split():
+                if name == "zero":
+                    optimizer.zero_grad()
+                else:
+                    self.call(name, optimizer)
+        self.call("update")
+        if self.raised and self.raised[-1][0] == "update":
+            self.scaler.update(self.scaler.get_scale())  # torch's goes no further without
+
+    def end(self):
+        return [weights(model) for model in self.models], self.scaler.get_scale(), self.raised
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.sampled_from(["adamw fused", "sgd fused", "momentum", "adamw foreach"]), min_size=2, max_size=2),
+    st.lists(CALLS, max_size=6),
+)
+def test_any_order_of_calls_with_and_without_gradients(names, plans):
+    theirs, ours = (Loop(scaler_of, names) for scaler_of in (SCALERS["torch"], GradScaler))
+    for number, plan in enumerate(plans):
+        plan = [
+            ("backward" if name == "sgd fused" and gradient == "infinite" else gradient, calls)
+            for name, (gradient, calls) in zip(names, plan, strict=True)
+        ]  # a fused SGD that begins with a skipped step has momentum of its own in torch
+        theirs.iteration(number, plan)
+        ours.iteration(number, plan)
+    for one, other in zip(theirs.end()[0], ours.end()[0], strict=True):
+        assert_same(one, other)
+    assert theirs.end()[1:] == ours.end()[1:]
+
+
+def test_a_step_without_gradients_is_one_to_schedulers_and_hooks():
+    """What counts steps counts the same; nothing is written, and nothing found."""
+    for scaler_of in (SCALERS["torch"], GradScaler):
+        loop = Loop(scaler_of, ["adamw fused", "momentum"])
+        before, hooked = weights(loop.models[0]), []
+        loop.optimizers[0].register_step_pre_hook(lambda *_, hooked=hooked: hooked.append(1))
+        scheduler = torch.optim.lr_scheduler.StepLR(loop.optimizers[0], 1)
+        loop.iteration(0, [("none", "unscale_ step"), ("backward", "step")])
+        scheduler.step()  # which warns where no step was taken before
+        assert hooked == [1]
+        assert loop.raised == []
+        assert_same(weights(loop.models[0]), before)
+
+
+def test_a_session_s_scaler_unscales_nothing_where_nothing_is():
+    """That of Accelerate and attached loops: ``accelerator.clip_grad_norm_`` unscales each optimizer."""
+    from mezzo.session.scaler import SessionScaler
+
+    models = [network(), network()]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05, fused=True) for model in models]
+    amp = mezzo.MixedPrecision(models, optimizers, "O1,fp16,emulate=true")
+    scaler = SessionScaler(amp)
+    before = weights(models[1])
+    scaler.scale(loss_of(models[0], 0)).backward()
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    scaler.update()
+    assert_same(weights(models[1]), before)
+    assert not torch.equal(next(models[0].parameters()), next(models[1].parameters()))
+    amp.close()

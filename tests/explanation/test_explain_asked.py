@@ -48,14 +48,15 @@ class Through(nn.Module):
 
 
 def times(largest):
-    return lambda x: torch.arange(largest + 1).float()[:, None]
+    return lambda x: torch.arange(largest + 1).float()[None]
 
 
 @pytest.mark.parametrize("level, dtype", BOTH)
 def test_positions_that_enter_a_low_product_rounded(level, dtype):
     bound = 2 ** SIGNIFICAND[dtype]
     for largest in (bound, bound + 1, 5000, *([70_000] if level == "O1" else [])):
-        places = found("lost integers", Through(times(largest)), torch.ones(1), policy=policy(level, dtype))
+        model = Through(times(largest), width=largest + 1)
+        places = found("lost integers", model, torch.ones(1), policy=policy(level, dtype))
         changed = num_changed(range(largest + 1), dtype)
         assert bool(changed) == (largest > bound)
         if not changed:
@@ -67,12 +68,24 @@ def test_positions_that_enter_a_low_product_rounded(level, dtype):
         assert f"up to {largest:,}, of which {changed:,} of {largest + 1:,} change in {name}" in finding.text
         assert 'policy.keep_fp32(modules=["embed"]), the text fp32_module=embed' in finding.text
         cured = policy(level, dtype, "fp32_module=embed")
-        assert found("lost integers", Through(times(largest)), torch.ones(1), policy=cured) == []
-    assert found("lost integers", Through(times(5000)), torch.ones(1), policy="O0") == []
+        assert found("lost integers", model, torch.ones(1), policy=cured) == []
+    assert found("lost integers", Through(times(5000), width=5001), torch.ones(1), policy="O0") == []
+
+
+class Weighs(nn.Module):
+    """Positions in a product, in the model itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.register_buffer("weights", torch.rand(3000, 4) / 3000, persistent=False)
+
+    def forward(self, x):
+        return self.proj(torch.arange(3000, device=x.device).float()[None] @ self.weights.to(x.dtype))
 
 
 class Rotary(nn.Module):
-    """Angles by an outer product, in the model itself."""
+    """Angles by an outer product, which adds up nothing, and is not rounded."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +93,8 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", 10_000.0 ** -torch.linspace(0, 1, 4), persistent=False)
 
     def forward(self, x):
-        angles = torch.arange(3000, device=x.device).float()[:, None] @ self.frequencies[None].to(x.dtype)
+        positions = torch.arange(3000, device=x.device).float()
+        angles = positions[:, None] @ self.frequencies[None] + torch.einsum("i,j->ij", positions, self.frequencies)
         return self.proj(angles.sin())
 
 
@@ -110,8 +124,9 @@ class Table(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", SIGNIFICAND)
-def test_an_outer_product_of_positions_in_the_model_itself(dtype):
-    (finding,) = found("lost integers", Rotary(), torch.ones(1), policy=policy("O1", dtype))
+def test_a_product_of_positions_in_the_model_itself(dtype):
+    assert found("lost integers", Rotary(), torch.ones(1), policy=policy("O1", dtype)) == []
+    (finding,) = found("lost integers", Weighs(), torch.ones(1), policy=policy("O1", dtype))
     assert finding.where.startswith("(model) matmul (")
     assert f"{num_changed(range(3000), dtype):,} of 3,000" in finding.text
     assert "a function under @mezzo.fp32" in finding.text

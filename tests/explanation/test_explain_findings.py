@@ -204,14 +204,7 @@ def test_attention_with_dropout_computes_in_fp32_on_a_cpu():
     assert text == f"{row.disagreement} (treatment low, {row.source})"
 
 
-@pytest.mark.parametrize(
-    "act, cause",
-    [
-        (lambda x: torch.exp(x, out=torch.empty_like(x)), "out= variants are never cast, as in torch.autocast"),
-        (lambda x: torch.sum(x, -1, dtype=torch.bfloat16), "the call's own dtype= wins"),
-    ],
-)
-def test_calls_that_the_policy_does_not_reach(act, cause):
+def test_calls_that_the_policy_does_not_reach():
     class Acts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -219,12 +212,38 @@ def test_calls_that_the_policy_does_not_reach(act, cause):
 
         def forward(self, x):
             with torch.no_grad():
-                act(self.layer(x))
+                torch.sum(self.layer(x), -1, dtype=torch.bfloat16)
             return self.layer(x)
 
     texts = found(explained(LOW, Acts()), "disagreement")
     assert len(texts) == 1
-    assert cause in next(iter(texts.values()))
+    assert "the call's own dtype= wins" in next(iter(texts.values()))
+
+
+@pytest.mark.parametrize("policy", [str(LOW), f"{LOW},fp32=exp+mul+relu,low=lerp", f"{LOW},fp32_param=token"])
+def test_what_writes_computes_as_was_decided_and_keeps_the_dtype_of_what_it_writes_to(policy):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.token = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            h = self.layer(x)
+            rows = torch.tensor([0, 1])
+            for y in (h.clone(), torch.zeros_like(h, dtype=torch.float32)):
+                y[rows] = h[rows]
+                y[0] = self.token
+                y.index_add_(0, rows, h[rows]).lerp_(h, 0.5).mul_(self.token).addmm_(h, torch.ones(8, 8)).exp_()
+                torch.exp(h.detach(), out=y.detach())
+                functional.relu(y, inplace=True)
+            return h
+
+    explanation = explained(policy, Writes())
+    assert found(explanation, "disagreement") == {}
+    rows = {(row.op, row.given[0]): (row.treatment, row.returns) for row in explanation.rows if row.given}
+    assert rows["index_add_", "bfloat16"] == ("fp32_math", ("bfloat16",))
+    assert rows["exp_", "bfloat16"] == ("fp32", ("bfloat16",))
+    assert rows["lerp_", "float32"] == ("low" if "low=lerp" in policy else "promote", ("float32",))
 
 
 def test_autocast_switched_off_by_the_model():

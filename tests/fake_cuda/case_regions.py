@@ -60,6 +60,23 @@ def test_a_model_without_tensors_and_a_bare_region_are_on_the_accelerator(machin
     assert mezzo.autocast("O1,dtype=bfloat16,emulate=true", "cpu").device_types == ("cpu",)
 
 
+def test_what_torch_refuses_without_a_mode_names_the_rule_that_decides(machine):
+    x, y, index = torch.zeros(4, 2), torch.ones(1, 2).bfloat16(), torch.zeros(1, dtype=torch.int64)
+    for op, write, treatment in (
+        ("index_add", lambda: x.index_add_(0, index, y), "fp32_math"),
+        ("index_put", lambda: x.index_put_((index,), y), "promote"),
+        ("scatter", lambda: x.scatter_(0, index[None], y), "promote"),
+        ("masked_scatter", lambda: x.masked_scatter(x == 0, y), "promote"),
+    ):
+        # The device here checks no dtypes; the CPU, which this region does not cover, has the same words.
+        with pytest.raises(RuntimeError) as caught, mezzo.autocast("O1,dtype=bfloat16", "cuda") as region:
+            write()
+        assert not region.has_differences
+        (note,) = caught.value.__notes__
+        assert note.startswith(f"On cuda {op} is left to torch, as in torch.amp; a rule decides: ")
+        assert f"{treatment}={op}" in note
+
+
 # torch's flags for accumulation in GEMMs -----------------------------------------------------------------------
 
 

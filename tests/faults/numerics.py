@@ -153,7 +153,7 @@ FAULTS = (
          "tests/numerics/test_tune.py::test_where_a_loss_scale_is_enough_it_is_the_answer",
          "the first steps under the policy would be skipped"),
         ("tune: pins are written for all modules",
-         "        rules.insert(0, Rule(treatment, op=op, module=_glob(module)))\n",
+         "        rules.insert(0, Rule(treatment, op=op, module=exact(module) or None))\n",
          "        rules.insert(0, Rule(treatment, op=op))\n",
          "tests/numerics/test_tuning_search.py::test_pins_mean_exactly_what_is_chosen",
          "ops would be kept in FP32 that lose nothing"),

@@ -123,7 +123,7 @@ PLANTS = {
     "log of tiny numbers": (lambda x: x + (40 * x).softmax(-1).log() * 0.01, {"softmax@plant", "log@plant"}),
     "a constant beyond": (
         lambda x: x + (x @ x.T / 4).masked_fill(torch.ones(32, dtype=torch.bool), -1e9).softmax(-1) @ x,
-        {"masked_fill@plant", "softmax@plant"},
+        {"softmax@plant"},  # masked_fill itself has no low kernel for it
     ),
     "a softmax of large logits": (own_softmax, {"exp@plant", "sum@plant"}),
     "a mean over many": (own_mean, {"sum@plant"}),
@@ -189,7 +189,7 @@ BF16_PLANTS = {
     "a softmax of large logits": (own_softmax, set()),
     "a mean over many": (own_mean, set()),
     "a division by a small variance": (small_variance, set()),
-    "a deviation": (lambda x: x + (x + 1000).std(-1, keepdim=True), {"add@plant"}),
+    "a deviation": (lambda x: x + (x + 1000).std(-1, keepdim=True), {"add@plant", "std@plant"}),
     "a norm of an offset": (lambda x: functional.layer_norm(x + 3000.0, (WIDTH,)), {"add@plant", "layer_norm@plant"}),
 }
 QUICK = ("a product of no list", "what the table refuses")
@@ -255,16 +255,41 @@ def test_one_of_many_alike_layers_is_pinned_and_named():
 
 
 def added(x):
-    """Zeros are FP32, and what is added to them low: torch refuses."""
-    return x + torch.zeros(32, WIDTH).index_add(1, torch.zeros(WIDTH, dtype=torch.long), 3 * x) * 0.1
+    """What is written to is FP32, and what is read low: torch refuses."""
+    values, places = torch.zeros(32), torch.zeros(32, dtype=torch.long)
+    with torch.no_grad():
+        torch.kthvalue(3 * x, 1, -1, out=(values, places))
+    return x + values[:, None] * 0.1
 
 
 def test_an_op_that_takes_no_two_dtypes_is_pinned_itself():
     found = tuned(net(added))
-    assert pins(found) == {"index_add@plant"}
+    assert pins(found) == {"kthvalue@plant"}
     (pin,) = found.evidence.pins
     assert pin.reason.startswith("it fails in float16; without this rule the forward pass of step 1 fails with Runtime")
     assert list(found.evidence.saved_bytes) == ["found"]  # and none are told of policies that fail
+
+
+@torch.library.custom_op("mezzo_tests::wide_gradient", mutates_args=())
+def wide_gradient(x: torch.Tensor) -> torch.Tensor:
+    """An op of others', whose backward pass takes no 16 bits."""
+    return x.clone()
+
+
+def _wide_alone(_, gradient):
+    if gradient.dtype != torch.float32:
+        raise RuntimeError(f"a gradient in {gradient.dtype}")
+    return gradient
+
+
+torch.library.register_autograd(wide_gradient, _wide_alone)
+
+
+def test_what_an_op_reads_that_fails_in_low_precision_is_pinned():
+    found = tuned(net(lambda x: x + wide_gradient(3 * x) * 0.1))
+    assert pins(found) == {"linear@plant.fc"}
+    (pin,) = found.evidence.pins
+    assert pin.reason.startswith("what reads its results needs them in FP32; without this rule the ")
 
 
 def test_ops_without_a_low_kernel_keep_what_the_table_gives_them():

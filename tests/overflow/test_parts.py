@@ -124,11 +124,12 @@ def test_memory_that_nothing_was_written_to(watch):
 
 
 def test_a_sparse_tensor_that_a_cast_takes_beyond_its_range(watch):
-    """It has no storage by which it could be followed: the first dense tensor is blamed."""
+    """It is followed by the numbers that it holds: what is cast is blamed, and nothing that reads it."""
     with KernelMode(watch):
         y = torch.full((3,), 1e6).mul(torch.ones(3)).to_sparse().to(torch.float16).to_dense()
     assert not y.isfinite().any()
-    assert watch.first([y]).kernel == "aten::_to_dense"
+    assert sources(watch) == ["made"]
+    assert watch.first([y]).kernel == "aten::_to_sparse"
 
 
 # The highest scale, against trying every one -----------------------------------------------------------

@@ -70,13 +70,13 @@ def test_a_gradient_that_overflows_by_the_scale(make, step, name, loss_scale):
 
 def test_the_backward_culprit_and_its_tensor():
     """y = w₂·(w₁·x): the gradient of w₁·x is w₂ times the loss's, that of w₁ another 1000 times as large."""
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
     for layer, value in zip(model, (0.5, 0.25), strict=True):
-        nn.init.constant_(layer.weight, value)
+        nn.init.zeros_(layer.weight).data[0, 0] = value  # beside zeros: what contracts nothing is no product
 
     def fn():
         with mezzo.autocast(FP16):
-            return model(torch.tensor([[1000.0]])).float().sum()
+            return model(torch.tensor([[1000.0, 0.0]])).float().sum()
 
     # At 2^9 the gradients are 2^9·500 (of the second weight), 2^7 and 2^7·1000: both weights' are too large.
     overflow = locate(fn, model, policy=FP16, loss_scale=2.0**9)
@@ -84,7 +84,7 @@ def test_the_backward_culprit_and_its_tensor():
     assert overflow.needed == 2**9 * 500
     assert "with 2**7 every gradient is finite" in overflow.cause  # 2^7·500 = 64000
     assert overflow.phase == "backward"
-    assert overflow.code == "return model(torch.tensor([[1000.0]])).float().sum()"
+    assert overflow.code == "return model(torch.tensor([[1000.0, 0.0]])).float().sum()"
     # Frozen, it has no gradient: the first weight's is next.
     model[1].weight.requires_grad_(False)
     overflow = locate(fn, model, policy=FP16, loss_scale=2.0**9)

@@ -211,7 +211,7 @@ class Several(nn.Module):
     def forward(self, x):
         y = self.a(x)
         one, two = y.chunk(2, -1)
-        high, low = torch.std_mean(y, dim=-1, keepdim=True)
+        low, high = torch.aminmax(y, dim=-1, keepdim=True)
         best, places = y.topk(4, -1)
         three, four = torch.split(torch.exp(y), 4, -1)
         return self.b(one * two) + best + three / four + (high - low), places

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mezzo import LossScale, Policy, PolicyError, Rule
 from mezzo.policy.ops import QUANTISED, TREATMENTS
-from mezzo.policy.rules import both
+from mezzo.policy.rules import both, exact, parse_rules
 
 from ..support.refusals import refused
 
@@ -83,8 +83,10 @@ ROWS = [
     (lambda: Rule("low", param="*.scale", module="head"), "also names an op or a module"),
     (lambda: Rule("ban", param="*.scale"), "a parameter cannot be treated as 'ban'"),
     (lambda: Rule("ban", module="head"), both("ban=*@head")),
-    *((lambda glob=glob: Rule("low", module=glob), "cannot be written in a policy's text")
-      for glob in ("a,b", "a(b", "a#b", "a\u00a0b", "a+b", "a@b")),
+    *((lambda name=name: parse_rules("low_module", name), "cannot be written in a policy's text",
+       f"or for the one of this name {both(f'low_module={exact(name)}')}")
+      for name in ("a,b", "a(b", "a#b", "a;b", "a@b")),
+    (lambda: Rule("low", op="exp,log"), "cannot be written in a policy's text"),
     (lambda: Rule("low", op=3), "the op glob is 3, not text"),
     (lambda: Rule("low", op="exp", reason=3), "the reason is 3, not text"),
     (parse("O1,fp32=softmax@"), "cannot be written in a policy's text"),

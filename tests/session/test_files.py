@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mezzo
-from mezzo import StateError
+from mezzo import StateError, files
 
 from ..support.refusals import bits
 from .loops import session, train
@@ -173,7 +173,7 @@ def saved_until_killed(path, parts, line):
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
 def test_a_process_that_is_killed_at_any_line_leaves_one_whole_checkpoint(tmp_path):
-    """The old one or, once it is renamed, the new one; training goes on from it; what lies beside is no checkpoint."""
+    """The old one or, once it is renamed, the new one; training goes on; what is beside it goes with the next."""
     path = tmp_path / "last.pt"
     model, made, amp = session("O2,emulate=true,loss_scale=dynamic(init=1024)", "AdamW")
     parts = {"model": model, "optimizer": made, "amp": amp}
@@ -182,20 +182,76 @@ def test_a_process_that_is_killed_at_any_line_leaves_one_whole_checkpoint(tmp_pa
     old = path.read_bytes()
     train(amp, model, 1)
     mezzo.save(path, **parts, number=1)
-    new, seen, line = path.read_bytes(), [], 0
+    new, seen, left, line = path.read_bytes(), [], [], 0
     path.write_bytes(old)
     assert saved_until_killed(path, {"huge": torch.zeros(2**18), "half": Halves()}, 10**9)
     assert path.read_bytes() == old
+    assert len(names(path)) == 2
     while saved_until_killed(path, {**parts, "number": 1}, line):
         seen.append(path.read_bytes())
+        left.append(len(names(path)) - 1)
         line += 9
     assert set(seen) <= {old, new}
     assert seen[0] == old
     assert [*seen, path.read_bytes()] == sorted([*seen, new], key=new.__eq__)
     found = mezzo.load(path, **parts)
     assert found["number"] == 1
-    assert all(each.endswith(".partial") for each in names(path) if each != "last.pt")
+    assert names(path) == ["last.pt"]
+    assert {*left} == {0, 1}  # those of the processes before are gone
+    assert saved_until_killed(path, {"half": Halves()}, 10**9)
+    mezzo.save(tmp_path / "other.pt", number=2)  # into this folder
+    assert names(path) == ["last.pt", "other.pt"]
     assert not train(amp, model, 2).skipped
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_what_a_living_process_or_another_machine_writes_stays(path, monkeypatch):
+    """Also of a process that stands still; names that are not mezzo's stay in any case."""
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "_here", lambda: ("0" * 8, "1" * 8))
+        assert saved_until_killed(path, {"half": Halves()}, 10**9)
+    (theirs,) = (name for name in names(path) if name != "last.pt")
+    (path.parent / ".theirs.partial").write_bytes(b"")
+    begun, go_on = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with files.whole(path) as file:
+                torch.save(NEW, file)
+                file.flush()
+                os.write(begun[1], b".")
+                os.read(go_on[0], 1)
+        finally:
+            os._exit(0)
+    os.read(begun[0], 1)
+    mezzo.save(path.parent / "other.pt", number=1)
+    assert len(names(path)) == 5
+    with files.whole(path):  # of this process, too
+        mezzo.save(path.parent / "other.pt", number=2)
+        assert len(names(path)) == 6
+    os.write(go_on[1], b".")
+    os.waitpid(child, 0)
+    assert content(path)["step"] == 4
+    mezzo.save(path, **OLD)
+    assert names(path) == sorted([".theirs.partial", theirs, "last.pt", "other.pt"])
+    for descriptor in (*begun, *go_on):
+        os.close(descriptor)
+
+
+def test_a_file_is_locked_until_it_has_its_name(path, monkeypatch):
+    """Another save at the last moment, between its last byte and its name, leaves it."""
+    replace, others = os.replace, []
+
+    def replace_after_a_save(one, other):
+        if not others:
+            others.append(path.parent / "other.pt")
+            mezzo.save(others[0], **OLD)
+        replace(one, other)
+
+    monkeypatch.setattr(os, "replace", replace_after_a_save)
+    mezzo.save(path, **NEW)
+    assert content(path)["step"] == 4
+    assert names(path) == ["last.pt", "other.pt"]
 
 
 class SavedMeanwhile:
@@ -248,8 +304,6 @@ def outcome(path, data=None, expected=None):
         found = mezzo.load(path)
     except StateError as error:
         return str(error)
-    except Exception as error:  # torch's: the records are whole, and some have other names
-        return f"torch cannot read it\n  where  {path}\n  why    {error}"
     assert bits(found) == expected
     return "the same"
 

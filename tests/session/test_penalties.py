@@ -155,11 +155,12 @@ def test_several_inputs_unused_ones_and_grad_outputs(policy):
 
 @pytest.mark.parametrize("policy", ["O0,loss_scale=dynamic", "O1,emulate=true", "O2,emulate=true"])
 def test_a_penalty_that_overflowed_skips_a_step_and_lowers_its_own_scale_alone(policy):
-    layer = nn.Linear(1, 1, bias=False)
+    width = 1 if policy.startswith("O0") else 2  # a product that sums over one value is not cast
+    layer = nn.Linear(width, 1, bias=False)
     with torch.no_grad():
-        layer.weight.fill_(1.0)
+        layer.weight.copy_(torch.eye(width)[:1])
     amp = MixedPrecision(layer, torch.optim.SGD(layer.parameters(), lr=0.01), policy)
-    x = torch.ones(4, 1, requires_grad=True)
+    x = torch.ones(4, width, requires_grad=True)
     factor = 1e35 if policy.startswith("O0") else 20.0  # times 2**15: beyond the format, and finite without it
     skipped = []
     for _ in range(30):
@@ -274,7 +275,7 @@ def test_a_small_output_is_not_flushed_at_the_first_call(policy):
 def test_scales_of_their_own_go_on_from_a_state():
     def run(amp, model, times):
         for _ in range(times):
-            x = torch.ones(4, 1, requires_grad=True)
+            x = torch.ones(4, 2, requires_grad=True)
             with amp.autocast():
                 out = model(x)
             (slope,) = amp.grad(out, x, grad_outputs=torch.full_like(out, 50.0), create_graph=True)
@@ -284,7 +285,7 @@ def test_scales_of_their_own_go_on_from_a_state():
         return amp.state_dict()
 
     def made():
-        model = nn.Linear(1, 1)
+        model = nn.Linear(2, 1)
         nn.init.ones_(model.weight)
         return model, MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.0), "O1,fp16,emulate=true")
 

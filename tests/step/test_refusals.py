@@ -22,7 +22,7 @@ REFUSED = [
     (lambda: decode(None, None), "split storage with None as its high half"),
     (lambda: decode(LOW, torch.ones(3, dtype=torch.int16)), "(2,) and (3,)"),
     (lambda: encode(torch.tensor([1e6, math.inf]), FP16, name="scale"), "largest 1e+06",
-     "keep_fp32(params=['scale']), the text fp32_param=scale; or bfloat16"),
+     'keep_fp32(params=["scale"]), the text fp32_param=scale; or bfloat16'),
     (lambda: encode(torch.tensor([1.0, 65504.004, -65504.004]), FP16, name="a.weight"), "2 of 3 weights",
      "a.weight, shape (3,)", "65504"),
     (lambda: encode(torch.tensor([1.0, 3.3961776e38]), BF16, name="a.weight"), "1 of 2 weights", "3.396"),

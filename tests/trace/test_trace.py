@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
-from mezzo.cast.mode import WeightCasts
+from mezzo.cast.casts import WeightCasts
 from mezzo.trace.calls import LOSS, Where, doing, user_line
 from mezzo.trace.measure import Names, edges, has_literal, is_finite, largest_in, needed, operands, range_of
 from mezzo.trace.modes import Products, hooked, watching

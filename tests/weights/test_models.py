@@ -719,14 +719,3 @@ def test_safetensors_saves_state_dicts(tmp_path):
     safetensors.save_file(dict(model.named_parameters()), str(tmp_path / "params.safetensors"))
     for name, value in safetensors.load_file(tmp_path / "params.safetensors").items():
         assert torch.equal(value, model.get_parameter(name)), name
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.* is deprecated")
-def test_a_trace_says_that_its_file_would_hold_zeros(tmp_path):
-    model, _ = prepared()
-    body, rows = model.body, torch.ones(2, 6)
-    with pytest.warns(UserWarning, match=r"would write zeros[\s\S]*copy\.deepcopy\(model\)[\s\S]*text fp32_param="):
-        traced = torch.jit.trace(body, rows, check_trace=False)
-    assert torch.equal(traced(rows), body(rows))
-    torch.jit.save(torch.jit.trace(copy.deepcopy(body), rows), tmp_path / "body.pt")
-    assert torch.equal(torch.jit.load(tmp_path / "body.pt")(rows), body(rows))

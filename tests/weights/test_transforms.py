@@ -1,6 +1,4 @@
-"""Models over halves under torch.func, torch.compile and torch.export, beside the same in plain torch."""
-
-import copy
+"""Models over halves under torch.func and torch.compile, beside the same in plain torch."""
 
 import pytest
 import torch
@@ -129,12 +127,3 @@ def test_a_compiled_step_of_an_optimizer_writes_both_halves():
             step()
         seen.append(model)
     assert_same_values(*seen)
-
-
-@compiles
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_copy_is_exported():
-    plain, model = mlps()
-    x = on_grid((5, 6), 3)
-    program = torch.export.export(copy.deepcopy(model).requires_grad_(False).eval(), (x,)).run_decompositions()
-    assert torch.equal(program.module()(x), plain(x))

@@ -9,19 +9,37 @@ import inspect
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from mezzo.cast.arguments import BY_ARGUMENTS, MAKES_COMPLEX, Instead
 from mezzo.cast.device import Family, emulated_families
-from mezzo.cast.emulate import COMPOSED, EMULATED, IN_PLACE, REACHED, RECURRENT, family_of
+from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
 from mezzo.compiling import constant_in_graphs, differentiated_plainly
 from mezzo.dispatch import OpOverload, OpOverloadPacket
 from mezzo.policy import Policy, Treatment
-from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, callables, functions
+from mezzo.policy.ops import (
+    MOVES,
+    OPS,
+    QUANTISABLE,
+    QUANTISED,
+    VIEWS,
+    callables,
+    functions,
+    in_place_forms,
+    is_in_place,
+    out_of_place,
+)
+from mezzo.policy.policy import Written
+
+
+def is_told(place: int, args: Any, kwargs: Any) -> bool:
+    """Whether a call tells its function to write in place."""
+    return bool(kwargs.get("inplace") or (len(args) > place and args[place]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +52,12 @@ class Handler:
     recipe: Recipe | None = None  # of a product of a weight, below sixteen bits
     low_result: bool = False  # what comes out goes to the compute dtype
     keeps_states: bool = False  # a recurrent op, whose FP32 states stay FP32
+    rounds_to: Literal["first", "widest"] = "first"  # of operands, whose dtype fp32_math returns
+    asks: bool = False  # whether a call's arguments are asked what it gets: where no rule decides
+    answers: tuple[Handler, ...] = ()  # how it is carried out, by what they say
+    written: Written = "left"  # how it is carried out where it writes into tensors that keep their dtype
+    returning: Callable[..., Any] | None = None  # of an in-place form, the function that returns a new tensor
+    inplace: int | None = None  # the place of that argument, which tells a Python function to write in place
     reason: str = ""  # of a ban
 
 
@@ -48,10 +72,13 @@ class Differences:
     gives_back: bool  # whether what reads a parameter with a rule of its own returns the compute dtype
     emulated: frozenset[Family]  # the families of products that compute in FP32 from rounded operands
     handlers: Mapping[Callable[..., Any], Handler]
+    asked: frozenset[str]  # the ops whose calls' arguments are asked what they get
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
     pinned: Mapping[int, Treatment]
     pins_buffers: bool  # whether one of the pinned tensors is no ``nn.Parameter``
     memories: tuple[Memory, ...]  # what products below sixteen bits remember of earlier steps
+    of_library: Callable[[str], Handler | None]  # how an operator of another library is carried out, by its full name
+    names_libraries: bool  # whether a rule speaks about such operators
     key: str  # equal for equal differences, and for nothing else
 
     def handler(self, function: Callable[..., Any]) -> Handler | None:
@@ -61,23 +88,34 @@ class Differences:
         that it is left alone; where a policy has no autocast that tells it from, no call of an overload is treated.
         """
         if isinstance(function, OpOverloadPacket) or (isinstance(function, OpOverload) and self.autocast):
-            return next((self.handlers[each] for each in _of_operator(function) if each in self.handlers), None)
+            name, functions = _of_operator(function)
+            if not name.startswith("aten::"):
+                return self.of_library(name)
+            return next((self.handlers[each] for each in functions if each in self.handlers), None)
         return self.handlers.get(function)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a function that torch alone would treat differently."""
+        return len(self.handlers) > 0 or len(self.pinned) > 0 or self.names_libraries  # torch 2.11 traces no bool(dict)
+
+    def instead(self, op: str, args: Any, kwargs: Any) -> Instead | None:
+        """Return what a call gets instead of its op's treatment, if its arguments say so."""
+        return BY_ARGUMENTS[op](args, kwargs) if op in self.asked else None
 
     def as_pinned(self, handler: Handler, treatment: Treatment) -> Handler:
         """Return how a function is carried out that reads a parameter under a rule on its products."""
         if handler.op not in QUANTISABLE:
             return handler
         recipe = recipe_on(self.device_type, self.policy, treatment, emulated=handler.emulated)
-        return dataclasses.replace(handler, treatment=treatment, recipe=recipe)
+        return dataclasses.replace(handler, treatment=treatment, recipe=recipe, asks=False, answers=())
 
     def native(self) -> contextlib.AbstractContextManager[Any]:
         """Return torch's own autocast in the state these differences are from."""
         if not self.autocast:
             return torch.autocast(self.device_type, enabled=False)
         own = torch.autocast(self.device_type, dtype=self.dtype)
-        differs = self.handlers or self.pinned
-        return differentiated_plainly(own) if differs and not torch.compiler.is_compiling() else own
+        return differentiated_plainly(own) if self.has_any and not torch.compiler.is_compiling() else own
 
 
 class Known(NamedTuple):
@@ -142,7 +180,7 @@ def _find(
         every[op] = handler
         if differs:
             differing[op] = handler
-        elif handler.treatment == "low":
+        elif handler.treatment == "low" or handler.asks:
             alike[op] = handler
     if any(rule.param is not None and rule.treatment in QUANTISED for rule in policy.rules):
         differing.update({op: every[op] for op in QUANTISABLE})
@@ -151,14 +189,36 @@ def _find(
                 recipe_on(device_type, policy, rule.treatment, emulated="products" in emulated)
     if differing:  # the mode runs anyway: products go through it too, so that their weights are cast once
         differing.update(alike)
-    handlers = {function: handler for op, handler in differing.items() for function in functions(op)}
-    if "products" in emulated:  # what writes to a low tensor; of other dtypes nothing is cast
-        of = {name: Handler(op=name, treatment="native", emulated=True) for name in IN_PLACE}
-        handlers |= {function: handler for name, handler in of.items() for function in callables(name)}
+    handlers = {
+        function: handler
+        for op, handler in differing.items()
+        for function in (callables if handler.asks and op in VIEWS else functions)(op)
+    }
+    if differing:
+        for op, handler in every.items():
+            if handler.written != "left" or handler.emulated:
+                asks = handler.asks and op not in MAKES_COMPLEX  # no complex number is written into a real tensor
+                for function, returning in in_place_forms(op).items():
+                    handlers[function] = dataclasses.replace(handler, returning=returning, asks=asks)
+                for function in handlers.keys() & INPLACE.keys() & {*functions(op)}:
+                    handlers[function] = dataclasses.replace(handler, inplace=INPLACE[function])
+        if native_autocast and policy.lists == "portable":
+            handlers[Tensor.__setitem__] = _SETS_ITEMS
+    handlers = {function: _with_answers(handler) if handler.asks else handler for function, handler in handlers.items()}
+
+    @functools.cache
+    def of_library(name: str) -> Handler | None:
+        handler, differs = _treated(
+            name, policy, device_type, module, emulated=emulated, autocasts=native_autocast, is_island=is_island
+        )
+        return handler if differs else None
+
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
         gives_back=not policy.casts and not is_island, handlers=handlers, opened=_concerned(handlers),
-        pinned={}, pins_buffers=False, memories=(),
+        asked=frozenset(handler.op for handler in handlers.values() if handler.asks),
+        pinned={}, pins_buffers=False, memories=(), of_library=of_library,
+        names_libraries=any("::" in rule.op for rule in policy.rules if rule.op is not None),
         key=", emulated ".join((f"{policy.region_text()} in {module!r} on {device_type}", *sorted(emulated))),
     )  # fmt: skip
     remember(differences)  # here too, for a region that is first entered while torch.compile traces
@@ -196,25 +256,77 @@ def _treated(
             # torch's CPU autocast casts what is inside, and that would mix dtypes here, where autocast is off.
             return Handler(op=op, treatment="low", emulated=True, keeps_states=True), True
         if op in REACHED and torch_does == "native":
-            return Handler(op=op, treatment="low", emulated=True), True
+            # Torch, too, casts at the products that an equation reaches.
+            return Handler(op=op, treatment="low", emulated=True, asks=op == "einsum"), True
     by_emulation = is_emulated and op in EMULATED and wanted in ("low", "native", "promote")
     # torch's CPU promotion refuses FP16 and BF16 in one call, which built-in promotion (CUDA's way) widens.
     built_in = wanted == "promote" and policy.lists == "portable" and device_type == "cpu"
     if wanted in QUANTISED:
         recipe = recipe_on(device_type, policy, wanted, emulated=is_emulated)
-        return Handler(op=op, treatment=wanted, emulated=is_emulated, recipe=recipe), True
+        written: Written = "follows" if autocasts and policy.lists == "portable" else "left"
+        return Handler(op=op, treatment=wanted, emulated=is_emulated, recipe=recipe, written=written), True
     reason = decision.rule.reason if wanted == "ban" and decision.rule is not None else ""
     # A rule is about the whole op; torch's lists may name what is inside (of norm) or one way to call it (of pad).
     differs = is_ruled or wanted != torch_does or by_emulation or built_in
-    return Handler(op=op, treatment=wanted, emulated=by_emulation, reason=reason), differs
+    # Where torch's own lists hold, or nothing is cast, no argument changes that.
+    asks = autocasts and not is_ruled and policy.lists == "portable" and op in BY_ARGUMENTS
+    asks &= op not in MAKES_COMPLEX or policy.dtype.to_complex() != torch.complex64
+    is_mixing = not is_ruled and op in OPS and OPS[op].reason == "type-mixing"
+    rounds_to: Literal["first", "widest"] = "widest" if is_mixing else "first"
+    written = policy.written(op, decision, device_type) if autocasts or is_ruled else "left"
+    return Handler(
+        op=op, treatment=wanted, emulated=by_emulation, rounds_to=rounds_to, asks=asks,
+        written=written, reason=reason,
+    ), differs  # fmt: skip
+
+
+@functools.lru_cache(maxsize=512)
+def _with_answers(handler: Handler) -> Handler:
+    """Add how a function is carried out whose arguments ask for another treatment.
+
+    Elementwise products of low operands run where other low products do: emulated, too.
+    """
+    treatments: tuple[Treatment, ...] = ("promote", "fp32", "fp32_math", "native")
+    answers = tuple(dataclasses.replace(handler, treatment=each, written="treated", recipe=None) for each in treatments)
+    return dataclasses.replace(handler, answers=answers)
+
+
+#: How ``x[index] = value`` is carried out: its value takes the dtype of ``x``.
+_SETS_ITEMS: Final = Handler(op="index_put", treatment="promote", written="follows")
+
+
+@constant_in_graphs
+@functools.lru_cache(maxsize=1024)
+def in_place_form(function: Callable[..., Any], treatment: Treatment) -> Handler | None:
+    """Say how a function that writes in place reads a tensor under a rule; ``None`` for what returns a new tensor.
+
+    Args:
+        function: Any function of torch's. What it writes to is never cast: the write would be lost in a copy.
+        treatment: The rule's.
+    """
+    if function is Tensor.__setitem__:
+        return _SETS_ITEMS
+    name = getattr(function, "__name__", "").partition(".")[0]
+    op = out_of_place(name) if is_in_place(name) else None
+    if op is None or not (forms := in_place_forms(op) if op in OPS else {}):
+        return Handler(op=name, treatment="native", returning=function) if is_in_place(name) else None
+    returning = forms.get(function, next(iter(forms.values())))
+    written: Written = "follows" if op in MOVES else "treated"
+    return Handler(op=op, treatment=treatment, written=written, returning=returning)
 
 
 @functools.lru_cache(maxsize=1024)
-def _of_operator(operator: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> tuple[Callable[..., Any], ...]:
-    """List the Python functions behind an operator."""
+def _of_operator(
+    operator: OpOverload[..., Any] | OpOverloadPacket[..., Any],
+) -> tuple[str, tuple[Callable[..., Any], ...]]:
+    """Return the full name of an operator, and the Python functions behind one of torch's."""
     packet = operator.overloadpacket if isinstance(operator, OpOverload) else operator
-    library, _, name = packet._qualified_op_name.partition("::")
-    return functions(name.removeprefix("special_")) if library == "aten" else ()
+    full = packet._qualified_op_name
+    library, _, name = full.partition("::")
+    name = name.removeprefix("special_")
+    if library != "aten":
+        return full, ()
+    return full, tuple(in_place_forms(out_of_place(name) or "")) if is_in_place(name) else functions(name)
 
 
 class Traced(NamedTuple):
@@ -317,3 +429,13 @@ def _name(copy: Callable[..., Any] | None) -> str:
 
 #: The same by a name: what torch.compile can look up, and guard.
 OPENED_BY_NAME: Final = {_name(copy): copy for copy in OPENED.values()}
+
+
+#: The place of ``inplace``, the last argument, of functions that write in place where they are told to. What they are
+#: given is what is written to, and no cast of it.
+INPLACE: Final = {
+    function: place
+    for function in OPENED
+    for place, name in enumerate(inspect.signature(function).parameters)
+    if name == "inplace"
+}

@@ -44,10 +44,6 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
     """
     if "self" in kwargs:  # what operators of torch.ops.aten call their first argument
         args, kwargs = (kwargs["self"], *args), {key: value for key, value in kwargs.items() if key != "self"}
-    if name in IN_PLACE:
-        before = args[0].clone()  # what is saved for the backward pass is not what is written to
-        out = emulate(IN_PLACE[name], getattr(Tensor, IN_PLACE[name]), (before, *args[1:]), kwargs)
-        return args[0].copy_(out)
     if not torch.compiler.is_compiling() and is_transformed():
         return _in_steps(function, args, kwargs)
     return EMULATED[name](function, *args, **kwargs)
@@ -433,9 +429,6 @@ _BY_FAMILY: Final[dict[Family, dict[str, Callable[..., Any]]]] = {
 #: How each op is emulated, by base name. An outer or Kronecker product and a cross product add up nothing that a
 #: device would keep in FP32, and torch has no low kernel for distances: none of them is here.
 EMULATED: Final[dict[str, Callable[..., Any]]] = {name: run for ops in _BY_FAMILY.values() for name, run in ops.items()}
-
-#: What writes its result into its first argument, and the op that does not.
-IN_PLACE: Final = {f"{name}_": name for name in ("addmm", "addmv", "addr", "addbmm", "baddbmm")}
 
 
 def family_of(op: str) -> Family:

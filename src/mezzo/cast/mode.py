@@ -1,229 +1,57 @@
-"""The function mode that carries out what a policy treats differently from torch, with the casts that it makes."""
+"""The function mode that carries out what a policy treats differently from torch."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
-import functools
 import types
-from collections.abc import Callable, Container, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
-from types import NoneType
-from typing import Any, Final, TypeVar, cast
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from mezzo.backward import node_of
-from mezzo.cast.differences import OPENED_BY_NAME, Differences, Handler, Traced, open_function, remember, traced
+from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS, cast_sparse
+from mezzo.cast.casts import WeightCasts, widest
+from mezzo.cast.differences import (
+    OPENED_BY_NAME,
+    Differences,
+    Handler,
+    Traced,
+    in_place_form,
+    is_told,
+    open_function,
+    remember,
+    traced,
+)
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
+from mezzo.cast.kernels import LOW_COMPLEX, lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
-from mezzo.compiling import casts_are_placed, compiled_inside_alone
+from mezzo.compiling import casts_are_placed, compiled_inside_alone, is_exporting
 from mezzo.dispatch import (
     OpOverload,
     OpOverloadPacket,
     function_modes,
     innermost_function_mode,
     is_batched,
-    is_transformed,
     unwrapped,
 )
 from mezzo.errors import UnsupportedError
 from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, dtype_name, mark, tensors, tree_is_leaf, tree_map
-from mezzo.weights.halves import Halves
+from mezzo.tensors import CASTABLE, tensors
 
-# Casting what a user passes around: tensors in nested containers, dataclasses and mappings.
-
-T = TypeVar("T")  # Python 3.11 has no `def f[T]`
-
-#: What holds no tensor, of the arguments that modules are called with most.
-_HOLDS_NONE: Final = frozenset({NoneType, bool, int, float, str})
-
-
-def widest(each: Iterable[Tensor]) -> torch.dtype | None:
-    """Return the dtype that holds what all of these tensors do; ``None`` for none."""
-    dtypes = {tensor.dtype for tensor in each}
-    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
-
-
-def any_off(values: Iterable[Any], dtypes: Container[torch.dtype]) -> bool:
-    """Whether there is a tensor in one of some dtypes, or what may hold tensors: of that it is not known."""
-    for each in values:  # noqa: SIM110 - a generator would cost as much again
-        if each.dtype in dtypes if isinstance(each, Tensor) else type(each) not in _HOLDS_NONE:
-            return True
-    return False
-
-
-def cast_floating(value: T, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> T:
-    """Cast every floating tensor in nested containers, but float64; other leaves stay the same objects.
-
-    Args:
-        value: Tensors in tuples, lists, dicts, named tuples, dataclasses, mappings and packed sequences, nested.
-        dtype: The target.
-        kept: Tensors that stay the same objects, too.
-
-    Returns:
-        The same structure, of the same types.
-    """
-    # One cast for a tensor that stands in several places, as in attention(x, x, x). Found by `is`: on an id() compiled
-    # code would depend, and be compiled again for every new tensor.
-    made: list[tuple[Any, Any]] = [(each, each) for each in kept]
-
-    def cast(each: Any) -> Any:
-        now = (each.data if isinstance(each, PackedSequence) else each).dtype
-        if now == dtype or now not in CASTABLE:
-            return each
-        for seen, cast in made:
-            if seen is each:
-                return cast
-        made.append((each, _to(each, dtype)))
-        return made[-1][1]
-
-    out: T = mapped(value, cast)
-    return out
-
-
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Change each tensor and packed sequence in nested containers.
-
-    Args:
-        value: As of :func:`cast_floating`.
-        change: Returns what stands for one.
-    """
-    kind = type(value)
-    if isinstance(value, Tensor | PackedSequence):
-        return change(value)
-    if kind in _HOLDS_NONE:
-        return value
-    if kind is tuple or kind is list:
-        return kind([mapped(item, change) for item in value])
-    if kind is dict:
-        return {key: mapped(item, change) for key, item in value.items()}
-    if not tree_is_leaf(value):  # named tuples, and what programs have registered
-        return tree_map(lambda leaf: mapped(leaf, change), value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        given = {name: getattr(value, name) for name in names}
-    elif isinstance(value, MutableMapping):
-        given = dict(value)
-    else:
-        return value
-    changed = {key: new for key, item in given.items() if (new := mapped(item, change)) is not item}
-    if not changed:
-        return value
-    out = copy.copy(value)
-    for key, new in changed.items():
-        if isinstance(value, MutableMapping):
-            out[key] = new
-        else:  # frozen ones cannot be assigned to, nor always be constructed anew
-            object.__setattr__(out, key, new)
-    return out
-
-
-def _to(value: Any, dtype: torch.dtype) -> Any:
-    return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
-
-
-# The cache of weight casts: in one region a weight is cast once, however often it is used.
-
-
-@dataclass(frozen=True, slots=True)
-class _Cast:
-    param: nn.Parameter  # while it and the alias are held, nothing else can be given this id and this address
-    alias: Tensor
-    mark: tuple[int, int]
-    cast: Tensor
-
-
-class _FurtherUse(torch.autograd.Function):
-    """A cast that exists already, connected to its parameter once more.
-
-    The engine itself casts a gradient to the dtype of what it belongs to, and only then adds it to others. There is no
-    ``setup_context``, which would cost more than all the rest: under ``torch.func`` nothing is cached.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, param: nn.Parameter, found: _Cast) -> Tensor:
-        return found.cast.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-def is_further_use(node: Any) -> bool:
-    """Whether an autograd node connects a cast with its parameter once more: its gradient is the parameter's."""
-    return isinstance(node, node_of(_FurtherUse))
-
-
-class WeightCasts:
-    """Casts of parameters, as long as the outermost region lasts: each makes its own, for those inside it as well.
-
-    An entry serves as long as the parameter has not been written: its version and its memory are compared at each use.
-    Writes through ``.data`` leave no such trace; they are seen by the next region, as with torch's own cache, which is
-    as long and compares nothing.
-
-    Casts made without gradients never serve training, nor the other way round, and nothing is kept in inference mode,
-    under ``torch.func``, in forward-mode AD or while torch.compile traces.
-
-    Each use has an autograd node of its own: the gradients of a weight that is used several times meet in the
-    parameter's dtype, bit for bit as those of several casts would. Eager, compiled and recomputed code therefore give
-    the same bits, as long as torch adds in the same order. It does not where ``.grad`` is added to in the middle of a
-    backward pass, by a reentrant checkpoint around some of three or more uses, or where only some of them stand in
-    one compiled graph: each such part adds its own first, in plain FP32 training too.
-
-    **Cost**: 2 bytes for each weight of a low-precision op, from its first use in a region to the region's end. Each
-    further use is a Python autograd function: some 10 µs forward and backward together, beside torch's own node for
-    the first.
-    """
-
-    def __init__(self) -> None:
-        self._casts: dict[tuple[int, torch.dtype, bool, bool], _Cast] = {}
-
-    def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """Return the parameter in another dtype, connected to it for gradients.
-
-        Args:
-            param: A floating parameter.
-            dtype: The target; the parameter itself is returned where it is its own.
-        """
-        if param.dtype == dtype:
-            return param
-        if isinstance(param, Halves) and not torch.compiler.is_compiling():
-            return param.low(dtype)  # which is there already
-        if (
-            torch.compiler.is_compiling()
-            or torch.is_inference_mode_enabled()
-            or param.is_inference()
-            or is_transformed()
-        ):
-            return param.to(dtype)
-        with_gradients = torch.is_grad_enabled()
-        trains = with_gradients and param.requires_grad
-        key = (id(param), dtype, with_gradients, trains)
-        found = self._casts.get(key)
-        if found is None or found.mark != mark(param):
-            made = param.to(dtype)
-            self._casts[key] = _Cast(param, param.detach(), mark(param), made)
-            return made
-        return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast  # type: ignore[no-untyped-call]
-
-
-C = TypeVar("C", bound=Callable[..., Any])  # Python 3.11 has no `def f[C]`
-
-#: How torch says that it has no kernel for a dtype.
-_NO_KERNEL: Final = ("not implemented for", "dtypes not supported", "Unsupported dtype")
 #: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
-_INPUT_ONLY: Final = frozenset({"batch_norm", "instance_norm", "native_batch_norm"})
+_INPUT_ONLY: Final = frozenset(
+    """batch_norm instance_norm native_batch_norm fused_moving_avg_obs_fake_quant
+    _fused_moving_avg_obs_fq_helper""".split()
+)
 #: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
 _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
+
+_SET_ITEM: Final = Tensor.__setitem__
 
 #: What begins a backward pass; torch.func differentiates by the last of them.
 _DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -234,13 +62,11 @@ class PolicyMode(TorchFunctionMode):
 
     Args:
         per_device: What it does on each device.
-        casts: Where casts of weights are kept; nowhere when omitted.
+        casts: What casts weights.
         recomputing: Whether it serves what a backward pass runs again.
     """
 
-    def __init__(
-        self, per_device: Sequence[Differences], casts: WeightCasts | None, *, recomputing: bool = False
-    ) -> None:
+    def __init__(self, per_device: Sequence[Differences], casts: WeightCasts, *, recomputing: bool = False) -> None:
         super().__init__()
         self.casts, self.recomputing = casts, recomputing
         self.per_device = {each.device_type: each for each in per_device}
@@ -250,6 +76,7 @@ class PolicyMode(TorchFunctionMode):
         has_own = any(each.pinned or each.memories for each in per_device)  # which no text can stand for
         self.key = remember(per_device[0]) if len(per_device) == 1 and not has_own else ""
         self.shadows = 0  # how many regions inside this one are active
+        self.is_exported = is_exporting()  # as a region inside of a program is, and none around it
 
     @compiled_inside_alone
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -258,11 +85,16 @@ class PolicyMode(TorchFunctionMode):
         return self._handle(func, args, kwargs or {})
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        compiling = torch.compiler.is_compiling()
-        if self.shadows or (not compiling and self.only is not None and _is_idle(func, self.only)):
+        compiling = torch.compiler.is_dynamo_compiling()  # torch.export, which says that it compiles, may run Python
+        if self.shadows:
             return func(*args, **kwargs)
-        # out= variants are never cast, and compiled code calls its products so; Python functions are still opened.
-        if kwargs.get("out") is not None and type(func) is not types.FunctionType:
+        if not compiling and self.only is not None and _is_idle(func, self.only, args, kwargs):
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                return _again(error, self.only, func, args, kwargs)
+        # As under torch.autocast a program that is exported has no casts.
+        if not self.is_exported and (is_exporting() if compiling else torch.compiler.is_exporting()):
             return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
@@ -285,15 +117,29 @@ class PolicyMode(TorchFunctionMode):
                 handler = here.handler(func)
             if here.pinned and (param := pinned_parameter(here, args, kwargs)) is not None:
                 treatment = here.pinned[id(param)]
-                if treatment not in QUANTISED:
+                if treatment in QUANTISED:
+                    handler = handler and here.as_pinned(handler, treatment)
+                elif (form := in_place_form(func, treatment)) is None:
                     return _read_pinned(param, here, self.casts, func, args, kwargs)
-                handler = handler and here.as_pinned(handler, treatment)
+                else:
+                    handler = form
+        if func is _SET_ITEM and handler is not None:
+            return _set_item(self.casts, *args)
+        if handler is not None and handler.asks:
+            instead = BY_ARGUMENTS[handler.op](args, kwargs)
+            if instead is not None and instead.parts is not None:
+                with self:
+                    return instead.parts()
+            if instead is not None:
+                handler = next(each for each in handler.answers if each.treatment == instead.treatment)
+            elif handler.treatment == "native" and handler.written == "left":
+                return _run_plain(here, func, args, kwargs)
         if handler is not None:
             return _carry_out(handler, here, self.casts, func, args, kwargs)
         if opened is not None:
             with self:
                 return opened(*args, **kwargs)
-        return func(*args, **kwargs)
+        return _run_plain(here, func, args, kwargs)
 
     def differences(self, args: Any, kwargs: Any) -> Differences | None:
         """Return the differences for the device of a call's tensors."""
@@ -321,8 +167,8 @@ def shadowed() -> Iterator[list[PolicyMode]]:
 def acting(per_device: Sequence[Differences]) -> Iterator[None]:
     """Have differences act in the place of those around, with the casts of weights that are there, or their own."""
     with shadowed() as around:
-        kept = around[-1].casts if around else None
-        with PolicyMode(per_device, WeightCasts() if kept is None else kept):
+        casts = around[-1].casts if around and around[-1].casts.keeps else WeightCasts()
+        with PolicyMode(per_device, casts):
             yield
 
 
@@ -345,10 +191,15 @@ def acting_differences(args: Any, kwargs: Any) -> Differences | None:
     return here if here is not None and _acts(here) else None
 
 
-def _is_idle(func: Any, here: Differences) -> bool:
-    """Whether nothing is done about a function, whatever it is given: most, and all that read a tensor's attribute."""
-    is_known = func in here.handlers or func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS
-    return not is_known and not here.pinned
+def _is_idle(func: Any, here: Differences, args: Any, kwargs: Any) -> bool:
+    """Whether nothing is done about a call: of most functions, and of all that read a tensor's attribute."""
+    if here.pinned:
+        return False
+    if (handler := here.handlers.get(func)) is not None:
+        if not handler.asks or handler.treatment != "native" or handler.written != "left":
+            return False
+        return BY_ARGUMENTS[handler.op](args, kwargs) is None
+    return not (func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS)
 
 
 def _acts(here: Differences | Traced) -> bool:
@@ -361,27 +212,70 @@ def _acts(here: Differences | Traced) -> bool:
     return not here.autocast or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == here.dtype)
 
 
+def _run_plain(here: Differences | Traced, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run what no row and no rule names: in FP32 where it has no low kernel, which a compiled graph cannot try."""
+    if isinstance(here, Traced):
+        return func(*args, **kwargs)
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        return _again(error, here, func, args, kwargs)
+
+
+def _again(error: RuntimeError, here: Differences, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run in FP32 what has raised, where ops are cast; else, and where FP32 is no cure, raise the error."""
+    if not here.autocast or not _acts(here) or here.policy.lists == "device":
+        raise error
+    return otherwise(error, func, args, kwargs, here.device_type)
+
+
 def _carry_out(
-    handler: Handler, here: Differences | Traced, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
-    # In-place and out= variants are never cast, as in torch.autocast.
+    if handler.returning is not None:
+        return _write_in_place(handler, handler.returning, here, casts, func, args, kwargs, {})
+    if handler.inplace is not None and is_told(handler.inplace, args, kwargs):
+        args, kwargs = args[: handler.inplace], {key: value for key, value in kwargs.items() if key != "inplace"}
+        return _write_in_place(handler, func, here, casts, func, args, kwargs, {"inplace": True})
     if kwargs.get("out") is not None:
-        return func(*args, **kwargs)
-    target: torch.dtype | None = None
+        return _write_out(handler, here, casts, func, args, kwargs)
+    if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
+        return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
+    target = _target(handler, here, args, kwargs)
+    back: torch.dtype | None = None
+    if handler.treatment == "fp32_math":
+        floats = _floats(args, kwargs)
+        back = widest(floats if handler.rounds_to == "widest" else floats[:1])
+    out = _compute(handler, here, casts, func, args, kwargs, target)
+    if handler.keeps_states:
+        states = (handler.op, (*args, *kwargs.values()), out, here.dtype)
+        return during("emulation", func, with_dtypes_of_states, *states) if WATCHERS else with_dtypes_of_states(*states)
+    if handler.low_result:
+        return _cast(out, here.dtype)
+    return out if back is None else _cast(out, back)
+
+
+def _target(handler: Handler, here: Differences | Traced, args: Any, kwargs: Any) -> torch.dtype | None:
+    """Return the dtype in which a function computes under its treatment; ``None`` where it is that of its operands."""
     match handler.treatment:
         case "low" | "fp8" | "mxfp8" | "nvfp4":
-            target = here.dtype
+            return here.dtype
         case "fp32" | "fp32_math":
-            if handler.treatment == "fp32" and kwargs.get("dtype") is not None:
-                return func(*args, **kwargs)  # the caller's own dtype wins, as in torch's set_opt_dtype
-            target = torch.float32
+            return torch.float32
         case "promote":
-            target = widest(_floats(args, kwargs))
+            return widest(_floats(args, kwargs))
         case "ban":
             raise _banned(handler)
-    given, named = args, kwargs
-    back = _floats(args, kwargs)[:1] if handler.treatment == "fp32_math" else []
+    return None
+
+
+def _compute(
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any,
+    target: torch.dtype | None,
+) -> Any:  # fmt: skip
+    """Run one function on operands that are cast, native autocast off for the call."""
+    given = args, kwargs
     if target is not None:
         if handler.op in _INPUT_ONLY:
             args = (*_cast(args[:1], target), *args[1:])
@@ -390,20 +284,87 @@ def _carry_out(
             args, kwargs = _cast(args, target, casts), kwargs and _cast(kwargs, target, casts)
     if torch.compiler.is_compiling():
         with torch.autocast(here.device_type, enabled=False):
-            out = _run(handler, here, func, args, kwargs, (given, named))
-    else:  # the same, without the cost of entering a context for each op
-        enabled = torch.is_autocast_enabled(here.device_type)
-        torch.set_autocast_enabled(here.device_type, False)
-        try:
-            out = _run(handler, here, func, args, kwargs, (given, named))
-        finally:
-            torch.set_autocast_enabled(here.device_type, enabled)
-    if handler.keeps_states:
-        states = (handler.op, (*given, *named.values()), out, here.dtype)
-        return during("emulation", func, with_dtypes_of_states, *states) if WATCHERS else with_dtypes_of_states(*states)
-    if handler.low_result:
-        return _cast(out, here.dtype)
-    return _cast(out, back[0].dtype) if back else out
+            return _run(handler, here, func, args, kwargs, given)
+    enabled = torch.is_autocast_enabled(here.device_type)  # the same, without the cost of entering a context
+    torch.set_autocast_enabled(here.device_type, False)
+    try:
+        out = _run(handler, here, func, args, kwargs, given)
+    finally:
+        torch.set_autocast_enabled(here.device_type, enabled)
+    if "::" in handler.op:
+        write_back(func, given, (args, kwargs))
+    return out
+
+
+def _write_in_place(
+    handler: Handler, returning: Callable[..., Any], here: Differences | Traced, casts: WeightCasts, func: Any,
+    args: Any, kwargs: Any, told: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Run a function that writes into its first operand, which keeps its dtype, as another argument may tell it to.
+
+    Where that is the dtype in which it computes it runs itself, on operands that are cast. Else what returns a new
+    tensor runs, and the result is rounded, once, to what is written to.
+    """
+    if not args:
+        first, *others = kwargs.items()
+        args, kwargs = (first[1],), dict(others)
+    into = args[0]
+    target: torch.dtype | None = None
+    match handler.written:
+        case "treated":
+            target = _target(handler, here, args, kwargs)
+        case "follows":
+            target = into.dtype
+        case "left" if _all_low((args, kwargs), here.dtype):
+            target = here.dtype  # emulated; of other dtypes nothing is cast
+    if target is None or not target.is_floating_point:
+        return _run_plain(here, func, args, kwargs)
+    is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
+    if not is_made and (into.dtype == target or into.dtype not in CASTABLE):
+        return _compute(handler, here, casts, func, args, kwargs | told, target)
+    # What is saved for the backward pass is not what is written to.
+    before = into.clone() if into.dtype == target else into
+    return into.copy_(_compute(handler, here, casts, returning, (before, *args[1:]), kwargs, target))
+
+
+def _write_out(
+    handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
+) -> Any:
+    """Run a function that writes into the tensors of ``out=``, as :func:`_write_in_place` runs one.
+
+    Where autocast is off nothing tells a call of compiled code, which writes its products so, from a model's own.
+    """
+    into, operands = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
+    if handler.written == "left" or not here.autocast:
+        return func(*args, **kwargs)
+    dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
+    target = next(iter(dtypes)) if handler.written == "follows" else _target(handler, here, args, operands)
+    if target is None or not target.is_floating_point:
+        return _run_plain(here, func, args, kwargs)
+    is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
+    if not is_made and (dtypes == {target} or dtypes.isdisjoint(CASTABLE)):
+        return _compute(handler, here, casts, func, args, kwargs, target)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors((args, operands))):
+        return func(*args, **kwargs)  # torch refuses that: nothing differentiates what writes so
+    return _put(_compute(handler, here, casts, func, args, operands, target), into)
+
+
+def _put(results: Any, into: Any) -> Any:
+    """Write results into the tensors of ``out=``, which take their shapes, and return those as the function would."""
+    if not isinstance(into, Tensor):
+        return type(results)([_put(result, each) for result, each in zip(results, into, strict=True)])
+    if into.shape != results.shape:
+        into.resize_(results.shape)
+    return into.copy_(results)
+
+
+def _set_item(casts: WeightCasts, x: Tensor, index: Any, value: Any) -> None:
+    """Write ``x[index] = value`` with the value in the dtype of ``x``: torch casts it only where no tensor indexes."""
+    if isinstance(value, Tensor) and value.dtype != x.dtype and x.is_floating_point() and value.is_floating_point():
+        parts = index if type(index) is tuple else (index,)
+        if not all(isinstance(each, int | slice | None | types.EllipsisType) for each in parts):
+            value = _cast(value, x.dtype, casts, kinds=(*CASTABLE, torch.float64))
+    x[index] = value
 
 
 def _run(
@@ -425,14 +386,13 @@ def _run(
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        if handler.treatment not in ("low", *QUANTISED) or not any(words in str(error) for words in _NO_KERNEL):
+        tries = handler.treatment == "promote" or any(x.dtype in LOW_COMPLEX for x in tensors((args, kwargs)))
+        if tries and not torch.compiler.is_compiling():
+            return otherwise(error, func, args, kwargs, here.device_type)
+        dtypes = {x.dtype for x in _floats(args, kwargs)}
+        if handler.treatment == "ban" or not lacks(error, dtypes) or torch.compiler.is_compiling():
             raise
-        raise UnsupportedError(
-            f"{handler.op} has no kernel in {dtype_name(here.dtype)}",
-            where=f"device {here.device_type}",
-            why=str(error).splitlines()[0],
-            write=f"{both(f'fp32_math={handler.op}')}: FP32 inside, low out; or {both(f'fp32={handler.op}')}",
-        ) from error
+        raise no_kernel(handler.op, dtypes, error, here.device_type) from error
 
 
 def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None:
@@ -447,15 +407,16 @@ def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None
     return None
 
 
-def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts | None, func: Any, args: Any, kwargs: Any) -> Any:
+def _read_pinned(param: Tensor, here: Differences, casts: WeightCasts, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a function that reads a pinned parameter in the precision of that parameter's rule.
 
     Without autocast (O2, O3) the result goes back to the compute dtype, but in a module pinned to FP32, or where it may
     be an FP32 buffer's next value, as what has its shape; views and properties of the parameter stay what they are.
     """
-    handler = Handler(op="", treatment=here.pinned[id(param)])
+    handler = Handler(op="", treatment=here.pinned[id(param)], written="treated")
     out = _carry_out(handler, here, casts, func, args, kwargs)
-    if not here.gives_back or not isinstance(out, Tensor) or _storage(out) == _storage(param):
+    is_given = kwargs.get("out") is not None or not isinstance(out, Tensor) or _storage(out) == _storage(param)
+    if is_given or not here.gives_back:
         return out
     if handler.treatment == "promote" and out.shape == param.shape and not is_batched(out):
         return out  # that of a buffer
@@ -484,11 +445,15 @@ def _all_low(value: Any, dtype: torch.dtype) -> bool:
     return is_any
 
 
-def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> Any:
+def _cast(
+    value: Any, dtype: torch.dtype, casts: WeightCasts | None = None, kinds: Container[torch.dtype] = CASTABLE
+) -> Any:
     """Cast floating tensors, those in lists too; float64, complex, integer and bool ones are never cast."""
     if isinstance(value, Tensor):
-        if value.dtype == dtype or value.dtype not in CASTABLE:
+        if value.dtype == dtype or value.dtype not in kinds:
             return value
+        if dtype == torch.float32 and value.requires_grad and value.layout in SPARSE_LAYOUTS:  # never low
+            return cast_sparse(value, dtype)
         # Asking whether something is a Parameter is a Python call; activations are plain tensors.
         if casts is None or type(value) is Tensor or not isinstance(value, nn.Parameter):
             return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
@@ -503,13 +468,15 @@ def _cast(value: Any, dtype: torch.dtype, casts: WeightCasts | None = None) -> A
 def _banned(handler: Handler) -> UnsupportedError:
     op = handler.op
     instead = {"binary_cross_entropy": "binary_cross_entropy_with_logits on the values before the sigmoid"}
-    return UnsupportedError(
+    error = UnsupportedError(
         f"{op} is banned under this policy",
         where=f"a mezzo.autocast region, op {op}",
         why=handler.reason
         or ("its gradient overflows in low precision" if op in instead else "a rule of the policy bans it"),
         write=f"{instead.get(op, 'another op')}; or allow it: {both(f'fp32={op}')}",
     )
+    error.awaits_place = True
+    return error
 
 
 #: torch.autograd.backward hands itself over to a mode whole; opened, the mode stays active while it runs.

@@ -19,7 +19,7 @@ from torch import Tensor
 from mezzo.formats import Quantized
 from mezzo.interrupts import Members
 
-Kind = Literal["op", "cast", "emulation", "quantised"]
+Kind = Literal["op", "cast", "emulation", "quantised", "widened"]
 
 
 class Quantising(NamedTuple):
@@ -40,7 +40,8 @@ class Note(NamedTuple):
     Attributes:
         kind: ``op``: a region decides about a function of torch. ``cast``: a tensor is given the policy's dtype.
             ``emulation``: a product is computed in FP32 from rounded operands. ``quantised``: a product is computed
-            from operands below sixteen bits. ``buffer``: a low buffer is widened for its first write.
+            from operands below sixteen bits. ``widened``: an op without a low kernel runs in FP32. ``buffer``: a low
+            buffer is widened for its first write.
         about: The function that runs. Where emulation runs in a backward pass, the autograd node; of a quantised
             product its :class:`Quantising`.
     """

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from mezzo.cast.mode import cast_floating
+from mezzo.cast.casts import cast_floating
 from mezzo.cast.region import autocast, emulates_here
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy, Rule

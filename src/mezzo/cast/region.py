@@ -11,21 +11,24 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ContextDecorator
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from mezzo.cast.casts import WeightCasts
 from mezzo.cast.device import FAMILIES, default_kinds
 from mezzo.cast.differences import Differences, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
 from mezzo.compiling import compiled_inside_alone, constant_in_graphs
-from mezzo.errors import UnsupportedError
+from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Policy
+from mezzo.policy.ops import OPS
 from mezzo.policy.rules import both
 
 # The precision in which CUDA's GEMMs accumulate: flags of torch's, set for a region and put back after it.
@@ -144,7 +147,14 @@ class Region:
     @property
     def has_differences(self) -> bool:
         """Whether entering the region changes anything but ``torch.autocast``'s own state."""
-        return any(each.handlers or each.pinned for each in self.per_device)
+        return any(each.has_any for each in self.per_device)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class NotCallableError(PolicyError, TypeError):
+    """What is decorated is no function."""
 
 
 class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
@@ -243,6 +253,21 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
         """Return what a backward pass runs in, for what calls torch's engine itself; it gives whether it has a mode."""
         return _backward(self.region)
 
+    def __call__(self, function: Function) -> Function:
+        """Decorate a function: each call of it runs in the region.
+
+        Raises:
+            PolicyError: It cannot be called, and is a TypeError, as torch's is.
+        """
+        if not callable(function):
+            raise NotCallableError(
+                f"a {type(function).__name__} is no function, and a region decorates one",
+                where="autocast(…)(…)",
+                why="it cannot be called, so that nothing of it would ever run in the region",
+                write="with autocast(…): y = model(x)",
+            )
+        return super().__call__(function)
+
     @compiled_inside_alone
     def __enter__(self) -> autocast:
         active = _active(self.region)
@@ -253,10 +278,27 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
     @compiled_inside_alone
     def __exit__(self, *exception: Any) -> None:
         self._entered.pop().__exit__(*exception)
+        if isinstance(exception[1], RuntimeError) and not isinstance(exception[1], MezzoError):
+            _say_what_torch_decided(exception[1], self.region)
 
     def _recreate_cm(self) -> autocast:
         """Give each call of a decorated function a region of its own, so that threads do not share one."""
         return autocast.of(self.region)
+
+
+def _say_what_torch_decided(error: RuntimeError, region: Region) -> None:
+    """Note at an error of torch's which op a rule would have cast, where a region without a mode left it to torch."""
+    if region.has_differences or not region.policy.casts or region.policy.lists == "device":
+        return
+    for word in re.findall(r"[a-z]\w*", str(error).lower().replace("index put", "index_put"))[:8]:
+        row = OPS.get(word.removesuffix("_"))
+        if row is not None and row.portable != "native":
+            kinds = " and ".join(region.device_types)
+            error.add_note(
+                f"On {kinds} {row.name} is left to torch, as in torch.amp; a rule decides: "
+                f"{both(f'{row.portable}={row.name}')}"
+            )
+            return
 
 
 @contextlib.contextmanager
@@ -276,7 +318,7 @@ def _backward(region: Region) -> Iterator[bool]:
     autocasts = [each.device_type for each in own if each.autocast]
     with accumulation(region.policy, own), shadowed(), without_autocast(autocasts):
         if region.has_differences:
-            with PolicyMode(own, None, recomputing=True):
+            with PolicyMode(own, WeightCasts(keeps=False), recomputing=True):
                 yield True
         else:
             yield False

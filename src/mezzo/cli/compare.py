@@ -35,6 +35,7 @@ from mezzo.cli.explain import explain_script
 from mezzo.errors import PolicyError, printable
 from mezzo.files import save_json
 from mezzo.policy import Policy
+from mezzo.policy.rules import separated
 from mezzo.report.verdict import number, short
 from mezzo.script.comparison import (
     Run,
@@ -163,7 +164,7 @@ def _texts(policies: str | None, ablate: bool) -> list[str]:
         usual_format('--policies "O1,{}" for the other alone')
         texts = list(default_policies())
     else:
-        texts = [text for each in policies.split(";") if (text := each.strip())]
+        texts = [text for each in separated(policies, ";") if (text := each.strip())]
     known = set[str]()
     for text in texts:
         with contextlib.suppress(PolicyError):  # which is refused later, with all others

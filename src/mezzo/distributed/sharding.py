@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.cast.model.places import has_forward
-from mezzo.cast.model.prepare import Prepared, with_pinned_classes
+from mezzo.cast.model.prepare import Prepared, as_named, with_pinned_classes
 from mezzo.cast.model.refusals import preparations_in, require_module, wanted_storage
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.policy import Policy
-from mezzo.policy.rules import both
+from mezzo.policy.rules import both, exact
 from mezzo.sharded import units
 from mezzo.tensors import LOW, dtype_name
 
@@ -79,7 +79,7 @@ def fully_shard(model: M, policy: Policy | str | os.PathLike[str], *, wrap: Clas
 
     require_module(model)
     asked = Policy.of(policy)
-    policy = with_pinned_classes(model, asked)
+    policy = with_pinned_classes(model, as_named(model, asked))
     prepared: list[Prepared] = preparations_in(model)
     raise_together(_prepared_otherwise(prepared, asked))
     storage = {} if prepared else wanted_storage(model, policy).plain  # which a preparation has carried out
@@ -225,7 +225,7 @@ def _two_dtypes(dtypes: Mapping[str, torch.dtype], path: str) -> MezzoError:
         "parameters of one module would be gathered in two dtypes",
         where="; ".join(f"{some_of(few, 3)} in {dtype_name(dtype)}" for dtype, few in names.items()),
         why="fully_shard gathers the parameters of a module together, in one dtype",
-        write=f"{both(f'fp32_module={path}')}: for all of them"
+        write=f"{both(f'fp32_module={exact(path)}')}: for all of them"
         if path
         else f"a module of its own for those in float32, and of that path {both('fp32_module=part')}",
     )

@@ -12,7 +12,7 @@ from torch import nn
 from mezzo.explanation.rows import Finding, Row, byte_text, folded, format_text, share_text
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED
-from mezzo.policy.rules import both
+from mezzo.policy.rules import both, exact
 from mezzo.tensors import LOW
 from mezzo.trace.calls import LOSS, MODEL, place_text
 from mezzo.trace.trace import Trace
@@ -183,14 +183,16 @@ def _lost_integers(seen: Trace) -> Iterator[Finding]:
     places = list(seen.integers)
     for fold in folded(places, lambda place: place[0], lambda place: place[1:]):
         module, op, line, found = fold.rows[0]
-        lost, path = found.lost, re.sub(r"\{[^}]*\}", "*", fold.path)
+        lost, path = found.lost, exact(module)
+        if len(fold.rows) > 1:
+            path = re.sub(r"\{[^}]*\}", "*", exact(fold.path))
         shape = f"{lost.num_changed:,} of {lost.num_all:,} change in {format_text([lost.dtype])}"
         cast = f", by the cast at {found.line}" if found.line else ""
         is_buffer = found.by not in ("policy", "model", "torch")
         if module not in ("", LOSS):
-            write = both(f"fp32_param={found.by},fp32_module={path}" if is_buffer else f"fp32_module={path}")
+            write = both(f"fp32_param={exact(found.by)},fp32_module={path}" if is_buffer else f"fp32_module={path}")
         else:
-            write = f"{both(f'fp32_param={found.by}')}, and " if is_buffer else ""
+            write = f"{both(f'fp32_param={exact(found.by)}')}, and " if is_buffer else ""
             write += "a function under @mezzo.fp32 for this product"
         if found.by == "model":
             write += f", and no cast at {found.line}" if found.line else ", and no cast of the model's own"
@@ -233,8 +235,8 @@ def _tied(model: nn.Module, policy: Policy, rows: tuple[Row, ...]) -> Iterator[F
             rule, inside = rules[kept[0]], [path.rpartition(".")[0] for path in (kept[0], low[0])]
             text = (
                 f"it and {low[0]} are one tensor: the rule {rule} keeps it in FP32 in {inside[0] or MODEL}, and "
-                f"{inside[1] or MODEL} is to read it low; write {both(f'fp32_param={kept[0]}+{low[0]}')} for both, or "
-                f"no rule on either"
+                f"{inside[1] or MODEL} is to read it low; write "
+                f"{both(f'fp32_param={exact(kept[0])}+{exact(low[0])}')} for both, or no rule on either"
             )
             yield Finding(kind="tied weights", where=kept[0], text=text)
 

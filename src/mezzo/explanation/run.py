@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mezzo.cast.device import arithmetic
 from mezzo.cast.emulate import family_of
-from mezzo.cast.model.prepare import Prepared
+from mezzo.cast.model.prepare import Prepared, as_named
 from mezzo.cast.products import recipe_of
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError
@@ -103,6 +103,7 @@ def explain(
 def _traced(
     model: nn.Module, args: Any, kwargs: Any, policy: Policy, loss: Loss | None, devices: list[torch.device]
 ) -> Explanation:
+    policy = as_named(model, policy)
     rounded = _rounded_buffers(model, policy)
     handle = Prepared(model, policy, tells=False)  # a finding does
     trace = Trace(Decider(handle.policy, _ruled(model, handle.policy)), policy.dtype, Where(until=here()))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
 import functools
 import json
 import math
@@ -26,6 +25,7 @@ from mezzo.errors import PolicyError, StateError, nearest, shown, some_of
 from mezzo.files import jsonable, whole
 from mezzo.formats import Format, by_name
 from mezzo.numerics.histogram import BINS, FIRST, INFS, LARGEST, NANS, ROW, ZEROS, ExponentHistogram
+from mezzo.policy.rules import as_named, matches
 
 #: What is recorded of a module, in the order in which a step makes it.
 KINDS: Final = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")
@@ -390,10 +390,10 @@ class Evidence:
 
     def _places(self, module: str) -> set[tuple[str, str | None]]:
         """Return where tensors of modules are recorded: paths, each with a tensor's name, or ``None`` for all."""
-        is_glob = any(character in module for character in "*?[")
         places: set[tuple[str, str | None]] = set()
+        glob = as_named(module, [each.path for each in self.header.modules])
         for each in self.header.modules:
-            if each.path == module or (is_glob and fnmatch.fnmatchcase(each.path, module)):
+            if matches(each.path, glob):
                 places.add((each.path if each.same_as is None else each.same_as, None))
                 for path in each.tied.values():
                     owner, _, name = path.rpartition(".")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, rai
 from mezzo.formats import Format
 from mezzo.numerics.evidence import RecordedModule, kind_of
 from mezzo.numerics.histogram import standing_alone
+from mezzo.policy.rules import as_named, lies_in
 from mezzo.scale.state import inverse
 from mezzo.tensors import dtype_name
 
@@ -83,8 +83,9 @@ class Subject:
             for path, module in model.named_modules(remove_duplicate=False)
             if not hasattr(module, INSIDE)
         ]
-        wanted = {path for path, _ in everything if globs is None or any(_matches(path, glob) for glob in globs)}
-        unmatched = [glob for glob in globs or () if not any(_matches(path, glob) for path, _ in everything)]
+        globs = None if globs is None else [as_named(glob, [path for path, _ in everything]) for glob in globs]
+        wanted = {path for path, _ in everything if globs is None or any(lies_in(path, glob) for glob in globs)}
+        unmatched = [glob for glob in globs or () if not any(lies_in(path, glob) for path, _ in everything)]
         if unmatched or not wanted:
             known = [path for path, _ in everything if path]
             raise PolicyError(
@@ -139,12 +140,6 @@ def unseen(where: str, compiler: str) -> UnsupportedError:
         why=WHY_UNSEEN,
         write='the uncompiled model; or Recorder(…, kinds=("weights", "weight_gradients", "updates"))',
     )
-
-
-def _matches(path: str, glob: str) -> bool:
-    """Whether a glob matches a path, or that of a module around it."""
-    parts = path.split(".")
-    return any(fnmatch.fnmatchcase(".".join(parts[:end]), glob) for end in range(1, len(parts) + 1))
 
 
 # Optimizers ---------------------------------------------------------------------------------------------------

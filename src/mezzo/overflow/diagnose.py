@@ -16,16 +16,17 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
+from mezzo.cast.model.places import has_forward
 from mezzo.errors import PolicyError, message, printable
 from mezzo.files import jsonable
 from mezzo.policy import Policy, Rule
 from mezzo.policy.fields import FIELDS, level_fields
 from mezzo.policy.ops import NORMS, named_for
-from mezzo.policy.rules import assignment
+from mezzo.policy.rules import assignment, exact
 from mezzo.scale import LossScale
 from mezzo.tensors import dtype_name
 from mezzo.trace.calls import LOSS, MODEL
-from mezzo.trace.measure import Range, Role, range_of, shape_text
+from mezzo.trace.measure import Range, Role, numbered, range_of, shape_text
 
 # What a search for the first non-finite tensor finds, as values: the origin, the report of it, changed inputs.
 
@@ -405,6 +406,8 @@ def _wider_format(origin: Origin, context: Context) -> tuple[str, str]:
         return f", which {policy} does not ask for: the model's own code casts", "x.float() before it"
     if origin.phase == "backward":
         return "; other gradients are not finite with a lower loss scale either", _bfloat16(context)
+    if _is_scripted(origin.module, context):
+        return "; no rule reaches inside TorchScript", _bfloat16(context)
     if origin.role == "parameter" and (path := _as_in_rules(origin.path, context)):
         return "", assignment(f"fp32_param={path}")
     op_rule = assignment(f"fp32={origin.op}")
@@ -417,6 +420,13 @@ def _wider_format(origin: Origin, context: Context) -> tuple[str, str]:
         return "", op_rule
     names = ", ".join(dict.fromkeys(f"{each.op} in {each.module or MODEL}" for each in low[:_MANY]))
     return f"; FP32 there would not do, since {names} would cast it again" if names else "", _bfloat16(context)
+
+
+def _is_scripted(path: str, context: Context) -> bool:
+    """Whether ``torch.jit`` has compiled a module."""
+    named = (model.named_modules(prefix=prefix[:-1]) for prefix, model in numbered(context.models))
+    found = (module for each in named for name, module in each if name == path)
+    return isinstance(next(found, None), torch.jit.ScriptModule)
 
 
 def _modules(origin: Origin, context: Context) -> list[str]:
@@ -439,10 +449,10 @@ def _as_in_rules(path: str, context: Context) -> str:
         return ""
     for model in context.models:
         module = dict(model.named_modules(remove_duplicate=False)).get(path)
-        is_called = module is not None and type(module).forward is not nn.Module.forward
+        is_called = module is not None and has_forward(module)
         if not is_called and path not in dict(model.named_parameters(remove_duplicate=False)):
             return ""
-    return path
+    return exact(path)
 
 
 def _takes_rule(op: str) -> bool:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.backward import number_of_pass
+from mezzo.cast.model.places import has_forward
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, shown
 from mezzo.hooks import OwnHook
@@ -31,7 +32,7 @@ from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name, each_tensor, mark, tree_map
 from mezzo.trace.calls import Where, here, user_line
 from mezzo.trace.measure import is_finite, named_inputs, numbered, shape_text
-from mezzo.trace.modes import hooked, is_watched, watching
+from mezzo.trace.modes import after_forward, before_forward, hooked, is_watched, watching
 from mezzo.trace.sandbox import RandomStates, devices_of, gradients_aside, leaves_of, untouched
 
 # ``locate``: one watched forward and backward pass, and the first non-finite tensor that leads on.
@@ -147,7 +148,7 @@ class Search:
         with ExitStack() as hooks:
             for prefix, model in numbered(self.context.models):
                 learn = partial(self._learn, prefix)
-                hooks.callback(model.register_forward_pre_hook(learn, prepend=True, with_kwargs=True).remove)
+                hooks.callback(before_forward(model, learn, prepend=True, with_kwargs=True).remove)
             hooks.enter_context(hooked(self.watch, self.context.models))
             yield
 
@@ -287,8 +288,8 @@ class CallKeeper:
             for model in models
             for handle in (
                 # Before the hooks that cast, and after those that cast back.
-                model.register_forward_pre_hook(OwnHook(self._before), prepend=True, with_kwargs=True),
-                model.register_forward_hook(OwnHook(self._after), always_call=True),
+                before_forward(model, OwnHook(self._before), prepend=True, with_kwargs=True),
+                after_forward(model, OwnHook(self._after), always_call=True),
             )
         ]
 
@@ -490,7 +491,7 @@ def _called_from_outside(model: nn.Module) -> Iterator[nn.Module]:
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
     """Yield what is called of a model: itself, or of what only holds others these."""
-    if type(model).forward is not nn.Module.forward:
+    if has_forward(model):
         yield model
         return
     for part in model.children():

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import BackwardCFunction
 
 from mezzo.backward import current_node
@@ -86,7 +87,8 @@ class Watch:
             self.where.enter(place)
             self._arguments[id(place)] = place, edges(args, kwargs)  # with the place, so that its id stays its own
             kinds = {tensor.device.type for tensor in tensors((args, kwargs))}
-            self._context.autocasts |= any(torch.is_autocast_enabled(kind) for kind in kinds)
+            known = filter(is_autocast_available, kinds)  # no meta device
+            self._context.autocasts |= any(map(torch.is_autocast_enabled, known))
         return place
 
     def finish(self, place: Place, out: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import fx, nn
 
-from mezzo.cast.model.prepare import with_low_ends
+from mezzo.cast.model.prepare import as_named, with_low_ends
 from mezzo.compiling import backend_of, backends, traced_variable
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError, nearest, require_extra, shown
@@ -112,7 +112,7 @@ class Backend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Place casts in a graph, and have it compiled."""
         model = compiled_model()
-        policy = self.policy if model is None else with_low_ends(model, self.policy)
+        policy = self.policy if model is None else with_low_ends(model, as_named(model, self.policy))
         graph = read(module, policy, self._roots.path)
         costs = Costs(
             graph,

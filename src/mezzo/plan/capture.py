@@ -6,6 +6,7 @@ function returns, belong to the op that made the tensor, and so have its precisi
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import logging
 import operator
@@ -22,8 +23,9 @@ from torch import Tensor, fx, nn
 from torch.fx import Node
 
 from mezzo.cast.device import Family, emulated_families
+from mezzo.cast.differences import find_differences
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
-from mezzo.cast.model.prepare import with_low_ends
+from mezzo.cast.model.prepare import as_named, with_low_ends
 from mezzo.cast.model.refusals import wanted_storage
 from mezzo.cast.products import Operands, Recipe, asked, recipe_on
 from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, as_given, capture_errors, require_switches
@@ -32,7 +34,7 @@ from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Decision, Policy
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, dtype_name
+from mezzo.tensors import CASTABLE, dtype_name, values_of
 from mezzo.trace.calls import op_name
 
 #: What an op may be: ``source``: a parameter, a buffer, an input, a constant; ``low``, ``fp32``: in this precision, by
@@ -193,7 +195,7 @@ def hint(number: Any) -> int:
 def num_elements(node: Node) -> int:
     """Return how many elements a tensor has."""
     count = 1
-    for size in value_of(node).shape:
+    for size in values_of(value_of(node)).shape:
         count *= hint(size)
     return count
 
@@ -238,7 +240,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
             f"{name} does not take these inputs", why=str(error), write="plan(model, *inputs, policy=…)"
         ) from error
     names = list(inspect.signature(model.forward).parameters)
-    policy = with_low_ends(model, policy)
+    policy = with_low_ends(model, as_named(model, policy))
     storage = wanted_storage(model, policy, waits=True)
     # Of halves the high one is read, which costs no cast.
     dtypes: dict[Tensor, torch.dtype] = dict((*storage.plain.items(), *storage.halves.items()))
@@ -264,7 +266,9 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], 
     with as_given(left_out=_logging()):
         try:
             torch.compile(call, backend=keep, fullgraph=True)(*args, **kwargs)
-        except dynamos as error:
+        except Exception as error:
+            if not isinstance(error, dynamos) and _USERS_CODE not in str(error):
+                raise  # no error of capturing: Dynamo writes the user's lines under others' that it hands on
             where, why = _user_line(str(error)), _why(str(error))
             if not found and isinstance(error, programs):  # the program's own, as without Dynamo
                 what = f"{type(model).__name__} does not run with these inputs"
@@ -295,9 +299,12 @@ def _why(text: str) -> str:
     return "; ".join([text.splitlines()[0], *(explained.groups() if explained else ())])
 
 
+_USERS_CODE: Final = "from user code:"
+
+
 def _user_line(text: str) -> str:
     """Find the last line of the user's that an error of Dynamo's names."""
-    return _last_line(text.partition("from user code:")[2])
+    return _last_line(text.partition(_USERS_CODE)[2])
 
 
 def _last_line(text: str) -> str:
@@ -523,6 +530,8 @@ class _Reader:
                 return treatment, name, decision, reason
             case "low" | "fp8" | "mxfp8" | "nvfp4" if floats:
                 return "low", name, decision, reason
+        if name == "einsum" and treatment == "native":
+            return "own", name, decision, reason
         if not floats:
             return "follow", name, decision, "it gives no floating numbers, and reads what there is"
         if decision.rule is not None and treatment in ("native", "promote"):
@@ -571,7 +580,12 @@ class _Reader:
                     why = rule.reason or f"it reads {path}, which the rule {rule} pins"
                     return Decision(treatment=rule.treatment, rule=rule, reason=why, source="policy")
         module = self._module_path(node)
-        return self.policy.explain(name, module, device_type=self.graph.device_type)
+        decision = self.policy.explain(name, module, device_type=self.graph.device_type)
+        differences = find_differences(self.policy, self.graph.device_type, module)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+        if (instead := differences.instead(name, args, kwargs)) is not None:
+            return dataclasses.replace(decision, treatment=instead.treatment, reason=instead.reason)
+        return decision
 
     def _source_path(self, node: Node) -> str:
         """Return a parameter's or a buffer's path; of anything else what the program calls it."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 
 from mezzo.plan.capture import Graph, GraphOp
 from mezzo.policy import Rule, Treatment
 from mezzo.policy.ops import functions
+from mezzo.policy.rules import exact, lies_in, matches
 
 #: An op and the module in which it runs: what a rule can name.
 Group = tuple[str, str]
@@ -75,24 +75,22 @@ def _rules_on(
     said = {module: sayable[op, module] for op, module in ruled if op == name}
     # A rule on a module is about all that lies in it: what differs there needs one of its own, and goes first.
     for module in groups:
-        if module not in said and (name, module) in sayable and any(_lies_in(module, each) for each in said):
+        if (
+            module not in said
+            and (name, module) in sayable
+            and any(not each or lies_in(module, exact(each)) for each in said)
+        ):
             said[module] = sayable[name, module]
     inner_first = sorted(said, key=lambda module: (module == "", -module.count("."), module))
     found: dict[tuple[str, bool], None] = {}
     for module in inner_first:
-        glob = ".".join("*" if part.isdecimal() else part for part in module.split("."))
-        alike = [each for each in groups if each and fnmatch.fnmatchcase(each, glob)]
+        glob = ".".join("*" if part.isdecimal() else exact(part) for part in module.split("."))
+        alike = [each for each in groups if each and matches(each, glob)]
         folds = all(each in said and said[each] == said[module] for each in alike) and not any(
-            _lies_in(each, glob) for each in groups if each not in alike
+            lies_in(each, glob) for each in groups if each not in alike
         )
-        found[glob if folds and module else module, said[module]] = None
+        found[glob if folds and module else exact(module), said[module]] = None
     return [_rule(name, module or None, is_low) for module, is_low in found]
-
-
-def _lies_in(module: str, outer: str) -> bool:
-    """Whether a module is inside of another one, which may be a glob; all are inside of the model."""
-    parts = module.split(".")
-    return not outer or any(fnmatch.fnmatchcase(".".join(parts[:count]), outer) for count in range(1, len(parts)))
 
 
 def _rule(name: str, module: str | None, is_low: bool) -> Rule:

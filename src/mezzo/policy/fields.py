@@ -13,7 +13,18 @@ import torch
 from mezzo import files
 from mezzo.errors import MOST_PROBLEMS, PolicyError, closest, nearest, printable, shown
 from mezzo.policy.ops import QUANTISED
-from mezzo.policy.rules import RULE_KEYS, Rule, both, format_rules, is_rule, meant, parse_rules, split
+from mezzo.policy.rules import (
+    RULE_KEYS,
+    Rule,
+    both,
+    format_rules,
+    is_open,
+    is_rule,
+    meant,
+    parse_rules,
+    separated,
+    split,
+)
 from mezzo.scale import LossScale
 from mezzo.tensors import DTYPES, LOW, dtype_name, dtype_of
 
@@ -323,7 +334,7 @@ def _given(value: Any) -> str:
 #: What the name of a policy's file ends with, so that it is told from a text.
 SUFFIX: Final = ".policy"
 _MOST_BYTES: Final = 1_000_000
-_LINE_END: Final = re.compile(r"\r\n|\r|\n")
+_LINE_END: Final = "(?:\r\n|\r|\n)"
 #: Spaces that do not count: those around what separates words.
 _AROUND: Final = re.compile(r"\s*([,=+*()])\s*")
 #: What only policy files of releases that wrote TOML have.
@@ -351,7 +362,7 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
             write="O2\ndtype=bfloat16\nfp32_module=head   # a reason\n"
             f"or {both('O2,dtype=bfloat16,fp32_module=head')}, and policy.save(path)",
         )
-    has_lines = bool(path) or _LINE_END.search(text.strip()) is not None
+    has_lines = bool(path) or len(separated(text.strip(), _LINE_END, 1)) > 1
     level, given, rules, problems = "", dict[str, Any](), list[Rule](), list[PolicyError]()
     for line, entry, reason in _entries(text, subject):
         if len(problems) == MOST_PROBLEMS:
@@ -379,8 +390,8 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
 def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, str]]:
     """Yield each entry, its line and the reason behind it; a comma that ends a line does not count."""
     size = 0
-    for number, line in enumerate(_LINE_END.split(text), start=1):
-        entries, _, reason = line.partition("#")
+    for number, line in enumerate(separated(text, _LINE_END), start=1):
+        entries, *reason = separated(line, "#", 1)
         entries = _AROUND.sub(r"\1", entries).strip().removesuffix(",")
         size += len(entries)
         if size > LONGEST_TEXT:
@@ -389,11 +400,11 @@ def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, 
                 why=f"a policy's text has at most {LONGEST_TEXT:,} characters",
                 write=f"globs in place of names: {both('fp32_module=blocks.*')}",
             )
-        if entries.count("(") > entries.count(")"):
+        if is_open(entries):
             problem = PolicyError("a bracket is not closed", write=both("loss_scale=dynamic(init=1024)"))
             yield number, problem, ""
         elif entries:
-            yield from ((number, entry, reason.strip()) for entry in split(entries))
+            yield from ((number, entry, "".join(reason).strip()) for entry in split(entries))
 
 
 def _read_field(entry: str, level: str, given: dict[str, Any]) -> None:

@@ -13,12 +13,14 @@ from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import fields
 from mezzo.policy import fields as texts
 from mezzo.policy.fields import LEVELS, Level
-from mezzo.policy.ops import OPS, QUANTISED, Op, Treatment, out_of_place, resolve, written_form
+from mezzo.policy.ops import MOVES, OPS, QUANTISED, VIEWS, Op, Treatment, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, both, format_rules
 from mezzo.scale import LossScale
 
 Lists = Literal["portable", "device"]
 Norms = Literal["fp32", "fp32_math"]
+#: How an op is carried out that writes into tensors which keep their dtype: :meth:`Policy.written`.
+Written = Literal["left", "follows", "treated"]
 
 #: The kinds of device that the table tells apart, and how they are called where none is asked about.
 _KINDS: Final = {"cpu": "a CPU", "cuda": "an accelerator"}
@@ -26,6 +28,7 @@ _DECIDERS: Final[dict[Lists, str]] = {"portable": "op table", "device": "lists=d
 _AS_IN: Final[dict[Treatment, str]] = {
     "native": "left to torch, as in torch.amp",
     "fp32_math": "FP32 inside, the input's dtype out",
+    "promote": "promoted, as in torch.amp",
 }
 
 
@@ -233,7 +236,7 @@ class Policy:
 
         Returns:
             The decision. In-place forms (``exp_``) and ``out=`` forms (``aten::exp.out``) write to a tensor that keeps
-            its dtype, so nothing ever casts them, rules included; the reason says what the op gets otherwise.
+            its dtype: they compute as the op itself does, and round to that (:meth:`written`).
 
         Raises:
             PolicyError: No table and no rule knows the op, or torch no such device type.
@@ -250,12 +253,7 @@ class Policy:
         """
         name = resolve(op, in_place=True)
         if (form := written_form(op, name)) is not None:
-            reason = f"what an {form} op writes to keeps its dtype, as in torch.autocast"
-            returning = out_of_place(name) if form == "in-place" else name
-            other = None if returning is None else self.explain(returning, module, device_type=device_type)
-            if other is not None and other.treatment != "native":
-                reason += f"; {returning}, which returns a new tensor, gets {other.treatment}: {other.reason}"
-            return Decision(treatment="native", rule=None, reason=reason, source="torch")
+            return self._explain_form(form, name, module, device_type)
         for rule in self.rules:
             if rule.matches(op=name, module=module):
                 reason = rule.reason or f"the rule {rule} matches first"
@@ -270,6 +268,50 @@ class Policy:
         if entry is None:
             return Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
         return _from_table(entry, device_type, lists=self.lists, norms=self.norms)
+
+    def written(self, op: str, decision: Decision, device_type: str | None = None) -> Written:
+        """Say how the in-place and ``out=`` forms of an op are carried out.
+
+        Args:
+            op: The op's base name.
+            decision: What the op itself gets.
+            device_type: The device; on an accelerator the table's ops are torch's.
+
+        Returns:
+            ``treated``: computed as the op is, and rounded to the dtype of what is written to. ``follows``: what is
+            read is cast to that dtype, since the op only moves it, or is a product, whose operands are of one dtype.
+            ``left``: to torch.
+        """
+        if decision.rule is not None and decision.rule.op is not None and decision.treatment not in QUANTISED:
+            return "left" if decision.treatment == "native" else "treated"
+        is_torchs = self.lists == "device" or (self.norms == "fp32" and _is_accelerator(device_type))
+        if not self.casts or decision.treatment == "native" or is_torchs:
+            return "left"
+        return "follows" if decision.treatment in ("low", *QUANTISED) or op in MOVES else "treated"
+
+    def _explain_form(self, form: str, name: str, module: str | None, device_type: str | None) -> Decision:
+        """Explain an in-place or ``out=`` form by the op that returns a new tensor."""
+        keeps = f"what an {form} op writes to keeps its dtype"
+        op = out_of_place(name) if form == "in-place" else name
+        if op is None or op in VIEWS:
+            return Decision(treatment="native", rule=None, reason=keeps, source="torch")
+        of_op = self.explain(op, module, device_type=device_type)
+        if form == "out=" and not self.casts and of_op.rule is not None:
+            why = f"{keeps}; {of_op.rule} is idle there: under {self.level} nothing tells it from compiled code's own"
+            return Decision(treatment="native", rule=None, reason=why, source="torch")
+        whole = self.module_rule(module or "")
+        is_island = whole is not None and whole is of_op.rule and whole.treatment == "fp32"
+        written: Written = "left" if is_island else self.written(op, of_op, device_type)
+        gets = f"gets {of_op.treatment}: {of_op.reason}"
+        if written == "left":
+            also = "" if of_op.treatment == "native" else f"; {op}, which returns a new tensor, {gets}"
+            return Decision(treatment="native", rule=None, reason=keeps + also, source="torch")
+        here_alone = device_type is None and self.written(op, of_op, "cuda") == "left"
+        elsewhere = f"; on {_KINDS['cuda']} {_AS_IN['native']}" * here_alone
+        if written == "follows":
+            reason = f"{keeps}, and what it reads is cast to that{elsewhere}"
+            return Decision(treatment="promote", rule=None, reason=reason, source=of_op.source)
+        return dataclasses.replace(of_op, reason=f"{keeps}, and the result is rounded to that; {op} {gets}{elsewhere}")
 
     def module_rule(self, path: str) -> Rule | None:
         """Return the rule that treats a module of the model as a whole, if one does."""
@@ -445,10 +487,14 @@ def _from_table(entry: Op, device_type: str | None, *, lists: Lists, norms: Norm
 def _on(entry: Op, kind: str, lists: Lists, norms: Norms) -> Treatment:
     if lists == "device":
         return entry.by_torch(kind)
-    if kind == "cpu":  # which may lack the low-precision kernel: same dtypes then, FP32 inside
-        return "fp32_math" if (entry.portable, entry.cpu) == ("native", "fp32") else entry.portable
+    if kind == "cpu":  # which may lack a low-precision kernel that is right: same dtypes then, FP32 inside
+        return "fp32_math" if entry.cpu == "fp32" and entry.portable in ("native", "promote") else entry.portable
     # On an accelerator portable means what torch does: there is no difference there.
     return entry.cuda if norms == "fp32" else entry.portable
+
+
+def _is_accelerator(device_type: str | None) -> bool:
+    return device_type is not None and _checked(device_type) != "cpu"
 
 
 def _checked(device_type: str) -> str:

@@ -6,7 +6,7 @@ import fnmatch
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from typing import Any, Final, cast
@@ -75,9 +75,9 @@ def _python(text: str) -> str:
     for entry in rest if is_whole else [first, *rest]:
         key, equals, value = entry.partition("=")
         if is_rule(key):
-            call = _builder(key, value.split("+"))
+            call = _builder(key, names_in(value))
             calls[:0] = [call] if call else []  # a builder puts its rules first
-            others += [] if call else [_rule(key, name) for name in value.split("+")]
+            others += [] if call else [_rule(key, name) for name in names_in(value)]
         elif is_whole and (not equals or key == "dtype"):
             arguments.insert(0, _quoted(value or key))
         else:
@@ -106,10 +106,12 @@ def _builder(key: str, names: Sequence[str]) -> str:
 
 
 def _rule(key: str, name: str) -> str:
-    treatment, _, kind = key.rpartition("_") if key.endswith(("_module", "_param")) else (key, "", "op")
+    if key.endswith(("_module", "_param")):
+        treatment, _, kind = key.rpartition("_")
+        return f"Rule({_quoted(treatment)}, {kind}={_quoted(name)})"
     op, at, module = name.partition("@")
-    named = [f"{kind}={_quoted(op)}", *([f"module={_quoted(module)}"] if at else [])]
-    return f"Rule({_quoted(treatment)}, {', '.join(named)})"
+    named = [f"op={_quoted(op)}", *([f"module={_quoted(module)}"] if at else [])]
+    return f"Rule({_quoted(key)}, {', '.join(named)})"
 
 
 def _quoted(word: str) -> str:
@@ -126,15 +128,104 @@ def treatment_of(word: str) -> str:
     return _TREATED.get(word.lower(), "")
 
 
+# Names in a text. Between square brackets a character stands for itself: ``[*]`` and ``[[]`` in a glob, as in
+# ``glob.escape``, and ``[,]`` in a text. Module and parameter names may hold any character but a dot.
+
+_SEPARATING: Final = r",+=@;()#\s"
+_SINGLE: Final = re.compile(rf"\[.\]|([{_SEPARATING}])", re.DOTALL)
+_SPECIAL: Final = re.compile(rf"([*?\[{_SEPARATING}])")
+#: What names one path, whatever it has been made of.
+_EXACT: Final = re.compile(rf"(\[[*?\[{_SEPARATING}]\]|[^*?\[])*", re.DOTALL)
+
+
+def exact(path: str) -> str:
+    """Return the glob that matches the path of one module or parameter, and no other.
+
+    Example:
+        >>> exact("blocks.0.mlp"), exact("body.[cls]"), exact("a,b=c.*")
+        ('blocks.0.mlp', 'body.[[]cls]', 'a[,]b[=]c.[*]')
+    """
+    return _SPECIAL.sub(r"[\1]", path)
+
+
+def written(glob: str) -> str:
+    """Return a glob as a policy's text has it: what separates there stands between square brackets.
+
+    Example:
+        >>> written("a,b.*"), written("a[,]b.*")
+        ('a[,]b.*', 'a[,]b.*')
+    """
+    return _SINGLE.sub(lambda found: f"[{found[1]}]" if found[1] else found[0], glob)
+
+
+def matches(path: str, glob: str) -> bool:
+    """Say whether a glob matches a path, or is that path's own text.
+
+    Example:
+        >>> matches("body.[cls]", "body.[cls]"), matches("body.c", "body.[cls]"), matches("body.c", "body.[[]cls]")
+        (True, True, False)
+    """
+    return fnmatch.fnmatchcase(path, glob) or ("[" in glob and not _EXACT.fullmatch(glob) and _spells(glob, path))
+
+
+def _spells(glob: str, path: str) -> bool:
+    """Whether a glob is a path's own text, letter by letter."""
+    return written(path) == written(glob)
+
+
+def as_named(glob: str, paths: Iterable[str]) -> str:
+    """Return the glob for the one of some paths that it spells and, read as a pattern, would miss; else itself.
+
+    Example:
+        >>> as_named("body.[cls]", ["body.[cls]", "body.c"]), as_named("body.[cls]", ["body.c"])
+        ('body.[[]cls]', 'body.[cls]')
+    """
+    known = [*paths] if "[" in glob else []
+    named = next((path for path in known if _spells(glob, path)), None)
+    if named is None or fnmatch.fnmatchcase(named, glob) or any(exact(path) == glob for path in known):
+        return glob
+    return exact(named)
+
+
+def lies_in(path: str, glob: str) -> bool:
+    """Say whether a glob matches a module's path, or that of a module around it."""
+    return any(matches(part, glob) for part in _ancestry(path))
+
+
+def separated(text: str, separator: str, most: int = 0) -> list[str]:
+    """Split a text at a separator, but for where it stands for itself.
+
+    Args:
+        text: The text.
+        separator: A regular expression that matches one character.
+        most: How often; 0 for wherever it stands.
+
+    Example:
+        >>> separated("a[+]b+c", "[+]")
+        ['a[+]b', 'c']
+    """
+    return re.split(rf"(?!(?<=\[).\]){separator}", text, maxsplit=most, flags=re.DOTALL)
+
+
+def names_in(value: str) -> list[str]:
+    """Return the names that stand behind a rule's key."""
+    return separated(value, "[+]")
+
+
 def split(text: str) -> list[str]:
     """Split a text at commas outside brackets: a loss scale's own text may hold some."""
-    parts, begin, depth = [], 0, 0
-    for at, character in enumerate(text):
-        depth += (character == "(") - (character == ")")
-        if character == "," and depth == 0:
-            parts.append(text[begin:at])
-            begin = at + 1
-    return [*parts, text[begin:]]
+    parts = list[str]()
+    for each in separated(text, ","):
+        if parts and is_open(parts[-1]):
+            parts[-1] += f",{each}"
+        else:
+            parts.append(each)
+    return parts
+
+
+def is_open(text: str) -> bool:
+    """Say whether a bracket is not closed."""
+    return len(separated(text, "[(]")) > len(separated(text, "[)]"))
 
 
 def meant(key: str, names: str) -> list[str]:
@@ -155,7 +246,7 @@ def meant(key: str, names: str) -> list[str]:
     if not words or not all(word in _TREATED or word in _KINDS for word in words):
         return []
     treatment = next((_TREATED[word] for word in words if word in _TREATED and word != "keep"), "fp32")
-    globs = (names or "…").split("+")
+    globs = names_in(names or "…")
     if kind := next((_KINDS[word] for word in words if word in _KINDS), ""):
         return [_entry(treatment, kind, globs)]
     ops = [glob for glob in globs if _is_op(glob)]
@@ -181,7 +272,6 @@ def _is_op(name: str) -> bool:
         return any(character in op for character in "*?[") and next(matching(op), None) is not None
 
 
-_TEXT_CHARACTERS = ",+=@;()#"
 _STORAGE_TREATMENTS: Final[tuple[Treatment, ...]] = ("low", "fp32")
 #: Those that a module or a parameter may be given: its storage and all its ops, or its products alone.
 _PLACED: Final = (*_STORAGE_TREATMENTS, *QUANTISED)
@@ -204,7 +294,8 @@ class Rule:
             ``fp8``, ``mxfp8`` or ``nvfp4``, whatever else the glob matches.
         op: Glob on the op's base name (any spelling that :func:`mezzo.policy.ops.resolve` knows).
         module: Glob on the module's path in the model. With ``op`` both must match; alone it takes ``low`` and
-            ``fp32``, and what is for products: then ``op`` is ``*``.
+            ``fp32``, and what is for products: then ``op`` is ``*``. In both globs ``[*]`` is a character that stands
+            for itself, and a glob that is the very name of a module or parameter means that one.
         param: Glob on the parameter's (or buffer's) path; stands alone.
         reason: For people; it takes no part in comparison.
 
@@ -244,12 +335,10 @@ class Rule:
             write = ";\nor ".join(_example(self.treatment, kind) for kind in globs)
             raise PolicyError("a rule must match something", where=f"{rule})", write=write)
         for kind, glob in globs.items():
-            if glob is not None and (not glob or any(c in _TEXT_CHARACTERS or c.isspace() for c in glob)):
-                raise PolicyError(
-                    f"the {kind} glob {shown(glob)} cannot be written in a policy's text",
-                    why="a glob is not empty and has no space and none of , + = @ ; ( ) #",
-                    write=f"one name for each {kind}: {_example(self.treatment, kind)}",
-                )
+            if glob == "" or (kind == "op" and glob is not None and written(glob) != glob):
+                raise _unwritten(self.treatment, kind, glob)
+            if glob is not None:
+                object.__setattr__(self, kind, written(glob))
         if self.param is not None and (self.op is not None or self.module is not None):
             raise PolicyError(
                 f"the rule on parameter {self.param!r} also names an op or a module",
@@ -295,11 +384,17 @@ class Rule:
 
     def matches_module(self, path: str) -> bool:
         """Say whether the module glob matches a module or one that contains it."""
-        return self.module is not None and any(fnmatch.fnmatchcase(part, self.module) for part in _ancestry(path))
+        return self.module is not None and lies_in(path, self.module)
 
     def matches_param(self, path: str) -> bool:
         """Say whether the parameter glob matches a parameter's or buffer's path."""
-        return self.param is not None and fnmatch.fnmatchcase(path, self.param)
+        return self.param is not None and matches(path, self.param)
+
+    def as_named(self, modules: Iterable[str], params: Iterable[str]) -> Rule:
+        """Return the rule with its globs :func:`as_named`."""
+        if self.module is not None:
+            return replace(self, module=as_named(self.module, modules))
+        return self if self.param is None else replace(self, param=as_named(self.param, params))
 
     @property
     def ops(self) -> tuple[str, ...]:
@@ -358,6 +453,18 @@ class Decision:
     source: str
 
 
+def _unwritten(treatment: Treatment | str, kind: str, glob: str, entry: str = "") -> PolicyError:
+    """Build the error of a name that a text would cut in two; the entry has it whole."""
+    write = f"one name for each {kind}: {_example(treatment, kind)}"
+    if entry and not re.search(r"\s", glob):  # which is a slip
+        write += f";\nor for the one of this name {both(entry)}"
+    return PolicyError(
+        f"the {kind} glob {shown(glob)} cannot be written in a policy's text",
+        why="a glob is not empty, and a space and , + = @ ; ( ) # separate globs",
+        write=write,
+    )
+
+
 def _example(treatment: Treatment | str, kind: str) -> str:
     """Write a cure that gives a treatment to things of a kind, in both spellings."""
     if kind == "op":
@@ -389,9 +496,12 @@ def parse_rules(key: str, names: str, reason: str = "") -> tuple[Rule, ...]:
         PolicyError: As :class:`Rule` does.
     """
     treatment, _, kind = key.rpartition("_") if key not in TREATMENTS else (key, "", "")
+    scoped = [("", "", name) if kind else name.partition("@") for name in names_in(names)]
+    for op, at, glob in scoped:
+        if (name := written(glob)) != glob:
+            raise _unwritten(treatment, kind or "module", glob, f"{key}={op}{at}{name}")
     if kind:
-        return tuple(Rule(cast(Any, treatment), **{kind: name}, reason=reason) for name in names.split("+"))
-    scoped = (name.partition("@") for name in names.split("+"))
+        return tuple(Rule(cast(Any, treatment), **{kind: glob}, reason=reason) for *_, glob in scoped)
     made = ((op, module if at else None) for op, at, module in scoped)
     return tuple(Rule(cast(Any, treatment), op=op, module=module, reason=reason) for op, module in made)
 

@@ -183,15 +183,22 @@ class StepLog:
         report: Gets what was counted.
         told: Is told of each step; ``None`` where nothing is to be read from the device.
         most: After how many steps the script ends, in its next backward pass; ``None`` where it ends by itself.
+        is_apart: Whether an optimizer steps now: its own products are not the policy's.
 
     **Cost**: where steps are told of, one transfer from the device for each, and in one of the first a Python call for
     each tensor that is saved for the backward pass.
     """
 
-    def __init__(self, report: ScriptReport, told: Callable[[StepRecord], None] | None, most: int | None) -> None:
+    def __init__(
+        self,
+        report: ScriptReport,
+        told: Callable[[StepRecord], None] | None,
+        most: int | None,
+        is_apart: Callable[[], bool],
+    ) -> None:
         self._report, self._told, self._most = report, told, most
-        self._products, self._is_counting, self._is_over = Products(), False, False
-        self._first = Counter[str]()
+        self._products, self._is_counting, self._is_over = Products(is_apart=is_apart), False, False
+        self._first, self._counted = Counter[str](), 0
         self._skipped = torch.zeros((), dtype=torch.int64)
         self._loss: Tensor | None = None
         self._saved: SavedBytes | None = None
@@ -202,6 +209,11 @@ class StepLog:
         if not (self._is_over or self._is_counting or dispatch_modes()):
             self._products.__enter__()
             self._is_counting = True
+
+    def ended(self, stats: Stats) -> None:
+        """Take note of a session that ends, and count nothing until another one begins."""
+        self._report.ended(stats)
+        self._leave()
 
     def close(self) -> None:
         """Count no more, and say what was counted."""
@@ -227,7 +239,10 @@ class StepLog:
         report.steps += 1
         self._skipped = moved(self._skipped, step.skipped.device) + step.skipped
         if not self._is_over:
-            report.measured_steps += self._is_counting
+            counted = self._products.flops.total()
+            if self._is_counting and (counted > self._counted or not counted):
+                report.measured_steps += 1  # and not one of many optimizers that step after one pass
+            self._counted = counted
             if report.measured_steps == 1:
                 self._first = self._products.flops.copy()
             self.count()
@@ -266,6 +281,9 @@ class StepLog:
                 self._report.measured_steps -= 1
                 self._products.flops -= self._first
             self._report.flops, self._report.low_share = dict(self._products.flops), self._products.low_share
+        self._leave()
+
+    def _leave(self) -> None:
         stack = dispatch_modes()
         if self._is_counting and stack and stack[-1] is self._products:  # and not below one of the script's
             self._products.__exit__(None, None, None)

@@ -30,9 +30,11 @@ from mezzo.policy import Policy
 from mezzo.script.program import Enough, Program, Seams, StepRecord, is_script, own_traceback
 from mezzo.script.report import NOT_HELD, NOT_STEPPED, REFUSED, ScriptReport, StepLog
 from mezzo.session.attach import CARRIED, AttachedPrecision, attach
+from mezzo.session.calls import methods_of
 from mezzo.session.refusals import wrong_options
+from mezzo.session.stats import Stats
 from mezzo.session.update import closure_of
-from mezzo.tensors import LOW
+from mezzo.tensors import LOW, tensors
 
 # The optimizers that a script makes, the modules that hold what they update, and one session over all of them.
 
@@ -54,15 +56,18 @@ class Gathering:
         attach: Begins a session over models and optimizers, under a policy.
         policy: The policy.
         report: What is written down.
+        ended: Is told of each session that ends.
         seams: Replaces names of torch.
 
     Attributes:
         amp: The session; ``None`` where there is none.
     """
 
-    def __init__(self, attach: Attach, policy: Policy, report: ScriptReport, seams: Seams) -> None:
+    def __init__(
+        self, attach: Attach, policy: Policy, report: ScriptReport, ended: Callable[[Stats], None], seams: Seams
+    ) -> None:
         self.amp: AttachedPrecision | None = None
-        self._attach, self._policy, self._report = attach, policy, report
+        self._attach, self._policy, self._report, self._ended = attach, policy, report, ended
         self._session: list[Optimizer] = []
         self._held: dict[int, nn.Parameter] = {}  # the parameters of the session's models
         self._old: list[weakref.ref[Optimizer]] = []  # optimizers of the session that has ended
@@ -71,10 +76,11 @@ class Gathering:
         self._known_not: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without one of these
         self._told: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
         self._bound: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._steps = 0  # that run now, one inside of another
+        self._stepping: list[bool] = []  # steps that run now, one inside of another: whether they are the session's
         self._scale: dict[str, Any] | None = None  # of the session that has ended
         self._loaded: list[Mapping[str, Any]] = []  # what the script has of a checkpoint, until a session begins
         self._watching = seams.enter_context(Seams())  # calls of modules, while optimizers wait for a session
+        self._watched = set[type[nn.Module]]()
         self._replace(seams)
 
     def region(self) -> contextlib.AbstractContextManager[Any]:
@@ -86,6 +92,10 @@ class Gathering:
     def has(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer steps with the session."""
         return any(each is optimizer for each in self._session)
+
+    def is_apart(self) -> bool:
+        """Whether an optimizer steps now, and does not evaluate a closure for the session."""
+        return bool(self._stepping) and (not self._stepping[-1] or self.amp is None or self.amp.engine.is_stepping)
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on with the loss scale of a checkpoint: now, or when the session begins.
@@ -114,7 +124,7 @@ class Gathering:
         if self._policy.loss_scale.mode == "dynamic":
             amp.engine.update()
             self._scale = amp.engine.scaler.state_dict()
-        self._report.ended(amp.stats())
+        self._ended(amp.stats())
         self._old = [weakref.ref(each) for each in self._session]
         self.amp, self._session, self._held = None, [], {}
         amp.detach()
@@ -154,12 +164,12 @@ class Gathering:
                 gathering._begin()
                 if gathering.has(self):
                     return self.step(*args, **kwargs)
-            gathering._steps += 1
+            gathering._stepping.append(gathering.has(self))
             try:
                 result = type(self).step(self, *args, **kwargs)
             finally:
-                gathering._steps -= 1
-            if gathering._awaits(self) and not gathering._steps:
+                gathering._stepping.pop()
+            if gathering._awaits(self) and not gathering._stepping:
                 gathering._begin()  # forward passes were none of modules', or inside a compiled function
             return result
 
@@ -181,26 +191,53 @@ class Gathering:
             self._new.append(weakref.ref(optimizer))
         self._awaited.update(map(id, _updated(_alive(self._old + self._new))))
         self._known_not.clear()
-        self._watching.close()
         self._watch()
 
     def _awaits(self, optimizer: Optimizer) -> bool:
         return any(each() is optimizer for each in (*self._old, *self._new))
 
     def _watch(self) -> None:
-        gathering, plain = self, vars(nn.Module)["__call__"]
+        """Look at calls of modules, of classes too that were defined since optimizers wait."""
+        kinds = {*_kinds(nn.Module)} - self._watched
+        for kind in kinds:
+            for name in ("__call__",) if kind is nn.Module else {*methods_of(kind)} & vars(kind).keys():
+                if isinstance(plain := vars(kind)[name], types.FunctionType):  # and none of a scripted module's
+                    self._watching.replace(kind, name, self._beginning(plain, name))
+        self._watched |= kinds
 
-        @functools.wraps(plain)
+    def _watch_no_more(self) -> None:
+        self._watching.close()
+        self._watched.clear()
+
+    def _beginning(self, plain: types.FunctionType, name: str) -> Any:
+        """Return what a method is while optimizers wait for a session: it may begin one, which then has bound it."""
+        begun, is_compiling = self._begun, torch.compiler.is_compiling
+
         def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and gathering._trains(self):
-                gathering._begin()
+            if not is_compiling() and begun(self, plain, name, args, kwargs):
+                return getattr(self, name)(*args, **kwargs)
             return plain(self, *args, **kwargs)
 
-        self._watching.replace(nn.Module, "__call__", call)
+        # Names that torch.jit.script finds in its source are those of the method.
+        made = types.FunctionType(call.__code__, plain.__globals__, call.__name__, None, call.__closure__)
+        return functools.update_wrapper(made, plain)
+
+    def _begun(self, module: nn.Module, plain: Any, name: str, args: Any, kwargs: Any) -> bool:
+        """Begin a session where a call trains; whether another function is to be called for it from now on."""
+        if not self._trains(module):
+            return False
+        is_call = name in ("__call__", "forward")
+        if not is_call and all(isinstance(each, nn.Parameter) for each in tensors((args, kwargs))):
+            return False
+        is_own = name in vars(module)
+        self._begin()
+        return not is_own and name in vars(module) and getattr(type(module), name) is plain
 
     def _may_begin(self) -> bool:
         """Whether a forward pass may begin a session; not one that an optimizer asks for in its step."""
-        return bool(self._old or self._new) and not self._steps and torch.is_grad_enabled()
+        waits = bool(self._old or self._new) and not self._stepping
+        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+        return waits and torch.is_grad_enabled() and not is_traced
 
     def _trains(self, module: nn.Module) -> bool:
         if module in self._known_not or not self._may_begin():
@@ -213,7 +250,7 @@ class Gathering:
 
     def _begin(self) -> None:
         """Let the optimizers that wait join the session, or begin one over all that are alive."""
-        self._watching.close()
+        self._watch_no_more()
         if not self._joined():
             self.end()
             if self._old:
@@ -555,8 +592,8 @@ def run(
     report, entered = ScriptReport(program=program.name, policy=str(chosen)), contextlib.ExitStack()
 
     def begin(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> AttachedPrecision:
-        log.count()
         amp = attach(models, optimizers, policy, max_grad_norm=max_grad_norm, hold_schedulers=hold_schedulers)
+        log.count()
         amp.engine.observers.append(log)
         if around is not None and not report.models:  # written down once it has begun
             entered.enter_context(around(models))
@@ -564,8 +601,8 @@ def run(
 
     error: BaseException | None = None
     with Seams() as seams:
-        log = StepLog(report, told, steps)
-        gathering = Gathering(begin, chosen, report, seams)
+        log = StepLog(report, told, steps, lambda: gathering.is_apart())
+        gathering = Gathering(begin, chosen, report, log.ended, seams)
         converted = convert_before_wrapping(chosen, report, seams)
         replace_amp(gathering, report, seams)
         try:

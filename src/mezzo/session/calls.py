@@ -19,7 +19,7 @@ from mezzo.backward import engine_through, runs_backward
 from mezzo.cast import autocast
 from mezzo.cast.model.calls import Within
 from mezzo.cast.model.outputs import GivesOut, given_out
-from mezzo.compiling import compiled_inside, never_compiled
+from mezzo.compiling import compiled_inside, is_exporting, never_compiled
 from mezzo.hooks import owner_of
 from mezzo.interrupts import Members
 from mezzo.policy import Policy
@@ -70,8 +70,7 @@ class Calls:
                 self._own += module._parameters, module._buffers
                 if isinstance(module, nn.ModuleList | nn.ModuleDict):
                     continue  # which is no function
-                is_torchs = type(module).__module__.startswith("torch.")
-                for name in _methods(type(module)) if methods and not is_torchs else ["forward"]:
+                for name in methods_of(type(module)) if methods else ["forward"]:
                     call = self._around(getattr(module, name), module, is_root=module is root, name=name)
                     self._undo.callback(rebound(vars(module), name, types.MethodType(call, module)))
 
@@ -80,9 +79,9 @@ class Calls:
         is_call = _always if name == "forward" else self._is_given
 
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
+            if not torch.compiler.is_dynamo_compiling():
                 return self._call(plain, args, kwargs, is_call, None, last)
-            if not is_call(args, kwargs):
+            if is_exporting() or not is_call(args, kwargs):
                 return plain(*args, **kwargs)
             # For parts that Python calls where the graph breaks (torch 2.13 resumes in no `try`, and leaves all to it).
             self._here.inside = _FORWARD
@@ -95,8 +94,13 @@ class Calls:
 
         @compiled_inside
         def part(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
-                if not self._autocasts or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            if torch.compiler.is_dynamo_compiling():
+                if (
+                    is_exporting()
+                    or not self._autocasts
+                    or torch.is_autocast_enabled("cpu")
+                    or torch.is_autocast_enabled("cuda")
+                ):
                     return plain(*args, **kwargs)
                 _leave_graph()  # called from outside, or where the model has autocast switched off: Python knows
             return self._call(plain, args, kwargs, is_call, within, last)
@@ -117,7 +121,7 @@ class Calls:
     ) -> Any:
         """Call a method, in the region where it is a call of the model; a part that has rules in its own one."""
         inside, is_forward = getattr(self._here, "inside", None), is_call is _always
-        if inside is _FORWARD or self._is_over:  # as nearly all calls are
+        if inside is _FORWARD or self._is_over or is_exporting():  # as nearly all calls are
             if not runs_backward():
                 self._plain.add(plain)
             return plain(*args, **kwargs)
@@ -281,15 +285,20 @@ class Binding:
         return end
 
 
-def _methods(kind: type) -> list[str]:
-    """Return the public methods of a module's class that are none of ``nn.Module``'s, nor without gradients."""
+def methods_of(kind: type) -> tuple[str, ...]:
+    """Return the methods of a module's class by which a model may be called.
+
+    They are the public ones that are none of ``nn.Module``'s, nor without gradients; ``forward`` of a class of torch's.
+    """
+    if kind.__module__.startswith("torch."):
+        return ("forward",)
     found: dict[str, Any] = {}
     for each in kind.__mro__:
         if each is nn.Module:
             break
         for name, value in vars(each).items():
             found.setdefault(name, value)
-    return [
+    return tuple(
         name
         for name, value in found.items()
         if isinstance(value, types.FunctionType)
@@ -298,7 +307,7 @@ def _methods(kind: type) -> list[str]:
         and not inspect.isgeneratorfunction(value)
         and not inspect.iscoroutinefunction(value)
         and not (name != "forward" and _is_without_gradients(value))
-    ]
+    )
 
 
 def _is_without_gradients(function: Any) -> bool:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import struct
-import zlib
 from typing import Any, BinaryIO, Final
-from zipfile import BadZipFile, ZipFile
+from zipfile import ZipFile
 
 import torch
 from torch.serialization import get_crc32_options, set_crc32_options
@@ -16,8 +14,9 @@ from mezzo.files import opened, whole
 
 #: An attribute of MS-DOS.
 _FOLDER: Final = 0x10
-#: What ``zipfile`` raises over headers that contradict each other, or lead out of the file.
-_DAMAGES: Final = (BadZipFile, EOFError, OSError, OverflowError, RuntimeError, ValueError, struct.error, zlib.error)
+#: Who speaks where torch refuses an archive in which ``zipfile`` finds no fault: its headers are read more strictly.
+_READER: Final = "PytorchStreamReader"
+_WRITE: Final = "mezzo.load(…) of an older checkpoint"
 
 
 def save(path: str | os.PathLike[str], /, *, each_rank: bool = False, **parts: Any) -> None:
@@ -95,7 +94,12 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
     with opened(path) as file:
         _check_records(file, os.fsdecode(path))
         file.seek(0)
-        found = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+        try:
+            found = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+        except RuntimeError as error:
+            if not str(error).startswith(_READER):
+                raise  # it is of the device, say, and not of the file
+            raise _damaged(os.fsdecode(path), str(error).partition(". ")[0]) from None
     states = {name: found[name] for name in parts}
     for name, part in parts.items():
         part.load_state_dict(states[name])
@@ -104,15 +108,17 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
 
 def _check_records(file: BinaryIO, path: str) -> None:
     """Read all of an archive once, and raise unless every record has the checksum that it was written with."""
-    write = "mezzo.load(…) of an older checkpoint"
     try:
         with ZipFile(file) as archive:
             # Of what one bit calls a folder torch hands out memory as it finds it.
             folders = (each.filename for each in archive.infolist() if each.is_dir() or each.external_attr & _FOLDER)
             damaged = archive.testzip() or next(folders, None)
-    except _DAMAGES as error:
-        why = str(error) or "it ends before its header says"
-        raise StateError("the checkpoint is damaged, or none", where=path, why=why, write=write) from None
+    except Exception as error:  # zipfile raises a dozen kinds over headers that contradict each other
+        raise _damaged(path, str(error) or "it ends before its header says") from None
     if damaged is not None:
         what = f"the record {damaged!r} of the checkpoint is damaged"
-        raise StateError(what, where=path, why="its CRC-32 is another, or it is called a folder", write=write)
+        raise StateError(what, where=path, why="its CRC-32 is another, or it is called a folder", write=_WRITE)
+
+
+def _damaged(path: str, why: str) -> StateError:
+    return StateError("the checkpoint is damaged, or none", where=path, why=why, write=_WRITE)

@@ -82,6 +82,16 @@ class EngineScaler(torch.amp.GradScaler):
             again: Whether those that the last step has left are taken, too.
         """
 
+    def _idles(self, optimizer: Optimizer, call: str) -> bool:
+        """Whether a call does nothing, as torch's: no parameter has a gradient, and an optimizer that is to step asks.
+
+        Of several ranks each must know what one has found, and so all refuse such a step.
+        """
+        if has_gradient(optimizer):
+            return False
+        asks = getattr(optimizer, "_step_supports_amp_scaling", False)
+        return call == "unscale_" or (asks and self._engine_of(optimizer).ranks.size == 1)
+
     # The four verbs ---------------------------------------------------------------------------------------
 
     def scale(self, outputs: Any) -> Any:
@@ -100,16 +110,18 @@ class EngineScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: Optimizer) -> None:
         """Make an optimizer's gradients FP32 and plain, so that they can be looked at or clipped; no host sync.
 
+        Without a gradient there is nothing to do.
+
         Raises:
-            StateError: There are none; of a scaler without a session, before :meth:`scale`, or twice since the last
-                ``update``.
+            StateError: Of a scaler without a session, before :meth:`scale`, or twice since the last ``update``.
             UnsupportedError: FP16 gradients of weights without FP32 values, which would lose what is small.
         """
         if self._enabled and not (engine := self._engine_of(optimizer)).plain:
             self._check(optimizer, "unscale_")
             with uninterrupted():
                 self._open(optimizer)
-                engine.unscale_([optimizer])
+                if not self._idles(optimizer, "unscale_"):
+                    engine.unscale_([optimizer])
 
     @never_compiled
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -125,8 +137,9 @@ class EngineScaler(torch.amp.GradScaler):
             not called.
 
         Raises:
-            StateError: No gradient, or an earlier update that was ended half-way; of a scaler without a session, before
-                :meth:`scale`, or twice since the last ``update``.
+            StateError: No gradient, where the optimizer is not one that asks for the scale by itself, as fused ones do;
+                an earlier update that was ended half-way; of a scaler without a session, before :meth:`scale`, or twice
+                since the last ``update``.
             UnsupportedError: FP16 gradients that nothing can unscale in FP32.
         """
         if not self._enabled:
@@ -150,6 +163,9 @@ class EngineScaler(torch.amp.GradScaler):
         """Step once, by a call of the optimizer's step."""
         self._open(optimizer)
         engine = self._engine_of(optimizer)
+        if self._idles(optimizer, "step"):
+            self.last_step = _unchecked()
+            return step()
         with engine.stepping_by(optimizer, step) as returned:
             self.last_step = engine.step([optimizer])
         return returned[0] if returned else None
@@ -221,6 +237,11 @@ class SessionScaler(EngineScaler):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the session's state, or another scaler's."""
         self.amp.load_state_dict(state_dict)
+
+
+def has_gradient(optimizer: Optimizer) -> bool:
+    """Say whether any parameter of an optimizer has a gradient."""
+    return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
 
 
 def _unchecked() -> Step:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mezzo.errors import NumericsError, PolicyError, shown
 from mezzo.formats.noise import noise, seeded
+from mezzo.policy.rules import both, exact
 from mezzo.tensors import dtype_of, flat, moved
 
 # Rounding FP32 to a low format's grid, element by element: to the nearest, or to a random neighbour.
@@ -320,8 +321,7 @@ def refuse_beyond(weights: Sequence[tuple[Tensor, torch.dtype]], name: str | Non
         f"{count} of {w.numel()} weights are beyond the range of {dtype}".replace("torch.", ""),
         where=f"{name or 'a tensor'}, shape {tuple(w.shape)}, largest {finite.abs().max().item():.6g}",
         why=f"beyond {_LARGEST[dtype]:.8g} the low-precision weight would be infinite",
-        write=f"policy.keep_fp32(params=[{name or '…'!r}]), the text fp32_param={name or '…'}; or bfloat16, whose "
-        "range is FP32's",
+        write=f"{both('fp32_param=' + exact(name or '…'))}; or bfloat16, whose range is FP32's",
     )
 
 

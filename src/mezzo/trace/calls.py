@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.backward import current_node, next_number, number_of
-from mezzo.cast.differences import OPENED
+from mezzo.cast.differences import INPLACE, OPENED, is_told
 from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.cast.notes import notes
 from mezzo.cast.products import asked, recipe_of
 from mezzo.compiling import inside, is_compiled
 from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule, Treatment
-from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, resolve
+from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, is_in_place, out_of_place, resolve
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
 
@@ -104,7 +104,7 @@ def here() -> int:
 def doing() -> Doing:
     """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
     taken = notes()
-    inner = next((note for note in reversed(taken) if note.kind != "op"), None)
+    inner = next((note for note in reversed(taken) if note.kind not in ("op", "widened")), None)
     if inner is None or inner.kind == "op":
         return "region" if taken else "other"
     if inner.kind == "quantised":
@@ -115,7 +115,7 @@ def doing() -> Doing:
 
 def casting() -> bool:
     """Whether a cast runs, its products included, such as the rotation before an operand is quantised."""
-    return next((note.kind == "cast" for note in reversed(notes()) if note.kind != "op"), False)
+    return next((note.kind == "cast" for note in reversed(notes()) if note.kind not in ("op", "widened")), False)
 
 
 def quantised_formats() -> tuple[str, ...]:
@@ -150,7 +150,12 @@ class Decider:
         device_type = given[0].device.type if given else "cpu"
         op = op_name(function)
         param, differences = self._param_decision(op, args, kwargs), acting_differences(args, kwargs)
-        decision = param or self._decision(op, module, device_type)
+        into, named = _written(function, op, args, kwargs)
+        decision = param or self._decision(named, module, device_type)
+        base = op if into is None else out_of_place(op) or op
+        instead = None if param or differences is None else differences.instead(base, args, kwargs)
+        if instead is not None:
+            decision = replace(decision, treatment=instead.treatment, reason=instead.reason)
         if decision.treatment in QUANTISED and op in QUANTISABLE:
             recipe = recipe_of(self.policy, decision.treatment)
             read = asked(op, args, kwargs, recipe.multiple)
@@ -166,6 +171,7 @@ class Decider:
             low=dtype_name(self.policy.dtype),
             given=_names(given),
             cause=_cause(kwargs, is_off=self.policy.casts and not _autocasts(device_type)),
+            written=None if into is None else _names(list(tensors(into))),
         )
 
     def _param_decision(self, op: str, args: Any, kwargs: Any) -> Decision | None:
@@ -201,6 +207,7 @@ class OpCall:
         given: Names of the dtypes of the arguments that hold fractions.
         goes_back: Whether FP32 results go back to the compute dtype: of a parameter with a rule, without autocast.
         cause: Why the policy would not reach this call, should it turn out so.
+        written: Names of the dtypes of what it writes to, which keeps them; ``None`` where it returns new tensors.
         line: The user's line.
         hidden: Whether mezzo itself made the call: a cast, and no op of the model's.
         has_run: Whether any kernel computed or converted something.
@@ -214,6 +221,7 @@ class OpCall:
     given: tuple[str, ...]
     goes_back: bool
     cause: str
+    written: tuple[str, ...] | None = None
     line: str | None = None
     hidden: bool = False
     has_run: bool = False
@@ -250,6 +258,9 @@ class OpCall:
     def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, *, emulated: bool) -> None:
         """Take note of a kernel: what enters it from outside the call is what the call computes in."""
         self.formats = self.formats or quantised_formats()
+        if any(note.kind == "widened" for note in notes()):
+            reason = f"no kernel in {self.low} here"
+            self.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
         if is_cast(kernel, args, out):
             self.has_run = True
             from_outside = self._made_here.get(args[0]) is None
@@ -292,6 +303,8 @@ class OpCall:
             return ""  # the model's own code names the dtype
         ins, given = [[name for name in names if name in _CASTABLE] for names in (computes_in, self.given)]
         outs = [name for name in returns if name in _CASTABLE]
+        if self.written is not None:  # read, where it is in place, and rounded to, whatever the op computes in
+            ins, outs = [name for name in ins if name not in self.written], []
         match self.decision.treatment:
             case "low":
                 wanted, agrees = self.low, not set(ins) - {self.low} and not self.formats
@@ -317,6 +330,14 @@ class OpCall:
         return (self.cause or "torch runs it as one C++ function, whose parts it casts by itself") + parts
 
 
+def _written(function: Any, op: str, args: Any, kwargs: Any) -> tuple[Any, str]:
+    """Return what a call writes to, ``None`` where it returns new tensors, and what to ask a policy about."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"], op if "::" in op else f"aten::{op}.out"
+    told = function in INPLACE and is_told(INPLACE[function], args, kwargs)
+    return args[0] if args and (told or is_in_place(op) or op == "__setitem__") else None, op
+
+
 def _names(each: list[Tensor]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(dtype_name(tensor.dtype) for tensor in each if has_fraction(tensor.dtype)))
 
@@ -326,8 +347,6 @@ def _autocasts(device_type: str) -> bool:
 
 
 def _cause(kwargs: Any, *, is_off: bool) -> str:
-    if kwargs.get("out") is not None:
-        return "out= variants are never cast, as in torch.autocast"
     if kwargs.get("dtype") is not None:
         return "the call's own dtype= wins"
     if is_off:
@@ -348,7 +367,12 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     differences = acting_differences(args, kwargs)
     if differences is not None:
         pinned = _pinned(args, kwargs)
-        if (pinned is not None and pinned[1] not in QUANTISED) or differences.handler(function) is not None:
+        if pinned is not None and pinned[1] not in QUANTISED:
+            return None
+        instead = differences.instead(op_name(function), args, kwargs)
+        if instead is not None and instead.parts is not None:
+            return lambda *_, **__: instead.parts()
+        if differences.handler(function) is not None:
             return None
         if (opened := differences.opened.get(function)) is not None:
             return opened

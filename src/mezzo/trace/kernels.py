@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mezzo.tensors import LOW, tensors
+from mezzo.tensors import LOW, tensors, values_of
 from mezzo.weights import Halves
 
 _FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -105,9 +105,10 @@ class Storages(Generic[Label]):
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage; sparse and opaque ones have none."""
+    """Return a tensor's storage, or that of the numbers that it holds; opaque ones have none."""
     try:
-        return tensor.untyped_storage()
+        is_whole = tensor.layout == torch.strided and not tensor.is_nested
+        return (tensor if is_whole else values_of(tensor)).untyped_storage()
     except RuntimeError:  # torch keeps no list of the layouts that have none; what is not labelled is an activation
         return None
 

@@ -10,14 +10,14 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, nn
 
-from mezzo.cast.mode import is_further_use
-from mezzo.tensors import dtype_name, each_tensor, has_fraction, tensors, tree_leaves, tree_map
+from mezzo.cast.casts import is_further_use
+from mezzo.tensors import COMPRESSED, dtype_name, each_tensor, has_fraction, tensors, tree_leaves, tree_map, values_of
 
 #: In-place kernels that do not read what they write to, which may be memory that nothing was written to before.
 _OVERWRITING: Final = frozenset(
     "copy_ fill_ zero_ normal_ uniform_ random_ exponential_ cauchy_ log_normal_ geometric_ bernoulli_ set_".split()
 )
-_LAYOUTS: Final = (torch.strided, torch.sparse_coo, torch.sparse_csr)
+_LAYOUTS: Final = (torch.strided, torch.sparse_coo, *COMPRESSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def range_of(tensor: Tensor, name: str) -> Range:
     return Range(
         name=name,
         dtype=dtype_name(tensor.dtype),
-        shape=tuple(tensor.shape),
+        shape=tuple((values if tensor.is_nested else tensor).shape),
         smallest=float(positive.amin()) if positive.numel() else None,
         largest=largest,
         num_zeros=finite.numel() - positive.numel(),
@@ -157,6 +157,7 @@ def lost_integers(tensor: Tensor, dtype: torch.dtype) -> LostIntegers | None:
         >>> lost_integers(torch.tensor([0.5, 299.0]), torch.bfloat16) is None
         True
     """
+    tensor = values_of(tensor) if tensor.is_nested else tensor
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     if not is_plain or tensor.device.type == "meta" or tensor.is_complex() or not tensor.numel():
         return None
@@ -174,11 +175,7 @@ def lost_integers(tensor: Tensor, dtype: torch.dtype) -> LostIntegers | None:
 
 def _values(tensor: Tensor) -> Tensor:
     """Return the numbers themselves, in a format that has arithmetic."""
-    values = tensor.detach()
-    if values.layout == torch.sparse_coo:
-        values = values._values()
-    elif values.layout == torch.sparse_csr:
-        values = values.values()
+    values = values_of(tensor)
     return values.float() if values.element_size() == 1 else values
 
 
@@ -239,7 +236,8 @@ def largest_in(
         result = [each for each in tensors(results) if has_fraction(each.dtype)][position]
     except Exception:  # a user's kernel refuses a format in its own way, an assert or a KeyError; the report goes on
         return None
-    return float(_values(result).abs().amax()) if result.numel() else None
+    values = _values(result)
+    return float(values.abs().amax()) if values.numel() else None
 
 
 def needed(dtype: torch.dtype, *call: Any) -> tuple[float | None, torch.dtype | None]:

@@ -7,8 +7,8 @@ kernels. Hooks keep the function mode innermost when a module's boundary enters 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, Protocol, Self
 
 import torch
@@ -62,6 +62,11 @@ def is_watched() -> bool:
     return any(isinstance(mode, KernelMode) for mode in dispatch_modes())
 
 
+#: How any module is hooked: scripted ones refuse by their own methods, and are called from Python as others are.
+before_forward: Final = nn.Module.register_forward_pre_hook
+after_forward: Final = nn.Module.register_forward_hook
+
+
 class _ModuleHooks:
     """The hooks of one module.
 
@@ -81,10 +86,10 @@ class _ModuleHooks:
         Inside of them the module's calls are watched.
         """
         return [
-            module.register_forward_pre_hook(self._enter, prepend=True),
-            module.register_forward_hook(self._leave, always_call=True),
-            module.register_forward_pre_hook(self._push),
-            module.register_forward_hook(self._pop, prepend=True, always_call=True),
+            before_forward(module, self._enter, prepend=True),
+            after_forward(module, self._leave, always_call=True),
+            before_forward(module, self._push),
+            after_forward(module, self._pop, prepend=True, always_call=True),
         ]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
@@ -152,16 +157,17 @@ class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watched = ExitStack()
+        self._watched: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> Self:
-        self._watched.enter_context(watched())
+        self._watched.append(watched())
+        self._watched[-1].__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        self._watched.close()
+        self._watched.pop().__exit__(None, None, None)
 
 
 class KernelMode(KernelWatch):  # type: ignore[no-untyped-call]
@@ -173,6 +179,11 @@ class KernelMode(KernelWatch):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # autograd, which takes functions apart, is not above
+            with self:
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         before = self._observer.before(func, args, kwargs)
         out = func(*args, **kwargs)
         self._observer.kernel(func, args, kwargs, out, before)
@@ -187,21 +198,22 @@ class Products(KernelWatch):  # type: ignore[no-untyped-call]
 
     Args:
         *low: The formats that count as low; float16 and bfloat16 when omitted.
+        is_apart: Whether what runs now is not to be counted.
 
     Attributes:
         flops: The operations by the name of the format, and under ``"emulated"`` those that were computed in FP32 from
             rounded operands.
     """
 
-    def __init__(self, *low: torch.dtype) -> None:
+    def __init__(self, *low: torch.dtype, is_apart: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
-        self._low = low or LOW
+        self._low, self._is_apart = low or LOW, is_apart
         self.flops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not casting() and (counted := flops(func, args, kwargs, out)) is not None:
+        if not casting() and (counted := flops(func, args, kwargs, out)) is not None and not self._is_apart():
             self.flops["emulated" if doing() == "emulation" else dtype_name(counted[1])] += counted[0]
         return out
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import UnsupportedError
-from mezzo.policy.rules import both
+from mezzo.policy.rules import both, exact
 from mezzo.releases import private
 
 _COUNT: Final = private("torch._C._storage_Use_Count")
@@ -67,5 +67,5 @@ def no_memory(name: str, asker: str) -> UnsupportedError:
         f"{what} has no FP32 memory that a kernel could read",
         where=asker,
         why="it is stored in two halves of 16 bits",
-        write=f"{both('fp32_param=' + (name or '…'))}: stores it plainly; or its clone()",
+        write=f"{both('fp32_param=' + exact(name or '…'))}: stores it plainly; or its clone()",
     )

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from mezzo.dispatch import OpOverload, autocast_dtype
 from mezzo.errors import UnsupportedError
-from mezzo.policy.rules import both
+from mezzo.policy.rules import both, exact
 from mezzo.releases import private
 from mezzo.sharded import local, locals_of
 from mezzo.step.storage import encode
@@ -429,7 +429,7 @@ def _as_reshaped(func: Any, args: Any, kwargs: Any) -> Any:
         f"{f'the parameter {name}' if name else 'a parameter'} cannot take another shape in place",
         where=str(func),
         why="it is stored in two halves of 16 bits, which its views share",
-        write=f"param.data = …, of any shape; or {both('fp32_param=' + (name or '…'))}, which stores it plainly",
+        write=f"param.data = …, of any shape; or {both('fp32_param=' + exact(name or '…'))}, which stores it plainly",
     )
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import importlib
+import threading
 import types
 import warnings
 import weakref
@@ -19,10 +22,10 @@ from torch import Tensor, nn
 
 from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError, message, raise_together, some_of
 from mezzo.hooks import is_ours
-from mezzo.policy.rules import both
+from mezzo.policy.rules import both, exact
 from mezzo.sharded import flags_of_all, held_as, hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond
-from mezzo.tensors import LOW, dtype_name
+from mezzo.tensors import LOW, dtype_name, tensors
 from mezzo.weights.codec import get_ready
 from mezzo.weights.halves import Halves, become, in_halves
 from mezzo.weights.shards import HeldShard
@@ -116,7 +119,7 @@ def _replace(param: Tensor, value: Tensor) -> None:
         param.is_part = False
 
 
-def follow(model: nn.Module) -> Callable[[], None]:
+def follow(model: nn.Module, *, is_low: bool = False) -> Callable[[], None]:
     """Have a model's state dicts hold plain FP32 values, and its copies and pickles be plain models.
 
     ``load_state_dict(assign=True)`` writes into the parameters that are there, which an optimizer knows.
@@ -126,11 +129,14 @@ def follow(model: nn.Module) -> Callable[[], None]:
 
     Args:
         model: The model.
+        is_low: Whether its weights are stored in 16 bits. The programs that torch makes of it are in FP32.
 
     Returns:
         What ends it.
     """
     undo, hook = ExitStack(), _StateHook(model)
+    _PROGRAMS.open()
+    undo.callback(weakref.finalize(model, _PROGRAMS.close))  # once, also where a model is dropped
     for module in model.modules():
         undo.callback(module.register_state_dict_post_hook(hook).remove)  # type: ignore[no-untyped-call]
         undo.callback(module.register_load_state_dict_pre_hook(hook.load).remove)  # type: ignore[no-untyped-call]
@@ -139,6 +145,7 @@ def follow(model: nn.Module) -> Callable[[], None]:
             methods["flatten_parameters"] = types.MethodType(_flattened, module)
         followed = vars(module).setdefault("_mezzo_followed", [0])
         followed[0] += 1
+        vars(module).update({"_mezzo_low": True} if is_low else {})
         vars(module).update(methods)
         undo.callback(_leave, module, followed)
     return undo.close
@@ -277,8 +284,94 @@ def _unfit(module: nn.Module, state: Mapping[str, Any], prefix: str) -> Iterator
         yield NumericsError(
             "the state dict has weights beyond the range of the model's halves",
             where=some_of([f"{key} → float16" for key in large]),
-            write=f"{both('dtype=bfloat16')}, whose range is FP32's; or {both(f'fp32_param={large[0]}')}",
+            write=f"{both('dtype=bfloat16')}, whose range is FP32's; or {both(f'fp32_param={exact(large[0])}')}",
         )
+
+
+# Programs that torch makes of a model -----------------------------------------------------------------------
+
+
+#: What makes them: the public functions, and what these and ``torch.onnx.export`` call in their turn.
+_MAKERS: Final = (
+    "torch.jit.trace_module",
+    "torch.jit._trace.trace_module",
+    "torch.jit._script.call_prepare_scriptable_func",
+    "torch.jit._get_trace_graph",
+    "torch.jit._unique_state_dict",
+    "torch.export.export",
+    "torch.export.draft_export",
+)
+
+
+class _Programs:
+    """Functions of torch's that make a program of a model: while models are followed, they get plain copies of these.
+
+    A program that is saved or handed on can do nothing with hooks and halves. A region that is around it acts on both.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._count, self._undo = threading.RLock(), 0, ExitStack()
+
+    def open(self) -> None:
+        """Begin, for one model more."""
+        with self._lock:
+            self._count += 1
+            for path in _MAKERS if self._count == 1 else ():
+                place, _, name = path.rpartition(".")
+                self._bind(importlib.import_module(place), name)
+
+    def _bind(self, place: Any, name: str) -> None:
+        plain = getattr(place, name, None)
+        if plain is not None:  # a release may have another way
+            made = functools.wraps(plain)(partial(_of_copies, plain))
+            setattr(place, name, made)
+            self._undo.callback(_put_back, place, name, plain, made)
+
+    def close(self) -> None:
+        """End, for one model."""
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._undo.close()
+
+
+_PROGRAMS: Final = _Programs()
+
+
+def _put_back(place: Any, name: str, plain: Any, made: Any) -> None:
+    if getattr(place, name) is made:  # and nothing that others have put there since
+        setattr(place, name, plain)
+
+
+def _of_copies(plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return plain(*map(_as_plain, args), **{name: _as_plain(value) for name, value in kwargs.items()})
+
+
+def _as_plain(value: Any) -> Any:
+    """Return a plain FP32 copy of a model that has followed parts; anything else as it is."""
+    if not isinstance(value, nn.Module) or not any(map(is_followed, value.modules())):
+        return value
+    # Of what a forward pass has left in a module no deep copy is made.
+    left = [each for module in value.modules() for each in tensors(vars(module)) if each.grad_fn is not None]
+    made = copy.deepcopy(value, {id(each): each.detach() for each in left})
+    if any("_mezzo_low" in vars(module) for module in value.modules()):
+        for tensor in (each for each in (*made.parameters(), *made.buffers()) if each.dtype in LOW):
+            tensor.data = tensor.data.float()
+    return made
+
+
+def _traced(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a module in a function that ``torch.jit`` traces, and warn of what its files would hold."""
+    if any(param is not None and of_halves(param) for param in module._parameters.values()):
+        text = message(
+            "a function is traced that calls a model whose weights are stored in halves",
+            where="torch.jit",
+            why="torch.jit.save would write zeros for them",
+            write="torch.jit.trace(model, …), which traces a plain copy; "
+            f"or {both('fp32_param=*')}, which stores all plainly",
+        )
+        warnings.warn(text, stacklevel=2)
+    return type(module)._slow_forward(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 # Copies, pickles and casts --------------------------------------------------------------------------------
@@ -352,7 +445,7 @@ def _applied(module: nn.Module, /, *args: Any, **kwargs: Any) -> nn.Module:
                 where=f"{name} of {type(module).__name__}: {dtype_name(dtype)} → {dtype_name(to)}",
                 why="its policy says how parameters are stored",
                 write="amp.close() (or prepared.remove()), which gives FP32 weights; copy.deepcopy(model) is a plain "
-                f"model; {both('fp32_param=' + name)} stores it plainly; .to(device) alone may be called",
+                f"model; {both('fp32_param=' + exact(name))} stores it plainly; .to(device) alone may be called",
             )
     here = {name: param for name, param in module._parameters.items() if param is not None and of_halves(param)}
     every = module._parameters
@@ -383,20 +476,6 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
         param.grad = gradient
 
 
-def _traced(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Run a module while ``torch.jit.trace`` watches, and warn of what its files would hold."""
-    if any(param is not None and of_halves(param) for param in module._parameters.values()):
-        text = message(
-            "a model is traced whose weights are stored in halves",
-            where="torch.jit.trace",
-            why="torch.jit.save would write zeros for them",
-            write="torch.jit.trace(copy.deepcopy(model), …), which is a plain model; "
-            f"or {both('fp32_param=*')}, which stores all plainly",
-        )
-        warnings.warn(text, stacklevel=2)
-    return type(module)._slow_forward(module, *args, **kwargs)  # type: ignore[no-untyped-call]
-
-
 def _flattened(*args: Any, **kwargs: Any) -> None:
     """Do nothing: halves are handed to kernels one by one."""
 
@@ -406,4 +485,4 @@ _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied, "_slow_forward": _traced,
 }  # fmt: skip
 #: What no copy has of it.
-_BOUND: Final = ("_mezzo_followed", "_mezzo_prepared", "flatten_parameters", *_METHODS)
+_BOUND: Final = ("_mezzo_followed", "_mezzo_low", "_mezzo_prepared", "flatten_parameters", *_METHODS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import defaultdict
@@ -17,12 +18,14 @@ from torch.nn.modules.module import (
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.backward import runs_backward
+from mezzo.cast.casts import any_off, cast_floating
 from mezzo.cast.device import Kinds
-from mezzo.cast.mode import acting_modes, acts_here, any_off, cast_floating
+from mezzo.cast.mode import acting_modes, acts_here
 from mezzo.cast.model.places import RuledParams
 from mezzo.cast.region import Region, autocast
-from mezzo.compiling import compiled_inside_alone, never_compiled
+from mezzo.compiling import compiled_inside_alone, is_exporting, never_compiled
 from mezzo.dispatch import DisableTorchFunction, num_function_modes
+from mezzo.errors import MezzoError
 from mezzo.policy import Policy
 from mezzo.tensors import CASTABLE
 from mezzo.weights.models import is_followed
@@ -64,6 +67,7 @@ class Within:
 
     Args:
         policy: The model's policy.
+        name: The path of the module itself, for errors.
         path: The path of the module whose region it is.
         params: The parameters that rules speak about.
         kinds: The devices that its regions cover.
@@ -77,6 +81,7 @@ class Within:
     def __init__(
         self,
         policy: Policy,
+        name: str,
         path: str,
         params: RuledParams,
         kinds: Kinds,
@@ -84,7 +89,7 @@ class Within:
         is_own: bool,
         inputs: torch.dtype | None = None,
     ) -> None:
-        self.policy, self.path, self.params, self.kinds = policy, path, params, kinds
+        self.policy, self.name, self.path, self.params, self.kinds = policy, name, path, params, kinds
         self.is_own, self.inputs = is_own, inputs
         self._place = id(params), path
         # One stack for each thread, since threads may run one model at the same time.
@@ -121,7 +126,9 @@ class Within:
         return self._place in getattr(self._inside, "places", ()) if self.path else acts_here()
 
     def _is_idle(self) -> bool:
-        """Whether the region is there, or is not to be there."""
+        """Whether the region is there, or is not to be there: in a program that is exported there is none."""
+        if is_exporting():
+            return True
         modes = acting_modes()
         is_own = self.is_own or (self.path != "" and not torch.compiler.is_compiling() and not self._is_there())
         if not is_own and len(modes) > 0:  # torch 2.11 traces no bool(list)
@@ -158,6 +165,13 @@ class Within:
         """Leave the region, after an exception too: a forward hook."""
         if self._entered:  # not in a graph
             self._leave_region()
+        if output is None and not torch.compiler.is_compiling():
+            self._add_place(sys.exception())
+
+    def _add_place(self, error: BaseException | None) -> None:
+        """Tell an error that leaves the module where it was raised, if nothing has told it."""
+        if isinstance(error, MezzoError) and error.awaits_place:
+            error.happened_in(f"module {self.name}" if self.name else "the model's own forward")
 
     @never_compiled
     def _leave_region(self) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import Rule
+from mezzo.policy.rules import exact
 
 
 def keeping(models: list[nn.Module], layers: Iterable[Any], *, name: str) -> tuple[Rule, ...]:
@@ -61,4 +62,4 @@ def keeping(models: list[nn.Module], layers: Iterable[Any], *, name: str) -> tup
     paths = dict.fromkeys(path for mine in named for path in mine if any(path in each for each in kept))
     if "" in paths:
         return (Rule("fp32", param="*", reason=name),)
-    return tuple(Rule("fp32", module=path, reason=name) for path in paths)
+    return tuple(Rule("fp32", module=exact(path), reason=name) for path in paths)

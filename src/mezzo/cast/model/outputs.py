@@ -11,7 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.backward import number_of, runs_backward
-from mezzo.cast.mode import cast_floating, mapped
+from mezzo.cast.casts import cast_floating, mapped
 from mezzo.compiling import compiled_inside_alone
 from mezzo.dispatch import DisableTorchFunction, is_transformed
 from mezzo.tensors import CASTABLE, LOW, each_tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from inspect import getattr_static
 from typing import Final
 
 import torch
@@ -16,6 +17,7 @@ from mezzo.errors import MezzoError, UnsupportedError, some_of
 from mezzo.hooks import with_gradient_hooks
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
+from mezzo.policy.rules import exact
 from mezzo.releases import private
 from mezzo.sharded import Shard, is_distributed
 from mezzo.tensors import CASTABLE, LOW, dtype_name
@@ -39,7 +41,7 @@ def is_large(tensor: Tensor) -> bool:
 
 def has_forward(module: nn.Module) -> bool:
     """Whether a module has a forward of its own; containers, which have none, are never called."""
-    return type(module).forward is not nn.Module.forward
+    return getattr_static(type(module), "forward") is not nn.Module.forward  # that of TorchScript's cannot be got
 
 
 def called(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -156,7 +158,7 @@ def product_rule(path: str, policy: Policy) -> Rule | None:
     if rule is None or rule.param != "*" or not module:
         return rule
     by_module = policy.explain(QUANTISABLE[0], module).rule
-    stays = by_module is not None and by_module.treatment == "low" and by_module.module == module
+    stays = by_module is not None and by_module.treatment == "low" and by_module.module == exact(module)
     return None if stays else rule
 
 

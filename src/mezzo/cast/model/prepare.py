@@ -15,7 +15,7 @@ from mezzo import sharded
 from mezzo.cast.device import Kinds
 from mezzo.cast.model.calls import TakesIn, Within, keep_dtypes
 from mezzo.cast.model.outputs import GivesOut
-from mezzo.cast.model.places import RuledParams, called, outermost, owned, region_paths
+from mezzo.cast.model.places import RuledParams, called, outermost, owned, region_paths, stored_tensors
 from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
@@ -23,6 +23,7 @@ from mezzo.compiling import compiled_inside_alone, forget_compiled
 from mezzo.errors import StateError, printable, raise_together
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
+from mezzo.policy.rules import exact
 from mezzo.sharded import give, give_back
 from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.models import follow, halves, of_halves, restore, store
@@ -97,7 +98,7 @@ class Prepared:
     def __init__(self, model: nn.Module, policy: Policy, *, tells: bool = True, waits: bool = False) -> None:
         require_module(model)
         self.asked, self.in_session, self._is_removed = policy, False, False
-        policy = with_low_ends(model, with_pinned_classes(model, policy))
+        policy = with_low_ends(model, with_pinned_classes(model, as_named(model, policy)))
         self.model, self.policy = model, policy
         sharded.reshard(sharded.units(model))
         self._storage = wanted_storage(model, policy, converts=True, waits=waits)
@@ -138,7 +139,7 @@ class Prepared:
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
             self.params.find_gathered(self.model)
-        self._undo.callback(follow(self.model))
+        self._undo.callback(follow(self.model, is_low=self.policy.param_dtype in LOW))
         if self.policy.casts:
             self._undo.callback(keep_dtypes(self))
         self._hook()
@@ -172,7 +173,7 @@ class Prepared:
             rule = self.policy.module_rule(path) if paths[path] else None
             dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
             within = Within(
-                self.policy, paths[path], self.params, self.kinds, is_own=is_own,
+                self.policy, path, paths[path], self.params, self.kinds, is_own=is_own,
                 inputs=None if low or rule is None else dtype,
             )  # fmt: skip
             if within.is_needed:
@@ -277,12 +278,20 @@ def _forget(module: nn.Module, handles: list[Prepared], mine: Prepared) -> None:
         vars(module).pop("_mezzo_prepared", None)
 
 
+def as_named(model: nn.Module, policy: Policy) -> Policy:
+    """Read globs that spell the name of a module or parameter, brackets and all, as that name."""
+    modules = [path for path, _ in model.named_modules(remove_duplicate=False)]
+    tensors = [path for _, path, _ in stored_tensors(model)]
+    rules = tuple(rule.as_named(modules, tensors) for rule in policy.rules)
+    return policy if rules == policy.rules else policy.evolve(rules=rules)
+
+
 def with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:
     """Store modules of classes that ``@mezzo.fp32`` pins in FP32, unless a rule of the policy says otherwise."""
     if policy.param_dtype == torch.float32 and not policy.halves:
         return policy
     pinned = [path for path, module in model.named_modules() if path and getattr(type(module), PIN, None) == "fp32"]
-    rules = (Rule("fp32", module=path, reason="its class is pinned by @mezzo.fp32") for path in pinned)
+    rules = (Rule("fp32", module=exact(path), reason="its class is pinned by @mezzo.fp32") for path in pinned)
     said = {rule.selector for rule in policy.rules}
     return policy.evolve(rules=(*policy.rules, *(rule for rule in rules if rule.selector not in said)))
 
@@ -308,6 +317,6 @@ def with_low_ends(model: nn.Module, policy: Policy) -> Policy:
         if all(rule.module in (None, "*") and rule.param in (None, "*") for rule in asked):
             why = f"the {end} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
             low = [op for op, rule in deciding.items() if by_param or rule in asked]
-            rules += [Rule("low", op=op, module=layer, reason=why) for op in low]
+            rules += [Rule("low", op=op, module=exact(layer), reason=why) for op in low]
     said = {rule.selector for rule in policy.rules}
     return policy.evolve(rules=(*(rule for rule in rules if rule.selector not in said), *policy.rules))

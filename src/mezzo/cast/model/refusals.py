@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +29,7 @@ from mezzo.errors import (
 from mezzo.hooks import owner_of
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED, callables, functions
-from mezzo.policy.rules import both
+from mezzo.policy.rules import both, exact, matches
 from mezzo.sharded import flags_of_all, is_distributed, local
 from mezzo.tensors import CASTABLE, LOW, dtype_name
 from mezzo.weights.halves import Halves
@@ -128,7 +127,7 @@ def wanted_storage(model: nn.Module, policy: Policy, *, converts: bool = False, 
                 PolicyError(
                     f"the tied parameter {path} is given two storage dtypes",
                     where=f"{before[1]} by {before[0]}, {path} by {rule}",
-                    write=f"one rule for both: {both(f'fp32_param={before[1]}+{path}')}",
+                    write=f"one rule for both: {both(f'fp32_param={exact(before[1])}+{exact(path)}')}",
                 )
             )
         if tensor not in wanted or rule is not None:
@@ -230,8 +229,8 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
     for rule in policy.rules:
         if rule.module is not None and not any(map(rule.matches_module, modules)):
             what, near = f"the module glob {rule.module!r} matches no module", closest(rule.module, modules)
-            is_param = rule.op is None and any(fnmatch.fnmatchcase(name, rule.module) for name in tensors)
-            meant = f"{rule.treatment}_param={rule.module}" if is_param else near and replace(rule, module=near)
+            is_param = rule.op is None and any(matches(name, rule.module) for name in tensors)
+            meant = f"{rule.treatment}_param={rule.module}" if is_param else near and replace(rule, module=exact(near))
             yield _idle(what, rule, nearest(rule.module, modules), meant)
         # Attention reads this projection's weight, and never calls it: a rule on the module would do nothing.
         silent = [name for name, m in named if rule.matches_module(name) and isinstance(m, _NEVER_CALLED)]
@@ -241,7 +240,9 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
                 f"the module glob {rule.module!r} matches a module that is never called",
                 where=some_of(silent),
                 why="attention reads its weight directly, so nothing would enter its region",
-                write="; or ".join(map(both, [f"fp32_module={parent}", f"fp32_param={silent[0]}.weight"])),
+                write="; or ".join(
+                    map(both, [f"fp32_module={exact(parent)}", f"fp32_param={exact(silent[0])}.weight"])
+                ),
             )
         if rule.op is not None and not any(map(_can_be_called, (*rule.ops, rule.op))):
             what, near = f"the op glob {rule.op!r} matches no op that could be cast", closest(rule.op, OPS)
@@ -258,8 +259,8 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
                 f"the parameter glob {rule.param!r} matches no parameter or buffer",
                 closest(rule.param, tensors),
             )
-            is_module = any(fnmatch.fnmatchcase(name, rule.param) for name in modules)
-            meant = f"{rule.treatment}_module={rule.param}" if is_module else near and replace(rule, param=near)
+            is_module = any(matches(name, rule.param) for name in modules)
+            meant = f"{rule.treatment}_module={rule.param}" if is_module else near and replace(rule, param=exact(near))
             yield _idle(what, rule, nearest(rule.param, tensors), meant)
 
 
@@ -352,5 +353,5 @@ def do_not_fit(names: Sequence[str], dtype: torch.dtype) -> UnsupportedError:
         f"values do not fit {dtype_name(dtype)}",
         where=some_of(names) or "weights of another rank",
         why=f"they are beyond {torch.finfo(dtype).max:g} and would become infinite",
-        write=f"{both(f'fp32_param={name}')}; or {both('O2,dtype=bfloat16')}",
+        write=f"{both(f'fp32_param={exact(name)}')}; or {both('O2,dtype=bfloat16')}",
     )

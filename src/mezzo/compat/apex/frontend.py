@@ -18,8 +18,6 @@ from mezzo.cast.model.prepare import prepare
 from mezzo.compat.apex.functions import REGISTERED
 from mezzo.errors import PolicyError, StateError, message, nearest, not_switches, raise_together, shown, some_of
 from mezzo.policy import Policy
-from mezzo.policy.ops import OPS
-from mezzo.policy.ops.table import APEX
 from mezzo.scale import LossScale
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
@@ -29,8 +27,6 @@ from mezzo.tensors import dtype_of
 
 _LEVELS: Final = ("O0", "O1", "O2", "O3")
 _YES_OR_NO: Final = {"True": True, "False": False, True: True, False: False, None: None}
-#: What apex computed in FP32 at O1 and a policy leaves alone; of composed functions the parts decide.
-_FLOAT: Final = sorted(op for op in APEX["float list"] if OPS[op].portable == "native" and not OPS[op].parts)
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -72,7 +68,7 @@ def policy_of(
         given["keep_batchnorm_fp32"] = opt_level == "O2" if norms is None else norms
     fields = {name: value for name, value in given.items() if value is not None}
     if opt_level == "O1" and patch_torch_functions in (None, True):
-        return Policy.O1(**fields).fp32(*_FLOAT)
+        return Policy.O1(**fields)  # which has all of apex's lists
     if opt_level in ("O0", "O1"):
         return Policy.O0(**fields)
     has_masters = opt_level == "O2" if master_weights is None else master_weights
@@ -264,8 +260,8 @@ def initialize(
         max_loss_scale: The most that a dynamic scale grows to.
 
     Returns:
-        Models and optimizers, which are those that were given, each as it was given: one alone, or a list. Without
-        optimizers the models alone.
+        Models and optimizers, which are those that were given, each as it was given: one alone, or a list, also an
+        optimizer in ``apex.parallel.LARC``. Without optimizers the models alone.
 
     Raises:
         StateError: Amp is initialised already.
@@ -301,7 +297,7 @@ def initialize(
             cast_model_outputs, min_loss_scale, max_loss_scale,
         )  # fmt: skip
         policy = REGISTERED.with_rules(policy) if policy.casts else policy
-        given, made = _listed(models, nn.Module), _listed(optimizers, Optimizer)
+        given, made = _listed(models, nn.Module), [*map(_inner, _listed(optimizers, Optimizer))]
         if num_losses > 1:
             _AMP.share_one_scale()
         _AMP.begin(given, made, policy)
@@ -312,11 +308,16 @@ def initialize(
 
 def _listed(given: Any, kind: type) -> list[Any]:
     every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    wrong = [shown(each) for each in every if not isinstance(each, kind)]
+    wrong = [shown(each) for each in every if not isinstance(_inner(each), kind)]
     if wrong or (not every and kind is nn.Module):
         what = f"amp.initialize takes {kind.__name__}s, one or a list"
         raise PolicyError(what, where=some_of(wrong) or "None", write=_BEGIN)
     return every
+
+
+def _inner(given: Any) -> Any:
+    """Return the optimizer that apex's LARC has in it: it changes gradients, and calls that one's step."""
+    return inner if isinstance(inner := getattr(given, "optim", None), Optimizer) else given
 
 
 def deinitialize() -> None:
@@ -362,8 +363,8 @@ def scale_loss(
     if (session := _AMP.training("amp.scale_loss")) is None:
         yield loss
         return
-    named = optimizers if isinstance(optimizers, Iterable) else [optimizers]
-    if foreign := [type(each).__name__ for each in named if each not in session.weights.optimizers]:
+    named = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
+    if foreign := [type(each).__name__ for each in named if _inner(each) not in session.weights.optimizers]:
         what = "amp.scale_loss was given an optimizer that amp.initialize was not"
         raise PolicyError(what, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
     if loss_id:

@@ -9,8 +9,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from mezzo.cast.casts import cast_floating, widest
 from mezzo.cast.device import default_kinds
-from mezzo.cast.mode import cast_floating, widest
 from mezzo.cast.pins import fp32, low
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, StateError, nearest, shown

@@ -20,12 +20,16 @@ from mezzo.scale import LossScale
 from mezzo.scale.config import TORCHS_RULES, from_words
 from mezzo.scale.scaler import Scaler
 from mezzo.session.engine import SCALERS_ORDER, Engine
-from mezzo.session.scaler import EngineScaler
+from mezzo.session.scaler import EngineScaler, has_gradient
 from mezzo.session.update import takes_flags
 from mezzo.session.weights import Weights
 from mezzo.session.window import Window
 from mezzo.step.executors.choose import shared
 from mezzo.tensors import described, moved
+
+
+class UncheckedError(StateError, AssertionError):
+    """No gradient was looked at, which torch asserts."""
 
 
 class GradScaler(EngineScaler):
@@ -104,6 +108,7 @@ class GradScaler(EngineScaler):
         self._given: Tensor | None = None  # what losses were last multiplied by
         self._engine: Engine | None = None
         self._seen: dict[Optimizer, bool] = {}  # since the last update: whether it has stepped
+        self._unchecked: set[Optimizer] = set()  # of these, those that had no gradient
         self.last_step = None
 
     # Optimizers -------------------------------------------------------------------------------------------
@@ -171,6 +176,18 @@ class GradScaler(EngineScaler):
         if call == "unscale_":
             self._refuse_fp16(optimizer)
 
+    def _idles(self, optimizer: Optimizer, call: str) -> bool:
+        is_seen, idles = optimizer in self._seen, super()._idles(optimizer, call)
+        is_alone = self._engine_of(optimizer).ranks.size == 1
+        if is_seen and optimizer not in self._unchecked:
+            return is_alone and not has_gradient(optimizer)  # they were cleared since
+        if self._given is None or (is_seen and not idles) or (not has_gradient(optimizer) and is_alone and not idles):
+            raise _unchecked(call, optimizer)
+        if idles:
+            self._seen[optimizer] = False
+            self._unchecked.add(optimizer)
+        return idles
+
     # The four verbs ---------------------------------------------------------------------------------------
 
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -224,16 +241,16 @@ class GradScaler(EngineScaler):
             return
         if new_scale is not None:
             new_scale = new_scale if isinstance(new_scale, Tensor) else LossScale.constant(new_scale).init
-        elif not self._seen:
+        elif self._seen.keys() <= self._unchecked:
             why = "no gradients were judged since the last one"
-            raise StateError("update() has nothing to go by", why=why, write=SCALERS_ORDER)
+            raise UncheckedError("update() has nothing to go by", why=why, write=SCALERS_ORDER)
         with uninterrupted():
             self._close()
             if new_scale is not None:
                 self.loss_scale.set(new_scale)
             elif self._engine is not None:
                 self._engine.update()
-            self._seen.clear()
+            self._forget()
 
     def _close(self) -> None:
         """Close windows that no step has taken; what unscaling has found in them counts, on all ranks alike."""
@@ -267,7 +284,11 @@ class GradScaler(EngineScaler):
         self.loss_scale.load_state_dict(rules.start().state_dict() | {"scale": scale, **counted})
         self.loss_scale.config = rules
         self._engine = None
+        self._forget()
+
+    def _forget(self) -> None:
         self._seen.clear()
+        self._unchecked.clear()
 
     @staticmethod
     def _require(state: Any, *keys: str) -> None:
@@ -293,6 +314,10 @@ class GradScaler(EngineScaler):
         """Begin as a copy."""
         self._begin(state["device"], LossScale.like(self._system), enabled=state["enabled"])
         self.load_state_dict(state["state"])
+
+
+def _unchecked(call: str, optimizer: Optimizer) -> UncheckedError:
+    return UncheckedError(f"{call}() before backward()", where=type(optimizer).__name__, write=SCALERS_ORDER)
 
 
 def _type_of(device: Any) -> str:

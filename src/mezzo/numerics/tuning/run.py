@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,14 +33,12 @@ from mezzo.numerics.tuning.trial import (
 )
 from mezzo.numerics.tuning.tuned import Candidate, Tuned, TuningEvidence
 from mezzo.policy import Policy, Rule, Treatment
-from mezzo.policy.rules import both
+from mezzo.policy.rules import both, exact
 from mezzo.scale import LossScale
 from mezzo.tensors import LOW, dtype_name
 from mezzo.trace.sandbox import devices_of, require_python, untouched
 
 # From trials to a policy: what needs FP32, the rules that say so, with which loss scale, and what that costs.
-
-_UNWRITABLE = re.compile(r"[*?\[\],+=@;()\s]")
 
 
 def all_low(table: Policy, spots: Iterable[Spot], without: Collection[str] = ()) -> Policy:
@@ -101,7 +98,7 @@ def _of_op(base: Policy, op: str, chosen: set[str], running: set[str]) -> list[R
         said = next((rule.treatment for rule in rules if rule.module is None or rule.matches_module(module)), given)
         treatment: Treatment = "fp32" if module in chosen else given
         if treatment != said:
-            rules.insert(0, Rule(treatment, op=op, module=_glob(module)))
+            rules.insert(0, Rule(treatment, op=op, module=exact(module) or None))
     return rules
 
 
@@ -111,19 +108,14 @@ def _folded(op: str, chosen: set[str], running: set[str]) -> list[Rule] | None:
         return None
     globs: dict[str, list[str]] = defaultdict(list)
     for module in sorted(chosen):
-        parts = ("*" if part.isdigit() else _UNWRITABLE.sub("?", part) for part in module.split("."))
+        parts = ("*" if part.isdigit() else exact(part) for part in module.split("."))
         globs[".".join(parts)].append(module)
-    written = [
-        (glob if len(own) > 1 and glob.strip("*.") else _glob(path)) for glob, own in globs.items() for path in own
+    shortest = [
+        (glob if len(own) > 1 and glob.strip("*.") else exact(path)) for glob, own in globs.items() for path in own
     ]
-    rules = [Rule("fp32", op=op, module=path) for path in dict.fromkeys(written)]
+    rules = [Rule("fp32", op=op, module=path) for path in dict.fromkeys(shortest)]
     reached = {module for module in running if any(rule.matches_module(module) for rule in rules)}
     return rules if reached == chosen else None
-
-
-def _glob(module: str) -> str | None:
-    """Write a module's path as a glob; what a policy's text has another use for stands for any character."""
-    return _UNWRITABLE.sub("?", module) or None
 
 
 #: What a pin must add to the worst gradient's signal-to-noise ratio, in dB.

@@ -17,7 +17,7 @@ from mezzo.errors import PolicyError
 from mezzo.numerics.tuning.trial import Outcome, Shadow, failure_text, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
-from mezzo.tensors import CASTABLE, tensors, tree_map_only
+from mezzo.tensors import CASTABLE, tensors, tree_map_only, values_of
 from mezzo.trace.calls import LOSS, Decider, Place, Where, doing
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import RandomStates
@@ -196,7 +196,7 @@ def sensitivities(shadow: Shadow, base: Policy, start: Outcome) -> dict[Spot, Se
             found[call.spot] = Sensitivity(
                 forward_db=min(before.forward_db, forward),
                 backward_db=min(before.backward_db, backward),
-                largest=max([before.largest, *(float(x.detach().abs().amax()) for x in call.out if x.numel())]),
+                largest=max([before.largest, *(float(x.abs().amax()) for x in map(values_of, call.out) if x.numel())]),
             )
             if min(forward, backward) < SUSPECT_DB:
                 feeding |= {makers[id(x)] for x in _castable((call.args, call.kwargs)) if id(x) in makers}
@@ -222,8 +222,8 @@ def _alone(call: Call, dtype: torch.dtype, random: RandomStates, low: autocast, 
 
 
 def _least(references: list[Tensor], values: list[Tensor]) -> float:
-    pairs = ((one, other) for one, other in zip(references, values, strict=True) if one.shape == other.shape)
-    ratios = [sqnr(reference, value.float()) for reference, value in pairs]
+    pairs = ((values_of(one), values_of(other)) for one, other in zip(references, values, strict=True))
+    ratios = [sqnr(reference, value.float()) for reference, value in pairs if reference.shape == value.shape]
     return min((ratio for ratio in ratios if not math.isnan(ratio)), default=math.inf)
 
 

@@ -7,6 +7,7 @@
 from mezzo.policy.ops.names import (
     callables,
     functions,
+    in_place_forms,
     is_in_place,
     matching,
     out_of_place,
@@ -14,6 +15,7 @@ from mezzo.policy.ops.names import (
     written_form,
 )
 from mezzo.policy.ops.table import (
+    MOVES,
     NORMS,
     OPS,
     QUANTISABLE,
@@ -27,6 +29,7 @@ from mezzo.policy.ops.table import (
 )
 
 __all__ = [
-    "NORMS", "OPS", "QUANTISABLE", "QUANTISED", "TREATMENTS", "VIEWS", "Op", "Reason", "Treatment", "callables",
-    "functions", "is_in_place", "matching", "named_for", "out_of_place", "resolve", "written_form",
+    "MOVES", "NORMS", "OPS", "QUANTISABLE", "QUANTISED", "TREATMENTS", "VIEWS", "Op", "Reason", "Treatment",
+    "callables", "functions", "in_place_forms", "is_in_place", "matching", "named_for", "out_of_place", "resolve",
+    "written_form",
 ]  # fmt: skip

@@ -21,12 +21,14 @@ from mezzo.policy.ops.table import MODULES, OPS, PADDLE_ALIASES, SPELLINGS, SYNO
 _NAMESPACES: Final[tuple[tuple[str, Any], ...]] = (
     *(("", place) for place in (torch, functional, INNER_FUNCTIONS, torch.Tensor)),
     *(("linalg_", torch.linalg), ("fft_", torch.fft), ("", torch.special)),
+    ("sparse_", torch.sparse),
 )
 # How names begin, the longer first, and the prefix of the base name; None for the classes of torch.nn.
 _PREFIXES: Final[tuple[tuple[str, str | None], ...]] = (
     ("torch.nn.functional.", ""), ("nn.functional.", ""), ("functional.", ""), ("F.", ""),
     ("torch.linalg.", "linalg_"), ("linalg.", "linalg_"), ("torch.fft.", "fft_"), ("fft.", "fft_"),
-    ("torch.special.", ""), ("special.", ""), ("aten::special_", ""), ("torch.ops.aten.special_", ""),
+    ("torch.sparse.", "sparse_"), ("sparse.", "sparse_"), ("torch.special.", ""), ("special.", ""),
+    ("aten::special_", ""), ("torch.ops.aten.special_", ""),
     ("torch.Tensor.", ""), ("Tensor.", ""), ("torch._C._nn.", ""),
     ("torch.ops.aten.", ""), ("ops.aten.", ""), ("aten::", ""), ("aten.", ""),
     ("torch.nn.modules.", None), ("torch.nn.", None), ("nn.", None), ("torch.", ""),
@@ -47,7 +49,8 @@ def functions(name: str) -> tuple[Callable[..., Any], ...]:
 
     Returns:
         Each distinct callable once: ``torch.softmax``, ``F.softmax``, ``Tensor.softmax``. Empty for a name
-        that torch does not know, and for views and in-place variants, which nothing ever casts.
+        that torch does not know, for views, which nothing ever casts, and for in-place forms: those of an op are
+        :func:`in_place_forms`.
 
     Example:
         >>> torch.Tensor.__matmul__ in functions("matmul"), functions("exp_"), functions("view")
@@ -66,6 +69,31 @@ def callables(name: str) -> tuple[Callable[..., Any], ...]:
         if candidate.startswith(prefix)
     )
     return tuple(dict.fromkeys(function for function in found if callable(function) and not inspect.isclass(function)))
+
+
+@functools.cache
+def in_place_forms(name: str) -> Mapping[Callable[..., Any], Callable[..., Any]]:
+    """List the callables that write in place what an op returns.
+
+    Args:
+        name: The op's base name.
+
+    Returns:
+        Each with the function that returns a new tensor instead, from the same arguments.
+
+    Example:
+        >>> in_place_forms("exp")[torch.Tensor.exp_] is torch.Tensor.exp, in_place_forms("transpose")
+        (True, {})
+    """
+    if name in VIEWS:
+        return {}
+    found: dict[Callable[..., Any], Callable[..., Any]] = {}
+    for each in (name, *synonyms_of(name)):
+        form = f"__i{each.removeprefix('__')}" if each.startswith("__") else f"{each}_"
+        for _, place in _NAMESPACES[:4] if is_in_place(form) else ():
+            if (writes := getattr(place, form, None)) is not None:
+                found.setdefault(writes, getattr(place, each, None) or callables(name)[0])
+    return found
 
 
 def is_in_place(name: str) -> bool:
@@ -116,15 +144,15 @@ def resolve(name: str, *, in_place: bool = False, treatment: str = "") -> str:
             ``torch.ops.aten.softmax.int``, ``nn.Softmax``, ``__matmul__``, or a name of Paddle's such as
             ``softmax_with_cross_entropy``. Names of custom ops (``mylib::op``) are kept. Where two systems use one word
             it is torch's: ``mul`` is element-wise, and ``paddle:mul`` the matrix product that Paddle calls so.
-        in_place: Whether in-place variants are allowed. They keep their own name, for nothing ever casts them:
-            what they write to keeps its dtype. Elsewhere a rule on one would silently do nothing, so it is refused.
+        in_place: Whether in-place forms are allowed. They keep their own name. A rule names the op itself, and holds
+            for its in-place and ``out=`` forms.
         treatment: Of the rule that names it, for the error; empty where no rule does.
 
     Returns:
         The base name.
 
     Raises:
-        PolicyError: Neither the op table nor torch knows the name, or it is that of an in-place variant.
+        PolicyError: Neither the op table nor torch knows the name, or it is that of an in-place form.
 
     Example:
         >>> resolve("aten::softmax.int"), resolve("torch.linalg.inv"), resolve("nn.LayerNorm")
@@ -163,9 +191,9 @@ def _resolve(name: str, in_place: bool, treatment: str) -> str:
             return bare
         instead = out_of_place(bare)
         raise PolicyError(
-            f"the in-place op {name!r} is never cast",
-            why="what it writes to keeps its dtype, under torch.autocast too",
-            write=f"{_written(instead, treatment)}, and the out-of-place form in the model" if instead else "",
+            f"{name!r} is the in-place form of an op" if instead else f"the in-place op {name!r} is never cast",
+            why=f"a rule on {instead} holds for it too" if instead else "what it writes to keeps its dtype",
+            write=_written(instead, treatment) if instead else "",
         )
     if (found := _known_as(bare)) is not None:
         return found

@@ -108,6 +108,8 @@ SPELLINGS: Final = _pairs("""
     _grid_sampler_2d_cpu_fallback=grid_sampler_2d _lu_with_info=linalg_lu_factor _softmax=softmax
     _log_softmax=log_softmax native_group_norm=group_norm native_batch_norm=batch_norm native_dropout=dropout
     _scaled_mm=scaled_mm _scaled_grouped_mm=scaled_grouped_mm
+    _sparse_mm=sparse_mm _sparse_addmm=sparse_addmm _sparse_softmax=sparse_softmax sparse_sum=_sparse_sum
+    _sparse_log_softmax=sparse_log_softmax col2im=fold
     logsoftmax=log_softmax layernorm=layer_norm batchnorm=batch_norm groupnorm=group_norm rmsnorm=rms_norm
     sdpa=scaled_dot_product_attention attention=scaled_dot_product_attention bce=binary_cross_entropy
     bce_with_logits=binary_cross_entropy_with_logits logsigmoid_forward=logsigmoid log_sigmoid=logsigmoid
@@ -198,6 +200,11 @@ VIEWS: Final = frozenset(
 )
 
 
+#: Ops that only move what they are given into a copy of their first operand. What writes so in place takes it in the
+#: dtype of what is written to: a cast of all of that, and back, would give the same numbers.
+MOVES: Final = frozenset("index_put index_copy scatter masked_scatter put".split())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One row of the op table.
@@ -280,30 +287,58 @@ _ROWS: Final = (
         upsample_nearest1d upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
         _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
         upsample_bicubic2d _upsample_bicubic2d_aa"""),
+    _Rows("fp32", "reduction", "var std var_mean std_mean", note="the square of 256 is beyond FP16"),
+    _Rows("fp32_math", "reduction", "segment_reduce fold", note="torch's CPU adds up element by element in 16 bits"),
+    _Rows("fp32", "bandwidth-bound", "affine_grid affine_grid_generator",
+          note="coordinates are no data: of 512 pixels in a row BF16 tells half apart"),
+    _Rows("fp32", "reduction", "histc", note="a count in 16 bits stops at 256, or at 2,048"),
     # Torch's CUDA kernels take no low input, or take it only here and there; FP32 runs everywhere.
     _Rows("fp32", "no low kernel", """
         quantile nanquantile stft polar view_as_complex trace cholesky cholesky_inverse cholesky_solve qr ormqr geqrf
-        svd triangular_solve fake_quantize_per_tensor_affine
+        svd triangular_solve complex fake_quantize_per_tensor_affine fake_quantize_per_channel_affine
+        fused_moving_avg_obs_fake_quant _fused_moving_avg_obs_fq_helper
+        sparse_mm sparse_addmm sparse_sampled_addmm sparse_softmax sparse_log_softmax _sparse_sum smm sspaddmm hspmm
         fft_fft fft_ifft fft_fft2 fft_ifft2 fft_fftn fft_ifftn fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_rfftn
-        fft_irfftn fft_hfft fft_ihfft
+        fft_irfftn fft_hfft fft_ihfft fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn
         linalg_cond linalg_matrix_rank linalg_solve linalg_cholesky linalg_cholesky_ex linalg_svdvals linalg_svd
         linalg_eig linalg_eigh linalg_eigvals linalg_eigvalsh linalg_inv linalg_inv_ex linalg_householder_product
-        linalg_tensorinv linalg_tensorsolve linalg_qr linalg_lstsq linalg_matrix_sqrth"""),
+        linalg_tensorinv linalg_tensorsolve linalg_qr linalg_lstsq linalg_matrix_sqrth
+        linalg_det linalg_slogdet logdet linalg_solve_ex linalg_solve_triangular linalg_ldl_factor linalg_ldl_factor_ex
+        linalg_ldl_solve linalg_lu_factor_ex linalg_vander linalg_polar histogram histogramdd
+        zeta erfcx log_ndtr ndtri airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 modified_bessel_i0 modified_bessel_i1
+        modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0 scaled_modified_bessel_k1 spherical_bessel_j0
+        chebyshev_polynomial_t chebyshev_polynomial_u chebyshev_polynomial_v chebyshev_polynomial_w
+        hermite_polynomial_h hermite_polynomial_he laguerre_polynomial_l legendre_polynomial_p
+        shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
+        shifted_chebyshev_polynomial_w"""),
+    _Rows("fp32_math", "no low kernel", """
+        torchvision::deform_conv2d torchvision::nms torchvision::roi_align torchvision::roi_pool
+        torchvision::ps_roi_align torchvision::ps_roi_pool""", cuda="fp32_math",
+          note="torchvision's own kernels under torch's CUDA autocast"),
     _Rows("fp32", "no low kernel", "linalg_pinv", "pinverse", cpu="native", note="a product inside it would be low"),
     _Rows("fp32", "no low kernel", "linalg_lu_solve", "lu_solve", cpu="native"),
     _Rows("fp32", "no low kernel", "linalg_lu_factor linalg_lu lu", "_lu_with_info", cpu="native"),
     # Promote: arguments of one dtype, the widest.
     _Rows("promote", "type-mixing", """
-        addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot scatter_add"""),
+        addcdiv addcmul atan2 bilinear cross dot vdot index_put tensordot"""),
+    _Rows("fp32_math", "type-mixing", "scatter_add", cuda="promote", note="a sum that runs: rounded once, at the end"),
+    _Rows("fp32_math", "type-mixing", "index_add index_reduce scatter_reduce",
+          note="sums that run: rounded once, at the end"),
     _Rows("promote", "type-mixing", "grid_sampler", cpu="fp32"),
     _Rows("promote", "type-mixing", "grid_sample", "grid_sampler", cpu="fp32"),
     _Rows("promote", "type-mixing", "inner", "tensordot"),
     _Rows("promote", "type-mixing", "cat stack", cuda="promote", note="torch's built-in promotion on CUDA"),
-    _Rows("promote", "type-mixing", "index_copy"),
+    _Rows("promote", "type-mixing", """
+        index_copy scatter masked_scatter put lerp heaviside linalg_cross embedding_bag allclose isclose"""),
     # Native on CUDA; a CPU has no low kernel, so FP32 inside there.
     _Rows("native", "bandwidth-bound", """
         avg_pool3d max_pool3d max_unpool2d max_unpool3d adaptive_avg_pool3d adaptive_max_pool3d
         fractional_max_pool2d fractional_max_pool3d grid_sampler_2d grid_sampler_3d"""),
+    # Left to torch on CUDA, where kernels compute in FP32 inside; on a CPU they are wrong in 16 bits, or missing.
+    _Rows("fp32_math", "bandwidth-bound", "rrelu", note="no low kernel: none in FP16"),
+    _Rows("fp32_math", "bandwidth-bound", "sinc", note="its gradient in 16 bits is what cancels"),
+    _Rows("fp32_math", "exponential range", "i1 i1e", note="no low kernel in the backward pass"),
+    _Rows("fp32_math", "exponential range", "polygamma", note="infinite in FP16 before its result is"),
     _Rows("native", "data movement", """
         reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d replication_pad3d"""),
     _Rows("native", "data movement", "pad", "reflection_pad1d replication_pad1d"),
@@ -328,40 +363,31 @@ _ROWS: Final = (
     # Gray: no list of torch's names them, and they run in the dtypes they are given.
     _Rows("native", "bandwidth-bound", """
         abs acosh add angle asinh atan atanh ceil clamp clamp_max clamp_min conj_physical copysign cos deg2rad div
-        erf erfc floor floor_divide fmax fmin fmod frac heaviside hypot lerp maximum minimum mul nan_to_num neg
-        nextafter positive rad2deg remainder round rsub sgn sigmoid sign sin sinc sqrt sub tanh trunc
-        relu relu6 elu celu selu gelu glu silu mish leaky_relu rrelu threshold hardshrink hardsigmoid hardswish
+        erf erfc floor floor_divide fmax fmin fmod frac hypot maximum minimum mul nan_to_num neg
+        nextafter positive rad2deg remainder round rsub sgn sigmoid sign sin sqrt sub tanh trunc
+        relu relu6 elu celu selu gelu glu silu mish leaky_relu threshold hardshrink hardsigmoid hardswish
         hardtanh logsigmoid softshrink softsign tanhshrink
         dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout feature_dropout
         avg_pool1d avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d max_pool1d max_pool2d max_pool1d_with_indices
         max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool1d adaptive_max_pool2d
         adaptive_max_pool1d_with_indices adaptive_max_pool2d_with_indices adaptive_max_pool3d_with_indices
         fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices
-        embedding embedding_bag affine_grid where masked_fill outer kron diff gradient linalg_cross linalg_vander
-        vander cartesian_prod"""),
+        embedding where masked_fill outer kron diff gradient vander cartesian_prod"""),
     _Rows("native", "exponential range", """
-        exp2 float_power frexp lgamma digamma polygamma igamma igammac i0 logaddexp logaddexp2 logit xlogy zeta entr
-        erfcx i0e i1 i1e log_ndtr ndtr ndtri xlog1py airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1
-        modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 scaled_modified_bessel_k0
-        scaled_modified_bessel_k1 spherical_bessel_j0 chebyshev_polynomial_t chebyshev_polynomial_u
-        chebyshev_polynomial_v chebyshev_polynomial_w hermite_polynomial_h hermite_polynomial_he
-        laguerre_polynomial_l legendre_polynomial_p shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
-        shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w"""),
+        exp2 float_power frexp lgamma digamma igamma igammac i0 logaddexp logaddexp2 logit xlogy entr i0e ndtr
+        xlog1py"""),
     _Rows("native", "reduction", """
-        mean nanmean nansum std std_mean var var_mean amax amin aminmax max min median nanmedian mode kthvalue
-        cummax cummin logcumsumexp segment_reduce histc histogram histogramdd"""),
+        mean nanmean nansum amax amin aminmax max min median nanmedian mode kthvalue cummax cummin logcumsumexp"""),
     _Rows("native", "reduction", "batch_norm instance_norm", note="torch's kernel mixes dtypes, statistics in FP32"),
     _Rows("native", "type-mixing", """
-        hstack vstack dstack column_stack block_diag index_add index_reduce scatter scatter_reduce put masked_scatter
-        index_fill select_scatter slice_scatter diagonal_scatter as_strided_scatter"""),
+        hstack vstack dstack column_stack block_diag index_fill select_scatter slice_scatter
+        diagonal_scatter as_strided_scatter"""),
     _Rows("native", "no low kernel", """
-        linalg_det linalg_slogdet logdet linalg_solve_ex linalg_solve_triangular linalg_ldl_factor
-        linalg_ldl_factor_ex linalg_ldl_solve linalg_lu_factor_ex lu_unpack istft
-        fft_hfft2 fft_hfftn fft_ihfft2 fft_ihfftn fake_quantize_per_channel_affine complex"""),
+        lu_unpack istft"""),
     _Rows("native", "gemm", "scaled_mm scaled_grouped_mm", note="the caller chooses the formats"),
     _Rows("native", "data movement", """
-        channel_shuffle clone combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud fold
-        gather index_select masked_select msort narrow_copy native_channel_shuffle pixel_shuffle pixel_unshuffle
+        channel_shuffle clone combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud
+        gather im2col index_select masked_select msort narrow_copy native_channel_shuffle pixel_shuffle pixel_unshuffle
         repeat repeat_interleave roll rot90 slice_inverse sort take take_along_dim tile topk tril triu unique
         unique_consecutive"""),
     _Rows("native", "data movement", "fft_fftshift fft_ifftshift"),

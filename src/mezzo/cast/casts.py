@@ -1,0 +1,212 @@
+"""Casts: of what a program passes around, in containers, and of weights, once in a region."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any, Final, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from mezzo.backward import node_of
+from mezzo.cast.notes import WATCHERS, during
+from mezzo.dispatch import is_transformed, num_dispatch_modes, unseen_by_checkpoints
+from mezzo.tensors import CASTABLE, mark, tree_is_leaf, tree_map
+from mezzo.weights.halves import Halves
+
+# Casting what a user passes around: tensors in nested containers, dataclasses and mappings.
+
+T = TypeVar("T")  # Python 3.11 has no `def f[T]`
+
+#: What holds no tensor, of the arguments that modules are called with most.
+_HOLDS_NONE: Final = frozenset({NoneType, bool, int, float, str})
+
+
+def widest(each: Iterable[Tensor]) -> torch.dtype | None:
+    """Return the dtype that holds what all of these tensors do; ``None`` for none."""
+    dtypes = {tensor.dtype for tensor in each}
+    return functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def any_off(values: Iterable[Any], dtypes: Container[torch.dtype]) -> bool:
+    """Whether there is a tensor in one of some dtypes, or what may hold tensors: of that it is not known."""
+    for each in values:  # noqa: SIM110 - a generator would cost as much again
+        if each.dtype in dtypes if isinstance(each, Tensor) else type(each) not in _HOLDS_NONE:
+            return True
+    return False
+
+
+def cast_floating(value: T, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> T:
+    """Cast every floating tensor in nested containers, but float64; other leaves stay the same objects.
+
+    Args:
+        value: Tensors in tuples, lists, dicts, named tuples, dataclasses, mappings and packed sequences, nested.
+        dtype: The target.
+        kept: Tensors that stay the same objects, too.
+
+    Returns:
+        The same structure, of the same types.
+    """
+    # One cast for a tensor that stands in several places, as in attention(x, x, x). Found by `is`: on an id() compiled
+    # code would depend, and be compiled again for every new tensor.
+    made: list[tuple[Any, Any]] = [(each, each) for each in kept]
+
+    def cast(each: Any) -> Any:
+        now = (each.data if isinstance(each, PackedSequence) else each).dtype
+        if now == dtype or now not in CASTABLE:
+            return each
+        for seen, cast in made:
+            if seen is each:
+                return cast
+        made.append((each, _to(each, dtype)))
+        return made[-1][1]
+
+    out: T = mapped(value, cast)
+    return out
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Change each tensor and packed sequence in nested containers.
+
+    Args:
+        value: As of :func:`cast_floating`.
+        change: Returns what stands for one.
+    """
+    kind = type(value)
+    if isinstance(value, Tensor | PackedSequence):
+        return change(value)
+    if kind in _HOLDS_NONE:
+        return value
+    if kind is tuple or kind is list:
+        return kind([mapped(item, change) for item in value])
+    if kind is dict:
+        return {key: mapped(item, change) for key, item in value.items()}
+    if not tree_is_leaf(value):  # named tuples, and what programs have registered
+        return tree_map(lambda leaf: mapped(leaf, change), value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        given = {name: getattr(value, name) for name in names}
+    elif isinstance(value, MutableMapping):
+        given = dict(value)
+    else:
+        return value
+    changed = {key: new for key, item in given.items() if (new := mapped(item, change)) is not item}
+    if not changed:
+        return value
+    out = copy.copy(value)
+    for key, new in changed.items():
+        if isinstance(value, MutableMapping):
+            out[key] = new
+        else:  # frozen ones cannot be assigned to, nor always be constructed anew
+            object.__setattr__(out, key, new)
+    return out
+
+
+def _to(value: Any, dtype: torch.dtype) -> Any:
+    return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
+
+
+# The cache of weight casts: in one region a weight is cast once, however often it is used.
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    param: nn.Parameter  # while it and the alias are held, nothing else can be given this id and this address
+    alias: Tensor
+    mark: tuple[int, int]
+    cast: Tensor
+
+
+class _FurtherUse(torch.autograd.Function):
+    """A cast that exists already, connected to its parameter once more.
+
+    The engine itself casts a gradient to the dtype of what it belongs to, and only then adds it to others. There is no
+    ``setup_context``, which would cost more than all the rest: under ``torch.func`` nothing is cached.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, param: nn.Parameter, found: _Cast) -> Tensor:
+        return found.cast.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def is_further_use(node: Any) -> bool:
+    """Whether an autograd node connects a cast with its parameter once more: its gradient is the parameter's."""
+    return isinstance(node, node_of(_FurtherUse))
+
+
+class WeightCasts:
+    """Casts of parameters, as long as the outermost region lasts: each makes its own, for those inside it as well.
+
+    An entry serves as long as the parameter has not been written: its version and its memory are compared at each use.
+    Writes through ``.data`` leave no such trace; they are seen by the next region, as with torch's own cache, which is
+    as long and compares nothing.
+
+    Casts made without gradients never serve training, nor the other way round, and nothing is kept in inference mode,
+    under ``torch.func``, in forward-mode AD or while torch.compile traces.
+
+    No cast is an operation inside of a selective checkpoint (``create_selective_checkpoint_contexts``), which compares
+    those of its body with those of the recomputation: a weight that was cast before has none in the one of both.
+
+    Each use has an autograd node of its own: the gradients of a weight that is used several times meet in the
+    parameter's dtype, bit for bit as those of several casts would. Eager, compiled and recomputed code therefore give
+    the same bits, as long as torch adds in the same order. It does not where ``.grad`` is added to in the middle of a
+    backward pass, by a reentrant checkpoint around some of three or more uses, or where only some of them stand in
+    one compiled graph: each such part adds its own first, in plain FP32 training too.
+
+    **Cost**: 2 bytes for each weight of a low-precision op, from its first use in a region to the region's end. Each
+    further use is a Python autograd function: some 10 µs forward and backward together, beside torch's own node for
+    the first.
+
+    Args:
+        keeps: Whether casts are kept: not for what a backward pass recomputes, which may be long.
+
+    Attributes:
+        keeps: The same.
+    """
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self.keeps = keeps
+        self._casts: dict[tuple[int, torch.dtype, bool, bool], _Cast] = {}
+
+    def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+        """Return the parameter in another dtype, connected to it for gradients.
+
+        Args:
+            param: A floating parameter.
+            dtype: The target; the parameter itself is returned where it is its own.
+        """
+        if param.dtype == dtype:
+            return param
+        if torch.compiler.is_compiling():
+            return param.to(dtype)
+        if isinstance(param, Halves):  # the cast is there already
+            return _unseen(param.low, dtype)
+        if not self.keeps or torch.is_inference_mode_enabled() or param.is_inference() or is_transformed():
+            return _unseen(param.to, dtype)
+        with_gradients = torch.is_grad_enabled()
+        trains = with_gradients and param.requires_grad
+        key = (id(param), dtype, with_gradients, trains)
+        found = self._casts.get(key)
+        if found is None or found.mark != mark(param):
+            made = _unseen(param.to, dtype)
+            self._casts[key] = _Cast(param, param.detach(), mark(param), made)
+            return made
+        return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast  # type: ignore[no-untyped-call]
+
+
+def _unseen(make: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+    """Make a cast of a weight where no selective checkpoint counts it."""
+    if not num_dispatch_modes():
+        return make(dtype)
+    with unseen_by_checkpoints():
+        return make(dtype)

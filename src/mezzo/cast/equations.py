@@ -1,0 +1,129 @@
+"""Equations of ``torch.einsum``: which products stand in one, and a contraction pair by pair."""
+
+from __future__ import annotations
+
+import functools
+import string
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mezzo.compiling import constant_in_graphs, is_one
+
+
+class Equation(NamedTuple):
+    """What an equation says.
+
+    Attributes:
+        inputs: The letters of each operand, those in the place of an ellipsis too.
+        output: Those of the result, spelt out.
+        inner: Of each letter over which a product sums the operands that it stands in, and where.
+        sums: Whether a letter is summed over that stands in one operand alone.
+    """
+
+    inputs: tuple[str, ...]
+    output: str
+    inner: tuple[tuple[tuple[int, int], ...], ...]
+    sums: bool
+
+
+#: As torch numbers letters in sublists.
+_LETTERS: Final = string.ascii_uppercase + string.ascii_lowercase
+
+
+def spelt(args: Any, kwargs: Any) -> tuple[str, Sequence[Tensor]]:
+    """Return an equation and its operands, in whichever way ``torch.einsum`` is called."""
+    args = (kwargs["equation"], *args) if "equation" in kwargs else args
+    if isinstance(args[0], str):
+        is_list = len(args) == 2 and isinstance(args[1], list | tuple)
+        return args[0], args[1] if is_list else args[1:]
+    lists = [*args[1::2], *args[-1:]] if len(args) % 2 else args[1::2]
+    words = ["".join(["..." if each is Ellipsis else _LETTERS[each] for each in some]) for some in lists]
+    count = len(args) // 2
+    return ",".join(words[:count]) + "->" * (len(args) % 2) + "".join(words[count:]), args[: 2 * count : 2]
+
+
+@constant_in_graphs
+def read(equation: str, dims: tuple[int, ...]) -> Equation | None:
+    """Read an equation for operands with these many dimensions; ``None`` where torch will say what is wrong with it.
+
+    Example:
+        >>> read("...i,ij", (3, 2))
+        Equation(inputs=('ABi', 'ij'), output='ABj', inner=(((0, 2), (1, 0)),), sums=False)
+    """
+    return _read(equation, dims)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(equation: str, dims: tuple[int, ...]) -> Equation | None:
+    left, arrow, output = equation.replace(" ", "").partition("->")
+    bare = [each.replace("...", "", 1) for each in left.split(",")]
+    hidden = [number - len(each) for number, each in zip(dims, bare, strict=False)]
+    free = [letter for letter in _LETTERS if letter not in equation]
+    if len(bare) != len(dims) or min(hidden) < 0 or max(hidden) > len(free) or not "".join((*bare, "i")).isalpha():
+        return None
+    stands = "".join(free[: max(hidden)])
+    inputs = [
+        each.replace("...", stands[len(stands) - number :])
+        for each, number in zip(left.split(","), hidden, strict=True)
+    ]
+    if any(len(each) != number for each, number in zip(inputs, dims, strict=True)):
+        return None
+    if not arrow:
+        every = "".join(bare)
+        output = "..." + "".join(sorted(each for each in set(every) if every.count(each) == 1))
+    output = output.replace("...", stands)
+    summed = [each for each in dict.fromkeys("".join(inputs)) if each not in output]
+    places = [tuple((i, own.index(each)) for i, own in enumerate(inputs) if each in own) for each in summed]
+    inner = tuple(each for each in places if len(each) > 1)
+    return Equation(tuple(inputs), output, inner, len(inner) < len(places))
+
+
+def contracts(equation: Equation, operands: Sequence[Tensor]) -> bool:
+    """Whether any letter is summed over that stands in several operands."""
+    for places in equation.inner:
+        if len([None for index, dim in places if not is_one(operands[index].shape[dim])]) > 1:
+            return True
+    return False
+
+
+def is_whole(equation: Equation, operands: Sequence[Tensor]) -> bool:
+    """Whether it is one product, in which no letter of one operand is summed over by itself."""
+    if equation.sums or len(operands) != 2:
+        return False
+    a, b = (x.shape for x in operands)
+    return all(is_one(a[i]) == is_one(b[j]) for (_, i), (_, j) in equation.inner)
+
+
+def in_pairs(equation: Equation, operands: Sequence[Tensor]) -> Tensor:
+    """Contract pair by pair, by einsums of one and of two operands, on the path that torch takes."""
+    terms = [*zip(equation.inputs, operands, strict=True)]
+    for i, j in _path(equation, operands):
+        (a, x), (b, y) = terms[i], terms[j]
+        terms = [term for place, term in enumerate(terms) if place not in (i, j)]
+        kept = "".join([equation.output, *[each for each, _ in terms]])
+        # Over what stands in one of them alone, or is broadcast in the other, each is summed first.
+        inner = [each for each in a if each in b and is_one(x.shape[a.index(each)]) == is_one(y.shape[b.index(each)])]
+        (a, x), (b, y) = (_summed(own, of, kept, inner) for own, of in ((a, x), (b, y)))
+        out = "".join([each for each in dict.fromkeys(a + b) if each in kept]) if terms else equation.output
+        terms.append((out, torch.einsum(f"{a},{b}->{out}", x, y)))
+    return terms[0][1]
+
+
+def _summed(letters: str, x: Tensor, kept: str, inner: Sequence[str]) -> tuple[str, Tensor]:
+    left = "".join([each for each in dict.fromkeys(letters) if each in kept or each in inner])
+    return left, x if left == letters else torch.einsum(f"{letters}->{left}", x)
+
+
+def _path(equation: Equation, operands: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return which two terms are multiplied next, of a list to whose end their product goes."""
+    count, optimizer = len(operands), torch.backends.opt_einsum
+    if count > 2 and not torch.compiler.is_compiling() and optimizer.is_available() and optimizer.enabled:
+        text = f"{','.join(equation.inputs)}->{equation.output}"
+        found: list[tuple[int, int]] = optimizer.get_opt_einsum().contract_path(
+            text, *operands, optimize=optimizer.strategy
+        )[0]
+        return found
+    return [(0, 1), *[(number - 1, 0) for number in range(count - 1, 1, -1)]]
