@@ -336,7 +336,13 @@ def test_a_program_is_recomputed_and_compiled_bit_for_bit(policy, program):
 
     plain = run(lambda model: model)
     ways = [functools.partial(functools.partial, checkpoint, use_reentrant=again) for again in (False, True)]
-    for way in (*ways, lambda model: torch.compile(model, backend="aot_eager", fullgraph=True)):
+    compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
+    if program in (masked, mask_tokens) and torch.__version__ >= (2, 14):  # which asks no mode about x[i] = y
+        with pytest.raises(RuntimeError, match="dtypes match"):
+            run(compiled)
+    else:
+        ways.append(compiled)
+    for way in ways:
         for mine, theirs in zip(run(way), plain, strict=True):
             assert torch.equal(mine, theirs)
 

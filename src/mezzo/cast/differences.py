@@ -337,6 +337,7 @@ class Traced(NamedTuple):
     autocast: bool
     handler: Handler | None
     opened: str  # its name in OPENED_BY_NAME, or nothing
+    returning: Callable[..., Any] | None  # the handler's: torch 2.11 reads no function of a dataclass
 
 
 #: The differences that a mode was made for, by key: what torch.compile asks for while it traces.
@@ -357,7 +358,9 @@ def traced(key: str, function: Callable[..., Any]) -> Traced:
     """Look a function up in differences, as a constant of the graph: it is guarded by their key alone."""
     own = _KNOWN[key]
     opened = _name(own.opened.get(function))
-    return Traced(own.dtype, own.device_type, own.autocast, own.handler(function), opened)
+    handler = own.handler(function)
+    returning = None if handler is None else handler.returning
+    return Traced(own.dtype, own.device_type, own.autocast, handler, opened, returning)
 
 
 def open_function(function: types.FunctionType) -> Callable[..., Any]:

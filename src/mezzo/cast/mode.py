@@ -233,8 +233,8 @@ def _carry_out(
     handler: Handler, here: Differences | Traced, casts: WeightCasts, func: Any, args: Any, kwargs: Any
 ) -> Any:
     """Run one function with its treatment, native autocast off for the call."""
-    if handler.returning is not None:
-        return _write_in_place(handler, handler.returning, here, casts, func, args, kwargs, {})
+    if (returning := here.returning if isinstance(here, Traced) else handler.returning) is not None:
+        return _write_in_place(handler, returning, here, casts, func, args, kwargs, {})
     if handler.inplace is not None and is_told(handler.inplace, args, kwargs):
         args, kwargs = args[: handler.inplace], {key: value for key, value in kwargs.items() if key != "inplace"}
         return _write_in_place(handler, func, here, casts, func, args, kwargs, {"inplace": True})
