@@ -198,7 +198,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     "cast/device/decide.py": {
         "torch.ops.mkldnn._is_mkldnn_bf16_supported": "have oneDNN read its limit before it is used",
     },
-    "trace/calls.py": {
+    "trace/function_calls.py": {
         "torch.nn.Module._call_impl": "find the module whose call torch.compile traces",
         "torch.nn.Module._wrapped_call_impl": "find the module whose call torch.compile traces",
     },

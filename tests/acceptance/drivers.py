@@ -9,7 +9,7 @@ import torch
 import mezzo
 from mezzo.compat import apex
 from mezzo.compat.apex import frontend
-from mezzo.session.scaler import SessionScaler
+from mezzo.session.grad_scaler import SessionScaler
 
 from .oracle import Contract
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import mezzo
 from mezzo import Policy, PolicyError, StateError
-from mezzo.cast.model import prepare, refusals
+from mezzo.cast.model import checks, prepare
 from mezzo.weights import Halves, halves
 
 from ..support.refusals import refused
@@ -434,10 +434,10 @@ def test_a_rule_that_cannot_reach_inside_is_reported(caplog):
 
 
 def test_a_rule_may_speak_of_an_op_that_this_version_of_torch_lacks(monkeypatch):
-    monkeypatch.setattr(refusals, "functions", lambda op: ())
+    monkeypatch.setattr(checks, "functions", lambda op: ())
     with pytest.raises(PolicyError, match="the op glob 'gelu' matches no op"):
         mezzo.prepare(Net(), "O1,native=gelu")  # torch has it, and nothing would cast it
-    monkeypatch.setattr(refusals, "callables", lambda op: ())
+    monkeypatch.setattr(checks, "callables", lambda op: ())
     mezzo.prepare(Net(), "O1,native=gelu").remove()
 
 

@@ -88,7 +88,7 @@ FAULTS = (
          "tests/compat/test_paddle_grad_scaler.py::test_after_a_region_in_bfloat16_it_disables_itself",
          "Paddle's keeps a constant scale"),
     ),
-    *in_file("compat/torch/region.py",
+    *in_file("compat/torch/contexts.py",
         ("autocast: the portable lists", ',lists=device", device_type)', '", device_type)',
          "tests/compat/test_torch_autocast.py::test_every_op_has_the_dtype_that_it_has_in_torchs_region",
          "ops on a CPU would have CUDA's dtypes"),

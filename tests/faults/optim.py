@@ -17,7 +17,7 @@ FAULTS = (
          "tests/optim/test_optim.py::test_groups_schedules_parameters_added_later_and_those_that_miss_steps",
          "the learning rate would stay what it was at first"),
     ),
-    *in_file("optim/state.py",
+    *in_file("optim/state_dicts.py",
         ("state: a note is a history", "_COUNTED[\"step\"] if found else None)", "_COUNTED[\"step\"])",
          "tests/optim/test_saving.py::test_a_note_alone_is_no_history",
          "U1: the first AdamW step would have the size of the second"),

@@ -4,7 +4,7 @@ from .fault import in_file
 
 # fmt: off
 FAULTS = (
-    *in_file("scale/rules.py",
+    *in_file("scale/transition.py",
         ("scale: it grows a step late", "grows = clean_steps >= config.interval",
          "grows = clean_steps > config.interval", "tests/scale/test_rules.py", "not torch's rule"),
         ("scale: it backs off with budget left", "backs_off = found & (budget == 0)",
@@ -28,7 +28,7 @@ FAULTS = (
         ("scale: patience counts before the budget is spent", "(floor_overflows + backs_off) * stuck",
          "(floor_overflows + 1) * stuck", "tests/scale/test_rules.py", "it would give up before DeepSpeed does"),
     ),
-    *in_file("scale/scaler.py",
+    *in_file("scale/device_state.py",
         ("scale: a held step moves it",
          "after = before if held else next_scale_on_host(before, overflowed, self.config)",
          "after = next_scale_on_host(before, overflowed, self.config)", "tests/scale/test_scaler.py",

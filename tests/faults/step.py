@@ -47,7 +47,7 @@ FAULTS = (
         ("optimizers: maximize minimizes", 'gradient = -gradient if "maximize" in self.options else gradient', "pass",
          "tests/step/test_update.py", "the run would go the other way"),
     ),
-    *in_file("step/passes.py",
+    *in_file("step/verdict.py",
         ("verdict: clipping stretches", "((grad_norm + 1e-6).reciprocal() * max_norm).clamp_max(1.0)",
          "((grad_norm + 1e-6).reciprocal() * max_norm)", "tests/step/test_passes.py",
          "small gradients would be blown up to max_grad_norm"),

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo import MixedPrecision, StateError
-from mezzo.session.scaler import SessionScaler
+from mezzo.session.grad_scaler import SessionScaler
 
 from .loops import assert_same, attached, gradients, network
 

@@ -16,9 +16,9 @@ from mezzo.cast import autocast
 from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
+from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.refusals import models_and_optimizers
-from mezzo.session.scaler import SessionScaler
-from mezzo.session.state import save
+from mezzo.session.state_tree import save
 
 require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "accelerate")
 

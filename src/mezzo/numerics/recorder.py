@@ -33,7 +33,7 @@ from mezzo.numerics.evidence import (
     write_step,
 )
 from mezzo.numerics.histogram import ROW, ExponentHistogram
-from mezzo.numerics.operands import OperandWatch
+from mezzo.numerics.quantised import OperandWatch
 from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, updated_by
 from mezzo.numerics.watches import FIELDS, PassWatch, Places, Tally, WeightWatch, swallowed_of
 from mezzo.policy import Policy

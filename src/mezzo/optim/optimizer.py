@@ -27,14 +27,14 @@ from mezzo.optim.groups import (
     ordered,
     wrong_weights,
 )
-from mezzo.optim.state import check_state, counts_of, has_begun, kept_of, keys_of, put, restored, saved, taken
+from mezzo.optim.state_dicts import check_state, counts_of, has_begun, kept_of, keys_of, put, restored, saved, taken
 from mezzo.sharded import is_distributed, local, locals_of, number_of_shard, placed, sharding
 from mezzo.step.executors.choose import executor_for, portable, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.moments import name_of_codes, zeros
-from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
+from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.tensors import LOW, described, dtype_name
 from mezzo.weights.halves import Halves, in_halves
 from mezzo.weights.stepping import in_memory
@@ -291,7 +291,7 @@ class OnePassOptimizer(Optimizer):
         """Take a step, hooks and all, as a verdict says; what :meth:`make_ready` of the same verdict kept is used.
 
         Args:
-            verdict: Of these gradients, as :func:`mezzo.step.passes.judge` returns it.
+            verdict: Of these gradients, as :func:`mezzo.step.verdict.judge` returns it.
             step: What :meth:`step` was, where a session has taken it over on this instance.
         """
         self._verdict = verdict

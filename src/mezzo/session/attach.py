@@ -29,14 +29,14 @@ from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.hooks import complete
 from mezzo.interrupts import Members
 from mezzo.policy import Policy
-from mezzo.session import state
+from mezzo.session import state_tree
 from mezzo.session.calls import Calls, rebound
+from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.passes import SessionPass, refuse_scaled, walk_of
 from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
-from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
-from mezzo.session.update import closure_of, evaluates_once, handing_on, inner_optimizers
+from mezzo.session.writers import closure_of, evaluates_once, handing_on, inner_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -347,7 +347,7 @@ class AttachedPrecision(MixedPrecision):
     # State ------------------------------------------------------------------------------------------------
 
     def _carry(self, _: Optimizer, found: dict[str, Any]) -> None:
-        found[CARRIED] = state.save(self.engine, self.policy, in_window=True)
+        found[CARRIED] = state_tree.save(self.engine, self.policy, in_window=True)
 
     def resume(self, found: Mapping[str, Any] | None) -> None:
         """Go on from the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mezzo.backward import engine_through, runs_backward
 from mezzo.cast import autocast
-from mezzo.cast.model.calls import Within
+from mezzo.cast.model.boundaries import Within
 from mezzo.cast.model.outputs import GivesOut, given_out
 from mezzo.compiling import compiled_inside, is_exporting, never_compiled
 from mezzo.hooks import owner_of

@@ -25,18 +25,18 @@ from mezzo.hooks import with_accumulation_hooks, with_backward_hooks, with_tenso
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import as_one_pass
-from mezzo.scale.scaler import Scaler
+from mezzo.scale.device_state import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.inner import InnerScales
 from mezzo.session.observers import Judged, StepObserver, observing
 from mezzo.session.passes import SessionPass, Walk, entered
 from mezzo.session.stats import Step, StepAccount, StepOutcome
-from mezzo.session.update import Writes, check_numbers, evaluated, takes_flags
 from mezzo.session.weights import Weights
 from mezzo.session.window import Window
+from mezzo.session.writers import Writes, check_numbers, evaluated, takes_flags
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
-from mezzo.step.passes import Verdict, as_fused, decided, not_finite
+from mezzo.step.verdict import Verdict, as_fused, decided, not_finite
 from mezzo.tensors import LOW, foreach_norm, moved
 
 #: How a loop with a ``GradScaler`` calls it.
@@ -379,7 +379,7 @@ class Engine(Writes):
 
         Args:
             optimizers: Those that step, as far as they have gradients.
-            closure: Evaluates the loss, for an optimizer that asks for it by itself: see :mod:`mezzo.session.update`.
+            closure: Evaluates the loss, for an optimizer that asks for it by itself: see :mod:`mezzo.session.writers`.
             by: Called in place of the one optimizer's ``step``, and only if it is not skipped: how a framework learns
                 of that. One host sync.
 

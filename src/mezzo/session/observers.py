@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from mezzo.backward import note
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
-from mezzo.step.passes import Verdict
+from mezzo.step.verdict import Verdict
 
 if TYPE_CHECKING:
     from mezzo.overflow import Replay
-    from mezzo.scale.scaler import Scaler
+    from mezzo.scale.device_state import Scaler
     from mezzo.session.stats import Step, StepAccount
     from mezzo.session.weights import Weights
     from mezzo.session.window import Window

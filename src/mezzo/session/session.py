@@ -16,17 +16,17 @@ from mezzo.compiling import compiled_inside_alone, never_compiled
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, raise_together
 from mezzo.policy import Policy
-from mezzo.scale.scaler import Scaler
-from mezzo.session import state
+from mezzo.scale.device_state import Scaler
+from mezzo.session import state_tree
 from mezzo.session.calls import Binding
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
 from mezzo.session.passes import SessionPass, refuse_scaled, retaining, walk_of
 from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
-from mezzo.session.state import Stateful
+from mezzo.session.state_tree import Stateful
 from mezzo.session.stats import Stats, Step
-from mezzo.session.update import guarded
 from mezzo.session.weights import Weights, handles_of
+from mezzo.session.writers import guarded
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ class MixedPrecision:
         **Cost**: a host sync.
         """
         self._require_open("state_dict")
-        return state.save(self.engine, self.policy)
+        return state_tree.save(self.engine, self.policy)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, or another system's scaler; those of model and optimizer in any order.
@@ -385,7 +385,7 @@ class MixedPrecision:
             StateError: The state of another model, or none at all; nothing was loaded. Or inside a window.
         """
         self._require_open("load_state_dict")
-        state.load(self.engine, self.policy, state_dict)
+        state_tree.load(self.engine, self.policy, state_dict)
 
     def stateful(self) -> Stateful:
         """Return model, optimizers and session as one value for ``torch.distributed.checkpoint``: see there."""

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mezzo import sharded
+from mezzo.cast.model.checks import preparations_in
 from mezzo.cast.model.prepare import Prepared
-from mezzo.cast.model.refusals import preparations_in
 from mezzo.cast.products import Memory
 from mezzo.cast.region import autocast
 from mezzo.compiling import INSIDE, inside

@@ -17,7 +17,7 @@ from mezzo.session.weights import Weights
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, norms, with_gradients
-from mezzo.step.passes import not_finite
+from mezzo.step.verdict import not_finite
 from mezzo.tensors import LOW, foreach_copy_, foreach_mul_, marks, moved
 from mezzo.weights.halves import Halves
 

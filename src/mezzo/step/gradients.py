@@ -15,7 +15,7 @@ from torch import Tensor
 from mezzo import tensors
 from mezzo.sharded import is_distributed, local
 from mezzo.step.executors.choose import executor_for, portable
-from mezzo.step.passes import NoKernel
+from mezzo.step.verdict import NoKernel
 from mezzo.tensors import LOW, foreach_norm, foreach_zero_, moved
 
 Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mezzo.step.executors.choose import update_of
-from mezzo.step.passes import Bucket, Verdict
 from mezzo.step.storage import READ, SPLIT, Storage, decode, encode_into
 from mezzo.step.update import Scalars, States, UpdateRule
+from mezzo.step.verdict import Bucket, Verdict
 
 #: From how many elements on kernels of the executors pay for their tables.
 _LARGE: Final = 1 << 18

@@ -20,9 +20,9 @@ from mezzo.step.executors import cpp, portable
 from mezzo.step.executors.cpp import Cpp
 from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.moments import GROUP, decode, zeros
-from mezzo.step.passes import Bucket, counted, judge, scales_among, updated
 from mezzo.step.storage import PLAIN, SPLIT, encode_into, keys
 from mezzo.step.update import rule
+from mezzo.step.verdict import Bucket, counted, judge, scales_among, updated
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT16, INT8 = torch.int16, torch.int8

@@ -11,8 +11,8 @@ from mezzo.step.executors import choose, cpp, triton
 from mezzo.step.executors.choose import executor_for, update_of
 from mezzo.step.executors.cpp import Cpp
 from mezzo.step.executors.portable import Compiled, Portable
-from mezzo.step.passes import judge
 from mezzo.step.storage import PLAIN
+from mezzo.step.verdict import judge
 
 from .implementations import bucket_of
 

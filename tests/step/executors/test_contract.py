@@ -12,9 +12,9 @@ import torch
 from mezzo import UnsupportedError
 from mezzo.step import storage
 from mezzo.step.executors.portable import Compiled, Portable
-from mezzo.step.passes import Bucket, judge
 from mezzo.step.storage import SPLIT
 from mezzo.step.update import rule
+from mezzo.step.verdict import Bucket, judge
 
 from .implementations import (
     BF16,

@@ -16,9 +16,9 @@ from mezzo.step.executors.emit import spelled
 from mezzo.step.executors.portable import Compiled, Portable
 from mezzo.step.executors.triton import NUMBERS, Triton
 from mezzo.step.executors.triton_source import TRITON
-from mezzo.step.passes import NoKernel
 from mezzo.step.storage import PLAIN, SPLIT, key_of
 from mezzo.step.update import rule
+from mezzo.step.verdict import NoKernel
 
 from .implementations import (
     BF16,

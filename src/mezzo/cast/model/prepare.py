@@ -13,10 +13,10 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo import sharded
 from mezzo.cast.device import Kinds
-from mezzo.cast.model.calls import TakesIn, Within, keep_dtypes
+from mezzo.cast.model.boundaries import TakesIn, Within, keep_dtypes
+from mezzo.cast.model.checks import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.model.outputs import GivesOut
 from mezzo.cast.model.places import RuledParams, called, outermost, owned, region_paths, stored_tensors
-from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
 from mezzo.compiling import compiled_inside_alone, forget_compiled

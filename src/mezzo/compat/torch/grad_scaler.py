@@ -18,12 +18,12 @@ from mezzo.interrupts import uninterrupted
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 from mezzo.scale.config import TORCHS_RULES, from_words
-from mezzo.scale.scaler import Scaler
+from mezzo.scale.device_state import Scaler
 from mezzo.session.engine import SCALERS_ORDER, Engine
-from mezzo.session.scaler import EngineScaler, has_gradient
-from mezzo.session.update import takes_flags
+from mezzo.session.grad_scaler import EngineScaler, has_gradient
 from mezzo.session.weights import Weights
 from mezzo.session.window import Window
+from mezzo.session.writers import takes_flags
 from mezzo.step.executors.choose import shared
 from mezzo.tensors import described, moved
 

@@ -14,7 +14,7 @@ from mezzo.errors import UnsupportedError
 from mezzo.launched import has_triton
 from mezzo.step.executors.emit import Pure
 from mezzo.step.executors.portable import Compiled, Portable, tell
-from mezzo.step.passes import Bucket, BucketUpdate, Executor, NoKernel, Verdict
+from mezzo.step.verdict import Bucket, BucketUpdate, Executor, NoKernel, Verdict
 
 if TYPE_CHECKING:
     from mezzo.step.executors.cpp import Cpp
@@ -51,7 +51,7 @@ class _Working(BucketUpdate):
             self.update = portable(error).update_of(bucket)
 
     def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        """See :class:`mezzo.step.verdict.BucketUpdate`."""
         try:
             return self.update.ready(gradients)
         except NoKernel as error:
@@ -59,7 +59,7 @@ class _Working(BucketUpdate):
             return self.update.ready(gradients)
 
     def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        """See :class:`mezzo.step.verdict.BucketUpdate`."""
         self.update.write(gradients, verdict, step)
 
 

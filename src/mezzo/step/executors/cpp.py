@@ -13,8 +13,8 @@ from mezzo.compiled import CppKernel, built, threads
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.cpp_source import norm_source, update_source
 from mezzo.step.executors.portable import Rows, TabledUpdate, addresses, as_table, by_dtype, chunked, vectors
-from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict
 from mezzo.step.storage import keys
+from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict
 
 #: Elements that one thread takes at a time.
 CHUNK: Final = 1 << 14
@@ -52,12 +52,12 @@ class Cpp:
 
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See :class:`mezzo.step.passes.Executor`."""
+        """See :class:`mezzo.step.verdict.Executor`."""
         read, dtypes = vectors(gradients)
         return self._known(tuple(dtypes), tuple(map(Tensor.numel, read)))(read)
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
-        """See :class:`mezzo.step.passes.Executor`."""
+        """See :class:`mezzo.step.verdict.Executor`."""
         return _CppUpdate(bucket)
 
 

@@ -23,9 +23,9 @@ from torch import Tensor
 from mezzo.compiling import for_any_length
 from mezzo.errors import UnsupportedError
 from mezzo.step.moments import GROUP, elements, in_groups
-from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, scales_among, updated
 from mezzo.step.storage import Storage, keys
 from mezzo.step.update import Scalars, States, UpdateRule
+from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict, scales_among, updated
 from mezzo.tensors import CASTABLE, flat, foreach_norm
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Portable:
 
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See :class:`mezzo.step.passes.Executor`.
+        """See :class:`mezzo.step.verdict.Executor`.
 
         On the CPU block by block: torch's own norm of a low-precision tensor is not vectorised there (2.1 ns an
         element, against 0.24, on one core of a Zen 4), and that of 30 million FP32 values is 0.17 % too small, against
@@ -76,7 +76,7 @@ class Portable:
         return torch.stack([_squares(gradient).sqrt() for gradient in gradients])
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
-        """See :class:`mezzo.step.passes.Executor`."""
+        """See :class:`mezzo.step.verdict.Executor`."""
         return _PortableUpdate(bucket)
 
 
@@ -105,12 +105,12 @@ class Compiled(Portable):
             )
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
-        """See :class:`mezzo.step.passes.Executor`."""
+        """See :class:`mezzo.step.verdict.Executor`."""
         return _CompiledUpdate(bucket)
 
 
 class _PortableUpdate(BucketUpdate):
-    """Pass 2 by :func:`mezzo.step.passes.updated`, block by block."""
+    """Pass 2 by :func:`mezzo.step.verdict.updated`, block by block."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -118,11 +118,11 @@ class _PortableUpdate(BucketUpdate):
         self.size = CPU_BLOCK if self.on_cpu else DEVICE_BLOCK
 
     def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        """See :class:`mezzo.step.verdict.BucketUpdate`."""
         return [gradient.detach() for gradient in gradients]
 
     def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        """See :class:`mezzo.step.verdict.BucketUpdate`."""
         if self.on_cpu and verdict.found_inf:  # here the flag is host memory
             return
         bucket, rule = self.bucket, self.bucket.rule
@@ -261,7 +261,7 @@ def _squares(gradient: Tensor) -> Tensor:
 
 
 class _CompiledUpdate(_PortableUpdate):
-    """Pass 2 by a compiled :func:`mezzo.step.passes.updated`, with a flag that stays on the device."""
+    """Pass 2 by a compiled :func:`mezzo.step.verdict.updated`, with a flag that stays on the device."""
 
     def __init__(self, bucket: Bucket) -> None:
         super().__init__(bucket)
@@ -541,7 +541,7 @@ class TabledUpdate(BucketUpdate):
         """
 
     def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        """See :class:`mezzo.step.verdict.BucketUpdate`."""
         bucket, (gradients, dtypes) = self.bucket, readable(gradients)
         # Equal as long as nothing was given other memory or another dtype.
         found = addresses(self.tensors)
@@ -567,7 +567,7 @@ class TabledUpdate(BucketUpdate):
         ]
 
     def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        """See :class:`mezzo.step.verdict.BucketUpdate`."""
         scalars, bucket = self.launch(gradients, verdict, step), self.bucket
         if others := self.rows.others:
             seeds = keys(step, len(gradients), bucket.seed)

@@ -29,8 +29,8 @@ from mezzo.step.executors.portable import (
     vectors,
 )
 from mezzo.step.executors.triton_source import TRITON
-from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict
 from mezzo.step.update import UpdateRule
+from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict
 
 # Functions of a step's few shared numbers as one launch each: from source that :mod:`.emit` spells.
 
@@ -257,7 +257,7 @@ class Triton:
 
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See :class:`mezzo.step.passes.Executor`."""
+        """See :class:`mezzo.step.verdict.Executor`."""
         if not gradients:
             return torch.zeros(0, dtype=torch.float32, device="cpu")
         read, dtypes = vectors(gradients)
@@ -269,7 +269,7 @@ class Triton:
         return self._known[key](read)
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
-        """See :class:`mezzo.step.passes.Executor`."""
+        """See :class:`mezzo.step.verdict.Executor`."""
         return _TritonUpdate(bucket, self.shared, self._kept, self._latest)
 
 

@@ -16,10 +16,10 @@ from mezzo.errors import PolicyError, raise_together
 from mezzo.interrupts import uninterrupted
 from mezzo.scale import LossScale
 from mezzo.scale.config import TORCHS_WORDS, from_words
-from mezzo.scale.scaler import Scaler
+from mezzo.scale.device_state import Scaler
 from mezzo.session.engine import Engine
 from mezzo.session.stats import Step
-from mezzo.session.update import closure_of, evaluates_once, handing_on
+from mezzo.session.writers import closure_of, evaluates_once, handing_on
 
 if TYPE_CHECKING:
     from mezzo.session.session import MixedPrecision

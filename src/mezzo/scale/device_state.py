@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mezzo.scale.config import LossScale
-from mezzo.scale.rules import next_numbers, next_scale_on_host
 from mezzo.scale.state import ScaleState
+from mezzo.scale.transition import next_numbers, next_scale_on_host
 from mezzo.tensors import LOW, moved
 
 Pure: TypeAlias = Callable[..., Sequence[Tensor]]

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from mezzo import sharded
 from mezzo.cast import prepare
-from mezzo.cast.model.refusals import preparations_in
+from mezzo.cast.model.checks import preparations_in
 from mezzo.compiling import INSIDE
 from mezzo.errors import MezzoError, PolicyError, StateError, raise_together
 from mezzo.explanation.rows import counted
@@ -33,7 +33,7 @@ from mezzo.session.attach import CARRIED, AttachedPrecision, attach
 from mezzo.session.calls import methods_of
 from mezzo.session.refusals import wrong_options
 from mezzo.session.stats import Stats
-from mezzo.session.update import closure_of
+from mezzo.session.writers import closure_of
 from mezzo.tensors import LOW, tensors
 
 # The optimizers that a script makes, the modules that hold what they update, and one session over all of them.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from mezzo.cast.products import ROLES, Memory
 from mezzo.errors import MezzoError, StateError, UnsupportedError, shown, some_of
 from mezzo.optim.optimizer import as_one_pass
-from mezzo.optim.state import with_spread_scales
+from mezzo.optim.state_dicts import with_spread_scales
 from mezzo.policy import Policy
 from mezzo.policy.rules import both
 from mezzo.scale import LossScale

@@ -26,7 +26,7 @@ from mezzo.session.window import Window, multiply
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import dense
-from mezzo.step.passes import as_fused
+from mezzo.step.verdict import as_fused
 from mezzo.tensors import LOW, tensors, tree_map, versions
 from mezzo.weights.stepping import in_memory, stored_again
 
