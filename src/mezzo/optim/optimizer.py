@@ -29,12 +29,12 @@ from mezzo.optim.groups import (
 )
 from mezzo.optim.state_dicts import check_state, counts_of, has_begun, kept_of, keys_of, put, restored, saved, taken
 from mezzo.sharded import is_distributed, local, locals_of, number_of_shard, placed, sharding
-from mezzo.step.executors.choose import executor_for, portable, shared
+from mezzo.step.executors.choose import executor_for, shared
 from mezzo.step.gradients import clear_to_zeros, with_gradients
 from mezzo.step.moments import name_of_codes, zeros
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
-from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict, counted
+from mezzo.step.verdict import Bucket, BucketUpdate, Verdict, counted
 from mezzo.tensors import LOW, described, dtype_name
 from mezzo.weights.halves import Halves, in_halves
 from mezzo.weights.stepping import in_memory
@@ -348,7 +348,7 @@ class OnePassOptimizer(Optimizer):
         return Verdict.of_flags(found_inf, grad_scale, device)
 
     def _readable(self, ready: _Ready, gradients: list[Any]) -> Sequence[Tensor]:
-        """Return gradients as a bucket's update reads them; where its kernels cannot be built any more, without them.
+        """Return gradients as a bucket's update reads them.
 
         Args:
             ready: The bucket.
@@ -358,11 +358,7 @@ class OnePassOptimizer(Optimizer):
             gradients = [param.grad for param in ready.params]
         if ready.is_sharded:  # tensor parallelism leaves some as sums not taken yet
             gradients = [local(placed(each, param)) for each, param in zip(gradients, ready.params, strict=True)]
-        try:
-            return ready.update.ready(gradients)
-        except NoKernel as error:
-            ready.update = portable(error).update_of(ready.update.bucket)
-            return ready.update.ready(gradients)
+        return ready.update.ready(gradients)
 
     def _gradients(self) -> Iterator[Tensor]:
         return (param.grad for param in self._params() if param.grad is not None)
@@ -483,10 +479,7 @@ class OnePassOptimizer(Optimizer):
                 seed=number + (number_of_shard(members[0]) << 16),
             )
             is_sharded = any(map(is_distributed, members))
-            try:
-                yield _Ready(members, executor_for(device).update_of(bucket), count, is_sharded)
-            except NoKernel as error:
-                yield _Ready(members, portable(error).update_of(bucket), count, is_sharded)
+            yield _Ready(members, executor_for(device).update_of(bucket), count, is_sharded)
 
     def _put(self, wanted: _Wanted, buckets: list[_Ready]) -> None:
         """Let the state hold what buckets read and write."""
