@@ -115,14 +115,13 @@ class _CppUpdate(TabledUpdate):
     def follow_addresses(self, rows: Rows) -> None:
         """See :class:`.tables.TabledUpdate`. Each launch takes the rows as they are."""
 
-    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> Tensor:
+    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """See :class:`.tables.TabledUpdate`."""
-        scalars, places = self.bucket.rule.scalars(self.bucket.hypers, step), as_table(addresses(vectors))
+        places = as_table(addresses(vectors))
         seeds = keys(step, len(vectors), self.bucket.seed) if self.random else self.no_keys
         numbers = scalars, verdict.multiplier.to(torch.float32), verdict.found_inf.to(torch.bool), seeds
         for kernel, cut, elements in self.tables:
             kernel(places, self.rows.table, cut, len(cut), CHUNK, *numbers, threads(elements))
-        return scalars
 
     def kernel(self, dtypes: tuple[torch.dtype, ...]) -> CppKernel:
         """Return the kernel for a gradient, parts and states of these dtypes."""

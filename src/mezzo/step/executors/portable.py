@@ -83,12 +83,11 @@ class _PortableUpdate(BucketUpdate):
         """See :class:`mezzo.step.verdict.BucketUpdate`."""
         return [gradient.detach() for gradient in gradients]
 
-    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """See :class:`mezzo.step.verdict.BucketUpdate`."""
         if self.on_cpu and verdict.found_inf:  # here the flag is host memory
             return
         bucket, rule = self.bucket, self.bucket.rule
-        scalars = rule.scalars(bucket.hypers, step)
         seeds = keys(step, len(gradients), bucket.seed) if bucket.random else scalars.new_zeros((), dtype=torch.int32)
         for index, gradient in enumerate(gradients):
             for start, block in _blocks(bucket, gradient, bucket.targets(index), self.size):
@@ -368,22 +367,27 @@ class TabledUpdate(BucketUpdate):
         """Write the table of addresses anew: tensors lie elsewhere, and otherwise as they did."""
 
     @abstractmethod
-    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> Tensor:
-        """Update the weights that have no gaps, and return the rule's numbers in this step.
+    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
+        """Update the weights that have no gaps.
 
         Args:
             vectors: Gradients that lie as their weights do.
             verdict: On the step.
             step: Its count.
+            scalars: The rule's numbers in this step.
         """
 
     def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
         """See :class:`mezzo.step.verdict.BucketUpdate`."""
         if self.instead is not None:
             return self.instead.ready(gradients)
-        bucket, (gradients, dtypes) = self.bucket, readable(gradients)
+        bucket, dtypes = self.bucket, list(map(_DTYPE, gradients))
+        if not _READABLE.issuperset(dtypes) or any(map(Tensor.is_neg, gradients)):
+            gradients, dtypes = readable(gradients)
         # Equal as long as nothing was given other memory or another dtype.
-        found = addresses(self.tensors)
+        found = list(map(Tensor.data_ptr, self.tensors))
+        if 0 in found:
+            found = addresses(self.tensors)
         have_no_gaps = all(map(Tensor.is_contiguous, bucket.weights))
         strides = None if have_no_gaps else list(map(Tensor.stride, bucket.weights))
         seen = found, strides, dtypes
@@ -410,12 +414,13 @@ class TabledUpdate(BucketUpdate):
             for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
         ]
 
-    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """See :class:`mezzo.step.verdict.BucketUpdate`."""
         if self.instead is not None:
-            self.instead.write(gradients, verdict, step)
+            self.instead.write(gradients, verdict, step, scalars)
             return
-        scalars, bucket = self.launch(gradients, verdict, step), self.bucket
+        self.launch(gradients, verdict, step, scalars)
+        bucket = self.bucket
         if others := self.rows.others:
             seeds = keys(step, len(gradients), bucket.seed)
             for at, targets in others.items():
