@@ -151,8 +151,8 @@ class WeightCasts:
     Writes through ``.data`` leave no such trace; they are seen by the next region, as with torch's own cache, which is
     as long and compares nothing.
 
-    Casts made without gradients never serve training, nor the other way round, and nothing is kept in inference mode,
-    under ``torch.func``, in forward-mode AD or while torch.compile traces.
+    Casts made without gradients never serve training, nor the other way round, and nothing is kept of weights that are
+    frozen, in inference mode, under ``torch.func``, in forward-mode AD, or while torch.compile or torch.jit traces.
 
     No cast is an operation inside of a selective checkpoint (``create_selective_checkpoint_contexts``), which compares
     those of its body with those of the recomputation: a weight that was cast before has none in the one of both.
@@ -191,7 +191,8 @@ class WeightCasts:
             return param.to(dtype)
         if isinstance(param, Halves):  # the cast is there already
             return _unseen(param.low, dtype)
-        if not self.keeps or torch.is_inference_mode_enabled() or param.is_inference() or is_transformed():
+        is_kept = self.keeps and param.requires_grad and not torch.is_inference_mode_enabled()
+        if not is_kept or param.is_inference() or is_transformed() or torch.jit.is_tracing():
             return _unseen(param.to, dtype)
         with_gradients = torch.is_grad_enabled()
         trains = with_gradients and param.requires_grad
