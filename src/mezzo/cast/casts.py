@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from mezzo.backward import node_of
 from mezzo.cast.notes import WATCHERS, during
+from mezzo.compiling import is_scripted
 from mezzo.dispatch import is_transformed, num_dispatch_modes, unseen_by_checkpoints
 from mezzo.tensors import CASTABLE, mark, tree_is_leaf, tree_map
 from mezzo.weights.halves import Halves
@@ -192,7 +193,7 @@ class WeightCasts:
         if isinstance(param, Halves):  # the cast is there already
             return _unseen(param.low, dtype)
         is_kept = self.keeps and param.requires_grad and not torch.is_inference_mode_enabled()
-        if not is_kept or param.is_inference() or is_transformed() or torch.jit.is_tracing():
+        if not is_kept or param.is_inference() or is_transformed() or is_scripted():
             return _unseen(param.to, dtype)
         with_gradients = torch.is_grad_enabled()
         trains = with_gradients and param.requires_grad
