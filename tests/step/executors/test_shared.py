@@ -47,7 +47,7 @@ def test_the_numbers_of_a_rule(interpreted, launched):
         for step in (1, 2, 999):
             tensors = [torch.tensor(step), *hypers]
             same(compute(scalars_of, (rules,), tensors), scalars_of(rules, *tensors))
-    assert launched == ["scalars"] * 12
+    assert launched == ["scalars_of"] * 12
 
 
 CONFIGS = [
