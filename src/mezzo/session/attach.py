@@ -32,7 +32,7 @@ from mezzo.policy import Policy
 from mezzo.session import state_tree
 from mezzo.session.calls import Calls, rebound
 from mezzo.session.grad_scaler import SessionScaler
-from mezzo.session.passes import SessionPass, refuse_scaled, walk_of
+from mezzo.session.passes import run_inside, run_pass, walk_of
 from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
@@ -181,7 +181,7 @@ class AttachedPrecision(MixedPrecision):
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
                 self._bind_torchs(*door(), _run)
-                self._engine = _engine_now()
+                self._engine, self.engine.has_door = _engine_now(), True
             if "schedulers" in self._binds and hold_schedulers:
                 self._schedules = _Schedules()
                 for kind in dict.fromkeys(_kinds(LRScheduler)):
@@ -212,17 +212,22 @@ class AttachedPrecision(MixedPrecision):
         weights, engine = self.weights, self.engine
         _, given = models_and_optimizers(weights.models, listed(optimizers))
         check_optimizers(weights.models, given, self.policy)
-        new = {id(param) for each in given for group in each.param_groups for param in group["params"]}
-        near = [window for window in engine.windows if not new.isdisjoint(map(id, window.leaves()))]
-        if any(window.passes and window.has_gradients() for window in near):
+        new = {id(param) for each in given for param in weights.leaves(each)}
+        engine.follow()
+        near = [window for window in engine.windows if not window.plan.ids.isdisjoint(new)]
+        if any(window.now.passes and window.has_gradients() for window in near):
             raise StateError(
                 "optimizers were added inside an accumulation window",
                 where=some_of([type(each).__name__ for each in given]),
                 write="amp.step() or amp.zero_grad() first",
             )
         weights.optimizers += given
+        try:
+            engine.plan_anew()
+        except BaseException:
+            weights.optimizers[:] = [each for each in weights.optimizers if each not in given]
+            raise
         weights.take(given)
-        engine.group()
         for undo in engine.watch(given):
             self._undo.callback(undo)
         self._take_over(given)
@@ -329,8 +334,9 @@ class AttachedPrecision(MixedPrecision):
         """
         if self._engine in (None, _engine_now()) or self.engine.scale_now is None:
             return
-        near = [each for each in self.engine.windows if not set(each.optimizers).isdisjoint(optimizers)]
-        if any(window.has_gradients() and not window.passes for window in near):
+        self.engine.follow()
+        near = [each for each in self.engine.windows if not set(each.plan.optimizers).isdisjoint(optimizers)]
+        if any(window.has_gradients() and not window.now.passes for window in near):
             raise StateError(
                 "backward passes do not go through the session any more",
                 where=f"{door()[0].__qualname__}.{door()[1]} of torch.autograd",
@@ -384,24 +390,21 @@ def _engine_now() -> Any:
 def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
     """Run a backward pass, as the session's if it reaches parameters of its optimizers, or may by passes inside."""
     engine, (_, creates_graph, inputs, _, accumulates) = amp.engine, asked
-    if noted() is not None:  # inside of a session's
-        return plain(roots, gradients, *asked)
+    if (outer := noted()) is not None:
+        return run_inside(outer, engine, plain, roots, gradients, *asked)
     if not accumulates:
         return _differentiate(amp, plain, roots, gradients, *asked)
+    engine.follow()
     walk = walk_of(roots, inputs)
     windows = engine.reached(walk)
     if not windows and (walk.is_anothers or not walk.runs_others):
         return plain(roots, gradients, *asked)
-    engine.commit()
-    scale = engine.scale_now
-    if scale is not None:
-        refuse_scaled(roots, engine.others(walk.leaves) if inputs else [], creates_graph=creates_graph)
-    with SessionPass(engine, scale) as this:
-        this.join([root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1], walk)
-        if scale is not None:
-            roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)
-        with amp.autocast().around_backward():  # checkpoints are recomputed under the policy
-            return plain(roots, gradients, *asked)
+
+    def run(scaled: tuple[Any, ...]) -> Any:
+        with amp.weights.region().around_backward():  # checkpoints are recomputed under the policy
+            return plain(scaled, gradients, *asked)
+
+    return run_pass(engine, roots, run, windows, walk, inputs=inputs, creates_graph=creates_graph)
 
 
 def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
@@ -411,7 +414,7 @@ def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any
         return plain(roots, gradients, *asked)
 
     def run(scaled: Callable[[Tensor], Tensor]) -> Any:
-        with amp.autocast().around_backward():
+        with amp.weights.region().around_backward():
             return plain(roots, tuple(each if each is None else scaled(each) for each in gradients), *asked)
 
     return tuple(engine.differentiated(roots, run))

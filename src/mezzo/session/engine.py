@@ -31,6 +31,7 @@ from mezzo.session.inner import InnerScales
 from mezzo.session.observers import Judged, StepObserver, observing
 from mezzo.session.passes import SessionPass, Walk, entered
 from mezzo.session.stats import Step, StepAccount, StepOutcome
+from mezzo.session.step_plan import StepPlan, planned
 from mezzo.session.weights import Weights
 from mezzo.session.window import Window
 from mezzo.session.writers import Writes, check_numbers, evaluated, takes_flags
@@ -66,6 +67,7 @@ class Engine(Writes):
         waits: Whether the scale moves in :meth:`update` alone, as a ``GradScaler``'s does; else a step moves it, once
             no other window waits with gradients of the same scale.
         is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
+        has_door: Whether all backward passes of the process go through the session, which sees those inside of others.
         inner_scales: Those of gradients that losses are computed from.
         under_way: The backward passes that run now, weakly: autograd alone may hold one.
     """
@@ -85,65 +87,66 @@ class Engine(Writes):
         self.account = StepAccount(scaler.config, scaler.state.scale, weights.name_of, ranks)
         self.windows: list[Window] = []
         self.observers: list[StepObserver] = []
-        self.waits = self.is_captured = False
+        self.waits = self.is_captured = self.has_door = False
         self.under_way: list[ref[SessionPass]] = []
         self._inner: Tensor | None = None  # whether gradients that a loss was computed from had overflowed
         self.inner_scales = InnerScales(shared, scaler.config.interval)
         self._is_told = self._has_warned = self._has_warned_of_modules = False
         self.wrappers = Wrappers(ranks)
-        self.group()
+        self.plan_anew()
 
     # Who takes part ---------------------------------------------------------------------------------------
 
-    def group(self) -> None:
-        """Give optimizers that share parameters one window, and drop those of optimizers that take part no more."""
-        for window in self.windows:
-            window.optimizers = [each for each in window.optimizers if each in self.weights.optimizers]
-        windows = [window for window in self.windows if window.optimizers]
-        for optimizer in self.weights.optimizers:
-            if any(optimizer in window.optimizers for window in windows):
-                continue
-            mine = set(map(id, self.weights.leaves(optimizer)))
-            near = [window for window in windows if not mine.isdisjoint(map(id, window.leaves()))]
-            for one in near:  # what is there carries something else than what joins
-                if one.passes:
-                    one.close(one.found)
-            window = near[0] if near else Window(self.weights, [])
-            window.optimizers = [each for one in near for each in one.optimizers] + [optimizer]
-            windows = [each for each in windows if each not in near] + [window]
-        self.windows = windows
-        for window in windows:
-            window.narrows = self._narrows(window)
-        self.ranks.follow(self.weights.updated(), self.weights.name_of)
+    def planned(self) -> StepPlan:
+        """Return what the session is made of now, planned anew; nothing is changed."""
+        return planned(self.weights, self.ranks, plain=self.plain, waits=self.waits, is_wrapped=self.wrappers.are_there)
 
-    def _narrows(self, window: Window) -> bool:
-        """Whether gradients of 16 bits may stay so until the step: the five lines, mezzo's optimizers, one rank."""
-        is_own = all(as_one_pass(each) is not None for each in window.optimizers)
-        return is_own and not self.plain and not self.waits and self.ranks.size == 1 and not self.weights.units
+    def plan_anew(self) -> None:
+        """Go on by a new plan, as something that the session is made of has changed.
 
-    def owns(self, leaf: Tensor) -> bool:
-        """Whether an optimizer of the session updates a parameter."""
-        return any(window.owns(leaf) for window in self.windows)
+        Optimizers that have come to share parameters have one window from then on; what is open there is closed.
+
+        Raises:
+            MezzoError: It cannot be trained so; the plan of before stays.
+        """
+        plan, windows = self.planned(), list[Window]()
+        for part in plan.windows:
+            near = [window for window in self.windows if not set(window.plan.optimizers).isdisjoint(part.optimizers)]
+            known = {each for window in near for each in window.plan.optimizers}
+            for one in near if len(near) > 1 or not known.issuperset(part.optimizers) else ():
+                if one.now.passes:  # what is there carries something else than what joins
+                    one.close(one.now.found)
+            window = near[0] if near and near[0] not in windows else Window(self.weights, part)
+            if near:
+                window.now = near[0].now
+                window.follow(part)
+            windows.append(window)
+        self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
+
+    def follow(self) -> None:
+        """Plan anew if something that the session is made of has changed: asked once for each pass and each step."""
+        if not self.plan.is_current(self.weights.optimizers, is_wrapped=self.wrappers.are_there):
+            self.plan_anew()
 
     def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it.
-
-        Hooks of modules there are warned of, once, if they see gradients that carry the scale.
-        """
-        windows = list(self.windows)
-        if not self.weights.units:  # of what is gathered a graph shows no parameter
-            found = self.wrappers.reduced_with(set(map(id, walk.leaves)))
-            windows = [window for window in windows if not found.isdisjoint(window.ids())]
-        if windows and walk.runs_hooks and self.scale_now is not None:
-            self._warn_of_modules()
+        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it."""
+        windows, units = list[Window](), self.plan.units  # of what is gathered a graph shows no parameter
+        found = set(map(id, walk.leaves)) if not units else ()
+        if self.wrappers.are_there and not units:
+            found = self.wrappers.reduced_with(found)
+        for window in self.windows:
+            if units or not window.plan.ids.isdisjoint(found):
+                windows.append(window)
         return windows
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
-        known = set[int]().union(*(window.ids() for window in self.windows))
-        found = [leaf for leaf in leaves if id(leaf) not in known]
-        parts = sharded.parts_of(self.weights.units) if self.weights.units else {}
-        return [leaf for leaf in found if not (leaf in parts and id(parts[leaf]) in known)] if parts else found
+        known, found = self.plan.ids, list[Any]()
+        parts = sharded.parts_of(self.plan.units) if self.plan.units else {}
+        for leaf in leaves:
+            if id(leaf) not in known and not (leaf in parts and id(parts[leaf]) in known):
+                found.append(leaf)
+        return found
 
     def watch(self, optimizers: Collection[Optimizer]) -> Iterator[Callable[[], None]]:
         """Refuse steps of optimizers that go behind the engine's back; yield what ends it."""
@@ -157,7 +160,7 @@ class Engine(Writes):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Exchange no gradients between ranks in passes of forward passes in here."""
-        return self.wrappers.no_sync(self.weights.models, self.weights.units)
+        return self.wrappers.no_sync(self.weights.models, self.plan.units)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         if self.is_stepping or optimizer not in self.weights.optimizers:  # a wrapper may share an optimizer's hooks
@@ -214,19 +217,18 @@ class Engine(Writes):
         """
         if is_first:
             self.require_whole()
-            if self.weights.has_grown():
-                self.group()
-            for observer in (*self.observers, *observing()):
+            for observer in self._observing():
                 observer.begins(self, scale)
-        is_own = self.plain and scale is not None
-        seen = [each for each in windows if with_accumulation_hooks(each.leaves())] if is_own else []
+        seen, is_own, is_users = list[Window](), self.plain and scale is not None, self.plain or self.waits
+        for window in windows:
+            if is_own and with_accumulation_hooks(window.plan.leaves):
+                seen.append(window)
+            if not is_users:
+                window.refuse_left()
+                window.refuse_copies()
         if scale is not None and not self._has_warned:
             self._warn_of_hooks(windows if self.plain else [], others)
-        is_users = self.plain or self.waits
-        for window in () if is_users else windows:
-            window.refuse_left()
-            window.refuse_copies()
-        memories = self.weights.memories() if is_first else []
+        memories = self.plan.memories if is_first else ()
         with uninterrupted():
             if memories and not any(window.has_gradients() for window in self.windows):
                 for memory in memories:  # what passes noted whose gradients optimizers have cleared since
@@ -234,45 +236,42 @@ class Engine(Writes):
             for window in windows:
                 if is_users:
                     window.forget_cleared()
-                is_wide = self.plain and not self.weights.units  # whose parts get low gradients
-                carried = None if window in seen else scale
-                window.begin(carried, is_wide=is_wide, is_wrapped=self.wrappers.are_there)
+                window.begin(None if window in seen else scale)
             self._count(True)
-        return [leaf for window in seen for leaf in window.leaves() if leaf.requires_grad]
+        return [leaf for window in seen for leaf in window.plan.leaves if leaf.requires_grad] if seen else []
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
-        """Take note of what a backward pass has made.
+        """Take over what a backward pass has made, while no signal interrupts.
 
         Args:
             losses: What was differentiated, 0-d and detached, by the windows of :meth:`begin`.
         """
-        with uninterrupted():
-            self._count(False)
-            for window in losses:
-                window.end(losses[window])
-            self.wrappers.end_pass()
-            self.inner_scales.begin_again()
-            if self.plain:
-                self._unscale(losses)
+        self._count(False)
+        for window in losses:
+            window.end(losses[window], unscales=self.plain)
+        self.wrappers.end_pass()
+        self.inner_scales.begin_again()
 
     def fail(self, windows: Iterable[Window]) -> None:
-        """Put back what made way for a backward pass that has raised."""
-        with uninterrupted():
-            self._count(False)
-            if self.plain:  # earlier passes' gradients have got this one's scale
-                with torch.no_grad():
-                    self._unscale(windows)
+        """Put back what made way for a backward pass that has raised, while no signal interrupts."""
+        self._count(False)
+        for window in windows if self.plain else ():  # earlier passes' gradients have got this one's scale
+            window.rescale(None, checks=True)
 
     def _count(self, counts: bool) -> None:
-        for memory in self.weights.memories():
+        for memory in self.plan.memories:
             memory.counts = counts
 
+    def _observing(self) -> tuple[StepObserver, ...]:
+        return (*self.observers, *observing())
+
     def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
-        found = [leaf for window in windows for leaf in with_tensor_hooks(window.leaves())]
         # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
-        found += [leaf for leaf in with_tensor_hooks(others) if leaf.numel() > 1]
-        names = list(map(self.weights.name_of, found))
-        if names:
+        found = with_tensor_hooks([leaf for leaf in others if leaf.numel() > 1]) if others else []
+        for window in windows:
+            found += with_tensor_hooks(window.plan.leaves)
+        if found:
+            names = list(map(self.weights.name_of, found))
             self._has_warned = True
             text = message(
                 "hooks of parameters see gradients that carry the loss scale",
@@ -283,7 +282,8 @@ class Engine(Writes):
             )
             warnings.warn(text, stacklevel=4)
 
-    def _warn_of_modules(self) -> None:
+    def warn_of_modules(self) -> None:
+        """Warn, once, of hooks of modules that run in a backward pass and see gradients with the scale."""
         if not self._has_warned_of_modules:
             self._has_warned_of_modules = True
             text = message(
@@ -309,18 +309,14 @@ class Engine(Writes):
         windows = self._open(optimizers, "unscale_")
         self.warn_of_edits(windows)
         with uninterrupted():
-            self._unscale(windows)
-
-    @torch.no_grad()
-    def _unscale(self, windows: Iterable[Window]) -> None:
-        for window in windows:
-            window.rescale(None, checks=True)
+            for window in windows:
+                window.rescale(None, checks=True)
 
     def warn_of_edits(self, windows: list[Window]) -> None:
         """Warn, once, of gradients that were written in place while they carry the scale."""
         if self._has_warned:
             return
-        if any(window.scale is not None and window.was_edited for window in windows):
+        if any(window.now.scale is not None and window.was_edited for window in windows):
             self._has_warned = True
             clip = "MixedPrecision(…, max_grad_norm=…); or " if self.max_grad_norm is None else ""
             own = "between amp.backward() and amp.step()", f"{clip}amp.unscale_()"
@@ -338,17 +334,21 @@ class Engine(Writes):
 
     def _open(self, optimizers: Collection[Optimizer], call: str) -> list[Window]:
         """Return the windows of some optimizers, as far as there is something in them."""
-        near = [window for window in self.windows if not set(window.optimizers).isdisjoint(optimizers)]
-        found = [window for window in near if window.passes or self.plain or self._takes(window, optimizers, call)]
-        if call == "step":
-            found = [window for window in found if window.has_gradients()]
+        self.follow()
+        found, has_begun = list[Window](), False
+        for window in self.windows:
+            if set(window.plan.optimizers).isdisjoint(optimizers):
+                continue
+            has_begun = has_begun or window.now.passes > 0
+            is_open = window.now.passes or self.plain or self._takes(window, optimizers, call)
+            if is_open and (call != "step" or window.has_gradients()):
+                found.append(window)
         if not found:
-            begun = any(window.passes for window in near)
-            own = "amp.zero_grad() only after amp.step()" if begun else f"amp.backward(loss), then amp.{call}()"
+            own = "amp.zero_grad() only after amp.step()" if has_begun else f"amp.backward(loss), then amp.{call}()"
             raise StateError(
-                "no parameter has a gradient" if begun else f"{call}() before backward()",
+                "no parameter has a gradient" if has_begun else f"{call}() before backward()",
                 where=some_of([type(each).__name__ for each in optimizers]),
-                why="every gradient is None: frozen, detached, or cleared since backward()" if begun else "",
+                why="every gradient is None: frozen, detached, or cleared since backward()" if has_begun else "",
                 write=SCALERS_ORDER if self.waits else own,
             )
         return found
@@ -359,8 +359,8 @@ class Engine(Writes):
         Raises:
             StateError: Nothing says whether they carry the scale; or some are the last step's.
         """
-        names = [] if self.waits else window.written([each for each in window.optimizers if each in optimizers])
-        if names and self.scale_now is not None and not window.given:
+        names = [] if self.waits else window.written(optimizers)
+        if names and self.scale_now is not None and not window.now.given:
             raise window.unknown(f"{call}()", names)
         if names:
             window.refuse_left(optimizers)
@@ -401,7 +401,7 @@ class Engine(Writes):
                         step = self._take(optimizers, by)
         if self.account.warning:
             self.account.warn()
-        for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
+        for observer in self._observing():  # last of all: they may run passes of their own, and raise
             observer.stepped(self, step)
         return step
 
@@ -409,7 +409,7 @@ class Engine(Writes):
         self.require_whole()
         windows = self._open(optimizers, "step")
         self.warn_of_edits(windows)
-        stepping = [each for window in windows for each in window.optimizers if each in optimizers]
+        stepping = [each for window in windows for each in window.plan.optimizers if each in optimizers]
         check_numbers(stepping)
         judged, absent = self.judge(windows, stepping)
         try:
@@ -449,7 +449,7 @@ class Engine(Writes):
             yield
         except Exception as error:
             if self.account.begun == number and not self.broken:
-                largest = [memory.window for memory in self.weights.memories()]
+                largest = [memory.window for memory in self.plan.memories]
                 self.ranks.absent(error, self.device, step=number + 1, largest=largest)
             raise
 
@@ -461,42 +461,46 @@ class Engine(Writes):
 
         **Cost**: one pass that reads them, and one launch. No host sync.
         """
-        if self.weights.units and sharded.has_unreduced(self.weights.units):
+        if self.plan.units and sharded.has_unreduced(self.plan.units):
             raise StateError(
                 "gradients wait for a backward pass that reduces them over ranks",
                 why="this step would not see them, and the next would take them for its own",
                 write="the last micro-batch of a step outside of amp.no_sync()",
             )
-        for window in windows:
-            if not window.passes and not self.plain:
-                self._takes(window, optimizers, "step")
+        shown = [each for each in optimizers if self.shows(each)]
         # What stays for another optimizer of a window is not left behind with a scale of its own; and a program that
         # looks at gradients as they are stepped with sees plain ones.
-        is_part = any(each not in optimizers for window in windows for each in window.optimizers)
-        shown = [each for each in optimizers if self.shows(each)]
-        if is_part or any(map(takes_flags, shown)) or len({id(window.scale) for window in windows}) > 1:
+        is_plain, scale = any(map(takes_flags, shown)), windows[0].now.scale
+        leaves, losses, flags = list[Tensor](), list[Tensor](), list[Tensor]()
+        for window in windows:
+            if not window.now.passes and not self.plain:
+                self._takes(window, optimizers, "step")
+            leaves += window.plan.leaves_of(optimizers)
+            is_plain = is_plain or window.now.scale is not scale or not set(window.plan.optimizers) <= set(optimizers)
+        if is_plain:
             for window in windows:
                 window.rescale(None)
-        scale = windows[0].scale
-        params, gradients = dense([leaf for window in windows for leaf in window.leaves(optimizers)])
+            scale = windows[0].now.scale
+        params, gradients = dense(leaves)
         if not params:
             raise StateError("no parameter has a gradient", write="amp.zero_grad() only after amp.step()")
+        for window in windows:
+            losses += [moved(loss, self.device) for loss in window.now.losses]
+            flags += [] if window.now.found is None else [moved(window.now.found, self.device)]
+            flags += window.has_skipped()
         positions, is_own = alike(gradients), all(as_one_pass(each) is not None for each in optimizers)
         sizes = norms(gradients, self.device, one_pass=is_own, groups=positions)
         if self.ranks.size > 1:
             sizes = self.ranks.norms(params, sizes)
         numbers: list[Tensor | float] = [] if scale is None else [scale]
         numbers += [] if self.max_grad_norm is None else [float(self.max_grad_norm)]
-        losses = [moved(loss, self.device) for window in windows for loss in window.losses]
-        flags = [moved(window.found, self.device) for window in windows if window.found is not None]
-        flags += [skipped for window in windows for skipped in window.has_skipped()]
         inner, self._inner = [] if self._inner is None else [self._inner], None
         given = scale is not None, self.max_grad_norm is not None, not is_own, len(inner), len(losses)
         found = shared(concluded, given, [sizes, *numbers, *inner, *losses, *flags])
         grad_norm, found_inf, multiplier, failed, *fused = found
         absent = None
         if self.ranks.size > 1:
-            largest = [memory.window for memory in self.weights.memories()]
+            largest = [memory.window for memory in self.plan.memories]
             number = self.account.begun + 1
             found_inf, failed, absent = self.ranks.agree(found_inf, failed, step=number, largest=largest)
             fused = []
@@ -519,7 +523,7 @@ class Engine(Writes):
             failed=failed,
             shown=shown,
         )
-        for observer in (*self.observers, *observing()):
+        for observer in self._observing():
             observer.judged(self, judged)
         return judged, absent
 
@@ -527,13 +531,15 @@ class Engine(Writes):
         """End a step whose writes are done: adapt the scale, and account for it."""
         verdict, now = judged.verdict, self.scaler.state.scale
         self.inner_scales.begin_again()
-        made_with = windows[0].made_with
+        made_with = windows[0].now.made_with
         for window in windows:
             window.close(verdict.found_inf if self.plain or self.waits else None)
-        for memory in self.weights.memories():
+        for memory in self.plan.memories:
             memory.move(verdict.found_inf)
         self.tell(verdict.found_inf, hold=judged.failed)
-        waiting = any(window.passes and window.made_with is now for window in self.windows)
+        waiting = False
+        for window in self.windows:
+            waiting = waiting or (window.now.passes > 0 and window.now.made_with is now)
         if not self.waits and not waiting:
             self.update()
         state = self.scaler.state
@@ -547,7 +553,7 @@ class Engine(Writes):
             params=judged.params,
         )
         self.account.note(outcome)
-        sharded.reshard(self.weights.units)
+        sharded.reshard(self.plan.units)
         return Step(
             skipped=verdict.found_inf,
             scale=now if made_with is None else made_with,
@@ -585,11 +591,11 @@ class Engine(Writes):
                 clear_to_zeros(params)
             for window in self.windows:
                 window.clear(to_zeros=not set_to_none)
-            for memory in self.weights.memories():
+            for memory in self.plan.memories:
                 memory.forget()
             self._inner = None
             self.inner_scales.begin_again()
-            sharded.forget_gradients(self.weights.units)
+            sharded.forget_gradients(self.plan.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Any, ...]:
         """Differentiate scaled outputs, and return unscaled gradients, at least in FP32."""
@@ -598,9 +604,10 @@ class Engine(Writes):
             return self.weights.region().run_grad(scaled(outputs), inputs, **options)
 
         found = self.differentiated([outputs], run)
+        asked = set(map(id, inputs))
         for window in self.windows:
-            if any(map(window.owns, inputs)):
-                window.given = True
+            if not window.plan.ids.isdisjoint(asked):
+                window.now = window.now._replace(given=True)
         return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
 
     def differentiated(
@@ -620,7 +627,7 @@ class Engine(Writes):
         adapts = scale is not None and self.scaler.config.mode == "dynamic"
         if scale is not None and adapts:
             scale = self.inner_scales.next(scale)
-        for observer in (*self.observers, *observing()):
+        for observer in self._observing():
             observer.begins(self, scale)
         with SessionPass(self, scale, holds=self.holds(scale)):
             found = list(run(partial(_times, scale)))

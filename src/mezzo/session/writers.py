@@ -147,7 +147,7 @@ class Writes:
         verdict = judged.verdict
         of_mezzo = one_pass(optimizers)
         on_device = [each for each in optimizers if by is None and takes_flags(each)]
-        shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
+        shared_by = {each for window in windows if len(window.plan.optimizers) > 1 for each in window.plan.optimizers}
         # Another optimizer would read the same gradients, or a program's code; and low weights take no FP32 ones.
         alone = [each for each in on_device if each not in shared_by and each not in judged.shown]
         multiplying = [each for each in alone if each in of_mezzo or not _narrows(each)]
@@ -161,17 +161,17 @@ class Writes:
             params = {id(param): param for other in others for param in self.weights.updated(other)}
             multiply(dense(list(params.values()))[1], verdict.multiplier)
             for window in windows:
-                if not set(window.optimizers).isdisjoint(others):
+                if not set(window.plan.optimizers).isdisjoint(others):
                     # Should a hook raise, so that the step is taken again.
-                    window.scale, window.found = None, verdict.found_inf
+                    window.now = window.now._replace(scale=None, found=verdict.found_inf)
         for other in others:
             if other not in of_mezzo:
                 _narrow(self.weights.updated(other))
         self._step_all(stepping, judged, multiplying, on_device, by)
         divided = [optimizer for optimizer in multiplying if optimizer not in of_mezzo]
         for window in windows if divided else ():  # torch's fused kernels leave gradients without the scale
-            if not set(window.optimizers).isdisjoint(divided):
-                window.scale = None
+            if not set(window.plan.optimizers).isdisjoint(divided):
+                window.now = window.now._replace(scale=None)
 
     def _step_all(
         self,
@@ -513,7 +513,7 @@ class _Evaluations:
 
     def __init__(self, engine: Judges, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
         self._engine, self._optimizer, self._closure = engine, optimizer, closure
-        (self._window,) = (window for window in engine.windows if optimizer in window.optimizers)
+        (self._window,) = (window for window in engine.windows if optimizer in window.plan.optimizers)
         self._last: tuple[Judged, Tensor | None, Tensor | None] | None = None
 
     def run(self) -> Step:
@@ -522,7 +522,7 @@ class _Evaluations:
         restores = [_remembering(each) for each in (self._optimizer, *inner_optimizers(self._optimizer))]
         engine.is_stepping = True
         try:
-            if self._window.passes and self._window.has_gradients():
+            if self._window.now.passes and self._window.has_gradients():
                 self._judge()  # SAM begins with these
             engine.steps_by.get(self._optimizer, self._optimizer.step)(self._evaluate)
             if self._last is None:
@@ -547,7 +547,8 @@ class _Evaluations:
             torch.clear_autocast_cache()
         assert self._last is not None, "an optimizer that was not asked raises"
         with uninterrupted():
-            judged, absent, self._window.made_with = self._last
+            judged, absent, made_with = self._last
+            self._window.now = self._window.now._replace(made_with=made_with)
             return engine.finish([self._window], judged, absent)
 
     def _evaluate(self) -> Any:
@@ -569,7 +570,7 @@ class _Evaluations:
         window = self._window
         self._engine.warn_of_edits([window])
         judged, absent = self._engine.judge([window], [self._optimizer])
-        self._last = judged, absent, window.made_with
+        self._last = judged, absent, window.now.made_with
         if bool(judged.verdict.found_inf):
             raise Overflowed
         if not judged.verdict.is_one:
