@@ -31,12 +31,13 @@ from mezzo.interrupts import Members
 from mezzo.policy import Policy
 from mezzo.session import state_tree
 from mezzo.session.calls import Calls, rebound
+from mezzo.session.closures import closure_of, evaluates_once, handing_on
 from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.passes import run_inside, run_pass, walk_of
 from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
-from mezzo.session.writers import closure_of, evaluates_once, handing_on, inner_optimizers
+from mezzo.session.writers import inner_optimizers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -177,7 +178,9 @@ class AttachedPrecision(MixedPrecision):
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
-                calls = Calls(self.weights.models, self.policy, self.autocast, is_apart=lambda: self.engine.is_stepping)
+                calls = Calls(
+                    self.weights.models, self.policy, self.autocast, is_apart=lambda: self.engine.writes.is_stepping
+                )
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
                 self._bind_torchs(*door(), _run)
@@ -234,11 +237,11 @@ class AttachedPrecision(MixedPrecision):
 
     def _take_over(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
-            self.engine.steps_by[optimizer] = optimizer.step
+            self.engine.writes.steps_by[optimizer] = optimizer.step
             self._bind_step(optimizer, optimizer)
             for inner in inner_optimizers(optimizer):  # SAM's, which programs step by its second_step()
-                if inner not in self.weights.optimizers and inner not in self.engine.steps_by:
-                    self.engine.steps_by[inner] = inner.step
+                if inner not in self.weights.optimizers and inner not in self.engine.writes.steps_by:
+                    self.engine.writes.steps_by[inner] = inner.step
                     self._bind_step(inner, optimizer)
             self._carry_with(optimizer)
 
@@ -286,8 +289,8 @@ class AttachedPrecision(MixedPrecision):
             What a closure has returned first; without one what the step has, ``None`` of one that was skipped.
         """
         engine, closure = self.engine, closure_of(args, kwargs)
-        plain = engine.steps_by[optimizer]
-        if engine.is_stepping or self._is_closed:  # inside the step of another one; or under what others have bound
+        plain = engine.writes.steps_by[optimizer]
+        if engine.writes.is_stepping or self._is_closed:  # inside another one's step; or under what others have bound
             return plain(*args, **kwargs)
         if closure is not None and not evaluates_once(optimizer):
             losses: list[Any] = []
@@ -296,7 +299,7 @@ class AttachedPrecision(MixedPrecision):
                 losses.append(closure())
                 return losses[-1]
 
-            with engine.stepping_by(of, handing_on(plain, args, kwargs)):
+            with engine.writes.stepping_by(of, handing_on(plain, args, kwargs)):
                 self.step(of, evaluate)
             return losses[0] if losses else None
         loss, asked = None, handing_on(plain, args, kwargs)
@@ -305,14 +308,14 @@ class AttachedPrecision(MixedPrecision):
                 loss = closure()
             asked = functools.partial(asked, None)
         has_gradients = any(leaf.grad is not None for leaf in self.weights.leaves(of))
-        with engine.stepping_by(optimizer, asked) as returned:
+        with engine.writes.stepping_by(optimizer, asked) as returned:
             if not has_gradients and engine.ranks.size == 1:
-                engine.steps_by[optimizer]()
+                engine.writes.steps_by[optimizer]()
             elif optimizer is of:
                 self.step(of)
             else:
                 self._require_engine([of])
-                self._note([of], engine.step([of], by=engine.steps_by[optimizer]))
+                self._note([of], engine.step([of], by=engine.writes.steps_by[optimizer]))
         return loss if closure is not None else returned[0] if returned else None
 
     def step(

@@ -7,7 +7,7 @@ update or skip; ``update`` the scale.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final
@@ -24,7 +24,6 @@ from mezzo.errors import StateError, UnsupportedError, message, some_of
 from mezzo.hooks import with_accumulation_hooks, with_backward_hooks, with_tensor_hooks
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.groups import changes_nothing
-from mezzo.optim.optimizer import as_one_pass
 from mezzo.scale.device_state import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.inner import InnerScales
@@ -34,7 +33,7 @@ from mezzo.session.stats import Step, StepAccount, StepOutcome
 from mezzo.session.step_plan import StepPlan, planned
 from mezzo.session.weights import Weights
 from mezzo.session.window import Window
-from mezzo.session.writers import Writes, check_numbers, evaluated, takes_flags
+from mezzo.session.writers import OnePass, Writer, Writes, check_numbers
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.verdict import Verdict, as_fused, decided, not_finite
@@ -44,7 +43,7 @@ from mezzo.tensors import LOW, foreach_norm, moved
 SCALERS_ORDER: Final = "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
 
 
-class Engine(Writes):
+class Engine:
     """Scale, unscale, step, update.
 
     Args:
@@ -56,6 +55,7 @@ class Engine(Writes):
 
     Attributes:
         weights: The models and optimizers.
+        writes: What updates the optimizers' parameters.
         ranks: The ranks that step together.
         scaler: The loss scale.
         account: The steps so far.
@@ -81,7 +81,7 @@ class Engine(Writes):
         *,
         plain: bool = False,
     ) -> None:
-        super().__init__(weights)
+        self.weights, self.writes = weights, Writes(weights)
         self.scaler, self.ranks, self.max_grad_norm, self.plain = scaler, ranks, max_grad_norm, plain
         self.device = weights.device = scaler.state.scale.device
         self.account = StepAccount(scaler.config, scaler.state.scale, weights.name_of, ranks)
@@ -99,7 +99,14 @@ class Engine(Writes):
 
     def planned(self) -> StepPlan:
         """Return what the session is made of now, planned anew; nothing is changed."""
-        return planned(self.weights, self.ranks, plain=self.plain, waits=self.waits, is_wrapped=self.wrappers.are_there)
+        return planned(
+            self.weights,
+            self.ranks,
+            is_plain=self.plain,
+            is_driven=self.plain or self.waits,
+            is_wrapped=self.wrappers.are_there,
+            num_hooks=self.writes.num_hooks,
+        )
 
     def plan_anew(self) -> None:
         """Go on by a new plan, as something that the session is made of has changed.
@@ -130,12 +137,13 @@ class Engine(Writes):
 
     def reached(self, walk: Walk) -> list[Window]:
         """Return the windows whose gradients a backward pass makes: all, where the graph does not show it."""
-        windows, units = list[Window](), self.plan.units  # of what is gathered a graph shows no parameter
-        found = set(map(id, walk.leaves)) if not units else ()
-        if self.wrappers.are_there and not units:
+        if self.plan.units:  # of what is gathered a graph shows no parameter
+            return list(self.windows)
+        windows, found = list[Window](), set(map(id, walk.leaves))
+        if self.plan.is_wrapped:
             found = self.wrappers.reduced_with(found)
         for window in self.windows:
-            if units or not window.plan.ids.isdisjoint(found):
+            if not window.plan.ids.isdisjoint(found):
                 windows.append(window)
         return windows
 
@@ -150,7 +158,7 @@ class Engine(Writes):
 
     def watch(self, optimizers: Collection[Optimizer]) -> Iterator[Callable[[], None]]:
         """Refuse steps of optimizers that go behind the engine's back; yield what ends it."""
-        self.num_hooks = 1
+        self.writes.num_hooks = 1
         for optimizer in optimizers:
             yield optimizer.register_step_pre_hook(self._before_step).remove
 
@@ -163,7 +171,7 @@ class Engine(Writes):
         return self.wrappers.no_sync(self.weights.models, self.plan.units)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.is_stepping or optimizer not in self.weights.optimizers:  # a wrapper may share an optimizer's hooks
+        if self.writes.is_stepping or optimizer not in self.weights.optimizers:  # whose hooks a wrapper may share
             return
         gradients = [leaf.grad for leaf in self.weights.leaves(optimizer) if leaf.grad is not None]
         # torch.distributed.checkpoint lets an optimizer make its state by a step that changes nothing.
@@ -216,7 +224,7 @@ class Engine(Writes):
             hooks run then, which may step.
         """
         if is_first:
-            self.require_whole()
+            self.writes.require_whole()
             for observer in self._observing():
                 observer.begins(self, scale)
         seen, is_own, is_users = list[Window](), self.plain and scale is not None, self.plain or self.waits
@@ -370,7 +378,6 @@ class Engine(Writes):
     def step(
         self,
         optimizers: Collection[Optimizer],
-        closure: Callable[[], Any] | None = None,
         by: Callable[..., Any] | None = None,
     ) -> Step:
         """Judge the gradients of some optimizers once; then update, or skip, all of them together.
@@ -379,7 +386,6 @@ class Engine(Writes):
 
         Args:
             optimizers: Those that step, as far as they have gradients.
-            closure: Evaluates the loss, for an optimizer that asks for it by itself: see :mod:`mezzo.session.writers`.
             by: Called in place of the one optimizer's ``step``, and only if it is not skipped: how a framework learns
                 of that. One host sync.
 
@@ -388,17 +394,18 @@ class Engine(Writes):
             MezzoError: A hyper-parameter that is not finite. Whatever is raised here, nothing was written.
             DistributedError: Another rank ended this step.
         """
-        self._refuse_capture(closure)
+        self.refuse_capture()
         self.account.check()
-        if closure is not None:
-            step = evaluated(self, optimizers, closure)
-        else:
-            with uninterrupted():
-                if self.ranks.size == 1:
+        with uninterrupted():
+            if self.ranks.size == 1:
+                step = self._take(optimizers, by)
+            else:
+                with self.told_to_ranks():
                     step = self._take(optimizers, by)
-                else:
-                    with self.told_to_ranks():
-                        step = self._take(optimizers, by)
+        return self.accounted(step)
+
+    def accounted(self, step: Step) -> Step:
+        """Warn of what a step has shown, let observers see it, and return it."""
         if self.account.warning:
             self.account.warn()
         for observer in self._observing():  # last of all: they may run passes of their own, and raise
@@ -406,29 +413,22 @@ class Engine(Writes):
         return step
 
     def _take(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
-        self.require_whole()
+        self.writes.require_whole()
         windows = self._open(optimizers, "step")
         self.warn_of_edits(windows)
-        stepping = [each for window in windows for each in window.plan.optimizers if each in optimizers]
-        check_numbers(stepping)
-        judged, absent = self.judge(windows, stepping)
+        writers = [each for window in windows for each in window.plan.writers_of(optimizers, asked=by is not None)]
+        check_numbers([each.optimizer for each in writers])
+        judged, absent = self.judge(windows, writers)
         try:
-            self.write(windows, stepping, judged, by=by)
+            self.writes.write(writers, windows, judged, by)
         except BaseException as error:
-            if not self.broken:
+            if not self.writes.broken:
                 self.ranks.fall_behind(error)
             raise
         return self.finish(windows, judged, absent)
 
-    def _refuse_capture(self, closure: object) -> None:
-        """Refuse a closure in a captured step, and a step that is captured in a graph of the user's own."""
-        if self.is_captured and closure is not None:
-            raise UnsupportedError(
-                "closure= cannot be captured",
-                where="amp.step(closure=…) in a train step under mezzo.capture",
-                why="whether an evaluation overflowed decides what the optimizer does next: the host would have to ask",
-                write="amp.backward(loss), then amp.step(); or the train step without mezzo.capture",
-            )
+    def refuse_capture(self) -> None:
+        """Refuse a step that is captured in a graph of the user's own."""
         if self.device.type != "cuda" or self.is_captured:
             return
         with torch.cuda.device(self.device):  # torch asks the current device's stream
@@ -448,13 +448,13 @@ class Engine(Writes):
         try:
             yield
         except Exception as error:
-            if self.account.begun == number and not self.broken:
+            if self.account.begun == number and not self.writes.broken:
                 largest = [memory.window for memory in self.plan.memories]
                 self.ranks.absent(error, self.device, step=number + 1, largest=largest)
             raise
 
-    def judge(self, windows: list[Window], optimizers: Collection[Optimizer]) -> tuple[Judged, Tensor | None]:
-        """Judge the gradients of some optimizers, with all ranks that step together.
+    def judge(self, windows: list[Window], writers: Sequence[Writer]) -> tuple[Judged, Tensor | None]:
+        """Judge the gradients that some writers are for, with all ranks that step together.
 
         Returns:
             The gradients with the verdict, and of several ranks whether one is absent.
@@ -467,16 +467,16 @@ class Engine(Writes):
                 why="this step would not see them, and the next would take them for its own",
                 write="the last micro-batch of a step outside of amp.no_sync()",
             )
-        shown = [each for each in optimizers if self.shows(each)]
+        optimizers = {each.optimizer for each in writers}
         # What stays for another optimizer of a window is not left behind with a scale of its own; and a program that
         # looks at gradients as they are stepped with sees plain ones.
-        is_plain, scale = any(map(takes_flags, shown)), windows[0].now.scale
+        is_plain, scale = any(each.is_shown and not each.waits for each in writers), windows[0].now.scale
         leaves, losses, flags = list[Tensor](), list[Tensor](), list[Tensor]()
         for window in windows:
             if not window.now.passes and not self.plain:
                 self._takes(window, optimizers, "step")
             leaves += window.plan.leaves_of(optimizers)
-            is_plain = is_plain or window.now.scale is not scale or not set(window.plan.optimizers) <= set(optimizers)
+            is_plain = is_plain or window.now.scale is not scale or not optimizers.issuperset(window.plan.optimizers)
         if is_plain:
             for window in windows:
                 window.rescale(None)
@@ -488,7 +488,7 @@ class Engine(Writes):
             losses += [moved(loss, self.device) for loss in window.now.losses]
             flags += [] if window.now.found is None else [moved(window.now.found, self.device)]
             flags += window.has_skipped()
-        positions, is_own = alike(gradients), all(as_one_pass(each) is not None for each in optimizers)
+        positions, is_own = alike(gradients), all(isinstance(each, OnePass) for each in writers)
         sizes = norms(gradients, self.device, one_pass=is_own, groups=positions)
         if self.ranks.size > 1:
             sizes = self.ranks.norms(params, sizes)
@@ -521,7 +521,6 @@ class Engine(Writes):
             is_alike=len(positions) == 1,
             losses=losses,
             failed=failed,
-            shown=shown,
         )
         for observer in self._observing():
             observer.judged(self, judged)

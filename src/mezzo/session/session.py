@@ -19,6 +19,7 @@ from mezzo.policy import Policy
 from mezzo.scale.device_state import Scaler
 from mezzo.session import state_tree
 from mezzo.session.calls import Binding
+from mezzo.session.closures import evaluated
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
 from mezzo.session.passes import retaining, run_pass
@@ -109,7 +110,7 @@ class MixedPrecision:
         try:
             scaler = Scaler(self._policy.loss_scale, next(self.weights.updated()).device, shared)
             self.engine = Engine(self.weights, scaler, ranks, max_grad_norm, plain=self._plain)
-            for undo in (*self.engine.watch(given), *self.engine.watch_models(), guarded(self.engine)):
+            for undo in (*self.engine.watch(given), *self.engine.watch_models(), guarded(self.engine.writes)):
                 self._undo.callback(undo)
             self._on_overflow = on_overflow
             looks, end = reaction(on_overflow, self.weights, self.no_sync)
@@ -349,7 +350,8 @@ class MixedPrecision:
             and callable(optimizers)
         ):
             raise PolicyError("a closure stands in the place of the optimizers", write="amp.step(closure=closure)")
-        return self.engine.step(chosen(optimizers, self.weights.optimizers), closure)
+        stepping = chosen(optimizers, self.weights.optimizers)
+        return self.engine.step(stepping) if closure is None else evaluated(self.engine, stepping, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, and forget unfinished accumulation windows.
@@ -358,7 +360,7 @@ class MixedPrecision:
             set_to_none: Let go of them; otherwise they become zeros.
         """
         self._require_open("zero_grad")
-        self.engine.require_whole()
+        self.engine.writes.require_whole()
         self.engine.clear(set_to_none)
 
     # State ----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from mezzo.cast.products import Memory
 from mezzo.distributed.exchange import Ranks, Shards
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.session.weights import Weights
+from mezzo.session.writers import Writer, deciding, writer_of
 from mezzo.tensors import LOW
 from mezzo.weights.halves import Halves
 
@@ -39,6 +40,7 @@ class WindowPlan:
         leaves: Their parameters, each once.
         of: The parameters of each optimizer.
         ids: The ``id`` of each parameter.
+        writers: What updates the parameters of each optimizer.
         low: The parameters of 16 bits.
         wide: Which of their gradients are FP32.
         halves: The parameters in halves whose first gradients may have 16 bits: see :func:`may_narrow`.
@@ -48,6 +50,7 @@ class WindowPlan:
     leaves: list[Tensor]
     of: Mapping[Optimizer, list[Tensor]]
     ids: frozenset[int]
+    writers: Mapping[Optimizer, Writer]
     low: list[Tensor]
     wide: WideGradients
     halves: list[Halves]
@@ -57,6 +60,15 @@ class WindowPlan:
         chosen = [each for each in self.optimizers if each in optimizers]
         return self.leaves if len(chosen) == len(self.optimizers) else _once(self.of[each] for each in chosen)
 
+    def writers_of(self, optimizers: Collection[Optimizer], *, asked: bool = False) -> list[Writer]:
+        """Return what updates the parameters of some optimizers in the step that is being taken.
+
+        Args:
+            optimizers: The optimizers.
+            asked: Whether the host decides if they step.
+        """
+        return [writer.now(asked=asked) for each, writer in self.writers.items() if each in optimizers]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
@@ -65,6 +77,7 @@ class StepPlan:
     Attributes:
         optimizers: The optimizers.
         params: The parameters of each optimizer, group by group.
+        deciding: What of them decides about writers, and nothing tells of: see :func:`mezzo.session.writers.deciding`.
         kinds: The class of each of these parameters.
         dtypes: Their dtypes.
         windows: The optimizers by what their gradients have in common.
@@ -77,6 +90,7 @@ class StepPlan:
 
     optimizers: tuple[Optimizer, ...]
     params: list[Tensor]
+    deciding: list[Any]
     kinds: list[type]
     dtypes: list[torch.dtype]
     windows: tuple[WindowPlan, ...]
@@ -90,7 +104,7 @@ class StepPlan:
         """Whether the session is still made of this.
 
         Asked are the parameters that stand in the optimizers' groups, whoever has put them there, their classes and
-        their dtypes, which ``param.data = …`` changes.
+        their dtypes, which ``param.data = …`` changes; and hooks of the optimizers' steps.
 
         Args:
             optimizers: The session's.
@@ -108,6 +122,7 @@ class StepPlan:
             and is_wrapped is self.is_wrapped
             and len(optimizers) == len(self.optimizers)
             and all(map(is_, optimizers, self.optimizers))
+            and deciding(optimizers) == self.deciding
         )
 
     def differences(self, other: StepPlan) -> list[str]:
@@ -115,15 +130,18 @@ class StepPlan:
         return list(_differences(self, other, ""))
 
 
-def planned(weights: Weights, ranks: Ranks, *, plain: bool, waits: bool, is_wrapped: bool) -> StepPlan:
+def planned(
+    weights: Weights, ranks: Ranks, *, is_plain: bool, is_driven: bool, is_wrapped: bool, num_hooks: int
+) -> StepPlan:
     """Plan a session from what it is made of now; nothing is changed.
 
     Args:
         weights: The models and optimizers.
         ranks: The ranks that step together.
-        plain: Whether gradients are FP32 and plain when a backward pass ends.
-        waits: Whether the scale moves as a ``GradScaler``'s does.
+        is_plain: Whether gradients are FP32 and plain when a backward pass ends.
+        is_driven: Whether the loop is the user's own, or a ``GradScaler``'s.
         is_wrapped: Whether a model runs in ``DistributedDataParallel``.
+        num_hooks: How many hooks before an optimizer's step are the session's.
 
     Raises:
         MezzoError: Parameters that these ranks cannot step with: see :meth:`Ranks.shards_of`.
@@ -133,17 +151,18 @@ def planned(weights: Weights, ranks: Ranks, *, plain: bool, waits: bool, is_wrap
     optimizers, units = tuple(weights.optimizers), weights.units
     of = {each: weights.leaves(each) for each in optimizers}
     params = list(chain.from_iterable(of.values()))
-    wide: WideGradients = "none" if is_wrapped else "all" if plain and not units else "sums"
+    wide: WideGradients = "none" if is_wrapped else "all" if is_plain and not units else "sums"
     windows = []
     for sharing in _sharing(of):
         leaves = _once(of[each] for each in sharing)
-        narrows = may_narrow(sharing, ranks, is_driven=plain or waits, is_split=is_wrapped or len(units) > 0)
+        narrows = may_narrow(sharing, ranks, is_driven=is_driven, is_split=is_wrapped or len(units) > 0)
         windows.append(
             WindowPlan(
                 optimizers=sharing,
                 leaves=leaves,
                 of={each: of[each] for each in sharing},
                 ids=frozenset(map(id, leaves)),
+                writers={each: writer_of(each, is_shared=len(sharing) > 1, num_hooks=num_hooks) for each in sharing},
                 low=[leaf for leaf in leaves if leaf.dtype in LOW],
                 wide=wide,
                 halves=[leaf for leaf in leaves if type(leaf) is Halves] if narrows else [],
@@ -152,6 +171,7 @@ def planned(weights: Weights, ranks: Ranks, *, plain: bool, waits: bool, is_wrap
     return StepPlan(
         optimizers=optimizers,
         params=params,
+        deciding=deciding(optimizers),
         kinds=list(map(type, params)),
         dtypes=list(map(_DTYPE, params)),
         windows=tuple(windows),

@@ -19,9 +19,9 @@ from mezzo.session.step_plan import WindowPlan
 from mezzo.session.weights import Weights
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import Alike, Stale, alike, dense, is_left, left_over, norms, with_gradients
+from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, multiply, norms, with_gradients
 from mezzo.step.verdict import not_finite
-from mezzo.tensors import LOW, foreach_copy_, foreach_mul_, marks, moved
+from mezzo.tensors import LOW, foreach_copy_, marks, moved
 from mezzo.weights.halves import Halves
 
 #: How a weight was used of which autograd computes a gradient of 16 bits: ``Cell.uses``.
@@ -322,6 +322,16 @@ class Window:
                     leaf.grad_dtype = None  # so that any may be assigned
         self.now = self.now._replace(scale=to, found=found, marks=self._marks())
 
+    def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
+        """Know that the gradients of some optimizers, if any are these, carry no scale any more.
+
+        Args:
+            optimizers: The optimizers.
+            found: Whether they were finite, where they have been multiplied because of that.
+        """
+        if not set(self.plan.optimizers).isdisjoint(optimizers):
+            self.now = self.now._replace(scale=None, found=self.now.found if found is None else found)
+
     @property
     def was_edited(self) -> bool:
         """Whether gradients were written in place since they have got the scale that they carry."""
@@ -422,15 +432,3 @@ def found_with(norms: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
     for back in inverses:
         total = total * back
     return not_finite(total), *inverses
-
-
-def multiply(gradients: list[Tensor], factor: Tensor, groups: Alike | None = None) -> None:
-    """Multiply gradients in place by a number on a device, in as few kernels as there are devices and dtypes.
-
-    Args:
-        gradients: The gradients.
-        factor: 0-d.
-        groups: What :func:`alike` says of them, where it was asked before.
-    """
-    for (device, _), places in (alike(gradients) if groups is None else groups).items():
-        foreach_mul_([gradients[place] for place in places], moved(factor, device))

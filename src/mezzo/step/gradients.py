@@ -16,7 +16,7 @@ from mezzo import tensors
 from mezzo.sharded import is_distributed, local
 from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.verdict import NoKernel
-from mezzo.tensors import LOW, foreach_norm, foreach_zero_, moved
+from mezzo.tensors import LOW, foreach_mul_, foreach_norm, foreach_zero_, moved
 
 Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
@@ -188,3 +188,15 @@ def alike(tensors: list[Tensor]) -> Alike:
     for i, tensor in enumerate(tensors):
         groups[tensor.device, tensor.dtype].append(i)
     return groups
+
+
+def multiply(gradients: list[Tensor], factor: Tensor, groups: Alike | None = None) -> None:
+    """Multiply gradients in place by a number on a device, in as few kernels as there are devices and dtypes.
+
+    Args:
+        gradients: The gradients.
+        factor: 0-d.
+        groups: What :func:`alike` says of them, where it was asked before.
+    """
+    for (device, _), places in (alike(gradients) if groups is None else groups).items():
+        foreach_mul_([gradients[place] for place in places], moved(factor, device))
