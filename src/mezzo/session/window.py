@@ -19,7 +19,7 @@ from mezzo.session.step_plan import WindowPlan
 from mezzo.session.weights import Weights
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, multiply, norms, with_gradients
+from mezzo.step.gradients import Stale, alike, any_gradient, dense, is_left, left_over, multiply, norms, with_gradients
 from mezzo.step.verdict import not_finite
 from mezzo.tensors import LOW, foreach_copy_, marks, moved
 from mezzo.weights.halves import Halves
@@ -64,10 +64,6 @@ class Carried(NamedTuple):
         """Return it in a pass whose gradients will carry a scale."""
         return self._replace(scale=scale, made_with=scale, passes=self.passes + 1, left={})
 
-    def stepped(self, left: Stale, skipped: Tensor | None) -> Carried:
-        """Return it after a step, which leaves gradients of these marks."""
-        return Carried(left=left, left_scale=self.scale, skipped=skipped)
-
     def cleared(self) -> Carried:
         """Return it once all gradients were cleared; what the last step has left stays known."""
         return self._replace(scale=None, made_with=None, found=None, losses=(), passes=0, marks=())
@@ -108,10 +104,10 @@ class Window:
 
     def has_gradients(self) -> bool:
         """Whether a step would find a gradient."""
-        return len(self.gradients()[1]) > 0
+        return any_gradient(self.plan.leaves)
 
     def _marks(self) -> tuple[tuple[int, int], ...]:
-        return tuple(marks(self.gradients()[1]))
+        return tuple(marks(with_gradients(self.plan.leaves)[1]))
 
     # What a pass would add to ---------------------------------------------------------------------------
 
@@ -223,7 +219,8 @@ class Window:
         Args:
             scale: The scale.
         """
-        plan, (there, gradients) = self.plan, self.gradients()
+        plan = self.plan
+        there, gradients = with_gradients(plan.leaves)
         if gradients:
             self.drop_skipped()
             if self.has_left_alone():
@@ -231,13 +228,17 @@ class Window:
             self.rescale(scale)
             self.now = self.now.begun(scale)
         else:
-            self.now = self.now.cleared().begun(scale)
+            now = self.now
+            self.now = now._replace(
+                scale=scale, made_with=scale, found=None, losses=(), passes=1, marks=(), left={}, skipped=None
+            )
         if plan.wide == "none":
             _have_dtypes_of_parameters(plan.low)
             return
         if not _LOW.isdisjoint(map(_DTYPE, gradients)):
             _widen(there)
-        _widen(plan.low if plan.wide == "all" else [leaf for leaf in plan.low if leaf.grad is not None])
+        if plan.low:
+            _widen(plan.low if plan.wide == "all" else [leaf for leaf in plan.low if leaf.grad is not None])
         if plan.wide == "sums":
             hooked = set(map(id, with_gradient_hooks(plan.halves))) if plan.halves else ()
             for leaf in plan.low:
@@ -348,13 +349,13 @@ class Window:
         Args:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
-        _let_go(self.plan.low)
-        _let_go(self.plan.halves)
+        _let_go((*self.plan.low, *self.plan.halves))
         for leaf, dtype in self._grad_dtypes.items():
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
         self._grad_dtypes = {}
-        self.now = self.now.stepped(left_over(dense(self.plan.leaves)[1]), skipped)
+        left = left_over(dense(self.plan.leaves)[1])
+        self.now = Carried(left=left, left_scale=self.now.scale, skipped=skipped)
 
     def clear(self, *, to_zeros: bool) -> None:
         """Begin anew, once the gradients were cleared.
@@ -428,7 +429,7 @@ def found_with(norms: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
         norms: (gradients,) float32: their 2-norms.
         *scales: The scale, if they carry one.
     """
-    inverses, total = [inverse(scale) for scale in scales], torch.linalg.vector_norm(norms)
+    inverses, total = tuple(map(inverse, scales)), torch.linalg.vector_norm(norms)
     for back in inverses:
         total = total * back
     return not_finite(total), *inverses

@@ -32,10 +32,14 @@ _KIND: Final = attrgetter("device", "dtype")
 def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return those of some parameters that have a gradient, and these gradients: each is asked for once."""
     gradients = list(map(_GRADIENT, params))
-    if all(map(is_not, gradients, repeat(None))):
+    if all(there := list(map(is_not, gradients, repeat(None)))):
         return list(params), gradients
-    there = [gradient is not None for gradient in gradients]
     return list(compress(params, there)), list(compress(gradients, there))
+
+
+def any_gradient(params: list[Tensor]) -> bool:
+    """Whether any of some parameters has a gradient."""
+    return any(map(is_not, map(_GRADIENT, params), repeat(None)))
 
 
 def dense(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -117,20 +121,18 @@ def norms(
         ``(len(gradients),)`` float32.
     """
     groups = alike(gradients) if groups is None else groups
-    together = _read_together(groups) if one_pass else list(groups.values())
+    together = _read_together(groups) if one_pass and len(groups) > 1 else list(groups.values())
     if len(together) == 1:
-        return moved(_as_vector(_norms_of_alike(gradients, one_pass)), device)
+        sizes = _norms_of_alike(gradients, one_pass)
+        sizes = sizes if isinstance(sizes, Tensor) else torch.stack([*sizes])
+        return sizes if sizes.device == device else moved(sizes, device)
     found: dict[int, Tensor] = {}
     for group in together:
         theirs = _norms_of_alike([gradients[i] for i in group], one_pass)
         if theirs[0].device != device:  # by one transfer
-            theirs = moved(_as_vector(theirs), device)
+            theirs = moved(theirs if isinstance(theirs, Tensor) else torch.stack([*theirs]), device)
         found.update(zip(group, theirs.unbind() if isinstance(theirs, Tensor) else theirs, strict=True))
     return torch.stack([found[i] for i in range(len(gradients))])
-
-
-def _as_vector(norms: Tensor | Sequence[Tensor]) -> Tensor:
-    return norms if isinstance(norms, Tensor) else torch.stack([*norms])
 
 
 def _read_together(groups: Alike) -> list[Sequence[int]]:
@@ -198,5 +200,7 @@ def multiply(gradients: list[Tensor], factor: Tensor, groups: Alike | None = Non
         factor: 0-d.
         groups: What :func:`alike` says of them, where it was asked before.
     """
-    for (device, _), places in (alike(gradients) if groups is None else groups).items():
-        foreach_mul_([gradients[place] for place in places], moved(factor, device))
+    groups = alike(gradients) if groups is None else groups
+    for (device, _), places in groups.items():
+        some = gradients if len(groups) == 1 else [gradients[place] for place in places]
+        foreach_mul_(some, moved(factor, device))
