@@ -246,6 +246,7 @@ class AttachedPrecision(MixedPrecision):
                     self.engine.writes.steps_by[inner] = inner.step
                     self._bind_step(inner, optimizer)
             self._carry_with(optimizer)
+        self.engine.plan_anew()  # told of the steps that were bound
 
     def _carry_with(self, optimizer: Optimizer) -> None:
         """Have an optimizer's state dict carry the session's state: a wrapper's may be made of an inner one's alone."""

@@ -33,7 +33,7 @@ from mezzo.session.passes import SessionPass, Walk, entered, times
 from mezzo.session.stats import Step, StepAccount, StepOutcome
 from mezzo.session.step_plan import StepPlan, planned
 from mezzo.session.weights import Weights
-from mezzo.session.window import Window
+from mezzo.session.window import Window, carry_over
 from mezzo.session.writers import OnePass, Writer, Writes, check_numbers
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
@@ -113,12 +113,14 @@ class Engine:
     def plan_anew(self) -> None:
         """Go on by a new plan, as something that the session is made of has changed.
 
-        Optimizers that have come to share parameters have one window from then on; what is open there is closed.
+        Optimizers that have come to share parameters have one window from then on; what is open there is closed. A
+        parameter that goes into an open window, or out of one, has its gradient carry what those there do.
 
         Raises:
             MezzoError: It cannot be trained so; the plan of before stays.
         """
         plan, windows = self.planned(), list[Window]()
+        leaves = [window.plan.leaves for window in self.windows]
         for part in plan.windows:
             near = [window for window in self.windows if not set(window.plan.optimizers).isdisjoint(part.optimizers)]
             known = {each for window in near for each in window.plan.optimizers}
@@ -130,6 +132,13 @@ class Engine:
                 window.now = near[0].now
                 window.follow(part)
             windows.append(window)
+        if any(window.carried is not None for window in (*self.windows, *windows)):
+            was = {each: window.carried for window, some in zip(self.windows, leaves, strict=True) for each in some}
+            now = {each: window.carried for window in windows for each in window.plan.leaves}
+            for leaf in was | now:
+                carry_over(leaf, was.get(leaf), now.get(leaf))
+            for window in windows:
+                window.now = window.now._replace(marks=window.marks())
         self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
 
     def follow(self, *, writes: bool = False) -> None:

@@ -98,6 +98,11 @@ class Window:
         _let_go([leaf for leaf in self.plan.halves if id(leaf) not in narrow])
         self.plan = plan
 
+    @property
+    def carried(self) -> Tensor | None:
+        """The scale that gradients carry here if a pass has made them: ``None`` where none has since the last step."""
+        return self.now.scale if self.now.passes else None
+
     def gradients(self, optimizers: Collection[Optimizer] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters of some optimizers, or of all, that have a gradient, and these gradients."""
         return with_gradients(self.plan.leaves if optimizers is None else self.plan.leaves_of(optimizers))
@@ -106,7 +111,8 @@ class Window:
         """Whether a step would find a gradient."""
         return any_gradient(self.plan.leaves)
 
-    def _marks(self) -> tuple[tuple[int, int], ...]:
+    def marks(self) -> tuple[tuple[int, int], ...]:
+        """Return the marks of the gradients as they are now."""
         return tuple(marks(with_gradients(self.plan.leaves)[1]))
 
     # What a pass would add to ---------------------------------------------------------------------------
@@ -197,7 +203,7 @@ class Window:
     def forget_cleared(self) -> None:
         """Forget what was found of gradients that were cleared to zeros since; decided on the device."""
         now = self.now
-        if not now.passes or (now.found is None and not now.losses) or self._marks() == now.marks:
+        if not now.passes or (now.found is None and not now.losses) or self.marks() == now.marks:
             return
         _, gradients = dense(self.plan.leaves)
         if gradients:
@@ -283,7 +289,7 @@ class Window:
         if unscales:
             self.rescale(None, checks=True)
         else:
-            self.now = self.now._replace(marks=self._marks())
+            self.now = self.now._replace(marks=self.marks())
         if self.now.marks:
             self.now = self.now._replace(given=True)
 
@@ -321,7 +327,7 @@ class Window:
             for leaf in self.plan.low:
                 if leaf.grad is not None:
                     leaf.grad_dtype = None  # so that any may be assigned
-        self.now = self.now._replace(scale=to, found=found, marks=self._marks())
+        self.now = self.now._replace(scale=to, found=found, marks=self.marks())
 
     def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
         """Know that the gradients of some optimizers, if any are these, carry no scale any more.
@@ -336,7 +342,7 @@ class Window:
     @property
     def was_edited(self) -> bool:
         """Whether gradients were written in place since they have got the scale that they carry."""
-        if (marks := self._marks()) == self.now.marks:
+        if (marks := self.marks()) == self.now.marks:
             return False
         before = {address: version for version, address in self.now.marks if address}  # sparse ones have none
         return any(before.get(address, version) != version for version, address in marks)
@@ -354,7 +360,7 @@ class Window:
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
         self._grad_dtypes = {}
-        left = left_over(dense(self.plan.leaves)[1])
+        left = left_over(with_gradients(self.plan.leaves)[1])
         self.now = Carried(left=left, left_scale=self.now.scale, skipped=skipped)
 
     def clear(self, *, to_zeros: bool) -> None:
@@ -369,7 +375,24 @@ class Window:
             if leaf.grad is None:
                 leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
         given = self.now.given if self.now.scale is None else False
-        self.now = self.now.cleared()._replace(given=given, left={}, marks=self._marks() if to_zeros else ())
+        self.now = self.now.cleared()._replace(given=given, left={}, marks=self.marks() if to_zeros else ())
+
+
+@torch.no_grad()
+def carry_over(leaf: Tensor, before: Tensor | None, to: Tensor | None) -> None:
+    """Have the gradient of a parameter carry another scale, in FP32: it belongs to another window, or to none.
+
+    Args:
+        leaf: The parameter.
+        before: What its gradient carries, if it has one.
+        to: What it is to carry.
+    """
+    if before is not to and leaf.grad is not None:
+        _widen([leaf])
+        for scale in () if before is None else (inverse(before),):
+            multiply(dense([leaf])[1], scale)
+        for scale in () if to is None else (to,):
+            multiply(dense([leaf])[1], scale)
 
 
 def _let_go(leaves: Iterable[Tensor]) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress, repeat
-from operator import attrgetter, is_not
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_not, itemgetter
 from typing import Any, Final, TypeAlias
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.verdict import NoKernel
 from mezzo.tensors import LOW, foreach_mul_, foreach_norm, foreach_zero_, moved
 
-Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
+#: Gradients as they were: by their marks the storage, and by ``id`` the version and the tensor.
+Stale: TypeAlias = dict[Any, Any]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
 _PLAIN: Final = {Tensor}
@@ -81,29 +82,44 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def left_over(gradients: Iterable[Tensor]) -> Stale:
-    """Note gradients as they are, dense and local ones.
+    """Return what knows gradients as they are now: see :func:`is_left`.
 
-    The memory of a freed one may be another's, so that its storage is known as well.
+    They are known by their memory, which another tensor may view later, and by the tensors, which ``model.to()`` gives
+    other memory. Both are held weakly, as a freed one's place may be another's.
     """
-    values = list(gradients)
+    found = list(gradients)
+    values = found if {*map(type, found)} <= _PLAIN and not any(map(_IS_SPARSE, found)) else list(map(_values, found))
     try:
-        return dict(zip(tensors.marks(values), map(ref, map(Tensor.untyped_storage, values)), strict=True))
+        storages = list(map(ref, map(Tensor.untyped_storage, values)))
     except RuntimeError:  # one is of a layout that has no storage
-        return {tensors.mark(each): _storage(each) for each in values}
+        storages = list(map(_storage, values))
+    known = tensors.marks(values)
+    tensors_by_id = zip(map(id, found), zip(map(itemgetter(0), known), map(ref, found), strict=True), strict=True)
+    return dict(chain(zip(known, storages, strict=True), tensors_by_id))
 
 
-def _storage(values: Tensor) -> ReferenceType[torch.UntypedStorage] | None:
+def _storage(values: Tensor) -> Any:
+    """Return a weak reference to the storage of a tensor; of one that has none what is never gone."""
     try:
         return ref(values.untyped_storage())
     except RuntimeError:
-        return None
+        return _never_gone
 
 
-def is_left(gradient: Tensor, noted: Stale) -> bool:
-    """Whether a gradient is one of those noted, and unwritten since."""
+def _never_gone() -> bool:
+    return True
+
+
+def is_left(gradient: Tensor, known: Stale) -> bool:
+    """Whether a gradient is one of those that :func:`left_over` was given, unwritten since.
+
+    What is written through ``.data`` leaves no trace.
+    """
     key = mark(gradient)
-    kept = noted.get(key)
-    return key in noted and not (kept is not None and kept() is None)
+    if key in known and known[key]() is not None:
+        return True
+    version, tensor = known.get(id(gradient), (None, _never_gone))
+    return version == key[0] and tensor() is gradient
 
 
 def norms(
