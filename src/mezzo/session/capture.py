@@ -347,7 +347,7 @@ def _require_no_window(engine: Engine) -> None:
     Raises:
         StateError: There are some.
     """
-    if any(window.passes for window in engine.windows):
+    if any(window.now.passes for window in engine.windows):
         raise StateError(
             "a captured step begins or ends inside an accumulation window",
             why="gradients live and die inside the graph: it takes none in, and leaves none",

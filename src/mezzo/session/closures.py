@@ -17,8 +17,8 @@ from mezzo.optim.optimizer import as_one_pass
 from mezzo.session.engine import Engine
 from mezzo.session.observers import Judged
 from mezzo.session.stats import Step
-from mezzo.session.window import multiply
 from mezzo.session.writers import check_numbers, inner_optimizers
+from mezzo.step.gradients import multiply
 from mezzo.tensors import tree_map
 from mezzo.weights.stepping import stored_again
 
@@ -58,8 +58,9 @@ def evaluated(engine: Engine, optimizers: Collection[Optimizer], closure: Callab
 
     engine.refuse_capture()
     engine.account.check()
+    engine.follow(writes=True)
     engine.writes.require_whole()
-    check_numbers(optimizers)
+    check_numbers(next(iter(optimizers)))
     with torch.no_grad():
         with engine.told_to_ranks():
             step = _Evaluations(engine, next(iter(optimizers)), closure).run()
@@ -72,7 +73,7 @@ class _Evaluations:
     def __init__(self, engine: Engine, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
         self._engine, self._optimizer, self._closure = engine, optimizer, closure
         self._writes = engine.writes
-        (self._window,) = (window for window in engine.windows if optimizer in window.optimizers)
+        (self._window,) = (window for window in engine.windows if optimizer in window.plan.optimizers)
         self._last: tuple[Judged, Tensor | None, Tensor | None] | None = None
 
     def run(self) -> Step:
@@ -81,7 +82,7 @@ class _Evaluations:
         restores = [_remembering(each) for each in (self._optimizer, *inner_optimizers(self._optimizer))]
         try:
             with self._writes.stepping():
-                if self._window.passes and self._window.has_gradients():
+                if self._window.now.passes and self._window.has_gradients():
                     self._judge()  # SAM begins with these
                 self._writes.step_of(self._optimizer)(self._evaluate)
             if self._last is None:
@@ -103,7 +104,8 @@ class _Evaluations:
                 raise
         assert self._last is not None, "an optimizer that was not asked raises"
         with uninterrupted():
-            judged, absent, self._window.made_with = self._last
+            judged, absent, made_with = self._last
+            self._window.now = self._window.now._replace(made_with=made_with)
             return engine.finish([self._window], judged, absent)
 
     def _evaluate(self) -> Any:
@@ -121,8 +123,8 @@ class _Evaluations:
         """Judge an evaluation's gradients, and show the optimizer plain ones."""
         window = self._window
         self._engine.warn_of_edits([window])
-        judged, absent = self._engine.judge([window], self._writes.writers([window], [self._optimizer]))
-        self._last = judged, absent, window.made_with
+        judged, absent = self._engine.judge([window], window.plan.writers_of([self._optimizer]))
+        self._last = judged, absent, window.now.made_with
         if bool(judged.verdict.found_inf):
             raise Overflowed
         if not judged.verdict.is_one:

@@ -208,6 +208,7 @@ class SessionScaler(EngineScaler):
         super().__init__(amp.engine.device.type, amp.engine.scaler)
         self.amp = amp
         amp.engine.waits = True
+        amp.engine.plan_anew()
 
     def _engine_of(self, optimizer: Optimizer) -> Engine:
         return self.amp.engine

@@ -150,7 +150,7 @@ class Explains:
 
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
         """Forget passes whose gradients were cleared without a step."""
-        if not any(window.passes for window in engine.windows):
+        if not any(window.now.passes for window in engine.windows):
             self._replay.clear()
 
     def judged(self, engine: Watched, judged: Judged) -> None:

@@ -22,7 +22,7 @@ from mezzo.session.calls import Binding
 from mezzo.session.closures import evaluated
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
-from mezzo.session.passes import SessionPass, refuse_scaled, retaining, walk_of
+from mezzo.session.passes import retaining, run_pass
 from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
 from mezzo.session.state_tree import Stateful
 from mezzo.session.stats import Stats, Step
@@ -112,6 +112,7 @@ class MixedPrecision:
             self.engine = Engine(self.weights, scaler, ranks, max_grad_norm, plain=self._plain)
             for undo in (*self.engine.watch(given), *self.engine.watch_models(), guarded(self.engine.writes)):
                 self._undo.callback(undo)
+            self.engine.plan_anew()  # told of its own hooks
             self._on_overflow = on_overflow
             looks, end = reaction(on_overflow, self.weights, self.no_sync)
             self._undo.callback(end)
@@ -237,29 +238,25 @@ class MixedPrecision:
         self._require_open("backward")
         check_loss(loss)
         engine, wanted = self.engine, chosen(optimizers, self.weights.optimizers)
-        windows = [window for window in engine.windows if not set(window.optimizers).isdisjoint(wanted)]
+        engine.follow()
+        windows = engine.windows
         if len(wanted) < len(self.weights.optimizers):
-            leaves = [leaf for window in windows for leaf in window.leaves(wanted) if leaf.requires_grad]
+            windows = [window for window in windows if not set(window.plan.optimizers).isdisjoint(wanted)]
+            leaves = [leaf for window in windows for leaf in window.plan.leaves_of(wanted) if leaf.requires_grad]
             if not leaves:
                 raise StateError(
                     "these optimizers update no parameter that requires a gradient",
                     write="requires_grad_(True) on what they train, or amp.backward(loss) for all optimizers",
                 )
             kwargs.setdefault("inputs", leaves)
-        engine.commit()
-        scale, others = engine.scale_now, list[Tensor]()
-        if scale is not None:
-            given = kwargs.get("inputs")
-            if given is not None:
-                given = kwargs["inputs"] = [given] if isinstance(given, Tensor) else list(given)
-            walk = walk_of([loss], given or ())
-            if walk.runs_hooks:
-                engine.reached(walk)  # which warns of them
-            others = engine.others(walk.leaves)
-            refuse_scaled((), () if given is None else others, creates_graph=bool(kwargs.get("create_graph")))
-        with SessionPass(engine, scale, holds=engine.holds(scale)) as this:
-            this.open(windows, [loss.detach().reshape(())], others)
-            self.weights.region().run_backward(engine.scaler.scaled(loss), **kwargs)
+        if (inputs := kwargs.get("inputs", ())) is not None and not isinstance(inputs, tuple):
+            inputs = kwargs["inputs"] = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+
+        def run(scaled: tuple[Any, ...]) -> None:
+            self.weights.region().run_backward(*scaled, **kwargs)
+
+        creates_graph = bool(kwargs.get("create_graph"))
+        run_pass(engine, (loss,), run, windows, inputs=inputs or (), creates_graph=creates_graph)
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Iterable[Tensor], *, create_graph: bool = False, **kwargs: Any

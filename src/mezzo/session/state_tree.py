@@ -49,7 +49,7 @@ def require_between_steps(engine: Engine, what: str) -> None:
     Raises:
         StateError: A backward pass has been made since the last step.
     """
-    passes = max((window.passes for window in engine.windows if window.has_gradients()), default=0)
+    passes = max((window.now.passes for window in engine.windows if window.has_gradients()), default=0)
     if passes:
         raise StateError(
             f"{what} inside an accumulation window",

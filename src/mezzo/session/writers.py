@@ -23,10 +23,9 @@ from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import OnePassOptimizer, as_one_pass
 from mezzo.session.observers import Judged
 from mezzo.session.weights import Weights
-from mezzo.session.window import Window, multiply
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import dense
+from mezzo.step.gradients import dense, multiply
 from mezzo.step.verdict import Verdict, as_fused
 from mezzo.tensors import LOW, tensors, versions
 from mezzo.weights.stepping import in_memory, stored_again
@@ -157,14 +156,15 @@ def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Write
 def deciding(optimizers: Iterable[Optimizer]) -> list[Any]:
     """Return what of optimizers decides who writes, and what nothing tells of: to be compared with what it was.
 
-    Hooks before steps, a ``step`` that was replaced, groups that are no longer fused, or have further parameters.
+    Hooks before steps, a ``step`` that was replaced, groups that are no longer fused.
 
     **Cost**: 1 µs an optimizer.
     """
     found: list[Any] = hooks_of_every_step()
     for each in optimizers:
-        found += [each.step, *step_hooks(each), *[g.get("fused") for g in each.param_groups]]
-        found += [len(g["params"]) for g in each.param_groups]
+        found += each.step, *step_hooks(each)
+        for group in each.param_groups:
+            found.append(group.get("fused"))
     return found
 
 
@@ -214,6 +214,13 @@ def _narrow(params: Any) -> None:
             param.grad = wide.to(param.dtype)
 
 
+class Carries(Protocol):
+    """What knows which scale the gradients of some optimizers carry: a window."""
+
+    def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
+        """Know that the gradients of some optimizers, if any are here, carry no scale any more, and what was found."""
+
+
 # The writes of an engine --------------------------------------------------------------------------------------
 
 
@@ -237,8 +244,6 @@ class Writes:
         self.is_stepping, self.broken, self.num_hooks = False, "", 0
         self._strangers: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
         self._counted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._decided: Any = None
-        self._writers: list[Writer] = []
 
     def shares_nothing(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer updates no parameter of the models; asked anew where it was given further groups.
@@ -310,31 +315,13 @@ class Writes:
                 write="load_state_dict(…) of model, optimizer and session, from the last checkpoint",
             )
 
-    def writers(
-        self, windows: Iterable[Window], optimizers: Collection[Optimizer], by: Callable[..., Any] | None = None
-    ) -> list[Writer]:
-        """Return what writes in a step of some optimizers, in the order of their windows.
-
-        Args:
-            windows: The gradients' windows.
-            optimizers: Those that step.
-            by: What is called in place of the one optimizer's step.
-        """
-        stepping = [each for window in windows for each in window.optimizers if each in optimizers]
-        decided = [len(window.optimizers) for window in windows], stepping, deciding(stepping)
-        if decided != self._decided:
-            shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
-            self._writers = [writer_of(o, is_shared=o in shared_by, num_hooks=self.num_hooks) for o in stepping]
-            self._decided = decided
-        return [each.now(asked=by is not None) for each in self._writers]
-
     def write(
-        self, writers: Sequence[Writer], windows: list[Window], judged: Judged, by: Callable[..., Any] | None
+        self, writers: Sequence[Writer], windows: Sequence[Carries], judged: Judged, by: Callable[..., Any] | None
     ) -> None:
         """Update, or skip.
 
         Args:
-            writers: What :meth:`writers` returned.
+            writers: Of the optimizers that step: what :meth:`Writer.now` has returned.
             windows: The gradients' windows.
             judged: The gradients, with the verdict.
             by: Called in place of the one optimizer's step, if it is not skipped.
@@ -350,19 +337,16 @@ class Writes:
         # torch's fused kernels leave gradients without the scale.
         divided = [each.optimizer for each in writers if isinstance(each, Fused) and not each.is_plain]
         for window in windows if divided else ():
-            if not set(window.optimizers).isdisjoint(divided):
-                window.scale = None
+            window.lost_scale(divided)
 
-    def _multiply(self, writers: list[Writer], windows: list[Window], verdict: Verdict) -> None:
+    def _multiply(self, writers: list[Writer], windows: Sequence[Carries], verdict: Verdict) -> None:
         """Make the gradients plain that optimizers read as they are."""
         optimizers = [each.optimizer for each in writers]
         if not verdict.is_one:
             params = {id(param): param for each in optimizers for param in self.weights.updated(each)}
             multiply(dense(list(params.values()))[1], verdict.multiplier)
             for window in windows:
-                if not set(window.optimizers).isdisjoint(optimizers):
-                    # Should a hook raise, so that the step is taken again.
-                    window.scale, window.found = None, verdict.found_inf
+                window.lost_scale(optimizers, verdict.found_inf)  # should a hook raise, so that the step is taken again
         for each in writers:
             if each.has_low:
                 _narrow(self.weights.updated(each.optimizer))
@@ -562,7 +546,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return found[1:]
 
 
-def check_numbers(optimizers: Collection[Optimizer]) -> None:
+def check_numbers(optimizer: Optimizer) -> None:
     """Refuse hyper-parameters of torch's and mezzo's own that are not finite; tensors are not looked at.
 
     What other classes keep in their groups is their business: to some, infinity means no limit.
@@ -570,17 +554,17 @@ def check_numbers(optimizers: Collection[Optimizer]) -> None:
     Raises:
         PolicyError: With the optimizer, the group and the name.
     """
-    for optimizer in optimizers:
-        own = _own_class(type(optimizer).__mro__)
-        for number, group in enumerate(optimizer.param_groups):
-            for name, value in group.items():
-                if type(value) in _FLOATS and value - value != 0 and name in inspect.signature(own).parameters:
-                    raise PolicyError(
-                        f"{name} is {value}",
-                        where=f"{type(optimizer).__name__}, group {number}",
-                        why="every weight would be NaN after this step",
-                        write=f'optimizer.param_groups[{number}]["{name}"] = …, a finite number',
-                    )
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if type(value) not in _FLOATS or value - value == 0:
+                continue
+            if name in inspect.signature(_own_class(type(optimizer).__mro__)).parameters:
+                raise PolicyError(
+                    f"{name} is {value}",
+                    where=f"{type(optimizer).__name__}, group {number}",
+                    why="every weight would be NaN after this step",
+                    write=f'optimizer.param_groups[{number}]["{name}"] = …, a finite number',
+                )
 
 
 @functools.cache
