@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from operator import ne
-from typing import Any, Final, Protocol, cast
+from operator import attrgetter, ne
+from typing import Any, ClassVar, Final, Protocol, cast
 
 import numpy
 import torch
@@ -30,6 +30,9 @@ from mezzo.step.verdict import Verdict, as_fused
 from mezzo.tensors import LOW, tensors, versions
 from mezzo.weights.stepping import in_memory, stored_again
 
+_WAITS: Final = attrgetter("waits")
+_IS_PLAIN: Final = attrgetter("is_plain")
+_DIVIDES: Final = attrgetter("divides")
 #: Where optimizers are that a program has not written.
 _OWN: Final = ("torch.optim.", "mezzo.optim.")
 _FLOATS: Final = {float, numpy.float64}
@@ -47,8 +50,10 @@ class Writer:
         is_plain: Whether the gradients are multiplied in place before the step, and not by the optimizer's kernels.
         waits: Whether the host asks for the verdict before the step.
         has_low: Whether it has parameters in 16 bits, which want gradients of their dtype.
+        divides: Whether its kernels leave gradients without the scale, where they multiply.
     """
 
+    divides: ClassVar[bool] = False
     optimizer: Optimizer
     is_shown: bool = False
     is_plain: bool = True
@@ -108,6 +113,8 @@ class OnePass(Writer):
 @dataclass(frozen=True, slots=True, eq=False)
 class Fused(Writer):
     """What updates the parameters of a fused optimizer of torch's, whose kernels are told to skip, and the scale."""
+
+    divides: ClassVar[bool] = True
 
     def now(self, *, asked: bool) -> Writer:
         """See :meth:`Writer.now`."""
@@ -329,15 +336,15 @@ class Writes:
         verdict = judged.verdict
         for each in writers:  # what one refuses is refused before another has stepped
             each.ready(verdict)
-        if any(each.waits for each in writers) and bool(verdict.found_inf):
+        if any(map(_WAITS, writers)) and bool(verdict.found_inf):
             writers = [each for each in writers if not each.waits]
-        if plain := [each for each in writers if each.is_plain]:
-            self._multiply(plain, windows, verdict)
+        if any(map(_IS_PLAIN, writers)):
+            self._multiply([each for each in writers if each.is_plain], windows, verdict)
         self._step_all(writers, judged, by)
-        # torch's fused kernels leave gradients without the scale.
-        divided = [each.optimizer for each in writers if isinstance(each, Fused) and not each.is_plain]
-        for window in windows if divided else ():
-            window.lost_scale(divided)
+        if any(map(_DIVIDES, writers)):
+            divided = [each.optimizer for each in writers if each.divides and not each.is_plain]
+            for window in windows if divided else ():
+                window.lost_scale(divided)
 
     def _multiply(self, writers: list[Writer], windows: Sequence[Carries], verdict: Verdict) -> None:
         """Make the gradients plain that optimizers read as they are."""
@@ -375,8 +382,6 @@ class Writes:
         finally:
             self.is_stepping = False
             torch.clear_autocast_cache()  # a region may be around the loop: model.fit(x)
-            for each in writers:
-                stored_again(each.optimizer)
 
 
 # What a step that raises has done -----------------------------------------------------------------------------
