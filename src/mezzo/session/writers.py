@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, StateError
-from mezzo.hooks import Look, before_every_step, hooks_of_every_step, step_hooks
+from mezzo.hooks import before_every_step, has_hooks_of_every_step, hooks_of_every_step, step_hooks
 from mezzo.interrupts import Members
 from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import OnePassOptimizer, as_one_pass
@@ -150,7 +150,7 @@ def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Write
     """
     is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
     is_shown = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
-    is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or not {*map(type, hooks_of_every_step())} <= {Look}
+    is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or has_hooks_of_every_step()
     is_plain, own = is_shared or is_shown, as_one_pass(optimizer)
     if own is not None:
         return OnePass(own, is_shown=is_shown, is_plain=is_plain, waits=False)
@@ -506,11 +506,11 @@ def guarded(writes: Writes) -> Callable[[], None]:
     """Refuse steps of optimizers over the models' parameters that a session does not know; return what ends it."""
     here = weakref.ref(writes, _LIVE.remove)
     _LIVE.add(here)
-    before_every_step(_LOOK)
+    before_every_step(_refuse_unknown)
     return functools.partial(_LIVE.remove, here)
 
 
-def _refuse_unknown(optimizer: Optimizer) -> None:
+def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
     """Refuse a step that a session should have been told of: a hook before each step of any optimizer.
 
     Raises:
@@ -538,9 +538,6 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
             why="their gradients were not checked for it, and may carry the loss scale",
             write=f"{begin}model, [optimizer, other], policy)",
         )
-
-
-_LOOK: Final = Look(_refuse_unknown)
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

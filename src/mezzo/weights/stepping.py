@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo.compiling import never_compiled
 from mezzo.dispatch import num_dispatch_modes
-from mezzo.hooks import Look, before_every_step
+from mezzo.hooks import before_every_step
 from mezzo.releases import private
 from mezzo.step.gradients import alike
 from mezzo.weights.cell import STEP
@@ -44,7 +44,7 @@ def watch_steps() -> None:
         if Halves not in _FOREACH_CLASSES:
             _FOREACH_CLASSES.append(Halves)
             register_optimizer_step_post_hook(stored_again)
-        before_every_step(_LOOK)
+        before_every_step(_before)
 
 
 class _Decoded:
@@ -151,9 +151,6 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
         names["_mezzo_decoded"] = decoded = _Decoded(weights)
     decoded.show()
     names["_mezzo_shows"] = True
-
-
-_LOOK: Final = Look(_before)
 
 
 @never_compiled
