@@ -87,7 +87,7 @@ FAULTS = (
          "            len(params) == len(before)\n",
          "tests/session/test_told.py::test_a_parameter_that_goes_from_one_optimizer_to_the_next_is_the_next_ones",
          "a step of that optimizer alone would train it, or leave it, against what the program says"),
-        ("plan: parameters in 16 bits are not seen", "list(map(_DTYPE, params)) == self.dtypes)", "True)",
+        ("plan: parameters in 16 bits are not seen", "list(map(Tensor.element_size, params)) == self.sizes)", "True)",
          "tests/session/test_told.py::test_parameters_that_are_given_16_bits_have_sums_in_fp32_from_then_on",
          "from the second micro-batch on small gradients would be swallowed"),
         ("plan: shared parameters have two windows", "            if ids.isdisjoint(theirs):\n", "            if True:\n",

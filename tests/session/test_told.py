@@ -1,4 +1,4 @@
-"""A session is planned once, and again when what it is made of has changed: what programs do to it between two lines."""
+"""A session is planned once, and again when what it is made of has changed: what programs do between two lines."""
 
 import pytest
 import torch
