@@ -196,7 +196,7 @@ class Window:
     def has_skipped(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
         skipped = self.now.skipped
-        return [] if self.now.passes or skipped is None or not self.has_left_alone() else [skipped]
+        return [] if skipped is None or not self.has_left_alone() else [skipped]
 
     def has_left_alone(self) -> bool:
         """Whether what the last step has left is all that there is, unwritten since."""
@@ -331,7 +331,7 @@ class Window:
             for leaf in self.plan.low:
                 if leaf.grad is not None:
                     leaf.grad_dtype = None  # so that any may be assigned
-        self.now = self.now._replace(scale=to, found=found, marks=self.marks())
+        self.now = self.now._replace(scale=to, found=found, marks=tuple(marks(with_gradients(self.plan.leaves)[1])))
 
     def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
         """Know that the gradients of some optimizers, if any are these, carry no scale any more.
