@@ -162,7 +162,7 @@ class Captured(Generic[R]):
             return _detached(self._fn(*args, **kwargs))
         self._amp.autocast()  # which a closed session refuses
         raise_together(_looked_at(engine))
-        engine.require_whole()
+        engine.writes.require_whole()
         engine.account.check()
         _require_no_window(engine)
         batch = self._batch = self._batch or _Batch(args, kwargs, engine.device)
@@ -241,7 +241,7 @@ class Captured(Generic[R]):
         except BaseException:
             # No kernel has run: what Python has of this step is forgotten, and the session is as it was.
             scaler.hold(before, in_graph=False)
-            engine.broken = ""
+            engine.writes.broken = ""
             engine.clear()
             raise
         finally:
@@ -347,7 +347,7 @@ def _require_no_window(engine: Engine) -> None:
     Raises:
         StateError: There are some.
     """
-    if any(window.passes for window in engine.windows):
+    if any(window.now.passes for window in engine.windows):
         raise StateError(
             "a captured step begins or ends inside an accumulation window",
             why="gradients live and die inside the graph: it takes none in, and leaves none",
