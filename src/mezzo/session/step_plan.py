@@ -222,7 +222,7 @@ def _once(lists: Iterable[list[Tensor]]) -> list[Tensor]:
 
 def _differences(one: Any, other: Any, path: str) -> Iterator[str]:
     """Yield where two values of one form differ: tensors, modules and optimizers are told by which they are."""
-    if isinstance(one, StepPlan | WindowPlan | Shards) and type(one) is type(other):
+    if isinstance(one, StepPlan | WindowPlan | Shards | Writer) and type(one) is type(other):
         for field in fields(one):
             yield from _differences(getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}")
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
