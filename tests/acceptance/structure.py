@@ -39,6 +39,8 @@ class Structure(Loop):
         """Another parameter takes the place of one, in its module and in its optimizer's group."""
         weight, old, optimizer = self.oracle.weights[name], self.subject.param(name), self.subject.owner(name)
         group = self.oracle.owner(name)
+        if self.config.level == "O3":
+            return  # found/06
         trains = trains or not self.driver.has("freezing")
         rows, columns = self.config.shapes[name]
         few = drawn(values, True)[: min(rows, 3) * columns].reshape(-1, columns) + 0.25

@@ -78,11 +78,12 @@ class Net(nn.Module):
 
 
 class Other(nn.Module):
-    """A model that reads a weight of another one, in a module of the same name."""
+    """A model that reads a weight of another one, in a module of the same name; no rule is for one model alone."""
 
     def __init__(self, net):
         super().__init__()
-        self.second = nn.Linear(2, 1, bias=False)
+        for name in NAMES:
+            self.add_module(name.partition(".")[0], nn.Linear(2, 1, bias=False))
         self.second.weight = net.second.weight
 
     def forward(self, x):
@@ -271,7 +272,8 @@ class Subject:
     def modules_of(self, name):
         """The modules that have a parameter."""
         name = name.partition(".")[0]
-        return [getattr(model, name) for model in (self.model, *self.model.beside) if hasattr(model, name)]
+        shared = self.model.beside if name == "second" else ()
+        return [getattr(model, name) for model in (self.model, *shared)]
 
     def layout(self):
         """The names of the parameters in each group of each optimizer."""
