@@ -38,6 +38,7 @@ from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
 from mezzo.session.writers import inner_optimizers
+from mezzo.step.gradients import any_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -183,8 +184,9 @@ class AttachedPrecision(MixedPrecision):
                 )
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
-                self._bind_torchs(*door(), _run)
-                self._engine, self.engine.has_door = _engine_now(), True
+                place, name = door()
+                self._bind_torchs(place, name, _run)
+                self._engine, self.engine.has_door = vars(place)[name], True
             if "schedulers" in self._binds and hold_schedulers:
                 self._schedules = _Schedules()
                 for kind in dict.fromkeys(_kinds(LRScheduler)):
@@ -244,6 +246,7 @@ class AttachedPrecision(MixedPrecision):
                     self.engine.writes.steps_by[inner] = inner.step
                     self._bind_step(inner, optimizer)
             self._carry_with(optimizer)
+        self.engine.plan_anew()  # told of the steps that were bound
 
     def _carry_with(self, optimizer: Optimizer) -> None:
         """Have an optimizer's state dict carry the session's state: a wrapper's may be made of an inner one's alone."""
@@ -270,7 +273,7 @@ class AttachedPrecision(MixedPrecision):
 
         @functools.wraps(getattr(plain, "__func__", plain))
         def step(bound: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if self.is_closed:  # a scheduler that was made meanwhile has wrapped it
+            if self._is_closed:  # a scheduler that was made meanwhile has wrapped it
                 return plain(*args, **kwargs)
             return self._own_step(bound, of, *args, **kwargs)
 
@@ -307,15 +310,13 @@ class AttachedPrecision(MixedPrecision):
             with torch.enable_grad():
                 loss = closure()
             asked = functools.partial(asked, None)
-        has_gradients = any(leaf.grad is not None for leaf in self.weights.leaves(of))
+        has_gradients = any_gradient(self.weights.leaves(of))
         with engine.writes.stepping_by(optimizer, asked) as returned:
             if not has_gradients and engine.ranks.size == 1:
                 engine.writes.steps_by[optimizer]()
-            elif optimizer is of:
-                self.step(of)
             else:
                 self._require_engine([of])
-                self._note([of], engine.step([of], by=engine.writes.steps_by[optimizer]))
+                self._note([of], engine.step([of], by=None if optimizer is of else engine.writes.steps_by[optimizer]))
         return loss if closure is not None else returned[0] if returned else None
 
     def step(
@@ -335,7 +336,8 @@ class AttachedPrecision(MixedPrecision):
         Raises:
             StateError: Another engine of autograd's stands where the session had put its own.
         """
-        if self._engine in (None, _engine_now()) or self.engine.scale_now is None:
+        place, name = door()
+        if self._engine in (None, vars(place)[name]) or self.engine.scale_now is None:
             return
         self.engine.follow()
         near = [each for each in self.engine.windows if not set(each.plan.optimizers).isdisjoint(optimizers)]
@@ -383,11 +385,6 @@ class AttachedPrecision(MixedPrecision):
 
 
 # In place of functions of torch's -----------------------------------------------------------------------------
-
-
-def _engine_now() -> Any:
-    place, name = door()
-    return vars(place)[name]
 
 
 def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:

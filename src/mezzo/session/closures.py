@@ -58,9 +58,9 @@ def evaluated(engine: Engine, optimizers: Collection[Optimizer], closure: Callab
 
     engine.refuse_capture()
     engine.account.check()
-    engine.follow()
+    engine.follow(writes=True)
     engine.writes.require_whole()
-    check_numbers(optimizers)
+    check_numbers(next(iter(optimizers)))
     with torch.no_grad():
         with engine.told_to_ranks():
             step = _Evaluations(engine, next(iter(optimizers)), closure).run()

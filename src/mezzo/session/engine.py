@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 from weakref import ref
 
@@ -28,18 +29,19 @@ from mezzo.scale.device_state import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.inner import InnerScales
 from mezzo.session.observers import Judged, StepObserver, observing
-from mezzo.session.passes import SessionPass, Walk, entered
+from mezzo.session.passes import SessionPass, Walk, entered, times
 from mezzo.session.stats import Step, StepAccount, StepOutcome
 from mezzo.session.step_plan import StepPlan, planned
 from mezzo.session.weights import Weights
-from mezzo.session.window import Window
+from mezzo.session.window import Window, carry_over
 from mezzo.session.writers import OnePass, Writer, Writes, check_numbers
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
 from mezzo.step.verdict import Verdict, as_fused, decided, not_finite
-from mezzo.tensors import LOW, foreach_norm, moved
+from mezzo.tensors import foreach_norm, moved
 
 #: How a loop with a ``GradScaler`` calls it.
+_DEVICE: Final = attrgetter("device")
 SCALERS_ORDER: Final = "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
 
 
@@ -111,12 +113,14 @@ class Engine:
     def plan_anew(self) -> None:
         """Go on by a new plan, as something that the session is made of has changed.
 
-        Optimizers that have come to share parameters have one window from then on; what is open there is closed.
+        Optimizers that have come to share parameters have one window from then on; what is open there is closed. A
+        parameter that goes into an open window, or out of one, has its gradient carry what those there do.
 
         Raises:
             MezzoError: It cannot be trained so; the plan of before stays.
         """
         plan, windows = self.planned(), list[Window]()
+        leaves = [window.plan.leaves for window in self.windows]
         for part in plan.windows:
             near = [window for window in self.windows if not set(window.plan.optimizers).isdisjoint(part.optimizers)]
             known = {each for window in near for each in window.plan.optimizers}
@@ -128,11 +132,22 @@ class Engine:
                 window.now = near[0].now
                 window.follow(part)
             windows.append(window)
+        if any(window.carried is not None for window in (*self.windows, *windows)):
+            was = {each: window.carried for window, some in zip(self.windows, leaves, strict=True) for each in some}
+            now = {each: window.carried for window in windows for each in window.plan.leaves}
+            for leaf in was | now:
+                carry_over(leaf, was.get(leaf), now.get(leaf))
+            for window in windows:
+                window.now = window.now._replace(marks=window.marks())
         self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
 
-    def follow(self) -> None:
-        """Plan anew if something that the session is made of has changed: asked once for each pass and each step."""
-        if not self.plan.is_current(self.weights.optimizers, is_wrapped=self.wrappers.are_there):
+    def follow(self, *, writes: bool = False) -> None:
+        """Plan anew if something that the session is made of has changed: asked once for each pass and each step.
+
+        Args:
+            writes: Whether it is a step.
+        """
+        if not self.plan.is_current(self.weights.optimizers, is_wrapped=self.wrappers.are_there, writes=writes):
             self.plan_anew()
 
     def reached(self, walk: Walk) -> list[Window]:
@@ -196,9 +211,9 @@ class Engine:
 
     def commit(self) -> None:
         """Move the scale on before the next loss, where a step has left that open."""
-        if not self.is_captured:
+        if self.scaler.in_graph and not self.is_captured:
             self.scaler.leave()  # gradients keep their scale, whatever a replay of a captured step makes of its own
-        if not self.waits:
+        if self._is_told and not self.waits:
             self.update()
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -224,8 +239,9 @@ class Engine:
             hooks run then, which may step.
         """
         if is_first:
-            self.writes.require_whole()
-            for observer in self._observing():
+            if self.writes.broken:
+                self.writes.require_whole()
+            for observer in (*self.observers, *observing()):
                 observer.begins(self, scale)
         seen, is_own, is_users = list[Window](), self.plain and scale is not None, self.plain or self.waits
         for window in windows:
@@ -242,10 +258,11 @@ class Engine:
                 for memory in memories:  # what passes noted whose gradients optimizers have cleared since
                     memory.forget()
             for window in windows:
-                if is_users:
+                if is_users and window.now.passes:
                     window.forget_cleared()
                 window.begin(None if window in seen else scale)
-            self._count(True)
+            for memory in self.plan.memories:
+                memory.counts = True
         return [leaf for window in seen for leaf in window.plan.leaves if leaf.requires_grad] if seen else []
 
     def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
@@ -254,24 +271,20 @@ class Engine:
         Args:
             losses: What was differentiated, 0-d and detached, by the windows of :meth:`begin`.
         """
-        self._count(False)
+        for memory in self.plan.memories:
+            memory.counts = False
         for window in losses:
             window.end(losses[window], unscales=self.plain)
-        self.wrappers.end_pass()
+        if self.plan.is_wrapped:
+            self.wrappers.end_pass()
         self.inner_scales.begin_again()
 
     def fail(self, windows: Iterable[Window]) -> None:
         """Put back what made way for a backward pass that has raised, while no signal interrupts."""
-        self._count(False)
+        for memory in self.plan.memories:
+            memory.counts = False
         for window in windows if self.plain else ():  # earlier passes' gradients have got this one's scale
             window.rescale(None, checks=True)
-
-    def _count(self, counts: bool) -> None:
-        for memory in self.plan.memories:
-            memory.counts = counts
-
-    def _observing(self) -> tuple[StepObserver, ...]:
-        return (*self.observers, *observing())
 
     def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
         # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
@@ -322,9 +335,9 @@ class Engine:
 
     def warn_of_edits(self, windows: list[Window]) -> None:
         """Warn, once, of gradients that were written in place while they carry the scale."""
-        if self._has_warned:
-            return
-        if any(window.now.scale is not None and window.was_edited for window in windows):
+        for window in windows:
+            if self._has_warned or window.now.scale is None or not window.was_edited:
+                continue
             self._has_warned = True
             clip = "MixedPrecision(…, max_grad_norm=…); or " if self.max_grad_norm is None else ""
             own = "between amp.backward() and amp.step()", f"{clip}amp.unscale_()"
@@ -342,7 +355,7 @@ class Engine:
 
     def _open(self, optimizers: Collection[Optimizer], call: str) -> list[Window]:
         """Return the windows of some optimizers, as far as there is something in them."""
-        self.follow()
+        self.follow(writes=call == "step")
         found, has_begun = list[Window](), False
         for window in self.windows:
             if set(window.plan.optimizers).isdisjoint(optimizers):
@@ -408,16 +421,20 @@ class Engine:
         """Warn of what a step has shown, let observers see it, and return it."""
         if self.account.warning:
             self.account.warn()
-        for observer in self._observing():  # last of all: they may run passes of their own, and raise
+        for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
             observer.stepped(self, step)
         return step
 
     def _take(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
-        self.writes.require_whole()
-        windows = self._open(optimizers, "step")
-        self.warn_of_edits(windows)
-        writers = [each for window in windows for each in window.plan.writers_of(optimizers, asked=by is not None)]
-        check_numbers([each.optimizer for each in writers])
+        if self.writes.broken:
+            self.writes.require_whole()
+        windows, writers = self._open(optimizers, "step"), list[Writer]()
+        if not self._has_warned:
+            self.warn_of_edits(windows)
+        for window in windows:
+            writers += window.plan.writers_of(optimizers, asked=by is not None)
+        for each in writers:
+            check_numbers(each.optimizer)
         judged, absent = self.judge(windows, writers)
         try:
             self.writes.write(writers, windows, judged, by)
@@ -467,11 +484,13 @@ class Engine:
                 why="this step would not see them, and the next would take them for its own",
                 write="the last micro-batch of a step outside of amp.no_sync()",
             )
-        optimizers = {each.optimizer for each in writers}
         # What stays for another optimizer of a window is not left behind with a scale of its own; and a program that
         # looks at gradients as they are stepped with sees plain ones.
-        is_plain, scale = any(each.is_shown and not each.waits for each in writers), windows[0].now.scale
+        is_plain, scale, optimizers = False, windows[0].now.scale, set[Optimizer]()
         leaves, losses, flags = list[Tensor](), list[Tensor](), list[Tensor]()
+        for writer in writers:
+            optimizers.add(writer.optimizer)
+            is_plain = is_plain or (writer.is_shown and not writer.waits)
         for window in windows:
             if not window.now.passes and not self.plain:
                 self._takes(window, optimizers, "step")
@@ -485,10 +504,12 @@ class Engine:
         if not params:
             raise StateError("no parameter has a gradient", write="amp.zero_grad() only after amp.step()")
         for window in windows:
-            losses += [moved(loss, self.device) for loss in window.now.losses]
-            flags += [] if window.now.found is None else [moved(window.now.found, self.device)]
+            losses += window.now.losses
+            flags += [] if window.now.found is None else [window.now.found]
             flags += window.has_skipped()
-        positions, is_own = alike(gradients), all(isinstance(each, OnePass) for each in writers)
+        if {*map(_DEVICE, (*losses, *flags))} - {self.device}:
+            losses, flags = ([moved(each, self.device) for each in some] for some in (losses, flags))
+        positions, is_own = alike(gradients), set(map(type, writers)) == {OnePass}
         sizes = norms(gradients, self.device, one_pass=is_own, groups=positions)
         if self.ranks.size > 1:
             sizes = self.ranks.norms(params, sizes)
@@ -522,7 +543,7 @@ class Engine:
             losses=losses,
             failed=failed,
         )
-        for observer in self._observing():
+        for observer in (*self.observers, *observing()):
             observer.judged(self, judged)
         return judged, absent
 
@@ -535,11 +556,11 @@ class Engine:
             window.close(verdict.found_inf if self.plain or self.waits else None)
         for memory in self.plan.memories:
             memory.move(verdict.found_inf)
-        self.tell(verdict.found_inf, hold=judged.failed)
-        waiting = False
+        self.scaler.update(verdict.found_inf, hold=judged.failed)
+        self._is_told, waits = True, self.waits
         for window in self.windows:
-            waiting = waiting or (window.now.passes > 0 and window.now.made_with is now)
-        if not self.waits and not waiting:
+            waits = waits or (window.now.passes > 0 and window.now.made_with is now)
+        if not waits:
             self.update()
         state = self.scaler.state
         outcome = StepOutcome(
@@ -552,7 +573,8 @@ class Engine:
             params=judged.params,
         )
         self.account.note(outcome)
-        sharded.reshard(self.plan.units)
+        if self.plan.units:
+            sharded.reshard(self.plan.units)
         return Step(
             skipped=verdict.found_inf,
             scale=now if made_with is None else made_with,
@@ -562,9 +584,9 @@ class Engine:
 
     # update -----------------------------------------------------------------------------------------------
 
-    def tell(self, found_inf: Tensor, *, hold: Tensor | None = None) -> None:
-        """Take note of a step, or of gradients that were unscaled for one: see :meth:`Scaler.update`."""
-        self.scaler.update(found_inf, hold=hold)
+    def tell(self, found_inf: Tensor) -> None:
+        """Count gradients that were unscaled for a step, which none has taken: see :meth:`Scaler.update`."""
+        self.scaler.update(found_inf)
         self._is_told = True
 
     def update(self) -> None:
@@ -626,14 +648,14 @@ class Engine:
         adapts = scale is not None and self.scaler.config.mode == "dynamic"
         if scale is not None and adapts:
             scale = self.inner_scales.next(scale)
-        for observer in self._observing():
+        for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
         with SessionPass(self, scale, holds=self.holds(scale)):
-            found = list(run(partial(_times, scale)))
+            found = list(run(partial(times, scale)))
         if scale is None:
             return found
         back = inverse(scale)
-        found = [g if g is None else _times(back, g).to(g.dtype) for g in found]
+        found = [g if g is None else times(back, g).to(g.dtype) for g in found]
         there = [g.detach() for g in found if g is not None and not is_batch_of_gradients(g)]
         if there:
             self._note_inner([each.detach() for each in outputs if isinstance(each, Tensor)], there, adapts=adapts)
@@ -651,14 +673,6 @@ class Engine:
             self.inner_scales.told(sizes[len(gradients) :].sum(), results)
         flag = not_finite(results)
         self._inner = flag if self._inner is None else self._inner | flag
-
-
-def _times(scale: Tensor | None, tensor: Tensor) -> Tensor:
-    """Multiply by a scale, at least in FP32, so that the product itself cannot overflow."""
-    if scale is None:
-        return tensor
-    wide = tensor.float() if tensor.dtype in LOW else tensor
-    return wide * moved(scale, tensor.device)
 
 
 def concluded(

@@ -17,6 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor, empty, is_grad_enabled, nn, ones
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -35,7 +36,6 @@ from mezzo.compiling import never_compiled
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import StateError, UnsupportedError
 from mezzo.interrupts import uninterrupted
-from mezzo.scale.device_state import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.calls import Binding
 from mezzo.session.window import Window
@@ -66,9 +66,11 @@ class Walk:
 
     def __init__(self, leaves: list[Any], nodes: list[Any]) -> None:
         self.leaves, self.nodes = leaves, nodes
-        kinds = set(map(type, nodes))
-        self.runs_others, self.is_anothers = any(map(may_run_others, kinds)), _ENTRY in kinds
-        self.runs_hooks = runs_hooks_of_modules(kinds)
+        kinds, self.runs_others = set(map(type, nodes)), False
+        self.is_anothers, self.runs_hooks = node_of(_Entry) in kinds, runs_hooks_of_modules(kinds)
+        for kind in kinds:
+            if issubclass(kind, BackwardCFunction) and may_run_others(kind):
+                self.runs_others = True
 
 
 def walked(roots: Iterable[Any]) -> Walk:
@@ -129,20 +131,15 @@ def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: 
             write="torch.autograd.grad(loss, params, create_graph=True), which returns them without it, or amp.grad;\n"
             f"or {bfloat16}",
         )
-    ends = list(filter(_is_edge, roots))
+    is_inside = GradientEdge in set(map(type, roots))
     for each in inner:
-        if _is_edge(each) or each.grad_fn is not None:
-            ends.append(each)
-    if ends:
+        is_inside = is_inside or isinstance(each, GradientEdge) or each.grad_fn is not None
+    if is_inside:
         raise StateError(
             "a backward pass under a loss scale begins, or stops, inside of its graph",
             why="the loss scale is multiplied into a loss, and taken out at the leaves",
             write=f"amp.grad(loss, inputs), which returns unscaled gradients; or {bfloat16}",
         )
-
-
-def _is_edge(root: Any) -> bool:
-    return isinstance(root, GradientEdge)
 
 
 # Gradients inside of graphs ------------------------------------------------------------------------------
@@ -167,12 +164,10 @@ class Opens(Protocol):
     Attributes:
         under_way: The passes that autograd holds, weakly.
         has_door: Whether each backward pass of the process goes through :func:`run_inside`, or begins one.
-        scaler: The loss scale.
     """
 
     under_way: list[ref[SessionPass]]
     has_door: bool
-    scaler: Scaler
 
     @property
     def scale_now(self) -> Tensor | None:
@@ -248,9 +243,10 @@ def run_pass(
             losses.append(root.detach().reshape(()))
     with SessionPass(engine, scale, holds=engine.holds(scale)) as this:
         this.open(windows, losses, others)
-        if scale is not None:
-            roots = [engine.scaler.scaled(root) if root.requires_grad else root for root in roots]
-        return run(tuple(roots))
+        given = list(roots)
+        for number, root in enumerate(given if scale is not None else ()):
+            given[number] = times(scale, root) if root.requires_grad else root
+        return run(tuple(given))
 
 
 class SessionPass:
@@ -364,13 +360,16 @@ class SessionPass:
             others: Leaves that are none of the session's.
             is_inside: Whether a pass inside of this one reaches them.
         """
-        others = [leaf for leaf in others if isinstance(leaf, Tensor) and leaf.is_leaf and not self._knows(leaf)]
-        new = [window for window in windows if window not in self._losses]
-        for window in new:
-            self._losses[window] = list(self._said) if is_inside else []
+        if others:
+            others = [leaf for leaf in others if isinstance(leaf, Tensor) and leaf.is_leaf and not self._knows(leaf)]
+        new = list[Window]()
+        for window in windows:
+            if window not in self._losses:
+                self._losses[window] = list(self._said) if is_inside else []
+                new.append(window)
         if new or others or not self._has_begun:
             is_first, self._has_begun = not self._has_begun, True
-            others += self._engine.begin(new, self._scale, others, is_first=is_first)
+            others = [*others, *self._engine.begin(new, self._scale, others, is_first=is_first)]
         self._said += losses
         for window in windows:
             self._losses[window] += losses
@@ -410,7 +409,8 @@ class SessionPass:
                 engine.under_way[:] = [each for each in engine.under_way if each() not in (None, self)]
             while self._undo:
                 self._undo.pop()()
-            self._settle()
+            if self._waiting:
+                self._settle()
             if not self._has_begun:
                 return
             try:
@@ -439,6 +439,14 @@ class SessionPass:
                     tensor.grad = before if new is None else before.add_(new)
                 else:
                     tensor.grad = new
+
+
+def times(scale: Tensor | None, tensor: Tensor) -> Tensor:
+    """Multiply by a scale, at least in FP32, so that the product itself cannot overflow."""
+    if scale is None:
+        return tensor
+    wide = tensor.float() if tensor.dtype in LOW else tensor
+    return wide * moved(scale, tensor.device)
 
 
 def _unscaled(back: Tensor | None, gradient: Tensor) -> Tensor:
@@ -528,10 +536,6 @@ class _Entry(Function):
         )
         (this or SessionPass.around_now(ctx.engine, ctx.scale)).join(ctx.losses, walk)
         return gradient, None, None, None
-
-
-#: The class of its nodes.
-_ENTRY: Final = node_of(_Entry)
 
 
 def _refuse_stops(walk: Walk) -> None:

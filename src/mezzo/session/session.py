@@ -112,6 +112,7 @@ class MixedPrecision:
             self.engine = Engine(self.weights, scaler, ranks, max_grad_norm, plain=self._plain)
             for undo in (*self.engine.watch(given), *self.engine.watch_models(), guarded(self.engine.writes)):
                 self._undo.callback(undo)
+            self.engine.plan_anew()  # told of its own hooks
             self._on_overflow = on_overflow
             looks, end = reaction(on_overflow, self.weights, self.no_sync)
             self._undo.callback(end)

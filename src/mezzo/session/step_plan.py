@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from itertools import chain
+from itertools import accumulate, chain
 from operator import attrgetter, is_
 from typing import Any, Final, Literal, TypeAlias
 
@@ -57,8 +57,9 @@ class WindowPlan:
 
     def leaves_of(self, optimizers: Collection[Optimizer]) -> list[Tensor]:
         """Return the parameters of some optimizers, each once."""
-        chosen = [each for each in self.optimizers if each in optimizers]
-        return self.leaves if len(chosen) == len(self.optimizers) else _once(self.of[each] for each in chosen)
+        if set(self.optimizers).issubset(optimizers):
+            return self.leaves
+        return _once(self.of[each] for each in self.optimizers if each in optimizers)
 
     def writers_of(self, optimizers: Collection[Optimizer], *, asked: bool = False) -> list[Writer]:
         """Return what updates the parameters of some optimizers in the step that is being taken.
@@ -67,7 +68,11 @@ class WindowPlan:
             optimizers: The optimizers.
             asked: Whether the host decides if they step.
         """
-        return [writer.now(asked=asked) for each, writer in self.writers.items() if each in optimizers]
+        found = []
+        for each, writer in self.writers.items():
+            if each in optimizers:
+                found.append(writer.now(asked=asked))
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,6 +82,7 @@ class StepPlan:
     Attributes:
         optimizers: The optimizers.
         params: The parameters of each optimizer, group by group.
+        ends: Where those of each optimizer end.
         deciding: What of them decides about writers, and nothing tells of: see :func:`mezzo.session.writers.deciding`.
         kinds: The class of each of these parameters.
         dtypes: Their dtypes.
@@ -90,6 +96,7 @@ class StepPlan:
 
     optimizers: tuple[Optimizer, ...]
     params: list[Tensor]
+    ends: list[int]
     deciding: list[Any]
     kinds: list[type]
     dtypes: list[torch.dtype]
@@ -100,7 +107,7 @@ class StepPlan:
     shards: Shards
     memories: tuple[Memory, ...]
 
-    def is_current(self, optimizers: list[Optimizer], *, is_wrapped: bool) -> bool:
+    def is_current(self, optimizers: list[Optimizer], *, is_wrapped: bool, writes: bool) -> bool:
         """Whether the session is still made of this.
 
         Asked are the parameters that stand in the optimizers' groups, whoever has put them there, their classes and
@@ -109,20 +116,24 @@ class StepPlan:
         Args:
             optimizers: The session's.
             is_wrapped: As in the plan.
+            writes: Whether optimizers are about to step: then what decides about their writers is asked, too.
 
         **Cost**: 0.05 µs a parameter: 25 µs for 600 tensors, 90 µs for 2,000.
         """
-        groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-        params, before = list(chain.from_iterable(groups)), self.params
+        params, ends, before = list[Tensor](), list[int](), self.params
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                params += group["params"]
+            ends.append(len(params))
         return (
-            len(params) == len(before)
+            ends == self.ends
             and all(map(is_, params, before))
             and list(map(type, params)) == self.kinds
             and list(map(_DTYPE, params)) == self.dtypes
             and is_wrapped is self.is_wrapped
             and len(optimizers) == len(self.optimizers)
             and all(map(is_, optimizers, self.optimizers))
-            and deciding(optimizers) == self.deciding
+            and (not writes or deciding(optimizers) == self.deciding)
         )
 
     def differences(self, other: StepPlan) -> list[str]:
@@ -171,6 +182,7 @@ def planned(
     return StepPlan(
         optimizers=optimizers,
         params=params,
+        ends=list(accumulate(map(len, of.values()))),
         deciding=deciding(optimizers),
         kinds=list(map(type, params)),
         dtypes=list(map(_DTYPE, params)),

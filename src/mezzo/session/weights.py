@@ -148,7 +148,10 @@ class Weights:
 
     def leaves(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the parameters that an optimizer updates."""
-        return [param for group in optimizer.param_groups for param in group["params"]]
+        found = list[Tensor]()
+        for group in optimizer.param_groups:
+            found += group["params"]
+        return found
 
     def updated(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
         """Yield the parameters that one optimizer, or each, updates."""

@@ -19,7 +19,7 @@ from mezzo.session.step_plan import WindowPlan
 from mezzo.session.weights import Weights
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, multiply, norms, with_gradients
+from mezzo.step.gradients import Stale, alike, any_gradient, dense, is_left, left_over, multiply, norms, with_gradients
 from mezzo.step.verdict import not_finite
 from mezzo.tensors import LOW, foreach_copy_, marks, moved
 from mezzo.weights.halves import Halves
@@ -64,10 +64,6 @@ class Carried(NamedTuple):
         """Return it in a pass whose gradients will carry a scale."""
         return self._replace(scale=scale, made_with=scale, passes=self.passes + 1, left={})
 
-    def stepped(self, left: Stale, skipped: Tensor | None) -> Carried:
-        """Return it after a step, which leaves gradients of these marks."""
-        return Carried(left=left, left_scale=self.scale, skipped=skipped)
-
     def cleared(self) -> Carried:
         """Return it once all gradients were cleared; what the last step has left stays known."""
         return self._replace(scale=None, made_with=None, found=None, losses=(), passes=0, marks=())
@@ -102,16 +98,22 @@ class Window:
         _let_go([leaf for leaf in self.plan.halves if id(leaf) not in narrow])
         self.plan = plan
 
+    @property
+    def carried(self) -> Tensor | None:
+        """The scale that gradients carry here if a pass has made them: ``None`` where none has since the last step."""
+        return self.now.scale if self.now.passes else None
+
     def gradients(self, optimizers: Collection[Optimizer] | None = None) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters of some optimizers, or of all, that have a gradient, and these gradients."""
         return with_gradients(self.plan.leaves if optimizers is None else self.plan.leaves_of(optimizers))
 
     def has_gradients(self) -> bool:
         """Whether a step would find a gradient."""
-        return len(self.gradients()[1]) > 0
+        return any_gradient(self.plan.leaves)
 
-    def _marks(self) -> tuple[tuple[int, int], ...]:
-        return tuple(marks(self.gradients()[1]))
+    def marks(self) -> tuple[tuple[int, int], ...]:
+        """Return the marks of the gradients as they are now."""
+        return tuple(marks(with_gradients(self.plan.leaves)[1]))
 
     # What a pass would add to ---------------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class Window:
     def forget_cleared(self) -> None:
         """Forget what was found of gradients that were cleared to zeros since; decided on the device."""
         now = self.now
-        if not now.passes or (now.found is None and not now.losses) or self._marks() == now.marks:
+        if not now.passes or (now.found is None and not now.losses) or self.marks() == now.marks:
             return
         _, gradients = dense(self.plan.leaves)
         if gradients:
@@ -223,7 +225,8 @@ class Window:
         Args:
             scale: The scale.
         """
-        plan, (there, gradients) = self.plan, self.gradients()
+        plan = self.plan
+        there, gradients = with_gradients(plan.leaves)
         if gradients:
             self.drop_skipped()
             if self.has_left_alone():
@@ -231,13 +234,17 @@ class Window:
             self.rescale(scale)
             self.now = self.now.begun(scale)
         else:
-            self.now = self.now.cleared().begun(scale)
+            now = self.now
+            self.now = now._replace(
+                scale=scale, made_with=scale, found=None, losses=(), passes=1, marks=(), left={}, skipped=None
+            )
         if plan.wide == "none":
             _have_dtypes_of_parameters(plan.low)
             return
         if not _LOW.isdisjoint(map(_DTYPE, gradients)):
             _widen(there)
-        _widen(plan.low if plan.wide == "all" else [leaf for leaf in plan.low if leaf.grad is not None])
+        if plan.low:
+            _widen(plan.low if plan.wide == "all" else [leaf for leaf in plan.low if leaf.grad is not None])
         if plan.wide == "sums":
             hooked = set(map(id, with_gradient_hooks(plan.halves))) if plan.halves else ()
             for leaf in plan.low:
@@ -282,7 +289,7 @@ class Window:
         if unscales:
             self.rescale(None, checks=True)
         else:
-            self.now = self.now._replace(marks=self._marks())
+            self.now = self.now._replace(marks=self.marks())
         if self.now.marks:
             self.now = self.now._replace(given=True)
 
@@ -320,7 +327,7 @@ class Window:
             for leaf in self.plan.low:
                 if leaf.grad is not None:
                     leaf.grad_dtype = None  # so that any may be assigned
-        self.now = self.now._replace(scale=to, found=found, marks=self._marks())
+        self.now = self.now._replace(scale=to, found=found, marks=self.marks())
 
     def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
         """Know that the gradients of some optimizers, if any are these, carry no scale any more.
@@ -335,7 +342,7 @@ class Window:
     @property
     def was_edited(self) -> bool:
         """Whether gradients were written in place since they have got the scale that they carry."""
-        if (marks := self._marks()) == self.now.marks:
+        if (marks := self.marks()) == self.now.marks:
             return False
         before = {address: version for version, address in self.now.marks if address}  # sparse ones have none
         return any(before.get(address, version) != version for version, address in marks)
@@ -348,13 +355,13 @@ class Window:
         Args:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
-        _let_go(self.plan.low)
-        _let_go(self.plan.halves)
+        _let_go((*self.plan.low, *self.plan.halves))
         for leaf, dtype in self._grad_dtypes.items():
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
         self._grad_dtypes = {}
-        self.now = self.now.stepped(left_over(dense(self.plan.leaves)[1]), skipped)
+        left = left_over(with_gradients(self.plan.leaves)[1])
+        self.now = Carried(left=left, left_scale=self.now.scale, skipped=skipped)
 
     def clear(self, *, to_zeros: bool) -> None:
         """Begin anew, once the gradients were cleared.
@@ -368,7 +375,24 @@ class Window:
             if leaf.grad is None:
                 leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
         given = self.now.given if self.now.scale is None else False
-        self.now = self.now.cleared()._replace(given=given, left={}, marks=self._marks() if to_zeros else ())
+        self.now = self.now.cleared()._replace(given=given, left={}, marks=self.marks() if to_zeros else ())
+
+
+@torch.no_grad()
+def carry_over(leaf: Tensor, before: Tensor | None, to: Tensor | None) -> None:
+    """Have the gradient of a parameter carry another scale, in FP32: it belongs to another window, or to none.
+
+    Args:
+        leaf: The parameter.
+        before: What its gradient carries, if it has one.
+        to: What it is to carry.
+    """
+    if before is not to and leaf.grad is not None:
+        _widen([leaf])
+        for scale in () if before is None else (inverse(before),):
+            multiply(dense([leaf])[1], scale)
+        for scale in () if to is None else (to,):
+            multiply(dense([leaf])[1], scale)
 
 
 def _let_go(leaves: Iterable[Tensor]) -> None:
@@ -428,7 +452,7 @@ def found_with(norms: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
         norms: (gradients,) float32: their 2-norms.
         *scales: The scale, if they carry one.
     """
-    inverses, total = [inverse(scale) for scale in scales], torch.linalg.vector_norm(norms)
+    inverses, total = tuple(map(inverse, scales)), torch.linalg.vector_norm(norms)
     for back in inverses:
         total = total * back
     return not_finite(total), *inverses

@@ -156,14 +156,15 @@ def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Write
 def deciding(optimizers: Iterable[Optimizer]) -> list[Any]:
     """Return what of optimizers decides who writes, and what nothing tells of: to be compared with what it was.
 
-    Hooks before steps, a ``step`` that was replaced, groups that are no longer fused, or have further parameters.
+    Hooks before steps, a ``step`` that was replaced, groups that are no longer fused.
 
     **Cost**: 1 µs an optimizer.
     """
     found: list[Any] = hooks_of_every_step()
     for each in optimizers:
-        found += [each.step, *step_hooks(each), *[g.get("fused") for g in each.param_groups]]
-        found += [len(g["params"]) for g in each.param_groups]
+        found += each.step, *step_hooks(each)
+        for group in each.param_groups:
+            found.append(group.get("fused"))
     return found
 
 
@@ -545,7 +546,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return found[1:]
 
 
-def check_numbers(optimizers: Collection[Optimizer]) -> None:
+def check_numbers(optimizer: Optimizer) -> None:
     """Refuse hyper-parameters of torch's and mezzo's own that are not finite; tensors are not looked at.
 
     What other classes keep in their groups is their business: to some, infinity means no limit.
@@ -553,17 +554,17 @@ def check_numbers(optimizers: Collection[Optimizer]) -> None:
     Raises:
         PolicyError: With the optimizer, the group and the name.
     """
-    for optimizer in optimizers:
-        own = _own_class(type(optimizer).__mro__)
-        for number, group in enumerate(optimizer.param_groups):
-            for name, value in group.items():
-                if type(value) in _FLOATS and value - value != 0 and name in inspect.signature(own).parameters:
-                    raise PolicyError(
-                        f"{name} is {value}",
-                        where=f"{type(optimizer).__name__}, group {number}",
-                        why="every weight would be NaN after this step",
-                        write=f'optimizer.param_groups[{number}]["{name}"] = …, a finite number',
-                    )
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if type(value) not in _FLOATS or value - value == 0:
+                continue
+            if name in inspect.signature(_own_class(type(optimizer).__mro__)).parameters:
+                raise PolicyError(
+                    f"{name} is {value}",
+                    where=f"{type(optimizer).__name__}, group {number}",
+                    why="every weight would be NaN after this step",
+                    write=f'optimizer.param_groups[{number}]["{name}"] = …, a finite number',
+                )
 
 
 @functools.cache

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import compress, repeat
-from operator import attrgetter, is_not
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_not, itemgetter
 from typing import Any, Final, TypeAlias
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.verdict import NoKernel
 from mezzo.tensors import LOW, foreach_mul_, foreach_norm, foreach_zero_, moved
 
-Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
+#: Gradients as they were: by their marks the storage, and by ``id`` the version and the tensor.
+Stale: TypeAlias = dict[Any, Any]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
 _PLAIN: Final = {Tensor}
@@ -32,10 +33,14 @@ _KIND: Final = attrgetter("device", "dtype")
 def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return those of some parameters that have a gradient, and these gradients: each is asked for once."""
     gradients = list(map(_GRADIENT, params))
-    if all(map(is_not, gradients, repeat(None))):
+    if all(there := list(map(is_not, gradients, repeat(None)))):
         return list(params), gradients
-    there = [gradient is not None for gradient in gradients]
     return list(compress(params, there)), list(compress(gradients, there))
+
+
+def any_gradient(params: list[Tensor]) -> bool:
+    """Whether any of some parameters has a gradient."""
+    return any(map(is_not, map(_GRADIENT, params), repeat(None)))
 
 
 def dense(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -77,29 +82,44 @@ def _values(gradient: Tensor) -> Tensor:
 
 
 def left_over(gradients: Iterable[Tensor]) -> Stale:
-    """Note gradients as they are, dense and local ones.
+    """Return what knows gradients as they are now: see :func:`is_left`.
 
-    The memory of a freed one may be another's, so that its storage is known as well.
+    They are known by their memory, which another tensor may view later, and by the tensors, which ``model.to()`` gives
+    other memory. Both are held weakly, as a freed one's place may be another's.
     """
-    values = list(gradients)
+    found = list(gradients)
+    values = found if {*map(type, found)} <= _PLAIN and not any(map(_IS_SPARSE, found)) else list(map(_values, found))
     try:
-        return dict(zip(tensors.marks(values), map(ref, map(Tensor.untyped_storage, values)), strict=True))
+        storages = list(map(ref, map(Tensor.untyped_storage, values)))
     except RuntimeError:  # one is of a layout that has no storage
-        return {tensors.mark(each): _storage(each) for each in values}
+        storages = list(map(_storage, values))
+    known = tensors.marks(values)
+    tensors_by_id = zip(map(id, found), zip(map(itemgetter(0), known), map(ref, found), strict=True), strict=True)
+    return dict(chain(zip(known, storages, strict=True), tensors_by_id))
 
 
-def _storage(values: Tensor) -> ReferenceType[torch.UntypedStorage] | None:
+def _storage(values: Tensor) -> Any:
+    """Return a weak reference to the storage of a tensor; of one that has none what is never gone."""
     try:
         return ref(values.untyped_storage())
     except RuntimeError:
-        return None
+        return _never_gone
 
 
-def is_left(gradient: Tensor, noted: Stale) -> bool:
-    """Whether a gradient is one of those noted, and unwritten since."""
+def _never_gone() -> bool:
+    return True
+
+
+def is_left(gradient: Tensor, known: Stale) -> bool:
+    """Whether a gradient is one of those that :func:`left_over` was given, unwritten since.
+
+    What is written through ``.data`` leaves no trace.
+    """
     key = mark(gradient)
-    kept = noted.get(key)
-    return key in noted and not (kept is not None and kept() is None)
+    if key in known and known[key]() is not None:
+        return True
+    version, tensor = known.get(id(gradient), (None, _never_gone))
+    return version == key[0] and tensor() is gradient
 
 
 def norms(
@@ -117,20 +137,18 @@ def norms(
         ``(len(gradients),)`` float32.
     """
     groups = alike(gradients) if groups is None else groups
-    together = _read_together(groups) if one_pass else list(groups.values())
+    together = _read_together(groups) if one_pass and len(groups) > 1 else list(groups.values())
     if len(together) == 1:
-        return moved(_as_vector(_norms_of_alike(gradients, one_pass)), device)
+        sizes = _norms_of_alike(gradients, one_pass)
+        sizes = sizes if isinstance(sizes, Tensor) else torch.stack([*sizes])
+        return sizes if sizes.device == device else moved(sizes, device)
     found: dict[int, Tensor] = {}
     for group in together:
         theirs = _norms_of_alike([gradients[i] for i in group], one_pass)
         if theirs[0].device != device:  # by one transfer
-            theirs = moved(_as_vector(theirs), device)
+            theirs = moved(theirs if isinstance(theirs, Tensor) else torch.stack([*theirs]), device)
         found.update(zip(group, theirs.unbind() if isinstance(theirs, Tensor) else theirs, strict=True))
     return torch.stack([found[i] for i in range(len(gradients))])
-
-
-def _as_vector(norms: Tensor | Sequence[Tensor]) -> Tensor:
-    return norms if isinstance(norms, Tensor) else torch.stack([*norms])
 
 
 def _read_together(groups: Alike) -> list[Sequence[int]]:
@@ -198,5 +216,7 @@ def multiply(gradients: list[Tensor], factor: Tensor, groups: Alike | None = Non
         factor: 0-d.
         groups: What :func:`alike` says of them, where it was asked before.
     """
-    for (device, _), places in (alike(gradients) if groups is None else groups).items():
-        foreach_mul_([gradients[place] for place in places], moved(factor, device))
+    groups = alike(gradients) if groups is None else groups
+    for (device, _), places in groups.items():
+        some = gradients if len(groups) == 1 else [gradients[place] for place in places]
+        foreach_mul_(some, moved(factor, device))
