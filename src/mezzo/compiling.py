@@ -90,11 +90,6 @@ def _refusing_to_compile(function: C) -> C:
     return refusing  # type: ignore[return-value]
 
 
-def for_any_length(tensor: torch.Tensor) -> None:
-    """Have torch.compile make no constant of a tensor's length."""
-    private("torch._dynamo.mark_dynamic")(tensor, 0)
-
-
 def forget_compiled() -> None:
     """Drop what torch.compile has made so far: hooks were put on modules, or taken off, and torch guards none of them.
 

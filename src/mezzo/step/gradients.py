@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mezzo import tensors
 from mezzo.sharded import is_distributed, local
-from mezzo.step.executors.choose import executor_for, portable
-from mezzo.step.verdict import NoKernel
+from mezzo.step.executors.choose import executor_for
 from mezzo.tensors import LOW, foreach_mul_, foreach_norm, foreach_zero_, moved
 
 #: Gradients as they were: by their marks the storage, and by ``id`` the version and the tensor.
@@ -167,11 +166,7 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor | Sequence[T
     # torch's own norm of low precision takes three times as long on a CPU.
     low = values[0].dtype in LOW
     if (low and values[0].device.type == "cpu") or (one_pass and values[0].device.type == "cuda"):
-        executor = executor_for(values[0].device)
-        try:
-            return executor.norms(values)
-        except NoKernel as error:
-            return portable(error).norms(values)
+        return executor_for(values[0].device).norms(values)
     if values[0].dtype == torch.float64:
         return torch.stack(foreach_norm(values, 2)).float()
     return foreach_norm(values, 2, dtype=torch.float32)

@@ -158,7 +158,7 @@ def as_fused(found_inf: Tensor, *multiplier: Tensor) -> tuple[Tensor, ...]:
 
 def counted(found_inf: Tensor, *steps: Tensor) -> tuple[Tensor, ...]:
     """Return how many updates there were, given how many there were before this step. No host sync."""
-    return tuple(step + ~found_inf for step in steps)
+    return tuple([step + ~found_inf for step in steps])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -233,22 +233,24 @@ class BucketUpdate(ABC):
         """
 
     @abstractmethod
-    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """Update every weight, extra and state in place.
 
         Gradients are multiplied by ``verdict.multiplier`` on the way, and never written. With ``verdict.found_inf``
-        nothing at all is written. Every hyper-parameter is read from its tensor now.
+        nothing at all is written.
 
         Args:
             gradients: What :meth:`ready` returned.
             verdict: On them.
             step: 0-d int64 on the device: the count of updates with this one in it.
+            scalars: Of the bucket's rule in this step.
         """
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
         """Make ready and write, where ``bucket.step`` counts this step."""
-        self.write(self.ready(gradients), verdict, self.bucket.step)
+        bucket = self.bucket
+        self.write(self.ready(gradients), verdict, bucket.step, bucket.rule.scalars(bucket.hypers, bucket.step))
 
 
 class Executor(Protocol):

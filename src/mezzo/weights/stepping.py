@@ -19,7 +19,7 @@ from mezzo.hooks import Look, before_every_step
 from mezzo.releases import private
 from mezzo.step.gradients import alike
 from mezzo.weights.cell import STEP
-from mezzo.weights.codec import Exchange
+from mezzo.weights.codec import Exchange, get_all_ready
 from mezzo.weights.halves import Halves, halves_among
 from mezzo.weights.parts import FusedParts, is_fused
 
@@ -149,6 +149,7 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     names = vars(optimizer)
     # What watches kernels is handed a fused one before the weights are.
     if is_fused(optimizer) and "_mezzo_keeps_memory" not in names and not num_dispatch_modes():
+        get_all_ready([*map(_HIGH, weights)])  # no kernel can be traced where torch's fused one is dispatched
         STEP.parts = names.setdefault("_mezzo_parts", FusedParts()).run
         return
     if (decoded := names.get("_mezzo_decoded")) is None or not decoded.serves(weights):

@@ -11,13 +11,12 @@ from mezzo.scale import device_state
 from mezzo.scale.config import LossScale
 from mezzo.session import engine
 from mezzo.step import verdict
-from mezzo.step.update import rule
+from mezzo.step.update import rule, scalars_of
 from mezzo.step.verdict import NoKernel
 
 from .implementations import HYPERS
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-from mezzo.step.executors import triton as launch  # noqa: E402
 from mezzo.step.executors import triton as programs  # noqa: E402
 
 
@@ -47,8 +46,8 @@ def test_the_numbers_of_a_rule(interpreted, launched):
         hypers = [torch.tensor(HYPERS[name][each], dtype=torch.float64) for each in rules.hypers]
         for step in (1, 2, 999):
             tensors = [torch.tensor(step), *hypers]
-            same(compute(launch._scalars, (rules,), tensors), launch._scalars(rules, *tensors))
-    assert launched == ["scalars"] * 12
+            same(compute(scalars_of, (rules,), tensors), scalars_of(rules, *tensors))
+    assert launched == ["scalars_of"] * 12
 
 
 CONFIGS = [
