@@ -132,7 +132,7 @@ class Calls:
         try:
             if not enters:
                 return plain(*args, **kwargs)
-            with self._region(), autocast.of(within.region()) if within and within.path else nullcontext():
+            with self._region(), autocast.of(within.region.now()) if within and within.path else nullcontext():
                 output = plain(*args, **kwargs)
         finally:
             self._here.inside = inside
