@@ -144,6 +144,31 @@ class Within:
         self._place = id(params), path
         # One stack for each thread, since threads may run one model at the same time.
         self._entered: defaultdict[int, list[autocast | None]] = defaultdict(list)
+        self._handles: tuple[RemovableHandle, ...] = ()
+
+    def hook(self, module: nn.Module) -> None:
+        """Enter and leave the region with each call of a module, as its first hooks do."""
+        before = module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+        self._handles = before, module.register_forward_hook(self.exit, always_call=True)
+
+    def unhook(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether hooks enter the region."""
+        return len(self._handles) > 0
+
+    def run(self, function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a module's own function as with hooks around it."""
+        args, kwargs = self.enter(module, args, kwargs) or (args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.exit(module, args, None)
 
     @property
     def is_needed(self) -> bool:
@@ -158,7 +183,7 @@ class Within:
         """Enter the region if it is not there: a forward pre-hook."""
         if not self.is_own and not self._entered and not torch.compiler.is_compiling() and self._is_there():
             return None  # as it is in nearly all calls
-        if self._is_idle():
+        if self.is_idle():
             if self._entered and not torch.compiler.is_compiling():
                 self._skip()
             return None
@@ -169,7 +194,7 @@ class Within:
         """Whether the region of what is around the module is there."""
         return self._place in getattr(self._inside, "places", ()) if self.path else acts_here()
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the region is there, or is not to be there: in a program that is exported there is none."""
         if is_exporting():
             return True
@@ -205,10 +230,10 @@ class Within:
         if self._entered:  # not in a graph
             self._leave_region()
         if output is None and not torch.compiler.is_compiling():
-            self._add_place(sys.exception())
+            self.add_place(sys.exception())
 
-    def _add_place(self, error: BaseException | None) -> None:
-        """Tell an error that leaves the module where it was raised, if nothing has told it."""
+    def add_place(self, error: BaseException | None) -> None:
+        """Add the module to an error that leaves it, if it has no place yet."""
         if isinstance(error, MezzoError) and error.awaits_place:
             error.happened_in(f"module {self.name}" if self.name else "the model's own forward")
 

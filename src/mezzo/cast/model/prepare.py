@@ -154,15 +154,14 @@ class Prepared:
     def _hook(self) -> None:
         policy, model = self.policy, self.model
         for module, within in self._regions:
-            self._hooks.append(module.register_forward_pre_hook(within.enter, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(within.exit, always_call=True))
+            within.hook(module)
         for module, dtype in self._taking_in() if policy.param_dtype != torch.float32 else ():
             self._hooks.append(module.register_forward_pre_hook(TakesIn(dtype).enter, with_kwargs=True))
         out = policy.output_dtype
         for module, last in () if out is None else ((module, GivesOut(out)) for module in outermost(model)):
             self._hooks.append(module.register_forward_pre_hook(last.enter, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(last.exit))
-        if self._hooks or self._storage.halves:
+        if self._hooks or self._regions or self._storage.halves:
             forget_compiled()
 
     def _plan_regions(self) -> Iterator[tuple[nn.Module, Within]]:
@@ -264,7 +263,9 @@ class Prepared:
         self._undo.close()
         for hook in self._hooks:
             hook.remove()
-        if self._hooks or self._storage.halves:
+        for _, within in self._regions:
+            within.unhook()
+        if self._hooks or self._regions or self._storage.halves:
             forget_compiled()
         self._hooks.clear()
         if self._storage.halves:
