@@ -190,16 +190,29 @@ def differentiated_plainly(own: torch.autocast) -> Iterator[None]:
     Torch 2.13 traces the backward pass under the autocast around the call, where the gradient of a product that is
     pinned to FP32 would be computed in low precision: https://github.com/pytorch/pytorch/issues/179804.
     """
-    require("torch._functorch.config.backward_pass_autocast")
-    from torch._functorch import config  # a setting of this thread
-
-    before = config.backward_pass_autocast
-    config.backward_pass_autocast = "off" if before in ("same_as_forward", "default") else before
+    before = begin_plainly()
     try:
         with own:
             yield
     finally:
-        config.backward_pass_autocast = before
+        end_plainly(before)
+
+
+def begin_plainly() -> str:
+    """Begin what :func:`differentiated_plainly` does, and return what :func:`end_plainly` is to be given."""
+    require("torch._functorch.config.backward_pass_autocast")
+    from torch._functorch import config  # a setting of this thread
+
+    before: str = config.backward_pass_autocast
+    config.backward_pass_autocast = "off" if before in ("same_as_forward", "default") else before
+    return before
+
+
+def end_plainly(before: str) -> None:
+    """End it."""
+    from torch._functorch import config
+
+    config.backward_pass_autocast = before
 
 
 # Capturing a model, and handing graphs on -----------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a session is made of changes: parameters replaced and moved, groups edited by hand, hooks, one optimizer more."""
+"""What sessions are made of changes: parameters replaced, moved, groups edited by hand, hooks, one more optimizer."""
 
 import copy
 
