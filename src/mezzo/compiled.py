@@ -41,7 +41,10 @@ class CppKernel:
 
     def __call__(self, *arguments: Any) -> None:
         """Run it. The lock of the interpreter is released meanwhile."""
-        self._function(*[ctypes.c_int64(each if isinstance(each, int) else each.data_ptr()) for each in arguments])
+        given = []
+        for each in arguments:
+            given.append(ctypes.c_int64(each if type(each) is int else each.data_ptr()))
+        self._function(*given)
 
 
 @cache

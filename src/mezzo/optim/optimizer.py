@@ -33,8 +33,8 @@ from mezzo.step.executors.choose import executor_for, shared
 from mezzo.step.gradients import clear_to_zeros
 from mezzo.step.moments import name_of_codes, zeros
 from mezzo.step.storage import PLAIN, SPLIT
-from mezzo.step.update import RULES, UpdateRule, rule, scalars_of
-from mezzo.step.verdict import Bucket, BucketUpdate, Verdict, counted
+from mezzo.step.update import RULES, UpdateRule, rule
+from mezzo.step.verdict import Bucket, BucketUpdate, Verdict, numbers_of_step
 from mezzo.tensors import LOW, described, dtype_name
 from mezzo.weights.halves import Halves, in_halves
 from mezzo.weights.stepping import in_memory
@@ -56,6 +56,8 @@ _IS_LENT: Final = attrgetter("cell.is_lent")
 _PARAMS: Final = itemgetter("params")
 #: Of the count of a cohort: the version of its memory, and the one that the last step has left.
 _VERSION: Final = attrgetter("count.each._version")
+_NUMBER: Final = attrgetter("count.number")
+_RULE: Final = attrgetter("rule")
 _LEFT: Final = attrgetter("count.version")
 _GRADIENT: Final = attrgetter("grad")
 
@@ -383,11 +385,13 @@ class OnePassOptimizer(Optimizer):
         prepared = _Prepared(verdict, plan.params)
         for device, cohorts in plan.by_device.items():
             here = verdict.on(device) if verdict is not None else self._verdict_of_flags(device)
-            after = shared(counted, (), [here.found_inf, *[each.count.number for each in cohorts]])
-            for cohort, step in zip(cohorts, after, strict=True):
-                prepared.counts.append((cohort.count, step))
+            numbers: list[Tensor] = [here.found_inf, *map(_NUMBER, cohorts)]
+            for cohort in cohorts:
                 cohort.hypers.upload(self.param_groups[cohort.group], self, cohort.group)
-                scalars = shared(scalars_of, (cohort.rule,), [step, *cohort.hypers.tensors.values()])[0]
+                numbers += cohort.hypers.tensors.values()
+            found = shared(numbers_of_step, (tuple(map(_RULE, cohorts)),), numbers)
+            for cohort, step, scalars in zip(cohorts, found, found[len(cohorts) :], strict=False):
+                prepared.counts.append((cohort.count, step))
                 for each in cohort.ready:
                     own: Sequence[Tensor] = [*map(gradients.__getitem__, each.places)]
                     if each.is_sharded:  # tensor parallelism leaves some as sums not taken yet

@@ -226,17 +226,6 @@ RULES: Final[Mapping[str, UpdateRule]] = MappingProxyType(
 )
 
 
-def scalars_of(rule: UpdateRule, step: Tensor, *hypers: Tensor) -> tuple[Tensor]:
-    """Return :meth:`UpdateRule.scalars` as a function of tensors, of which executors write one kernel.
-
-    Args:
-        rule: The rule.
-        step: 0-d: how many updates there are with this one.
-        *hypers: In the order of ``rule.hypers``.
-    """
-    return (rule.scalars(dict(zip(rule.hypers, hypers, strict=True)), step),)
-
-
 @cache
 def rule(name: str, *options: str) -> UpdateRule:
     """Return an update rule; the same call returns the same object, so that compiled code is found again.

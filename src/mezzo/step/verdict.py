@@ -161,6 +161,26 @@ def counted(found_inf: Tensor, *steps: Tensor) -> tuple[Tensor, ...]:
     return tuple([step + ~found_inf for step in steps])
 
 
+def numbers_of_step(rules: tuple[UpdateRule, ...], found_inf: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+    """Return how many updates there are, and what elements share: a function of which executors write one kernel.
+
+    Args:
+        rules: A rule for each of several counts.
+        found_inf: 0-d bool: whether the step is skipped.
+        *numbers: How many updates there were before this step, one for each rule; then the hyper-parameters of each.
+
+    Returns:
+        How many updates there are, for each rule; and then :meth:`UpdateRule.scalars` of each. No host sync.
+    """
+    place = len(rules)
+    after, scalars = counted(found_inf, *numbers[:place]), []
+    for rule, step in zip(rules, after, strict=True):
+        end = place + len(rule.hypers)
+        scalars.append(rule.scalars(dict(zip(rule.hypers, numbers[place:end], strict=True)), step))
+        place = end
+    return (*after, *scalars)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Bucket:
     """Weights that are always updated together: one device, one rule, one storage, one history.

@@ -11,7 +11,7 @@ from mezzo.scale import device_state
 from mezzo.scale.config import LossScale
 from mezzo.session import engine
 from mezzo.step import verdict
-from mezzo.step.update import rule, scalars_of
+from mezzo.step.update import rule
 from mezzo.step.verdict import NoKernel
 
 from .implementations import HYPERS
@@ -45,9 +45,13 @@ def test_the_numbers_of_a_rule(interpreted, launched):
         rules, compute = rule(name), programs.Shared()
         hypers = [torch.tensor(HYPERS[name][each], dtype=torch.float64) for each in rules.hypers]
         for step in (1, 2, 999):
-            tensors = [torch.tensor(step), *hypers]
-            same(compute(scalars_of, (rules,), tensors), scalars_of(rules, *tensors))
-    assert launched == ["scalars_of"] * 12
+            for found_inf in (False, True):
+                tensors = [torch.tensor(found_inf), torch.tensor(step - 1), torch.tensor(step + 3), *hypers, *hypers]
+                same(
+                    compute(verdict.numbers_of_step, ((rules, rules),), tensors),
+                    verdict.numbers_of_step((rules, rules), *tensors),
+                )
+    assert launched == ["numbers_of_step"] * 24
 
 
 CONFIGS = [

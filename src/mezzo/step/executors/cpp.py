@@ -16,10 +16,10 @@ from mezzo.step.executors.portable import (
     Portable,
     Rows,
     TabledUpdate,
-    addresses,
     as_table,
     by_dtype,
     chunked,
+    table_of,
     tell,
     vectors,
 )
@@ -87,7 +87,7 @@ class _CppNorms:
         ]
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
-        places = as_table(addresses(vectors))
+        places = table_of(vectors)
         squares = torch.zeros(len(vectors), dtype=torch.float64, device="cpu")
         for kernel, cut, owners, elements in self.launches:
             sums = torch.empty(len(cut), dtype=torch.float64, device="cpu")
@@ -117,7 +117,7 @@ class _CppUpdate(TabledUpdate):
 
     def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """See :class:`.tables.TabledUpdate`."""
-        places = as_table(addresses(vectors))
+        places = table_of(vectors)
         seeds = keys(step, len(vectors), self.bucket.seed) if self.random else self.no_keys
         numbers = scalars, verdict.multiplier.to(torch.float32), verdict.found_inf.to(torch.bool), seeds
         for kernel, cut, elements in self.tables:

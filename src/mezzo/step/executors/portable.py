@@ -266,6 +266,12 @@ class Rows:
         return replace(self, table=torch.cat([self.table[:, :1], there], 1))
 
 
+def table_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return where tensors begin, in host memory; see :func:`addresses`."""
+    found = list(map(Tensor.data_ptr, tensors))
+    return torch.from_numpy(np.array(addresses(tensors) if 0 in found else found, dtype=np.int64))
+
+
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
     """Return where tensors begin.
 
