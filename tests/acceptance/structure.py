@@ -1,4 +1,4 @@
-"""What a session is made of changes: parameters replaced and moved, groups edited by hand, hooks, one optimizer more."""
+"""What a session is made of changes: parameters replaced and moved, groups written by hand, hooks, an optimizer more."""
 
 import copy
 
@@ -61,7 +61,6 @@ class Structure(Loop):
             del group.gradients[name]
 
     @needs("structure")
-    @precondition(is_clear)
     @rule(how=st.sampled_from(["model", "part", "to"]))
     def move(self, how):
         """All memory is another, as after ``model.to(device)``."""
