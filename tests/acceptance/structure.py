@@ -1,4 +1,4 @@
-"""What a session is made of changes: parameters replaced and moved, groups written by hand, hooks, an optimizer more."""
+"""What a session is made of changes: parameters replaced and moved, groups written by hand, hooks, new optimizers."""
 
 import copy
 
