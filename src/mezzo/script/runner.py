@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from mezzo import sharded
 from mezzo.cast import prepare
 from mezzo.cast.model.checks import preparations_in
-from mezzo.compiling import INSIDE
+from mezzo.compiling import INSIDE, is_scripted
 from mezzo.errors import MezzoError, PolicyError, StateError, raise_together
 from mezzo.explanation.rows import counted
 from mezzo.policy import Policy
@@ -238,8 +238,7 @@ class Gathering:
     def _may_begin(self) -> bool:
         """Whether a forward pass may begin a session; not one that an optimizer asks for in its step."""
         waits = bool(self._old or self._new) and not self._stepping
-        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        return waits and torch.is_grad_enabled() and not is_traced
+        return waits and torch.is_grad_enabled() and not is_scripted()
 
     def _trains(self, module: nn.Module) -> bool:
         if module in self._known_not or not self._may_begin():

@@ -243,7 +243,7 @@ def test_operations_on_any_dtypes_are_as_torch_computes_them(kind, name, request
         theirs, update = copied(mine), choose.update_of(mine)
         gradients = gradients_of(mine, 0, dtype)
         pure_step(theirs, gradients, take(executor, mine, update, gradients))
-        assert_same(mine, theirs, True)
+        assert_same(mine, theirs, name != "root of ints")  # MKL has roots that are a unit off on some processors
     said = messages(caplog)
     assert len(said) == (expected is not True)
     for text in said:
