@@ -99,6 +99,21 @@ def a_parameter_is_replaced(program):
     program.group()["params"][0] = program.first.weight
 
 
+def a_plain_parameter_is_replaced(program):
+    """By one of the same class, dtype and shape."""
+    program.first.bias = nn.Parameter(program.values[0][0].clone())
+    program.group()["params"][1] = program.first.bias
+
+
+def tensors_are_swapped(program):
+    """What torch.utils offers to put another tensor in the place of one, whoever holds it."""
+    state = program.optimizers[0].state
+    entry = state.pop(program.first.weight, None)
+    torch.utils.swap_tensors(program.first.weight, nn.Parameter(program.values[0].clone()))
+    if entry is not None:
+        state[program.first.weight] = entry
+
+
 def other_memory(program):
     program.first.weight.data = program.values[0].clone()
 
@@ -167,7 +182,7 @@ def an_optimizer_joins(program):
 
 ROWS = [
     a_group_is_added, a_list_grows, a_list_shrinks, another_list, a_parameter_goes_to_another_optimizer,
-    a_parameter_is_replaced, other_memory, memory_moves, weights_are_assigned, a_layer_is_frozen, a_layer_thaws,
+    a_parameter_is_replaced, a_plain_parameter_is_replaced, tensors_are_swapped, other_memory, memory_moves, weights_are_assigned, a_layer_is_frozen, a_layer_thaws,
     state_is_cleared, a_hook_before_steps, a_hook_of_a_parameter, another_step, no_longer_fused, an_optimizer_joins,
 ]  # fmt: skip
 
@@ -197,6 +212,20 @@ def test_the_next_step_knows(row, style, library):
             assert torch.equal(found[name], start), f"{name} has moved"
         else:
             assert_near([found[name]], [true[name]], [start], share=0.1)
+
+
+@pytest.mark.parametrize("style", ["five lines", "attach"])
+def test_a_parameter_of_another_dtype_is_known(style):
+    """What was FP32 has 16 bits from here on, which the optimizer updates in their own arithmetic, as in torch."""
+    program = Program(style, "SGD")
+    program.step(0)
+    program.first.bias.data = program.first.bias.data.bfloat16()
+    program.step(1)
+    before, program.first.bias.grad = program.first.bias.detach().clone(), None
+    program.step(2)
+    assert program.first.bias.dtype == torch.bfloat16
+    assert not torch.equal(program.first.bias, before)
+    program.ended()
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
