@@ -496,16 +496,17 @@ def _held(engine: Engine) -> dict[str, Any]:
 
     **Cost**: a look at each parameter and each tensor of optimizer state, some 0.1 µs each.
     """
-    weights = engine.weights
+    engine.follow(writes=True)
+    weights, plan = engine.weights, engine.plan
     found: dict[str, Any] = {"max_grad_norm": engine.max_grad_norm}
     for number, model in enumerate(weights.models):
         name = f"{type(model).__name__}, model {number}"
         found[f"parameters and buffers of {name}"] = addresses([*in_memory(model.parameters()), *model.buffers()])
         found[f"requires_grad of {name}"] = [param.requires_grad for param in model.parameters()]
         found[f"training of {name}"] = [module.training for module in model.modules()]
+    found["what optimizers update"] = [*plan.ends, *map(id, plan.params)]
     for number, optimizer in enumerate(weights.optimizers):
         name = f"{type(optimizer).__name__}, optimizer {number}"
-        found[f"what {name} updates"] = addresses(in_memory(weights.updated(optimizer)))
         found[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))
         if (own := as_one_pass(optimizer)) is not None:  # numbers, and tensors in host memory, are brought over
             values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]

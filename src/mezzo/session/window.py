@@ -126,11 +126,10 @@ class Window:
         Raises:
             StateError: Its gradients are still there.
         """
-        pairs = zip(*self.gradients(optimizers), strict=True) if self.now.left else ()
-        if stale := [self.weights.name_of(param) for param, gradient in pairs if is_left(gradient, self.now.left)]:
+        if self.now.left and (stale := self._left(optimizers)):
             raise StateError(
                 "the last step's gradients are still there",
-                where=some_of(stale),
+                where=some_of(list(map(self.weights.name_of, stale))),
                 why="this pass would add to them, and the next step would take both",
                 write="amp.zero_grad() after amp.step(), or optimizer.zero_grad()",
             )
@@ -184,10 +183,15 @@ class Window:
         skipped, self.now = self.now.skipped, self.now._replace(skipped=None)
         if skipped is None or not self.now.left:
             return
-        stale = [each for each in dense(self.plan.leaves)[1] if is_left(each, self.now.left)]
-        for gradient in stale:
+        stale = self._left()
+        for gradient in dense(stale)[1]:
             gradient.masked_fill_(moved(skipped, gradient.device), 0)
-        self.now = self.now._replace(left=left_over(stale))
+        self.now = self.now._replace(left=left_over(with_gradients(stale)[1]))
+
+    def _left(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
+        """Return the parameters that have a gradient which the last step has left, unwritten since."""
+        pairs = zip(*self.gradients(optimizers), strict=True)
+        return [leaf for leaf, gradient in pairs if is_left(gradient, self.now.left)]
 
     def has_skipped(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
@@ -265,7 +269,7 @@ class Window:
         """
         now, is_new = self.now, not self.has_left_alone()
         carried, found = (scale, None) if is_new else (now.left_scale, now.skipped)
-        left = [each for each in dense(self.plan.leaves)[1] if is_left(each, now.left)] if is_new and now.left else []
+        left = dense(self._left())[1] if is_new and now.left else []
         if left:  # beside new ones
             found = now.skipped
             multiply(left, scale if now.left_scale is None else scale * inverse(now.left_scale))
@@ -342,7 +346,7 @@ class Window:
     @property
     def was_edited(self) -> bool:
         """Whether gradients were written in place since they have got the scale that they carry."""
-        if (marks := self.marks()) == self.now.marks:
+        if not self.now.marks or (marks := self.marks()) == self.now.marks:
             return False
         before = {address: version for version, address in self.now.marks if address}  # sparse ones have none
         return any(before.get(address, version) != version for version, address in marks)

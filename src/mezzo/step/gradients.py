@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain, compress, repeat
-from operator import attrgetter, is_not, itemgetter
+from itertools import compress, repeat
+from operator import attrgetter, is_not
 from typing import Any, Final, TypeAlias
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -18,8 +18,8 @@ from mezzo.step.executors.choose import executor_for, portable
 from mezzo.step.verdict import NoKernel
 from mezzo.tensors import LOW, foreach_mul_, foreach_norm, foreach_zero_, moved
 
-#: Gradients as they were: by their marks the storage, and by ``id`` the version and the tensor.
-Stale: TypeAlias = dict[Any, Any]
+#: Gradients as they were, by their ``id``: their versions, and the tensors.
+Stale: TypeAlias = dict[int, tuple[int, ReferenceType[Tensor]]]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
 _PLAIN: Final = {Tensor}
@@ -71,55 +71,22 @@ def _summed_shards(params: list[Any]) -> list[Tensor]:
     return [local(param.grad) for param in params]
 
 
-def mark(gradient: Tensor) -> tuple[int, int]:
-    """Return what tells one writing of a gradient from the next."""
-    return tensors.mark(_values(gradient))
-
-
-def _values(gradient: Tensor) -> Tensor:
-    shard = local(gradient)
-    return shard._values() if shard.is_sparse else shard
-
-
-def left_over(gradients: Iterable[Tensor]) -> Stale:
+def left_over(gradients: Sequence[Tensor]) -> Stale:
     """Return what knows gradients as they are now: see :func:`is_left`.
 
-    They are known by their memory, which another tensor may view later, and by the tensors, which ``model.to()`` gives
-    other memory. Both are held weakly, as a freed one's place may be another's.
+    The tensors are held weakly: once one is gone, another may have its ``id``.
     """
-    found = list(gradients)
-    values = found if {*map(type, found)} <= _PLAIN and not any(map(_IS_SPARSE, found)) else list(map(_values, found))
-    try:
-        storages = list(map(ref, map(Tensor.untyped_storage, values)))
-    except RuntimeError:  # one is of a layout that has no storage
-        storages = list(map(_storage, values))
-    known = tensors.marks(values)
-    tensors_by_id = zip(map(id, found), zip(map(itemgetter(0), known), map(ref, found), strict=True), strict=True)
-    return dict(chain(zip(known, storages, strict=True), tensors_by_id))
-
-
-def _storage(values: Tensor) -> Any:
-    """Return a weak reference to the storage of a tensor; of one that has none what is never gone."""
-    try:
-        return ref(values.untyped_storage())
-    except RuntimeError:
-        return _never_gone
-
-
-def _never_gone() -> bool:
-    return True
+    values = gradients if {*map(type, gradients)} <= _PLAIN else list(map(local, gradients))
+    return dict(zip(map(id, gradients), zip(tensors.versions(values), map(ref, gradients), strict=True), strict=True))
 
 
 def is_left(gradient: Tensor, known: Stale) -> bool:
-    """Whether a gradient is one of those that :func:`left_over` was given, unwritten since.
+    """Whether a gradient is one of those that :func:`left_over` was given, wherever it lies, and unwritten since.
 
     What is written through ``.data`` leaves no trace.
     """
-    key = mark(gradient)
-    if key in known and known[key]() is not None:
-        return True
-    version, tensor = known.get(id(gradient), (None, _never_gone))
-    return version == key[0] and tensor() is gradient
+    version, tensor = known.get(id(gradient), (None, None))
+    return tensor is not None and tensor() is gradient and version == tensors.versions([local(gradient)])[0]
 
 
 def norms(

@@ -131,11 +131,11 @@ class GradScaler(EngineScaler):
         return engine
 
     def _window(self, optimizer: Optimizer) -> Window:
-        engine = self._engine_of(optimizer)
-        engine.follow()
-        return next(window for window in engine.windows if optimizer in window.plan.optimizers)
+        windows = self._engine_of(optimizer).windows
+        return next(window for window in windows if optimizer in window.plan.optimizers)
 
     def _open(self, optimizer: Optimizer, *, again: bool = True) -> None:
+        self._engine_of(optimizer).follow()
         window = self._window(optimizer)
         if self._given is None or window.now.passes or not window.has_gradients():
             return
