@@ -1,4 +1,4 @@
-"""What sessions are made of changes: parameters replaced, moved, groups edited by hand, hooks, one more optimizer."""
+"""What a session is made of changes: parameters replaced and moved, groups written by hand, hooks, new optimizers."""
 
 import copy
 
@@ -61,7 +61,6 @@ class Structure(Loop):
             del group.gradients[name]
 
     @needs("structure")
-    @precondition(is_clear)
     @rule(how=st.sampled_from(["model", "part", "to"]))
     def move(self, how):
         """All memory is another, as after ``model.to(device)``."""
