@@ -62,7 +62,9 @@ class Handler:
 
 
 #: What begins a backward pass; torch.func differentiates by the last of them.
-DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+DIFFERENTIATE: Final[frozenset[Callable[..., Any]]] = frozenset(
+    {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+)
 
 
 class Direct(NamedTuple):

@@ -88,7 +88,7 @@ class ModeTable(NamedTuple):
     def of(cls, per_device: Sequence[Differences]) -> ModeTable:
         """Work it out."""
         only = per_device[0] if len(per_device) == 1 else None
-        has_own = any([each.pinned or each.memories for each in per_device])  # which no text can stand for
+        has_own = any(each.pinned or each.memories for each in per_device)  # which no text can stand for
         return cls(
             per_device={each.device_type: each for each in per_device},
             autocasts=[each.device_type for each in per_device if each.autocast],
@@ -145,19 +145,19 @@ class PolicyMode(TorchFunctionMode):
             return _IN_FULL
         if direct.contracts is not None and not direct.contracts(args, _NO_NAMES):
             return _IN_FULL
-        operands, is_low = [], target is not torch.float32
-        for x in args:
-            if type(x) is Tensor or isinstance(x, nn.Parameter):
-                if x.layout is not STRIDED:
+        operands, is_low, casts = [], target is not torch.float32, cast(Any, self.casts.cast)
+        for each in args:
+            if (is_param := isinstance(each, nn.Parameter)) or type(each) is Tensor:
+                if each.layout is not STRIDED:
                     return _IN_FULL
-                if (dtype := x.dtype) != target:
+                if (dtype := each.dtype) != target:
                     if dtype in _CASTABLE:
-                        x = x.to(target) if type(x) is Tensor else self.casts.cast(x, target, is_plain=True)
+                        each = casts(each, target, is_plain=True) if is_param else each.to(target)
                     elif is_low:
                         return _IN_FULL
-            elif type(x) not in _HOLDS_NONE:
+            elif type(each) not in _HOLDS_NONE:
                 return _IN_FULL
-            operands.append(x)
+            operands.append(each)
         torch.set_autocast_enabled(kind, False)
         try:
             return func(*operands) if direct.emulation is None else direct.emulation(func, *operands)
