@@ -53,21 +53,25 @@ def cast_floating(value: T, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> 
     Returns:
         The same structure, of the same types.
     """
+    only: Any = value
+    if type(only) is Tensor:
+        is_off = only.dtype != dtype and only.dtype in CASTABLE and not any(each is only for each in kept)
+        return cast("T", _to(only, dtype)) if is_off else value
     # One cast for a tensor that stands in several places, as in attention(x, x, x). Found by `is`: on an id() compiled
     # code would depend, and be compiled again for every new tensor.
     made: list[tuple[Any, Any]] = [(each, each) for each in kept]
 
-    def cast(each: Any) -> Any:
+    def changed(each: Any) -> Any:
         now = (each.data if isinstance(each, PackedSequence) else each).dtype
         if now == dtype or now not in CASTABLE:
             return each
-        for seen, cast in made:
+        for seen, found in made:
             if seen is each:
-                return cast
+                return found
         made.append((each, _to(each, dtype)))
         return made[-1][1]
 
-    out: T = mapped(value, cast)
+    out: T = mapped(value, changed)
     return out
 
 

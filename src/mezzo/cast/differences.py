@@ -61,8 +61,15 @@ class Handler:
     reason: str = ""  # of a ban
 
 
+#: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
+INPUT_ONLY: Final = frozenset(
+    """batch_norm instance_norm native_batch_norm fused_moving_avg_obs_fake_quant
+    _fused_moving_avg_obs_fq_helper""".split()
+)
 #: What begins a backward pass; torch.func differentiates by the last of them.
-DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+DIFFERENTIATE: Final[frozenset[Callable[..., Any]]] = frozenset(
+    {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+)
 
 
 class Direct(NamedTuple):
@@ -87,7 +94,7 @@ def _directly(handler: Handler, dtype: torch.dtype) -> Direct | None:
     ):  # fmt: skip
         return None
     ask = BY_ARGUMENTS[handler.op] if handler.asks else None
-    if "::" in handler.op or (handler.asks and not isinstance(ask, Products)):
+    if "::" in handler.op or handler.op in INPUT_ONLY or (handler.asks and not isinstance(ask, Products)):
         return None
     contracts = ask.contracts if isinstance(ask, Products) else None
     target = dtype if handler.treatment == "low" else torch.float32

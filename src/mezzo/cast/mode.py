@@ -15,6 +15,7 @@ from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS, STRIDED, cast_spa
 from mezzo.cast.casts import WeightCasts, widest
 from mezzo.cast.differences import (
     DIFFERENTIATE,
+    INPUT_ONLY,
     OPENED_BY_NAME,
     Differences,
     Direct,
@@ -47,11 +48,6 @@ from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
 from mezzo.tensors import CASTABLE, tensors
 
-#: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
-_INPUT_ONLY: Final = frozenset(
-    """batch_norm instance_norm native_batch_norm fused_moving_avg_obs_fake_quant
-    _fused_moving_avg_obs_fq_helper""".split()
-)
 #: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
 _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
@@ -145,19 +141,19 @@ class PolicyMode(TorchFunctionMode):
             return _IN_FULL
         if direct.contracts is not None and not direct.contracts(args, _NO_NAMES):
             return _IN_FULL
-        operands, is_low = [], target is not torch.float32
-        for x in args:
-            if type(x) is Tensor or isinstance(x, nn.Parameter):
-                if x.layout is not STRIDED:
+        operands, is_low, casts = [], target is not torch.float32, cast(Any, self.casts.cast)
+        for each in args:
+            if (is_param := isinstance(each, nn.Parameter)) or type(each) is Tensor:
+                if each.layout is not STRIDED:
                     return _IN_FULL
-                if (dtype := x.dtype) != target:
+                if (dtype := each.dtype) != target:
                     if dtype in _CASTABLE:
-                        x = x.to(target) if type(x) is Tensor else self.casts.cast(x, target, is_plain=True)
+                        each = casts(each, target, is_plain=True) if is_param else each.to(target)
                     elif is_low:
                         return _IN_FULL
-            elif type(x) not in _HOLDS_NONE:
+            elif type(each) not in _HOLDS_NONE:
                 return _IN_FULL
-            operands.append(x)
+            operands.append(each)
         torch.set_autocast_enabled(kind, False)
         try:
             return func(*operands) if direct.emulation is None else direct.emulation(func, *operands)
@@ -369,7 +365,7 @@ def _compute(
     """Run one function on operands that are cast, native autocast off for the call."""
     given = args, kwargs
     if target is not None:
-        if handler.op in _INPUT_ONLY:
+        if handler.op in INPUT_ONLY:
             args = (*_cast(args[:1], target), *args[1:])
             kwargs = kwargs | {name: _cast(value, target) for name, value in kwargs.items() if name == "input"}
         else:

@@ -373,11 +373,11 @@ class _Inside(contextlib.AbstractContextManager[None]):
         self._mode = None
         if table is not None:
             self._mode = PolicyMode(table, casts_inside(self._outer))
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exception: Any) -> None:
         if self._mode is not None:
-            self._mode.__exit__(*exception)
+            self._mode.__exit__(*exception)  # type: ignore[no-untyped-call]
         heard(self._outer)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
@@ -412,12 +412,12 @@ class _BackwardIn(contextlib.AbstractContextManager[bool]):
         self._mode = None
         if region.table is not None:
             self._mode = PolicyMode(region.table, WeightCasts(keeps=False), recomputing=True)
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
         return self._mode is not None
 
     def __exit__(self, *exception: Any) -> None:
         if self._mode is not None:
-            self._mode.__exit__(*exception)
+            self._mode.__exit__(*exception)  # type: ignore[no-untyped-call]
         for kind in self._off:
             torch.set_autocast_enabled(kind, True)
         heard(self._outer)

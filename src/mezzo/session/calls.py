@@ -130,7 +130,7 @@ class Calls:
         return call
 
     def _give_back(self, module: nn.Module, taken: Within) -> None:
-        """Have a module enter the region by hooks, before other hooks of it: a checkpoint recomputes these too."""
+        """Have a module enter the region by hooks, before its others: a checkpoint recomputes these, too."""
         if not taken.is_hooked:
             taken.hook(module)
 
@@ -167,7 +167,7 @@ class Calls:
             raise
         finally:
             self._here.inside = inside
-        if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
+        if type(output) is not Tensor and any(isinstance(each, nn.Parameter) for each in tensors(output)):
             return output
         return given_out(output, self._gives_out) if last is None else last.widen(output)
 

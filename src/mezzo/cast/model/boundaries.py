@@ -72,6 +72,7 @@ class HeldRegion:
 
     def __init__(self, policy: Policy, path: str, params: Sequence[RuledParams], devices: Sequence[Devices]) -> None:
         self.policy, self.path, self._params, self._devices = policy, path, params, devices
+        self._ruled = [each for each in params if each.has_any]
         self._found: tuple[Region, list[torch.device], list[Tensor | None]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,7 +81,7 @@ class HeldRegion:
     def now(self) -> Region:
         """Return the region."""
         devices = [device for each in self._devices for device in each.now()]
-        standing = [tensor for each in self._params for tensor in each.standing()]
+        standing = [tensor for each in self._ruled for tensor in each.standing()]
         if self._found is not None:
             region, on, ruled = self._found
             if devices == on and len(standing) == len(ruled) and all(map(is_, standing, ruled)):

@@ -102,8 +102,11 @@ class Devices:
 
     def now(self) -> list[torch.device]:
         """Return the devices of these tensors; where one was taken away it counts no more."""
-        standing = [vars(module)[table].get(name) for module, table, name in self._examples]
-        return [tensor.device for tensor in standing if tensor is not None]
+        return [
+            tensor.device
+            for module, table, name in self._examples
+            if (tensor := vars(module)[table].get(name)) is not None
+        ]
 
     @constant_in_graphs
     def kinds(self) -> tuple[str, ...]:
@@ -169,6 +172,11 @@ class RuledParams:
                 yield tensor, treatment
                 if tensor in self.gathered:
                     yield self.gathered[tensor], treatment
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a tensor that regions know of."""
+        return len(self.places) > 0 or self.memory is not None
 
     def standing(self) -> list[Tensor | None]:
         """Return the tensors by which what regions know was found: what changes it puts another one in a place."""
