@@ -182,7 +182,8 @@ def an_optimizer_joins(program):
 
 ROWS = [
     a_group_is_added, a_list_grows, a_list_shrinks, another_list, a_parameter_goes_to_another_optimizer,
-    a_parameter_is_replaced, a_plain_parameter_is_replaced, tensors_are_swapped, other_memory, memory_moves, weights_are_assigned, a_layer_is_frozen, a_layer_thaws,
+    a_parameter_is_replaced, a_plain_parameter_is_replaced, tensors_are_swapped, other_memory,
+    memory_moves, weights_are_assigned, a_layer_is_frozen, a_layer_thaws,
     state_is_cleared, a_hook_before_steps, a_hook_of_a_parameter, another_step, no_longer_fused, an_optimizer_joins,
 ]  # fmt: skip
 
