@@ -28,7 +28,7 @@ from mezzo.optim.groups import changes_nothing
 from mezzo.scale.device_state import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.inner import InnerScales
-from mezzo.session.observers import Judged, StepObserver, observing
+from mezzo.session.observers import StepObserver, observing
 from mezzo.session.passes import SessionPass, Walk, entered, times
 from mezzo.session.stats import Step, StepAccount, StepOutcome
 from mezzo.session.step_plan import StepPlan, planned
@@ -37,7 +37,7 @@ from mezzo.session.window import Window, carry_over
 from mezzo.session.writers import OnePass, Writer, Writes, check_numbers
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, any_gradient, clear_to_zeros, dense, norms
-from mezzo.step.verdict import Verdict, as_fused, decided, not_finite
+from mezzo.step.verdict import Judged, Verdict, as_fused, decided, not_finite
 from mezzo.tensors import foreach_norm, moved
 
 #: How a loop with a ``GradScaler`` calls it.
