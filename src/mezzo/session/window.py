@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from itertools import accumulate, chain
-from operator import attrgetter
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate, chain, compress, repeat
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -30,6 +30,8 @@ _ONE_CAST: Final = [1, 0]
 _TOGETHER: Final = 1 << 26
 _LOW: Final = frozenset(LOW)
 _DTYPE: Final = attrgetter("dtype")
+_GRADIENT: Final = attrgetter("grad")
+_CELL: Final = attrgetter("cell")
 
 
 class Carried(NamedTuple):
@@ -360,6 +362,7 @@ class Window:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
         _let_go((*self.plan.low, *self.plan.halves))
+        _count_anew(self.plan.halves)
         for leaf, dtype in self._grad_dtypes.items():
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
@@ -375,6 +378,7 @@ class Window:
         """
         low = [*self.plan.low, *self.plan.halves]
         _let_go(low)
+        _count_anew(self.plan.halves)
         for leaf in low if self.now.passes else ():
             if leaf.grad is None:
                 leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
@@ -399,13 +403,16 @@ def carry_over(leaf: Tensor, before: Tensor | None, to: Tensor | None) -> None:
             multiply(dense([leaf])[1], scale)
 
 
-def _let_go(leaves: Iterable[Tensor]) -> None:
-    """Have parameters take gradients of their own dtype again, and count their uses anew."""
-    for leaf in leaves:
-        if leaf.grad is None:
-            leaf.grad_dtype = leaf.dtype
-        if type(leaf) is Halves:
-            leaf.cell.uses[:] = 0, 0
+def _let_go(leaves: Sequence[Tensor]) -> None:
+    """Have parameters without a gradient take one of their own dtype again."""
+    for leaf in compress(leaves, map(is_, map(_GRADIENT, leaves), repeat(None))):
+        leaf.grad_dtype = leaf.dtype
+
+
+def _count_anew(leaves: Iterable[Halves]) -> None:
+    """Count the uses of weights in halves from here on."""
+    for cell in map(_CELL, leaves):
+        cell.uses[:] = 0, 0
 
 
 @torch.no_grad()
