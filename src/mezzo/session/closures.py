@@ -15,10 +15,10 @@ from mezzo.errors import PolicyError, StateError, UnsupportedError, some_of
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.session.engine import Engine
-from mezzo.session.observers import Judged
 from mezzo.session.stats import Step
 from mezzo.session.writers import check_numbers, inner_optimizers
 from mezzo.step.gradients import multiply
+from mezzo.step.verdict import Judged
 from mezzo.tensors import tree_map
 from mezzo.weights.stepping import stored_again
 

@@ -81,6 +81,31 @@ class Verdict:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Judged:
+    """The gradients of one step with the verdict on them, before anything is written.
+
+    Attributes:
+        params: The models' parameters that have gradients.
+        gradients: Their gradients, dense, of the same order.
+        scale: 0-d float32: what they carry; ``None`` for plain ones.
+        verdict: Whether to update, and what to multiply them by.
+        is_clipped: Whether the verdict's multiplier clips.
+        is_alike: Whether all gradients are of one dtype on one device.
+        losses: What the backward passes have differentiated, in their order; 0-d.
+        failed: 0-d bool: whether a loss itself was not finite.
+    """
+
+    params: list[Tensor]
+    gradients: list[Tensor]
+    scale: Tensor | None
+    verdict: Verdict
+    is_clipped: bool
+    is_alike: bool
+    losses: list[Tensor]
+    failed: Tensor
+
+
 def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tensor | None = None) -> Verdict:
     r"""Finish pass 1: whether to update, and what to multiply gradients by.
 
@@ -153,7 +178,7 @@ def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> 
 
 def as_fused(found_inf: Tensor, *multiplier: Tensor) -> tuple[Tensor, ...]:
     """Return whether to skip as torch's fused optimizers take it, and what they divide gradients by, if anything."""
-    return found_inf.to(torch.float32), *(each.reciprocal() for each in multiplier)
+    return found_inf.to(torch.float32), *[each.reciprocal() for each in multiplier]
 
 
 def counted(found_inf: Tensor, *steps: Tensor) -> tuple[Tensor, ...]:
