@@ -23,6 +23,8 @@ _HOOKS: Final = attrgetter("_backward_hooks")
 _HOOKS_AFTER: Final = attrgetter("_post_accumulate_grad_hooks")
 _ADDING: Final = threading.Lock()
 _OF_EVERY_STEP: Final = private("torch.optim.optimizer._global_optimizer_pre_hooks")
+#: Those of them that only look: see :func:`before_every_step`.
+_LOOKS: Final[list[Callable[..., Any]]] = []
 
 
 class OwnHook:
@@ -42,21 +44,6 @@ class OwnHook:
 
     def __reduce__(self) -> Any:
         return OwnHook, ()
-
-
-class Look:
-    """A hook before optimizers' steps that changes no value, and nothing that mezzo's optimizers have made ready.
-
-    Args:
-        look: Is called with the optimizer; it may raise.
-    """
-
-    def __init__(self, look: Callable[[Optimizer], object]) -> None:
-        self._look = look
-
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Look at an optimizer that is about to step."""
-        self._look(optimizer)
 
 
 def owner_of(hook: Any) -> Any:
@@ -128,14 +115,21 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
     return [*optimizer._optimizer_step_pre_hooks.values()]
 
 
-def before_every_step(look: Look) -> None:
-    """Have a hook run before each step of any optimizer, from now on and once.
+def before_every_step(look: Callable[..., Any]) -> None:
+    """Have a function look at each optimizer that is about to step, from now on and once; it may raise.
 
-    It is never taken away: torch goes through this table while other threads step, and raises where it has changed.
+    It changes no value, and nothing that mezzo's optimizers have made ready. It is never taken away: torch goes through
+    this table while other threads step, and raises where it has changed.
     """
     with _ADDING:
-        if look not in hooks_of_every_step():
+        if look not in _LOOKS:
+            _LOOKS.append(look)
             register_optimizer_step_pre_hook(look)
+
+
+def has_hooks_of_every_step() -> bool:
+    """Whether a program has hooks that run before each step of any optimizer."""
+    return not all(map(_LOOKS.__contains__, _OF_EVERY_STEP.values()))
 
 
 def hooks_of_every_step() -> list[Any]:

@@ -8,8 +8,8 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from operator import ne
-from typing import Any, Final, Protocol, cast
+from operator import attrgetter, ne
+from typing import Any, ClassVar, Final, Protocol, cast
 
 import numpy
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import PolicyError, StateError
-from mezzo.hooks import Look, before_every_step, hooks_of_every_step, step_hooks
+from mezzo.hooks import before_every_step, has_hooks_of_every_step, hooks_of_every_step, step_hooks
 from mezzo.interrupts import Members
 from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import OnePassOptimizer, as_one_pass
@@ -30,6 +30,9 @@ from mezzo.step.verdict import Verdict, as_fused
 from mezzo.tensors import LOW, tensors, versions
 from mezzo.weights.stepping import in_memory, stored_again
 
+_WAITS: Final = attrgetter("waits")
+_IS_PLAIN: Final = attrgetter("is_plain")
+_DIVIDES: Final = attrgetter("divides")
 #: Where optimizers are that a program has not written.
 _OWN: Final = ("torch.optim.", "mezzo.optim.")
 _FLOATS: Final = {float, numpy.float64}
@@ -47,8 +50,10 @@ class Writer:
         is_plain: Whether the gradients are multiplied in place before the step, and not by the optimizer's kernels.
         waits: Whether the host asks for the verdict before the step.
         has_low: Whether it has parameters in 16 bits, which want gradients of their dtype.
+        divides: Whether its kernels leave gradients without the scale, where they multiply.
     """
 
+    divides: ClassVar[bool] = False
     optimizer: Optimizer
     is_shown: bool = False
     is_plain: bool = True
@@ -109,6 +114,8 @@ class OnePass(Writer):
 class Fused(Writer):
     """What updates the parameters of a fused optimizer of torch's, whose kernels are told to skip, and the scale."""
 
+    divides: ClassVar[bool] = True
+
     def now(self, *, asked: bool) -> Writer:
         """See :meth:`Writer.now`."""
         if asked or not _has_begun(self.optimizer):
@@ -143,7 +150,7 @@ def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Write
     """
     is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
     is_shown = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
-    is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or not {*map(type, hooks_of_every_step())} <= {Look}
+    is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or has_hooks_of_every_step()
     is_plain, own = is_shared or is_shown, as_one_pass(optimizer)
     if own is not None:
         return OnePass(own, is_shown=is_shown, is_plain=is_plain, waits=False)
@@ -329,15 +336,15 @@ class Writes:
         verdict = judged.verdict
         for each in writers:  # what one refuses is refused before another has stepped
             each.ready(verdict)
-        if any(each.waits for each in writers) and bool(verdict.found_inf):
+        if any(map(_WAITS, writers)) and bool(verdict.found_inf):
             writers = [each for each in writers if not each.waits]
-        if plain := [each for each in writers if each.is_plain]:
-            self._multiply(plain, windows, verdict)
+        if any(map(_IS_PLAIN, writers)):
+            self._multiply([each for each in writers if each.is_plain], windows, verdict)
         self._step_all(writers, judged, by)
-        # torch's fused kernels leave gradients without the scale.
-        divided = [each.optimizer for each in writers if isinstance(each, Fused) and not each.is_plain]
-        for window in windows if divided else ():
-            window.lost_scale(divided)
+        if any(map(_DIVIDES, writers)):
+            divided = [each.optimizer for each in writers if each.divides and not each.is_plain]
+            for window in windows if divided else ():
+                window.lost_scale(divided)
 
     def _multiply(self, writers: list[Writer], windows: Sequence[Carries], verdict: Verdict) -> None:
         """Make the gradients plain that optimizers read as they are."""
@@ -375,8 +382,6 @@ class Writes:
         finally:
             self.is_stepping = False
             torch.clear_autocast_cache()  # a region may be around the loop: model.fit(x)
-            for each in writers:
-                stored_again(each.optimizer)
 
 
 # What a step that raises has done -----------------------------------------------------------------------------
@@ -501,11 +506,11 @@ def guarded(writes: Writes) -> Callable[[], None]:
     """Refuse steps of optimizers over the models' parameters that a session does not know; return what ends it."""
     here = weakref.ref(writes, _LIVE.remove)
     _LIVE.add(here)
-    before_every_step(_LOOK)
+    before_every_step(_refuse_unknown)
     return functools.partial(_LIVE.remove, here)
 
 
-def _refuse_unknown(optimizer: Optimizer) -> None:
+def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
     """Refuse a step that a session should have been told of: a hook before each step of any optimizer.
 
     Raises:
@@ -533,9 +538,6 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
             why="their gradients were not checked for it, and may carry the loss scale",
             write=f"{begin}model, [optimizer, other], policy)",
         )
-
-
-_LOOK: Final = Look(_refuse_unknown)
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:

@@ -14,15 +14,15 @@ from torch import Tensor
 
 from mezzo import tensors
 from mezzo.sharded import is_distributed, local
-from mezzo.step.executors.choose import executor_for, portable
-from mezzo.step.verdict import NoKernel
-from mezzo.tensors import LOW, foreach_mul_, foreach_norm, foreach_zero_, moved
+from mezzo.step.executors.choose import executor_for
+from mezzo.tensors import CASTABLE, LOW, foreach_mul_, foreach_norm, foreach_zero_, moved
 
 #: Gradients as they were, by their ``id``: their versions, and the tensors.
 Stale: TypeAlias = dict[int, tuple[int, ReferenceType[Tensor]]]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
 _PLAIN: Final = {Tensor}
+_LOW: Final = frozenset(LOW)
 _IS_SPARSE: Final = attrgetter("is_sparse")
 _GRADIENT: Final = attrgetter("grad")
 _DTYPE: Final = attrgetter("dtype")
@@ -119,10 +119,11 @@ def norms(
 
 
 def _read_together(groups: Alike) -> list[Sequence[int]]:
-    """Return the places of gradients by what one executor reads in one pass: on CUDA all of a device's real ones."""
+    """Return the places of gradients by what one executor reads in one pass: real ones, on CPUs up to FP32."""
     found: defaultdict[tuple[torch.device, torch.dtype | None], list[int]] = defaultdict(list)
     for (device, dtype), places in groups.items():
-        found[device, None if device.type == "cuda" and not dtype.is_complex else dtype] += places
+        is_read = not dtype.is_complex if device.type == "cuda" else device.type == "cpu" and dtype in CASTABLE
+        found[device, None if is_read else dtype] += places
     return list(found.values())
 
 
@@ -132,13 +133,9 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor | Sequence[T
         wide = (torch.view_as_real(value) for value in values)
         return [torch.linalg.vector_norm(value, dtype=torch.float32) for value in wide]
     # torch's own norm of low precision takes three times as long on a CPU.
-    low = values[0].dtype in LOW
+    low = not _LOW.isdisjoint(map(_DTYPE, values))
     if (low and values[0].device.type == "cpu") or (one_pass and values[0].device.type == "cuda"):
-        executor = executor_for(values[0].device)
-        try:
-            return executor.norms(values)
-        except NoKernel as error:
-            return portable(error).norms(values)
+        return executor_for(values[0].device).norms(values)
     if values[0].dtype == torch.float64:
         return torch.stack(foreach_norm(values, 2)).float()
     return foreach_norm(values, 2, dtype=torch.float32)
