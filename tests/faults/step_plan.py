@@ -19,8 +19,6 @@ FAULTS = (
     *in_file("session/engine.py",
         ("plan: no step asks whether it is current", '        self.follow(writes=call == "step")\n', "", TOLD,
          "a parameter that was added between a pass and its step would not be checked"),
-        ("plan: what joins an open window keeps its gradient", "                carry_over(leaf, was.get(leaf), now.get(leaf))\n",
-         "                pass\n", TOLD, "a gradient of before would be divided by a scale that it never had"),
     ),
     *in_file("session/session.py",
         ("plan: no pass of the five lines asks whether it is current", "        engine.follow()\n        windows = engine.windows\n",
