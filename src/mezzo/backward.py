@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from mezzo.compiling import constant_in_graphs
 from mezzo.releases import private, require
 
-_NUMBER_OF_PASS: Final = private("torch._C._current_graph_task_id")
-
+#: What tells the backward pass that runs now from others; -1 outside of one.
+number_of_pass: Final[Callable[[], int]] = private("torch._C._current_graph_task_id")
 #: The autograd node whose gradients this thread computes now; ``None`` outside of backward passes.
 current_node: Final[Callable[[], Any]] = private("torch._C._current_autograd_node")
 #: The number that the next autograd node of this thread will have.
@@ -45,13 +45,7 @@ _FORGET: Final = getattr(torch._C, "_remove_obj_from_tls", None)
 @constant_in_graphs
 def runs_backward() -> bool:
     """Whether autograd runs in this thread: a module that is called then is recomputed."""
-    return bool(_NUMBER_OF_PASS() != -1)
-
-
-def number_of_pass() -> int:
-    """Return what tells the backward pass that runs now from others; -1 outside of one."""
-    number: int = _NUMBER_OF_PASS()
-    return number
+    return bool(number_of_pass() != -1)
 
 
 def number_of(node: Any) -> int:

@@ -8,13 +8,18 @@ import mezzo
 HOUSE = str(Path(mezzo.__file__).parent)
 
 
-def calls_of(function):
-    """Return how many functions of mezzo's ran meanwhile, and how many of C's they called, both together."""
+def calls_of(function, events=("call", "c_call")):
+    """Return how many functions of mezzo's ran meanwhile, and how many of C's they called, both together.
+
+    Args:
+        function: What is called.
+        events: Which of both count.
+    """
     found = 0
 
     def count(frame, event, _):
         nonlocal found
-        found += event in ("call", "c_call") and frame.f_code.co_filename.startswith(HOUSE)
+        found += event in events and frame.f_code.co_filename.startswith(HOUSE)
 
     before = sys.getprofile()
     sys.setprofile(count)

@@ -359,10 +359,13 @@ class Wrappers:
 
     Args:
         ranks: Those that step together: a wrapper over others is refused.
+
+    Attributes:
+        are_there: Whether any was met: gradients have the dtypes of parameters then, as buckets do.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self._ranks, self.are_there = ranks, False
         # Whether each reduces the gradients of the forward pass that has run in it last; ``None`` before one.
         self._met: WeakKeyDictionary[DistributedDataParallel, bool | None] = WeakKeyDictionary()
         self._paused: dict[DistributedDataParallel, bool] = {}
@@ -385,7 +388,7 @@ class Wrappers:
             self._ranks.require_within(wrapper.process_group, "DistributedDataParallel reduces over")
         if self._pauses:
             self._pause(wrapper)
-        self._met[wrapper] = wrapper.require_backward_grad_sync
+        self._met[wrapper], self.are_there = wrapper.require_backward_grad_sync, True
 
     @contextmanager
     def no_sync(self, models: Iterable[nn.Module], units: Collection[Any]) -> Iterator[None]:
@@ -418,11 +421,6 @@ class Wrappers:
         wrapper.require_backward_grad_sync = False
 
     # A backward pass --------------------------------------------------------------------------------------
-
-    @property
-    def are_there(self) -> bool:
-        """Whether any was met: gradients have the dtypes of parameters then, as buckets do."""
-        return len(self._met) > 0
 
     def reduced_with(self, reached: set[int]) -> set[int]:
         """Add to parameters, by ``id``, those that a wrapper reduces with them: other ranks may have reached these."""

@@ -113,8 +113,9 @@ def _moved(values: Sequence[Any], found: Any, config: LossScale) -> tuple[Any, A
         The four values after the step.
     """
     scale, clean_steps, budget, floor_overflows = values
+    at_least, at_most = (torch.clamp_min, torch.clamp_max) if isinstance(found, Tensor) else (max, min)
     fewer = torch.add(budget, found, alpha=-1) if isinstance(budget, Tensor) else budget - found
-    budget = _at_least(fewer, 0)
+    budget = at_least(fewer, 0)
     backs_off = found & (budget == 0)
     clean_steps = _chosen(found, -config.growth_offset, clean_steps + 1)
     grows = clean_steps >= config.interval  # an overflow leaves at most 0, and the interval is at least 1
@@ -122,11 +123,11 @@ def _moved(values: Sequence[Any], found: Any, config: LossScale) -> tuple[Any, A
     for name in config.refill.split("+"):
         budget = _chosen(found == 0 if name == "clean" else events[name], config.hysteresis, budget)
 
-    lower, higher = _at_least(scale * config.backoff, config.floor), scale * config.growth
+    lower, higher = at_least(scale * config.backoff, config.floor), scale * config.growth
     if config.ceiling is None:
         higher = _chosen(higher < ROUNDS_TO_INFINITY, higher, scale)
     else:
-        higher = _at_most(higher, config.ceiling)
+        higher = at_most(higher, config.ceiling)
     stuck = found & (scale <= as_float32(config.floor))
     scale = _chosen(backs_off, lower, _chosen(grows, higher, scale))
     return scale, _chosen(grows, 0, clean_steps), budget, (floor_overflows + backs_off) * stuck
@@ -137,14 +138,6 @@ def _chosen(condition: Any, one: Any, other: Any) -> Any:
         return one if condition else other
     # Numbers enter through kernel arguments: torch.where would copy them from host memory to the device.
     return torch.where(condition, one, other) if isinstance(one, Tensor) else other.masked_fill(condition, one)
-
-
-def _at_least(value: Any, least: float) -> Any:
-    return value.clamp_min(least) if isinstance(value, Tensor) else max(value, least)
-
-
-def _at_most(value: Any, most: float) -> Any:
-    return value.clamp_max(most) if isinstance(value, Tensor) else min(value, most)
 
 
 def _check(found_inf: object, state: ScaleState) -> None:

@@ -36,7 +36,7 @@ from mezzo.session.weights import Weights
 from mezzo.session.window import Window, carry_over
 from mezzo.session.writers import OnePass, Writer, Writes, check_numbers
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
+from mezzo.step.gradients import alike, any_gradient, clear_to_zeros, dense, norms
 from mezzo.step.verdict import Verdict, as_fused, decided, not_finite
 from mezzo.tensors import foreach_norm, moved
 
@@ -205,10 +205,6 @@ class Engine:
         """What a loss is multiplied by now, 0-d float32; ``None`` where gradients carry no scale."""
         return self.scaler.state.scale if self.scaler.changes_gradients else None
 
-    def holds(self, scale: Tensor | None) -> bool:
-        """Whether passes inside of another need to be seen: they carry a scale, or open what they reach themselves."""
-        return scale is not None or self.plain or self.waits
-
     def commit(self) -> None:
         """Move the scale on before the next loss, where a step has left that open."""
         if self.scaler.in_graph and not self.is_captured:
@@ -243,7 +239,7 @@ class Engine:
                 self.writes.require_whole()
             for observer in (*self.observers, *observing()):
                 observer.begins(self, scale)
-        seen, is_own, is_users = list[Window](), self.plain and scale is not None, self.plain or self.waits
+        seen, is_own, is_users = list[Window](), self.plain and scale is not None, self.plan.is_driven
         for window in windows:
             if is_own and with_accumulation_hooks(window.plan.leaves):
                 seen.append(window)
@@ -362,7 +358,7 @@ class Engine:
                 continue
             has_begun = has_begun or window.now.passes > 0
             is_open = window.now.passes or self.plain or self._takes(window, optimizers, call)
-            if is_open and (call != "step" or window.has_gradients()):
+            if is_open and (call != "step" or any_gradient(window.plan.leaves)):
                 found.append(window)
         if not found:
             own = "amp.zero_grad() only after amp.step()" if has_begun else f"amp.backward(loss), then amp.{call}()"
@@ -407,7 +403,8 @@ class Engine:
             MezzoError: A hyper-parameter that is not finite. Whatever is raised here, nothing was written.
             DistributedError: Another rank ended this step.
         """
-        self.refuse_capture()
+        if self.device.type == "cuda":
+            self.refuse_capture()
         self.account.check()
         with uninterrupted():
             if self.ranks.size == 1:
@@ -506,7 +503,7 @@ class Engine:
         for window in windows:
             losses += window.now.losses
             flags += [] if window.now.found is None else [window.now.found]
-            flags += window.has_skipped()
+            flags += [] if window.now.passes else window.has_skipped()
         if {*map(_DEVICE, (*losses, *flags))} - {self.device}:
             losses, flags = ([moved(each, self.device) for each in some] for some in (losses, flags))
         positions, is_own = alike(gradients), set(map(type, writers)) == {OnePass}
@@ -553,7 +550,7 @@ class Engine:
         self.inner_scales.begin_again()
         made_with = windows[0].now.made_with
         for window in windows:
-            window.close(verdict.found_inf if self.plain or self.waits else None)
+            window.close(verdict.found_inf if self.plan.is_driven else None)
         for memory in self.plan.memories:
             memory.move(verdict.found_inf)
         self.scaler.update(verdict.found_inf, hold=judged.failed)
@@ -561,7 +558,8 @@ class Engine:
         for window in self.windows:
             waits = waits or (window.now.passes > 0 and window.now.made_with is now)
         if not waits:
-            self.update()
+            self._is_told = False
+            self.scaler.advance()
         state = self.scaler.state
         outcome = StepOutcome(
             skipped=verdict.found_inf,
@@ -650,7 +648,7 @@ class Engine:
             scale = self.inner_scales.next(scale)
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
-        with SessionPass(self, scale, holds=self.holds(scale)):
+        with SessionPass(self, scale):
             found = list(run(partial(times, scale)))
         if scale is None:
             return found

@@ -38,6 +38,7 @@ from mezzo.errors import StateError, UnsupportedError
 from mezzo.interrupts import uninterrupted
 from mezzo.scale.state import inverse
 from mezzo.session.calls import Binding
+from mezzo.session.step_plan import StepPlan
 from mezzo.session.window import Window
 from mezzo.tensors import LOW, moved
 
@@ -164,10 +165,12 @@ class Opens(Protocol):
     Attributes:
         under_way: The passes that autograd holds, weakly.
         has_door: Whether each backward pass of the process goes through :func:`run_inside`, or begins one.
+        plan: What the session is made of.
     """
 
     under_way: list[ref[SessionPass]]
     has_door: bool
+    plan: StepPlan
 
     @property
     def scale_now(self) -> Tensor | None:
@@ -178,9 +181,6 @@ class Opens(Protocol):
 
     def follow(self) -> None:
         """Plan anew if something that the session is made of has changed."""
-
-    def holds(self, scale: Tensor | None) -> bool:
-        """Whether passes inside of another need to be seen."""
 
     def reached(self, walk: Walk) -> list[Window]:
         """Return the windows whose gradients a pass makes."""
@@ -241,7 +241,7 @@ def run_pass(
     for root in roots:
         if isinstance(root, Tensor) and root.numel() == 1:
             losses.append(root.detach().reshape(()))
-    with SessionPass(engine, scale, holds=engine.holds(scale)) as this:
+    with SessionPass(engine, scale) as this:
         this.open(windows, losses, others)
         given = list(roots)
         for number, root in enumerate(given if scale is not None else ()):
@@ -263,15 +263,16 @@ class SessionPass:
     Args:
         engine: The engine.
         scale: What gradients carry; ``None`` for nothing.
-        holds: Whether it holds the door: not where passes inside find all windows open, and no scale.
 
     **Cost**: some 10 µs of host time; for leaves that are none of the session's 2 µs each and a product.
     """
 
     is_closed = True  # of one that a signal kept from being made, too
 
-    def __init__(self, engine: Opens, scale: Tensor | None, *, holds: bool = True) -> None:
-        self._engine, self._scale, self._holds = engine, scale, holds
+    def __init__(self, engine: Opens, scale: Tensor | None) -> None:
+        self._engine, self._scale = engine, scale
+        # In the five lines without a scale passes inside find all windows open.
+        self._holds = scale is not None or engine.plan.is_driven
         self._back: Tensor | None = None  # 1/scale, once it is used
         self._around: int | None = number_of_pass()  # in which it begins, or -1
         self._number: int | None = None

@@ -87,6 +87,7 @@ class StepPlan:
         windows: The optimizers by what their gradients have in common.
         ids: The ``id`` of each parameter.
         units: The modules that ``fully_shard`` has sharded.
+        is_driven: Whether the loop is the user's own, or a ``GradScaler``'s.
         is_wrapped: Whether a model runs in ``DistributedDataParallel``.
         shards: Over which ranks parameters are sharded.
         memories: What products below sixteen bits remember.
@@ -101,6 +102,7 @@ class StepPlan:
     windows: tuple[WindowPlan, ...]
     ids: frozenset[int]
     units: list[Any]
+    is_driven: bool
     is_wrapped: bool
     shards: Shards
     memories: tuple[Memory, ...]
@@ -192,6 +194,7 @@ def planned(
         windows=tuple(windows),
         ids=frozenset(map(id, params)),
         units=units,
+        is_driven=is_driven,
         is_wrapped=is_wrapped,
         shards=ranks.shards_of(params, weights.name_of),
         memories=tuple(weights.memories()),

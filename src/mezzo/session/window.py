@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from itertools import accumulate, chain
-from operator import attrgetter
+from collections.abc import Collection, Iterable, Sequence
+from itertools import accumulate, chain, compress, repeat
+from operator import attrgetter, is_
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -30,6 +30,8 @@ _ONE_CAST: Final = [1, 0]
 _TOGETHER: Final = 1 << 26
 _LOW: Final = frozenset(LOW)
 _DTYPE: Final = attrgetter("dtype")
+_GRADIENT: Final = attrgetter("grad")
+_CELL: Final = attrgetter("cell")
 
 
 class Carried(NamedTuple):
@@ -196,7 +198,7 @@ class Window:
     def has_skipped(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
         skipped = self.now.skipped
-        return [] if self.now.passes or skipped is None or not self.has_left_alone() else [skipped]
+        return [] if skipped is None or not self.has_left_alone() else [skipped]
 
     def has_left_alone(self) -> bool:
         """Whether what the last step has left is all that there is, unwritten since."""
@@ -331,7 +333,7 @@ class Window:
             for leaf in self.plan.low:
                 if leaf.grad is not None:
                     leaf.grad_dtype = None  # so that any may be assigned
-        self.now = self.now._replace(scale=to, found=found, marks=self.marks())
+        self.now = self.now._replace(scale=to, found=found, marks=tuple(marks(with_gradients(self.plan.leaves)[1])))
 
     def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
         """Know that the gradients of some optimizers, if any are these, carry no scale any more.
@@ -360,6 +362,7 @@ class Window:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
         _let_go((*self.plan.low, *self.plan.halves))
+        _count_anew(self.plan.halves)
         for leaf, dtype in self._grad_dtypes.items():
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
@@ -375,6 +378,7 @@ class Window:
         """
         low = [*self.plan.low, *self.plan.halves]
         _let_go(low)
+        _count_anew(self.plan.halves)
         for leaf in low if self.now.passes else ():
             if leaf.grad is None:
                 leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
@@ -399,13 +403,16 @@ def carry_over(leaf: Tensor, before: Tensor | None, to: Tensor | None) -> None:
             multiply(dense([leaf])[1], scale)
 
 
-def _let_go(leaves: Iterable[Tensor]) -> None:
-    """Have parameters take gradients of their own dtype again, and count their uses anew."""
-    for leaf in leaves:
-        if leaf.grad is None:
-            leaf.grad_dtype = leaf.dtype
-        if type(leaf) is Halves:
-            leaf.cell.uses[:] = 0, 0
+def _let_go(leaves: Sequence[Tensor]) -> None:
+    """Have parameters without a gradient take one of their own dtype again."""
+    for leaf in compress(leaves, map(is_, map(_GRADIENT, leaves), repeat(None))):
+        leaf.grad_dtype = leaf.dtype
+
+
+def _count_anew(leaves: Iterable[Halves]) -> None:
+    """Count the uses of weights in halves from here on."""
+    for cell in map(_CELL, leaves):
+        cell.uses[:] = 0, 0
 
 
 @torch.no_grad()

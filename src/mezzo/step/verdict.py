@@ -153,7 +153,7 @@ def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> 
 
 def as_fused(found_inf: Tensor, *multiplier: Tensor) -> tuple[Tensor, ...]:
     """Return whether to skip as torch's fused optimizers take it, and what they divide gradients by, if anything."""
-    return found_inf.to(torch.float32), *(each.reciprocal() for each in multiplier)
+    return found_inf.to(torch.float32), *[each.reciprocal() for each in multiplier]
 
 
 def counted(found_inf: Tensor, *steps: Tensor) -> tuple[Tensor, ...]:

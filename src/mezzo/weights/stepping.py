@@ -145,7 +145,9 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     # What watches kernels is handed a fused one before the weights are.
     if is_fused(optimizer) and "_mezzo_keeps_memory" not in names and not num_dispatch_modes():
         get_all_ready([*map(_HIGH, weights)])  # no kernel can be traced where torch's fused one is dispatched
-        STEP.parts = names.setdefault("_mezzo_parts", FusedParts()).run
+        if "_mezzo_parts" not in names:
+            names["_mezzo_parts"] = FusedParts()
+        STEP.parts = names["_mezzo_parts"].run
         return
     if (decoded := names.get("_mezzo_decoded")) is None or not decoded.serves(weights):
         names["_mezzo_decoded"] = decoded = _Decoded(weights)
