@@ -39,8 +39,6 @@ class Structure(Loop):
         """Another parameter takes the place of one, in its module and in its optimizer's group."""
         weight, old, optimizer = self.oracle.weights[name], self.subject.param(name), self.subject.owner(name)
         group = self.oracle.owner(name)
-        if self.config.level == "O3":
-            return  # found/06
         trains = trains or not self.driver.has("freezing")
         rows, columns = self.config.shapes[name]
         few = drawn(values, True)[: min(rows, 3) * columns].reshape(-1, columns) + 0.25
@@ -64,8 +62,6 @@ class Structure(Loop):
     @rule(how=st.sampled_from(["model", "part", "to"]))
     def move(self, how):
         """All memory is another, as after ``model.to(device)``."""
-        if self.config.level == "O3":
-            return  # found/06
         model = self.subject.model
         if how == "to":
             model.to("cpu")

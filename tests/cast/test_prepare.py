@@ -291,6 +291,17 @@ def test_o3_is_what_model_to_computes_and_gives_out_fp32(low):
     assert all(p is kept[name] and torch.equal(p, values[name]) for name, p in model.named_parameters())
 
 
+def test_what_has_taken_the_place_of_an_o3_models_tensors_goes_back_too():
+    """``model.to(device)`` makes other buffers, and a program other parameters."""
+    model = seeded(Various)
+    before, handle = dtypes(model), mezzo.prepare(model, "O3,bf16,fp32_module=head")
+    model._apply(torch.clone)
+    model.shift = nn.Parameter(torch.ones_like(model.shift))
+    handle.remove()
+    assert dtypes(model) == before
+    assert torch.equal(model.shift, torch.ones_like(model.shift))
+
+
 def test_rules_keep_parts_of_an_o3_model_in_fp32():
     """Modules with all that they have, parameters, buffers, and norms with running statistics."""
     model = seeded(Various)

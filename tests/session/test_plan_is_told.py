@@ -1,16 +1,18 @@
 """What a program does to models and optimizers between two steps is in the plan of the next: each against plain torch.
 
-Row by row what :mod:`tests.acceptance.structure` draws in sequences: the weights are those of the same program in FP32,
+Row by row what tests/acceptance/structure.py draws in sequences: the weights are those of the same program in FP32,
 and right after a pass and a step the plan in force is the one that would be made then.
 """
 
 import contextlib
+import functools
 
 import pytest
 import torch
 from torch import nn
 
 import mezzo
+from mezzo.session.grad_scaler import SessionScaler
 
 from .loops import assert_near, batch
 
@@ -182,9 +184,9 @@ def an_optimizer_joins(program):
 
 ROWS = [
     a_group_is_added, a_list_grows, a_list_shrinks, another_list, a_parameter_goes_to_another_optimizer,
-    a_parameter_is_replaced, a_plain_parameter_is_replaced, tensors_are_swapped, other_memory,
-    memory_moves, weights_are_assigned, a_layer_is_frozen, a_layer_thaws,
-    state_is_cleared, a_hook_before_steps, a_hook_of_a_parameter, another_step, no_longer_fused, an_optimizer_joins,
+    a_parameter_is_replaced, a_plain_parameter_is_replaced, tensors_are_swapped, other_memory, memory_moves,
+    weights_are_assigned, a_layer_is_frozen, a_layer_thaws, state_is_cleared, a_hook_before_steps,
+    a_hook_of_a_parameter, another_step, no_longer_fused, an_optimizer_joins,
 ]  # fmt: skip
 
 
@@ -215,51 +217,39 @@ def test_the_next_step_knows(row, style, library):
             assert_near([found[name]], [true[name]], [start], share=0.1)
 
 
-@pytest.mark.parametrize("style", ["five lines", "attach"])
-def test_a_parameter_of_another_dtype_is_known(style):
-    """What was FP32 has 16 bits from here on, which the optimizer updates in their own arithmetic, as in torch."""
-    program = Program(style, "SGD")
-    program.step(0)
-    program.first.bias.data = program.first.bias.data.bfloat16()
-    program.step(1)
-    before, program.first.bias.grad = program.first.bias.detach().clone(), None
-    program.step(2)
-    assert program.first.bias.dtype == torch.bfloat16
-    assert not torch.equal(program.first.bias, before)
-    program.ended()
-
-
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("row", [a_group_is_added, a_list_grows, another_list])
-def test_a_gradient_of_before_that_joins_a_window_counts_as_what_it_is(row, library):
-    """It was nobody's, and plain; those of the window carry the scale."""
-    ends = []
-    for style in ("five lines", None):
-        program = Program(style, library)
-        with program.amp.autocast() if style else contextlib.nullcontext():
-            loss = program.model(batch(0)[0]).square().mean()
-        program.amp.backward(loss) if style else loss.backward()
-        row(program)
-        if style:
-            program.amp.step()
+def test_a_step_with_a_closure_goes_by_what_optimizers_share_then():
+    """Two that have come to share a parameter have one window, of which nothing is left after the step of either."""
+    mine, plain = Program("five lines", "SGD"), Program(None, "SGD")
+    for program in (mine, plain):
+        program.step(0)
+        program.group()["params"].append(program.second.bias)
+        if program.amp:
+            program.amp.step(program.optimizers[1], closure=functools.partial(evaluated, program, 1))
         else:
-            for optimizer in program.optimizers:
-                optimizer.step()
-        start = program.start
-        ends.append(program.ended())
-    for name, value in ends[1].items():
-        if not torch.equal(value, start[name]):
-            assert_near([ends[0][name]], [value], [start[name]], share=0.1)
+            program.optimizers[1].step(functools.partial(evaluated, program, 1))
+        for part in (program.amp or program.model, program.model):
+            part.zero_grad()
+        program.step(2)
+    found, true = mine.ended(), plain.ended()
+    for name in plain.start:
+        if not torch.equal(true[name], plain.start[name]):
+            assert_near([found[name]], [true[name]], [plain.start[name]], share=0.1)
 
 
-def test_what_a_step_has_left_is_refused_though_it_has_moved():
+def evaluated(program, number):
+    """A closure's loss, with its gradients."""
+    program.model.zero_grad()
+    with program.amp.autocast() if program.amp else contextlib.nullcontext():
+        loss = program.model(batch(number)[0]).square().mean()
+    program.amp.backward(loss) if program.amp else loss.backward()
+    return loss
+
+
+def test_a_scaler_over_a_session_tells_its_plan():
+    """Gradients of a framework's loop are FP32, which a session in the five lines may have in 16 bits."""
     program = Program("five lines", "mezzo")
-    with program.amp.autocast():
-        program.amp.backward(program.model(batch(0)[0]).square().mean())
-    program.amp.step()
-    program.model._apply(torch.clone)
-    with program.amp.autocast():
-        loss = program.model(batch(1)[0]).square().mean()
-    with pytest.raises(mezzo.StateError, match="the last step's gradients are still there"):
-        program.amp.backward(loss)
-    program.amp.close()
+    assert program.amp.engine.plan.windows[0].halves
+    SessionScaler(program.amp)
+    program.is_planned(writes=True)
+    assert not program.amp.engine.plan.windows[0].halves
+    program.ended()

@@ -103,6 +103,7 @@ class Prepared:
         self._storage = wanted_storage(model, policy, converts=True, waits=waits)
         self._before: dict[Tensor, Tensor] = {}  # what O3 has rounded, until nothing can fail any more
         self._dtypes: dict[Tensor, torch.dtype] = {}  # that tensors go back to
+        self._dtypes_at: dict[str, torch.dtype] = {}  # and those that took their places: model.to() makes new buffers
         for line in out_of_reach(model, policy) if tells else ():
             logger.warning("%s", printable(line))
         self._hooks: list[RemovableHandle] = []
@@ -137,6 +138,7 @@ class Prepared:
             if tensor.dtype != dtype:
                 self._before[tensor], self._dtypes[tensor] = tensor.data, tensor.dtype
                 give(tensor, tensor.data.to(dtype))
+        self._dtypes_at = {path: self._dtypes[it] for it, path, _ in stored_tensors(self.model) if it in self._before}
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
             self.params.find_gathered(self.model)
@@ -150,6 +152,7 @@ class Prepared:
         self._before.clear()
         if self.policy.halves:  # whose weights have more bits from here on than a model that came low
             self._dtypes.clear()
+            self._dtypes_at.clear()
 
     def _hook(self) -> None:
         policy, model = self.policy, self.model
@@ -272,9 +275,13 @@ class Prepared:
             restore(self.model.parameters())
         for tensor, dtype in self._dtypes.items():
             give_back(tensor, self._before.get(tensor, tensor.data).to(dtype))
+        for tensor, path, _ in stored_tensors(self.model):
+            if tensor not in self._dtypes and tensor.dtype != (dtype := self._dtypes_at.get(path, tensor.dtype)):
+                give_back(tensor, tensor.data.to(dtype))
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
         self._dtypes.clear()
+        self._dtypes_at.clear()
 
 
 def _forget(module: nn.Module, handles: list[Prepared], mine: Prepared) -> None:
