@@ -84,15 +84,27 @@ def as_emulation(backward: Callable[..., Any], *, runs_again: bool = False) -> C
     """
 
     def run(ctx: Any, *gradients: Any) -> Any:
-        kind = next((g.device.type for g in gradients if g is not None), None)
-        if kind is None or torch.compiler.is_compiling():  # compiled code is differentiated without autocast already
+        if torch.compiler.is_compiling():  # compiled code is differentiated without autocast already
             return backward(ctx, ctx.saved_tensors, *gradients)
-        with without_autocast([kind]):
+        kind = None
+        for each in gradients:
+            if each is not None:
+                with DisableTorchFunction():  # a region's mode is asked for each attribute that is read, too
+                    kind = each.device.type
+                break
+        if kind is None:
+            return backward(ctx, ctx.saved_tensors, *gradients)
+        if is_on := torch.is_autocast_enabled(kind):
+            torch.set_autocast_enabled(kind, False)
+        try:
             saved = ctx.saved_tensors
             with contextlib.nullcontext() if runs_again else DisableTorchFunction():
                 if WATCHERS:
                     return during("emulation", ctx, backward, ctx, saved, *gradients)
                 return backward(ctx, saved, *gradients)
+        finally:
+            if is_on:
+                torch.set_autocast_enabled(kind, True)
 
     return run
 
@@ -148,7 +160,7 @@ class _Linear(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     """View all but the last dimension as one, also where there are no numbers at all."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class _Convolution(torch.autograd.Function):

@@ -18,7 +18,7 @@ from mezzo.backward import runs_backward
 from mezzo.cast import autocast
 from mezzo.cast.model.boundaries import Within
 from mezzo.cast.model.outputs import GivesOut, given_out
-from mezzo.compiling import compiled_inside, is_exporting, never_compiled
+from mezzo.compiling import compiled_inside, forget_compiled, is_exporting, never_compiled
 from mezzo.errors import MezzoError
 from mezzo.hooks import owner_of
 from mezzo.patches import patch
@@ -69,7 +69,9 @@ class Calls:
         self._here, self._is_over = _Thread(), False
         self._plain = set[Callable[..., Any]]()  # methods whose last call in a forward pass has entered no region
         self._own: list[Mapping[str, Tensor | None]] = []  # parameters and buffers, as the modules have them
+        self._has_taken = False  # whether modules entered the region by hooks, which they have meanwhile not
         self._undo = ExitStack()
+        self._undo.callback(self._forget_compiled)
         for model in models:
             root = model.module if isinstance(model, DistributedDataParallel) else model
             for module in root.modules():
@@ -79,6 +81,11 @@ class Calls:
                 for name in methods_of(type(module)) if methods else ["forward"]:
                     call = self._around(getattr(module, name), module, is_root=module is root, name=name)
                     self._undo.callback(patch(module, name, types.MethodType(call, module)))
+        self._forget_compiled()
+
+    def _forget_compiled(self) -> None:
+        if self._has_taken:
+            forget_compiled()
 
     def _around(self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool, name: str) -> Callable[..., Any]:
         is_call = _always if name == "forward" else self._is_given
@@ -86,6 +93,7 @@ class Calls:
         taken = within if name == "forward" and within is not None and not within.is_own else None
         if taken is not None:
             taken.unhook()  # one entry for a call: this one
+            self._has_taken = True
             self._undo.callback(taken.hook, module)
         here = self._here
 
