@@ -61,8 +61,9 @@ def number_of(node: Any) -> int:
     return number
 
 
+@functools.cache
 def node_of(function: type[Function]) -> type:
-    """Return the class of the nodes that an autograd function puts in a graph."""
+    """Return the class of the nodes that one of mezzo's or torch's autograd functions puts in a graph."""
     require("torch.autograd.Function._backward_cls")
     kind: type = function._backward_cls
     return kind
@@ -88,6 +89,7 @@ def may_run_others(kind: type) -> bool:
 # The door ------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def door() -> tuple[Any, str]:
     """Return where torch has the engine through which each backward pass goes: a class, and the name in it.
 
@@ -142,12 +144,8 @@ _NOTE: Final = "mezzo"
 
 def noted() -> Any:
     """Return what is noted of this thread: by :func:`note`, in it or where the pass began whose nodes it runs."""
-    place = _place()
+    place = _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
     return None if place is None else place()
-
-
-def _place() -> Any:
-    return _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
 
 
 def note(value: object) -> Callable[[], None]:
@@ -159,7 +157,7 @@ def note(value: object) -> Callable[[], None]:
     Returns:
         What ends it.
     """
-    before = _place()
+    before = _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
     _note(ref(value))
     # Torch 2.11 cannot forget. What is left in a thread that ends would wait there for Python.
     return (

@@ -91,11 +91,6 @@ def _refusing_to_compile(function: C) -> C:
     return refusing  # type: ignore[return-value]
 
 
-def for_any_length(tensor: torch.Tensor) -> None:
-    """Have torch.compile make no constant of a tensor's length."""
-    private("torch._dynamo.mark_dynamic")(tensor, 0)
-
-
 def forget_compiled() -> None:
     """Drop what torch.compile has made so far: hooks were put on modules, or taken off, and torch guards none of them.
 
@@ -160,6 +155,11 @@ def is_exporting() -> bool:
 
 
 @compiled_inside  # where torch.compile is left alone, whether it is at work cannot be asked
+def is_scripted() -> bool:
+    """Whether ``torch.jit`` traces."""
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
 def is_at_work() -> bool:
     """Whether what Python calls now may be compiled: it is called by what was compiled, and left to Python."""
     return _CALLBACK() not in (None, False)

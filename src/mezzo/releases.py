@@ -42,7 +42,6 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._dynamo.assume_constant_result._dynamo_marked_constant": "have what is decided while a graph is traced "
         "be a constant of it",
         "torch._dynamo.reset_code_caches": "drop compiled code when hooks were put on modules",
-        "torch._dynamo.mark_dynamic": "compile an update for tensors of any length",
         "torch._dynamo.config.patch": "capture a model as one graph",
         "torch._dynamo.exc.TorchDynamoException": "say why a model cannot be captured",
         "torch._dynamo.exc.TorchRuntimeError": "tell a program's own error from one of capturing",
@@ -179,11 +178,6 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._foreach_mul_": "multiply many tensors at once",
         "torch._foreach_norm": "take the norms of many tensors at once",
         "torch._foreach_zero_": "clear many tensors at once",
-    },
-    "step/update.py": {
-        "torch._fused_adam_": "update with torch's own kernel",
-        "torch._fused_adamw_": "update with torch's own kernel",
-        "torch._fused_sgd_": "update with torch's own kernel",
     },
     "session/attach.py": {
         "torch.optim.lr_scheduler.LRScheduler._is_initial": "tell a scheduler's first step from the loop's",

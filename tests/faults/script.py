@@ -22,7 +22,7 @@ FAULTS = (
         ("script: half of a copy ends the run", 'if id(module) not in parents and "_modules" in vars(module):',
          "if id(module) not in parents:", "tests/script/test_gathering.py::test_when_a_session_begins_and_ends",
          "a script that has tried to copy its model would end in an AttributeError of mezzo's"),
-        ("script: a session begins in an evaluation", " and torch.is_grad_enabled() and not is_traced", " and not is_traced",
+        ("script: a session begins in an evaluation", " and torch.is_grad_enabled() and not is_scripted", " and not is_scripted",
          "tests/script/test_gathering.py::test_when_a_session_begins_and_ends",
          "weights would be stored low before the script has loaded its checkpoint"),
         ("script: an optimizer's own products count", "lambda: gathering.is_apart()", "lambda: False",

@@ -304,7 +304,7 @@ def test_what_methods_call_in_turn_are_calls_of_modules(odd):
             lambda: model.fit(iter([x, x]))
         )  # given no tensor: products of its own are FP32, of modules low
         assert used == {"bfloat16", "float32"}
-        assert amp.engine.windows[0].passes == 2
+        assert amp.engine.windows[0].now.passes == 2
         (given,) = model.steps(x)
         assert given.dtype == torch.float32
         with pytest.raises(StopIteration) as returned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import EllipsisType, NoneType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -224,6 +225,41 @@ def _looks_up(args: Any, kwargs: Any) -> Instead | None:
     return None if is_sparse or is_rescaled else _gathers(args, kwargs)
 
 
+#: How many windows may share an element before its gradient is added up in more than 16 bits.
+_FEW: Final = 16
+
+
+def _slides(args: Any, kwargs: Any) -> Instead | None:
+    """Ask about a pool, or a view, whose windows overlap: the gradients of all that share an element are added up."""
+    x = _given(0, "input self", args, kwargs)
+    sizes, strides = _given(1, "kernel_size", args, kwargs), _given(2, "stride", args, kwargs)
+    return _RUNNING_GRADIENT if _trains_low(x) and _num_shared(sizes, strides or sizes) > _FEW else None
+
+
+def _unfolds(args: Any, kwargs: Any) -> Instead | None:
+    """The same of ``x.unfold(dimension, size, step)``; ``functional.unfold`` of images has the name, too."""
+    x, dim = _given(0, "self input", args, kwargs), _given(1, "dimension", args, kwargs)
+    if not _trains_low(x):
+        return None
+    if len(args) + len(kwargs) != 4 or type(dim) is not int or not -x.dim() <= dim < x.dim():
+        return _RUNNING_GRADIENT
+    size, step = _given(2, "size", args, kwargs), _given(3, "step", args, kwargs)
+    return _RUNNING_GRADIENT if step and _num_shared(size, step) > _FEW else None
+
+
+def _num_shared(sizes: Any, strides: Any) -> int:
+    """Return how many windows share an element."""
+    dims = max(len(each) if isinstance(each, Sequence) else 1 for each in (sizes, strides))
+    return math.prod(-(-k // s) for k, s in zip(_each(sizes, dims), _each(strides, dims), strict=True))
+
+
+def _adds_duplicates(args: Any, kwargs: Any) -> Instead | None:
+    """Ask about a sparse tensor that may name an element several times: these are added up."""
+    x = _given(0, "input self", args, kwargs)
+    is_sum = isinstance(x, Tensor) and x.layout is torch.sparse_coo and x.dtype in LOW and not x.is_coalesced()
+    return _RUNNING if is_sum else None
+
+
 #: Indices that give a view.
 _SLICES: Final = frozenset({int, slice, NoneType, EllipsisType, bool})
 
@@ -286,6 +322,10 @@ BY_ARGUMENTS: Final[dict[str, ByArguments]] = {
     "getitem": _indexes,
     **dict.fromkeys("index_select gather take take_along_dim repeat_interleave im2col".split(), _gathers),
     **dict.fromkeys(("embedding", "embedding_bag"), _looks_up),
+    **dict.fromkeys("avg_pool1d avg_pool2d max_pool1d max_pool2d".split(), _slides),
+    **{f"max_pool{dims}d_with_indices": _slides for dims in (1, 2, 3)},
+    "unfold": _unfolds,
+    **dict.fromkeys(("coalesce", "to_dense"), _adds_duplicates),
     **dict.fromkeys(MAKES_COMPLEX, _makes_complex),
     **dict.fromkeys(("batch_norm", "instance_norm"), _written_out),
 }

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from mezzo.backward import node_of
 from mezzo.cast.notes import WATCHERS, during
+from mezzo.compiling import is_scripted
 from mezzo.dispatch import is_transformed, num_dispatch_modes, unseen_by_checkpoints
 from mezzo.tensors import CASTABLE, mark, tree_is_leaf, tree_map
 from mezzo.weights.halves import Halves
@@ -153,8 +154,8 @@ class WeightCasts:
     Writes through ``.data`` leave no such trace; they are seen by the next region, as with torch's own cache, which is
     as long and compares nothing.
 
-    Casts made without gradients never serve training, nor the other way round, and nothing is kept in inference mode,
-    under ``torch.func``, in forward-mode AD or while torch.compile traces.
+    Casts made without gradients never serve training, nor the other way round, and nothing is kept of weights that are
+    frozen, in inference mode, under ``torch.func``, in forward-mode AD, or while torch.compile or torch.jit traces.
 
     No cast is an operation inside of a selective checkpoint (``create_selective_checkpoint_contexts``), which compares
     those of its body with those of the recomputation: a weight that was cast before has none in the one of both.
@@ -194,7 +195,8 @@ class WeightCasts:
             return param.to(dtype)
         if isinstance(param, Halves):  # the cast is there already
             return _unseen(param.low, dtype)
-        if not self.keeps or param.is_inference() or torch.is_inference_mode_enabled():
+        is_kept = self.keeps and param.requires_grad
+        if not is_kept or param.is_inference() or torch.is_inference_mode_enabled() or is_scripted():
             return _unseen(param.to, dtype)
         if not is_plain and is_transformed():
             return _unseen(param.to, dtype)

@@ -183,7 +183,7 @@ class AcceleratedPrecision(AttachedPrecision):
 
     def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self.is_closed:  # prepared optimizers go on calling it
-            return self.engine.steps_by[optimizer](*args, **kwargs)
+            return self.engine.writes.steps_by[optimizer](*args, **kwargs)
         return None if self._is_telling else super()._own_step(optimizer, of, *args, **kwargs)
 
     def step_and_tell(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

@@ -6,7 +6,8 @@ The reference is plain Python in tests/scale/test_rules.py; other executors must
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from operator import methodcaller
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale, as_float32
 from mezzo.scale.state import ScaleState
+
+_ITEM: Final = methodcaller("item")
 
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
 ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
@@ -93,7 +96,7 @@ def next_scale_on_host(state: ScaleState, found_inf: bool, config: LossScale) ->
     """
     if config.mode != "dynamic":
         return next_scale(state, torch.tensor(found_inf), config)
-    values = [tensor.numpy().item() for tensor in state.tensors()]  # numpy asks nothing of a device
+    values = list(map(_ITEM, map(Tensor.numpy, state.tensors())))  # numpy asks nothing of a device
     scale, *counts = _moved(values, found_inf, config)
     return ScaleState.made(scale, counts, "cpu")
 

@@ -162,7 +162,7 @@ class Captured(Generic[R]):
             return _detached(self._fn(*args, **kwargs))
         self._amp.autocast()  # which a closed session refuses
         raise_together(_looked_at(engine))
-        engine.require_whole()
+        engine.writes.require_whole()
         engine.account.check()
         _require_no_window(engine)
         batch = self._batch = self._batch or _Batch(args, kwargs, engine.device)
@@ -241,7 +241,7 @@ class Captured(Generic[R]):
         except BaseException:
             # No kernel has run: what Python has of this step is forgotten, and the session is as it was.
             scaler.hold(before, in_graph=False)
-            engine.broken = ""
+            engine.writes.broken = ""
             engine.clear()
             raise
         finally:
@@ -347,7 +347,7 @@ def _require_no_window(engine: Engine) -> None:
     Raises:
         StateError: There are some.
     """
-    if any(window.passes for window in engine.windows):
+    if any(window.now.passes for window in engine.windows):
         raise StateError(
             "a captured step begins or ends inside an accumulation window",
             why="gradients live and die inside the graph: it takes none in, and leaves none",
@@ -496,16 +496,17 @@ def _held(engine: Engine) -> dict[str, Any]:
 
     **Cost**: a look at each parameter and each tensor of optimizer state, some 0.1 µs each.
     """
-    weights = engine.weights
+    engine.follow(writes=True)
+    weights, plan = engine.weights, engine.plan
     found: dict[str, Any] = {"max_grad_norm": engine.max_grad_norm}
     for number, model in enumerate(weights.models):
         name = f"{type(model).__name__}, model {number}"
         found[f"parameters and buffers of {name}"] = addresses([*in_memory(model.parameters()), *model.buffers()])
         found[f"requires_grad of {name}"] = [param.requires_grad for param in model.parameters()]
         found[f"training of {name}"] = [module.training for module in model.modules()]
+    found["what optimizers update"] = [*plan.ends, *map(id, plan.params)]
     for number, optimizer in enumerate(weights.optimizers):
         name = f"{type(optimizer).__name__}, optimizer {number}"
-        found[f"what {name} updates"] = addresses(in_memory(weights.updated(optimizer)))
         found[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))
         if (own := as_one_pass(optimizer)) is not None:  # numbers, and tensors in host memory, are brought over
             values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]

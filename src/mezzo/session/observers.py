@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from mezzo.backward import note
 from mezzo.errors import NumericsError, UnsupportedError, some_of
@@ -39,7 +38,6 @@ class Judged:
         is_alike: Whether all gradients are of one dtype on one device.
         losses: What the backward passes have differentiated, in their order; 0-d.
         failed: 0-d bool: whether a loss itself was not finite.
-        shown: The optimizers in whose steps a program's code looks at gradients, which are plain then.
     """
 
     params: list[Tensor]
@@ -50,7 +48,6 @@ class Judged:
     is_alike: bool
     losses: list[Tensor]
     failed: Tensor
-    shown: list[Optimizer]
 
 
 class Watched(Protocol):
@@ -153,7 +150,7 @@ class Explains:
 
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
         """Forget passes whose gradients were cleared without a step."""
-        if not any(window.passes for window in engine.windows):
+        if not any(window.now.passes for window in engine.windows):
             self._replay.clear()
 
     def judged(self, engine: Watched, judged: Judged) -> None:

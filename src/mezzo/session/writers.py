@@ -2,48 +2,237 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import ne
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from dataclasses import dataclass, replace
+from operator import attrgetter, ne
+from typing import Any, ClassVar, Final, Protocol, cast
 
 import numpy
 import torch
-from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch import Tensor
+from torch.optim import Optimizer
 
-from mezzo.errors import PolicyError, StateError, some_of
-from mezzo.hooks import Look, before_every_step, hooks_of_every_step, step_hooks
-from mezzo.interrupts import Members, uninterrupted
+from mezzo.errors import PolicyError, StateError
+from mezzo.hooks import before_every_step, has_hooks_of_every_step, hooks_of_every_step, step_hooks
+from mezzo.interrupts import Members
 from mezzo.optim.groups import changes_nothing
-from mezzo.optim.optimizer import as_one_pass, one_pass
-from mezzo.session.observers import Judged, Watched
-from mezzo.session.window import Window, multiply
+from mezzo.optim.optimizer import OnePassOptimizer, as_one_pass
+from mezzo.session.observers import Judged
+from mezzo.session.weights import Weights
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import dense
-from mezzo.step.verdict import as_fused
-from mezzo.tensors import LOW, tensors, tree_map, versions
+from mezzo.step.gradients import dense, multiply
+from mezzo.step.verdict import Verdict, as_fused
+from mezzo.tensors import LOW, tensors, versions
 from mezzo.weights.stepping import in_memory, stored_again
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from mezzo.session.stats import Step
-    from mezzo.session.weights import Weights
-
-
+_WAITS: Final = attrgetter("waits")
+_IS_PLAIN: Final = attrgetter("is_plain")
+_DIVIDES: Final = attrgetter("divides")
 #: Where optimizers are that a program has not written.
 _OWN: Final = ("torch.optim.", "mezzo.optim.")
 _FLOATS: Final = {float, numpy.float64}
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Writer:
+    """What updates the parameters of one optimizer as a verdict says: of any optimizer whose kernels are not told it.
+
+    The host asks whether to skip, once for all such optimizers of a step; gradients are multiplied in place before it.
+
+    Attributes:
+        optimizer: The optimizer.
+        is_shown: Whether a program's code looks at gradients in its step: a hook, or a class with another step.
+        is_plain: Whether the gradients are multiplied in place before the step, and not by the optimizer's kernels.
+        waits: Whether the host asks for the verdict before the step.
+        has_low: Whether it has parameters in 16 bits, which want gradients of their dtype.
+        divides: Whether its kernels leave gradients without the scale, where they multiply.
+    """
+
+    divides: ClassVar[bool] = False
+    optimizer: Optimizer
+    is_shown: bool = False
+    is_plain: bool = True
+    waits: bool = True
+    has_low: bool = False
+
+    def now(self, *, asked: bool) -> Writer:
+        """Return what writes in a step that is about to be judged.
+
+        Args:
+            asked: Whether the host decides, as where something is called in place of the optimizer's step.
+        """
+        return self
+
+    def ready(self, verdict: Verdict) -> None:
+        """Raise all that the optimizer could refuse; nothing is written."""
+
+    def before(self, judged: Judged, step: Callable[..., Any], *, is_new: bool) -> Before:
+        """Note what is there before a step, which may raise."""
+        of_torch = getattr(step, "__module__", "").startswith("torch.optim.")
+        is_orderly = of_torch and judged.is_alike and not self.is_shown
+        return _Stood(self.optimizer, is_orderly=is_orderly, is_new=is_new and not of_torch)
+
+    def write(self, judged: Judged, step: Callable[..., Any]) -> None:
+        """Update, or skip where the verdict says so.
+
+        Args:
+            judged: The gradients, with the verdict.
+            step: What steps with the optimizer.
+        """
+        step()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnePass(Writer):
+    """What updates the parameters of one of mezzo's optimizers, which take a verdict."""
+
+    optimizer: OnePassOptimizer
+
+    def now(self, *, asked: bool) -> Writer:
+        """See :meth:`Writer.now`."""
+        return replace(self, is_plain=True, waits=True) if asked else self
+
+    def ready(self, verdict: Verdict) -> None:
+        """See :meth:`Writer.ready`."""
+        self.optimizer.make_ready(verdict.applied() if self.is_plain else verdict, keep=not self.is_plain)
+
+    def before(self, judged: Judged, step: Callable[..., Any], *, is_new: bool) -> Before:
+        """See :meth:`Writer.before`."""
+        return _Updates(self.optimizer)
+
+    def write(self, judged: Judged, step: Callable[..., Any]) -> None:
+        """See :meth:`Writer.write`."""
+        self.optimizer.update(judged.verdict.applied() if self.is_plain else judged.verdict, step)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fused(Writer):
+    """What updates the parameters of a fused optimizer of torch's, whose kernels are told to skip, and the scale."""
+
+    divides: ClassVar[bool] = True
+
+    def now(self, *, asked: bool) -> Writer:
+        """See :meth:`Writer.now`."""
+        if asked or not _has_begun(self.optimizer):
+            return Writer(self.optimizer, is_shown=self.is_shown, has_low=self.has_low)
+        return replace(self, is_plain=True) if self.has_low and _narrows(self.optimizer) else self
+
+    def write(self, judged: Judged, step: Callable[..., Any]) -> None:
+        """See :meth:`Writer.write`. Gradients are left without the scale."""
+        verdict, told = judged.verdict, cast(Any, self.optimizer)
+        numbers = [verdict.found_inf, *([verdict.multiplier] if judged.is_clipped else [])]
+        found_inf, *divisor = verdict.as_fused or shared(as_fused, (), numbers)
+        # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
+        grad_scale = None if self.is_plain else divisor[0] if divisor else judged.scale
+        if (own_scale := getattr(told, "grad_scale", None)) is not None:  # a user's counts besides, as in torch
+            grad_scale = own_scale if grad_scale is None else grad_scale * own_scale
+        told.found_inf, told.grad_scale = found_inf, grad_scale
+        try:
+            step()
+        finally:
+            del told.found_inf, told.grad_scale
+
+
+def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Writer:
+    """Return what updates the parameters of an optimizer.
+
+    It holds as long as :func:`deciding` returns the same of the optimizer, and its parameters have these dtypes.
+
+    Args:
+        optimizer: The optimizer.
+        is_shared: Whether another one updates parameters of it, and reads the same gradients.
+        num_hooks: How many hooks before its step are a session's, which raise and write nothing there.
+    """
+    is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
+    is_shown = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
+    is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or has_hooks_of_every_step()
+    is_plain, own = is_shared or is_shown, as_one_pass(optimizer)
+    if own is not None:
+        return OnePass(own, is_shown=is_shown, is_plain=is_plain, waits=False)
+    has_low = any(param.dtype in LOW for group in optimizer.param_groups for param in group["params"])
+    if _is_told(optimizer):
+        return Fused(optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, has_low=has_low)
+    return Writer(optimizer, is_shown=is_shown, has_low=has_low)
+
+
+def deciding(optimizers: Iterable[Optimizer]) -> list[Any]:
+    """Return what of optimizers decides who writes, and what nothing tells of: to be compared with what it was.
+
+    Hooks before steps, a ``step`` that was replaced, groups that are no longer fused.
+
+    **Cost**: 1 µs an optimizer.
+    """
+    found: list[Any] = hooks_of_every_step()
+    for each in optimizers:
+        found += each.step, *step_hooks(each)
+        for group in each.param_groups:
+            found.append(group.get("fused"))
+    return found
+
+
+def takes_flags(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's kernels are told on the device to skip; a loaded state may have turned that off.
+
+    Those of torch's fused SGD are once there are momentum buffers: what a skipped first step leaves was never written.
+    """
+    return _is_told(optimizer) and _has_begun(optimizer)
+
+
+def _is_told(optimizer: Optimizer) -> bool:
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or _asks_for_scaler(type(optimizer).step):
+        return False
+    return all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+@functools.cache
+def _asks_for_scaler(step: Callable[..., Any]) -> bool:
+    """Whether an optimizer's step is of the older contract: it is given a scaler, and reads no flags."""
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def _has_begun(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's first step may be skipped on the device: SGD leaves momentum there that it never wrote."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    return all(
+        optimizer.state.get(param, {}).get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if group["momentum"] and param.grad is not None
+    )
+
+
+def _narrows(optimizer: Optimizer) -> bool:
+    """Whether there are FP32 gradients of low weights, of which a policy keeps no FP32 values."""
+    low = (param for group in optimizer.param_groups for param in group["params"] if param.dtype in LOW)
+    return any(param.grad is not None and param.grad.dtype not in LOW for param in low)
+
+
+def _narrow(params: Any) -> None:
+    """Give low weights gradients of their own dtype, as torch's optimizers want them."""
+    for param in params:
+        if param.dtype in LOW and param.grad is not None and param.grad.dtype not in LOW:
+            wide, param.grad, param.grad_dtype = param.grad, None, param.dtype
+            param.grad = wide.to(param.dtype)
+
+
+class Carries(Protocol):
+    """What knows which scale the gradients of some optimizers carry: a window."""
+
+    def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
+        """Know that the gradients of some optimizers, if any are here, carry no scale any more, and what was found."""
+
+
+# The writes of an engine --------------------------------------------------------------------------------------
+
+
 class Writes:
-    """What an engine has of its optimizers, and how it writes with them.
+    """The writes of an engine: which optimizer has which writer, what steps with it, and whether all is whole.
 
     Args:
         weights: The models and optimizers.
@@ -87,6 +276,10 @@ class Writes:
             or any(optimizer in inner_optimizers(each) for each in known)
         )
 
+    def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Return what steps with an optimizer."""
+        return self.steps_by.get(optimizer) or optimizer.step
+
     @contextmanager
     def stepping_by(self, optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[list[Any]]:
         """Have an optimizer step by this call meanwhile; yield where what the call returns is noted."""
@@ -105,11 +298,15 @@ class Writes:
             if before is not None:
                 self.steps_by[optimizer] = before
 
-    def shows(self, optimizer: Optimizer) -> bool:
-        """Whether a program's code looks at gradients in an optimizer's step: a hook, or a class with another step."""
-        is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
-        is_seen = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
-        return is_seen or _has_other_hooks(optimizer, self.num_hooks)
+    @contextmanager
+    def stepping(self, is_stepping: bool = True) -> Iterator[None]:
+        """Let optimizers step on the engine's behalf in the block, or not where a program's closure runs in there."""
+        before, self.is_stepping = self.is_stepping, is_stepping
+        try:
+            yield
+        finally:
+            self.is_stepping = before
+            torch.clear_autocast_cache()  # a region may be around the loop: model.fit(x)
 
     def require_whole(self) -> None:
         """Refuse to go on from an update that an optimizer has ended in its middle.
@@ -126,90 +323,65 @@ class Writes:
             )
 
     def write(
-        self,
-        windows: list[Window],
-        optimizers: list[Optimizer],
-        judged: Judged,
-        *,
-        by: Callable[..., Any] | None,
+        self, writers: Sequence[Writer], windows: Sequence[Carries], judged: Judged, by: Callable[..., Any] | None
     ) -> None:
         """Update, or skip.
 
-        Optimizers whose kernels can do it, mezzo's and torch's fused ones, unscale, clip and skip on the device. For
-        all others the host asks whether to skip, one sync for all, and gradients are multiplied in place.
-
         Args:
+            writers: Of the optimizers that step: what :meth:`Writer.now` has returned.
             windows: The gradients' windows.
-            optimizers: Those that step.
             judged: The gradients, with the verdict.
             by: Called in place of the one optimizer's step, if it is not skipped.
         """
         verdict = judged.verdict
-        of_mezzo = one_pass(optimizers)
-        on_device = [each for each in optimizers if by is None and takes_flags(each)]
-        shared_by = {each for window in windows if len(window.optimizers) > 1 for each in window.optimizers}
-        # Another optimizer would read the same gradients, or a program's code; and low weights take no FP32 ones.
-        alone = [each for each in on_device if each not in shared_by and each not in judged.shown]
-        multiplying = [each for each in alone if each in of_mezzo or not _narrows(each)]
-        for own in of_mezzo:  # what one refuses is refused before another has stepped
-            does_all = own in multiplying
-            own.make_ready(verdict if does_all else verdict.applied(), keep=does_all)
-        skips = len(on_device) < len(optimizers) and bool(verdict.found_inf)
-        stepping = [each for each in optimizers if not skips or each in on_device]
-        others = [each for each in stepping if each not in multiplying]
-        if others and not verdict.is_one:
-            params = {id(param): param for other in others for param in self.weights.updated(other)}
+        for each in writers:  # what one refuses is refused before another has stepped
+            each.ready(verdict)
+        if any(map(_WAITS, writers)) and bool(verdict.found_inf):
+            writers = [each for each in writers if not each.waits]
+        if any(map(_IS_PLAIN, writers)):
+            self._multiply([each for each in writers if each.is_plain], windows, verdict)
+        self._step_all(writers, judged, by)
+        if any(map(_DIVIDES, writers)):
+            divided = [each.optimizer for each in writers if each.divides and not each.is_plain]
+            for window in windows if divided else ():
+                window.lost_scale(divided)
+
+    def _multiply(self, writers: list[Writer], windows: Sequence[Carries], verdict: Verdict) -> None:
+        """Make the gradients plain that optimizers read as they are."""
+        optimizers = [each.optimizer for each in writers]
+        if not verdict.is_one:
+            params = {id(param): param for each in optimizers for param in self.weights.updated(each)}
             multiply(dense(list(params.values()))[1], verdict.multiplier)
             for window in windows:
-                if not set(window.optimizers).isdisjoint(others):
-                    # Should a hook raise, so that the step is taken again.
-                    window.scale, window.found = None, verdict.found_inf
-        for other in others:
-            if other not in of_mezzo:
-                _narrow(self.weights.updated(other))
-        self._step_all(stepping, judged, multiplying, on_device, by)
-        divided = [optimizer for optimizer in multiplying if optimizer not in of_mezzo]
-        for window in windows if divided else ():  # torch's fused kernels leave gradients without the scale
-            if not set(window.optimizers).isdisjoint(divided):
-                window.scale = None
+                window.lost_scale(optimizers, verdict.found_inf)  # should a hook raise, so that the step is taken again
+        for each in writers:
+            if each.has_low:
+                _narrow(self.weights.updated(each.optimizer))
 
-    def _step_all(
-        self,
-        stepping: list[Optimizer],
-        judged: Judged,
-        multiplying: list[Optimizer],
-        on_device: list[Optimizer],
-        by: Callable[..., Any] | None,
-    ) -> None:
-        begun: list[_Stood] = []
+    def _step_all(self, writers: Sequence[Writer], judged: Judged, by: Callable[..., Any] | None) -> None:
+        begun: list[tuple[Writer, Before]] = []
         self.is_stepping = True
         try:
-            for optimizer in stepping:
-                step = by or self.steps_by.get(optimizer, optimizer.step)
-                begun.append(self._stood(optimizer, step, judged))
-                _step(optimizer, step, judged, multiplies=optimizer in multiplying, on_device=optimizer in on_device)
-                if begun[-1].is_new and begun[-1].is_counted():
+            for writer in writers:
+                optimizer, step = writer.optimizer, by or self.step_of(writer.optimizer)
+                is_new = optimizer not in self._counted
+                before = writer.before(judged, step, is_new=is_new)
+                begun.append((writer, before))
+                writer.write(judged, step)
+                if is_new and before.is_counted():
                     self._counted.add(optimizer)
         except BaseException:
-            for each in stepping:
-                stored_again(each)
-            if any(each.was_written() for each in begun):
-                self.broken = f"{type(begun[-1].optimizer).__name__}.step()"
+            for each in writers:
+                stored_again(each.optimizer)
+            if any(before.was_written() for _, before in begun):
+                self.broken = f"{type(begun[-1][0].optimizer).__name__}.step()"
             else:
-                for stood in begun:
-                    stood.restore()
+                for _, before in begun:
+                    before.restore()
             raise
         finally:
             self.is_stepping = False
             torch.clear_autocast_cache()  # a region may be around the loop: model.fit(x)
-            for each in stepping:
-                stored_again(each)
-
-    def _stood(self, optimizer: Optimizer, step: Callable[..., Any], judged: Judged) -> _Stood:
-        """Note what stands before an optimizer steps."""
-        of_torch = getattr(step, "__module__", "").startswith("torch.optim.")
-        is_orderly = of_torch and judged.is_alike and optimizer not in judged.shown
-        return _Stood(optimizer, is_orderly=is_orderly, is_new=not of_torch and optimizer not in self._counted)
 
 
 # What a step that raises has done -----------------------------------------------------------------------------
@@ -219,8 +391,39 @@ _WHOLE: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SUMMED: Final = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64}
 
 
+class Before(Protocol):
+    """What was there before a step of an optimizer: should the step raise, whether it has written that."""
+
+    def is_counted(self) -> bool:
+        """Whether the step, which has not raised, has shown that torch counts the optimizer's writes."""
+
+    def was_written(self) -> bool:
+        """Whether the step has written what was there before it."""
+
+    def restore(self) -> None:
+        """Take away what the step has made, and put numbers back."""
+
+
+class _Updates:
+    """How many updates one of mezzo's optimizers had: they refuse before they write, and count themselves."""
+
+    def __init__(self, optimizer: OnePassOptimizer) -> None:
+        self._optimizer, self._updates = optimizer, optimizer.updates
+
+    def is_counted(self) -> bool:
+        """See :class:`Before`."""
+        return True
+
+    def was_written(self) -> bool:
+        """See :class:`Before`."""
+        return self._optimizer.updates != self._updates
+
+    def restore(self) -> None:
+        """See :class:`Before`: there is nothing."""
+
+
 class _Stood:
-    """What stood before a step of an optimizer: should the step raise, whether it has written that.
+    """What stood before a step of another optimizer.
 
     Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted there
     or in groups are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of
@@ -232,17 +435,11 @@ class _Stood:
             at once, as torch's do: then the first one tells.
         is_new: Whether no step of it has shown yet that its writes are counted.
 
-    **Cost**: 5 µs a group where it is orderly, else 1 µs a parameter; of a new one a pass over its parameters. mezzo's
-    tell it by themselves.
+    **Cost**: 5 µs a group where it is orderly, else 1 µs a parameter; of a new one a pass over its parameters.
     """
 
     def __init__(self, optimizer: Optimizer, *, is_orderly: bool, is_new: bool) -> None:
-        self.optimizer, self._own = optimizer, as_one_pass(optimizer)
-        self.is_new = is_new and self._own is None
-        self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = []  # mappings, each with what it holds
-        if self._own is not None:
-            self._updates = self._own.updates
-            return
+        self.is_new = is_new
         if is_orderly:
             self._params, state = _firsts(optimizer), optimizer.state
             inner = [state[param] for param in self._params if param in state]
@@ -253,7 +450,7 @@ class _Stood:
             self._params = [param for group in groups for param in group["params"]]
             inner = [*groups, *(kept for each in family for kept in each.state.values() if isinstance(kept, dict))]
             outer = [each.state for each in family]
-        self._held = [(each, dict(each)) for each in (*outer, *inner)]
+        self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(each, dict(each)) for each in (*outer, *inner)]
         values = [value for each in inner for name, value in each.items() if name != "params"]
         others = [value for value in values if not isinstance(value, Tensor)]
         self._tensors = [*self._params, *values]
@@ -263,20 +460,18 @@ class _Stood:
         self._bits = _bits(self._params) if self.is_new else []
 
     def is_counted(self) -> bool:
-        """Whether torch has counted a write to a parameter."""
-        return any(map(ne, versions(self._params), self._versions))
+        """See :class:`Before`."""
+        return self.is_new and any(map(ne, versions(self._params), self._versions))
 
     def was_written(self) -> bool:
-        """Whether the step has written what stood before it."""
-        if self._own is not None:
-            return self._own.updates != self._updates
+        """See :class:`Before`."""
         if versions(self._tensors) != self._versions or any(map(is_distributed, self._params)):
             return True  # of shards torch counts nothing, and other ranks may have written
         now = _bits(self._params) if self.is_new else []
         return len(now) != len(self._bits) or not all(map(torch.equal, self._bits, now))
 
     def restore(self) -> None:
-        """Take away what the step has made, and put numbers back."""
+        """See :class:`Before`."""
         for mapping, held in self._held:
             mapping.clear()
             mapping.update(held)
@@ -311,11 +506,11 @@ def guarded(writes: Writes) -> Callable[[], None]:
     """Refuse steps of optimizers over the models' parameters that a session does not know; return what ends it."""
     here = weakref.ref(writes, _LIVE.remove)
     _LIVE.add(here)
-    before_every_step(_LOOK)
+    before_every_step(_refuse_unknown)
     return functools.partial(_LIVE.remove, here)
 
 
-def _refuse_unknown(optimizer: Optimizer) -> None:
+def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
     """Refuse a step that a session should have been told of: a hook before each step of any optimizer.
 
     Raises:
@@ -345,9 +540,6 @@ def _refuse_unknown(optimizer: Optimizer) -> None:
         )
 
 
-_LOOK: Final = Look(_refuse_unknown)
-
-
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that one has as its attributes, as SAM wraps one, and those that these have."""
     found = [optimizer]
@@ -356,72 +548,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     return found[1:]
 
 
-def _has_other_hooks(optimizer: Optimizer, own: int) -> bool:
-    """Whether hooks run before an optimizer's step, besides so many of the session's."""
-    return len(step_hooks(optimizer)) > own or not {*map(type, hooks_of_every_step())} <= {Look}
-
-
-def _step(optimizer: Optimizer, step: Callable[..., Any], judged: Judged, *, multiplies: bool, on_device: bool) -> None:
-    verdict = judged.verdict
-    if (own := as_one_pass(optimizer)) is not None:
-        own.update(verdict if multiplies else verdict.applied(), step)
-    elif not on_device:
-        step()
-    else:
-        numbers = [verdict.found_inf, *([verdict.multiplier] if judged.is_clipped else [])]
-        found_inf, *divisor = verdict.as_fused or shared(as_fused, (), numbers)
-        # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
-        grad_scale = (divisor[0] if divisor else judged.scale) if multiplies else None
-        told: Any = optimizer
-        if (own_scale := getattr(told, "grad_scale", None)) is not None:  # a user's counts besides, as in torch
-            grad_scale = own_scale if grad_scale is None else grad_scale * own_scale
-        told.found_inf, told.grad_scale = found_inf, grad_scale
-        try:
-            step()
-        finally:
-            del told.found_inf, told.grad_scale
-
-
-def takes_flags(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's kernels are told on the device to skip; a loaded state may have turned that off.
-
-    Those of torch's fused SGD are once there are momentum buffers: what a skipped first step leaves was never written.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False) or _asks_for_scaler(type(optimizer).step):
-        return False
-    if not all(group.get("fused", True) for group in optimizer.param_groups):
-        return False
-    if not isinstance(optimizer, torch.optim.SGD):
-        return True
-    return all(
-        optimizer.state.get(param, {}).get("momentum_buffer") is not None
-        for group in optimizer.param_groups
-        for param in group["params"]
-        if group["momentum"] and param.grad is not None
-    )
-
-
-@functools.cache
-def _asks_for_scaler(step: Callable[..., Any]) -> bool:
-    """Whether an optimizer's step is of the older contract: it is given a scaler, and reads no flags."""
-    return "grad_scaler" in inspect.signature(step).parameters
-
-
-def _narrows(optimizer: Optimizer) -> bool:
-    """Whether there are FP32 gradients of low weights, of which a policy keeps no FP32 values."""
-    low = (param for group in optimizer.param_groups for param in group["params"] if param.dtype in LOW)
-    return any(param.grad is not None and param.grad.dtype not in LOW for param in low)
-
-
-def _narrow(params: Any) -> None:
-    """Give low weights gradients of their own dtype, as torch's optimizers want them."""
-    for param in params:
-        if param.dtype in LOW and param.grad is not None and param.grad.dtype not in LOW:
-            wide, param.grad, param.grad_dtype = param.grad, None, param.dtype
-            param.grad = wide.to(param.dtype)
-
-
-def check_numbers(optimizers: Collection[Optimizer]) -> None:
+def check_numbers(optimizer: Optimizer) -> None:
     """Refuse hyper-parameters of torch's and mezzo's own that are not finite; tensors are not looked at.
 
     What other classes keep in their groups is their business: to some, infinity means no limit.
@@ -429,206 +556,20 @@ def check_numbers(optimizers: Collection[Optimizer]) -> None:
     Raises:
         PolicyError: With the optimizer, the group and the name.
     """
-    for optimizer in optimizers:
-        own = _own_class(type(optimizer).__mro__)
-        for number, group in enumerate(optimizer.param_groups):
-            for name, value in group.items():
-                if type(value) in _FLOATS and value - value != 0 and name in inspect.signature(own).parameters:
-                    raise PolicyError(
-                        f"{name} is {value}",
-                        where=f"{type(optimizer).__name__}, group {number}",
-                        why="every weight would be NaN after this step",
-                        write=f'optimizer.param_groups[{number}]["{name}"] = …, a finite number',
-                    )
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if type(value) not in _FLOATS or value - value == 0:
+                continue
+            if name in inspect.signature(_own_class(type(optimizer).__mro__)).parameters:
+                raise PolicyError(
+                    f"{name} is {value}",
+                    where=f"{type(optimizer).__name__}, group {number}",
+                    why="every weight would be NaN after this step",
+                    write=f'optimizer.param_groups[{number}]["{name}"] = …, a finite number',
+                )
 
 
 @functools.cache
 def _own_class(kinds: tuple[type, ...]) -> type:
     """Return the first of an optimizer's classes that is torch's or mezzo's: ``Optimizer`` of most others."""
     return next(each for each in kinds if each.__module__.startswith(_OWN))
-
-
-# Optimizers that evaluate the loss inside their step: each time it is checked, and all is undone if one overflows.
-
-
-class Judges(Watched, Protocol):
-    """What judges evaluations and takes the step that they end in: an engine.
-
-    Attributes:
-        steps_by: What steps with an optimizer whose ``step`` is taken over.
-        is_stepping: Whether optimizers step on the engine's behalf now.
-    """
-
-    steps_by: dict[Optimizer, Callable[..., Any]]
-    is_stepping: bool
-
-    def require_whole(self) -> None:
-        """Refuse to go on from an update that was ended half-way."""
-
-    def told_to_ranks(self) -> AbstractContextManager[None]:
-        """Have an error of this rank end the step of all."""
-
-    def warn_of_edits(self, windows: list[Window]) -> None:
-        """Warn of gradients that were edited while they carry the scale."""
-
-    def judge(self, windows: list[Window], optimizers: Collection[Optimizer]) -> tuple[Judged, Tensor | None]:
-        """Judge the gradients of some optimizers."""
-
-    def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
-        """End a step whose writes are done."""
-
-
-def evaluated(engine: Judges, optimizers: Collection[Optimizer], closure: Callable[[], Any]) -> Step:
-    """Let one optimizer evaluate the loss by itself, as LBFGS and SAM do.
-
-    Gradients that there are before the first evaluation count as one: SAM begins with them. If an evaluation overflows,
-    or anything raises, weights and the optimizer's state are put back.
-
-    Args:
-        engine: The engine.
-        optimizers: The one.
-        closure: Clears the gradients, computes the loss, and runs its backward pass.
-
-    Raises:
-        PolicyError: Several optimizers, each of which would move its weights between evaluations.
-        StateError: The closure computed no gradient, or was not evaluated.
-
-    **Cost**: a copy of weights and state; one host sync for each evaluation.
-    """
-    if len(optimizers) != 1:
-        raise PolicyError(
-            "a closure is for one optimizer",
-            where=f"amp.step(closure=…) for {some_of([type(each).__name__ for each in optimizers])}",
-            why="each optimizer moves its weights between two evaluations of the loss",
-            write="amp.step(optimizers=optimizer, closure=closure), for one after the other",
-        )
-    engine.require_whole()
-    check_numbers(optimizers)
-    with engine.told_to_ranks():
-        return _Evaluations(engine, next(iter(optimizers)), closure).run()
-
-
-class _Evaluations:
-    """The evaluations of one step."""
-
-    def __init__(self, engine: Judges, optimizer: Optimizer, closure: Callable[[], Any]) -> None:
-        self._engine, self._optimizer, self._closure = engine, optimizer, closure
-        (self._window,) = (window for window in engine.windows if optimizer in window.optimizers)
-        self._last: tuple[Judged, Tensor | None, Tensor | None] | None = None
-
-    def run(self) -> Step:
-        engine, weights = self._engine, self._engine.weights
-        before = [(param, param.detach().clone()) for param in weights.updated(self._optimizer)]
-        restores = [_remembering(each) for each in (self._optimizer, *inner_optimizers(self._optimizer))]
-        engine.is_stepping = True
-        try:
-            if self._window.passes and self._window.has_gradients():
-                self._judge()  # SAM begins with these
-            engine.steps_by.get(self._optimizer, self._optimizer.step)(self._evaluate)
-            if self._last is None:
-                raise StateError(
-                    f"{type(self._optimizer).__name__}.step() did not evaluate the closure",
-                    write="amp.backward(loss), then amp.step() without closure=",
-                )
-        except BaseException as error:
-            with uninterrupted():
-                for each in (self._optimizer, *inner_optimizers(self._optimizer)):
-                    stored_again(each)
-                with torch.no_grad():
-                    for param, value in before:
-                        param.copy_(value)
-                for restore in restores:
-                    restore()
-                self._window.close()
-            if not isinstance(error, Overflowed):
-                raise
-        finally:
-            engine.is_stepping = False
-            torch.clear_autocast_cache()
-        assert self._last is not None, "an optimizer that was not asked raises"
-        with uninterrupted():
-            judged, absent, self._window.made_with = self._last
-            return engine.finish([self._window], judged, absent)
-
-    def _evaluate(self) -> Any:
-        self._engine.is_stepping = False
-        torch.clear_autocast_cache()  # of weights that the optimizer has moved since
-        try:
-            with torch.enable_grad():  # as torch's own optimizers do, and others may not
-                loss = self._closure()
-        finally:
-            self._engine.is_stepping = True
-        if not self._window.has_gradients():
-            raise StateError("the closure computed no gradient", write="amp.backward(loss) in the closure")
-        self._judge()
-        return loss
-
-    @torch.no_grad()
-    def _judge(self) -> None:
-        """Judge an evaluation's gradients, and show the optimizer plain ones."""
-        window = self._window
-        self._engine.warn_of_edits([window])
-        judged, absent = self._engine.judge([window], [self._optimizer])
-        self._last = judged, absent, window.made_with
-        if bool(judged.verdict.found_inf):
-            raise Overflowed
-        if not judged.verdict.is_one:
-            multiply(judged.gradients, judged.verdict.multiplier)
-        window.close()
-
-
-class Overflowed(Exception):  # noqa: N818 - it never leaves the engine
-    """An evaluation's gradients are not finite."""
-
-
-def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[], Any] | None:
-    """Return the closure among what a step is given, first of all or by name: an optimizer may take more."""
-    first = args[0] if args else None
-    is_first = callable(first) and not isinstance(first, nn.Module)
-    return first if is_first else kwargs.get("closure")
-
-
-def handing_on(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """Return a step that hands on what it was given: called with a closure it has that one in the place of its own."""
-
-    @functools.wraps(step)
-    def call(*closure: Any) -> Any:
-        if not closure:
-            return step(*args, **kwargs)
-        if "closure" in kwargs:
-            return step(*args, **kwargs | {"closure": closure[0]})
-        return step(*closure, *args[1:], **kwargs)
-
-    return call
-
-
-def evaluates_once(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to evaluate a closure once, before it updates anything."""
-    of_torch = type(optimizer).__module__.startswith("torch.optim.") and not isinstance(optimizer, LBFGS)
-    return of_torch or as_one_pass(optimizer) is not None
-
-
-def _remembering(optimizer: Optimizer) -> Callable[[], None]:
-    """Return what puts an optimizer's state and options back, tensors of its state in the same memory."""
-    # By parameter, and what users note down beside them.
-    state = {key: dict(kept) if isinstance(kept, dict) else kept for key, kept in optimizer.state.items()}
-    values = {key: _copied(kept) for key, kept in state.items()}
-    options = [_copied({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
-
-    def restore() -> None:
-        optimizer.state.clear()
-        for key, kept in values.items():
-            if isinstance(there := state[key], dict):  # an optimizer may know the addresses of its tensors
-                kept = {n: there[n].copy_(value) if isinstance(value, Tensor) else value for n, value in kept.items()}
-            optimizer.state[key] = kept
-        for group, before in zip(optimizer.param_groups, options, strict=True):
-            params = group["params"]
-            group.clear()
-            group.update(params=params, **before)
-
-    return restore
-
-
-def _copied(value: Any) -> Any:
-    """Copy a tensor, any plain value, and whatever containers hold them."""
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), value)

@@ -158,7 +158,27 @@ def as_fused(found_inf: Tensor, *multiplier: Tensor) -> tuple[Tensor, ...]:
 
 def counted(found_inf: Tensor, *steps: Tensor) -> tuple[Tensor, ...]:
     """Return how many updates there were, given how many there were before this step. No host sync."""
-    return tuple(step + ~found_inf for step in steps)
+    return tuple([step + ~found_inf for step in steps])
+
+
+def numbers_of_step(rules: tuple[UpdateRule, ...], found_inf: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+    """Return how many updates there are, and what elements share: a function of which executors write one kernel.
+
+    Args:
+        rules: A rule for each of several counts.
+        found_inf: 0-d bool: whether the step is skipped.
+        *numbers: How many updates there were before this step, one for each rule; then the hyper-parameters of each.
+
+    Returns:
+        How many updates there are, for each rule; and then :meth:`UpdateRule.scalars` of each. No host sync.
+    """
+    place = len(rules)
+    after, scalars = counted(found_inf, *numbers[:place]), []
+    for rule, step in zip(rules, after, strict=True):
+        end = place + len(rule.hypers)
+        scalars.append(rule.scalars(dict(zip(rule.hypers, numbers[place:end], strict=True)), step))
+        place = end
+    return (*after, *scalars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -233,22 +253,24 @@ class BucketUpdate(ABC):
         """
 
     @abstractmethod
-    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """Update every weight, extra and state in place.
 
         Gradients are multiplied by ``verdict.multiplier`` on the way, and never written. With ``verdict.found_inf``
-        nothing at all is written. Every hyper-parameter is read from its tensor now.
+        nothing at all is written.
 
         Args:
             gradients: What :meth:`ready` returned.
             verdict: On them.
             step: 0-d int64 on the device: the count of updates with this one in it.
+            scalars: Of the bucket's rule in this step.
         """
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
         """Make ready and write, where ``bucket.step`` counts this step."""
-        self.write(self.ready(gradients), verdict, self.bucket.step)
+        bucket = self.bucket
+        self.write(self.ready(gradients), verdict, bucket.step, bucket.rule.scalars(bucket.hypers, bucket.step))
 
 
 class Executor(Protocol):

@@ -22,7 +22,6 @@ from mezzo.scale import LossScale, device_state
 from mezzo.session import engine
 from mezzo.step import verdict
 from mezzo.step.executors import cpp_source
-from mezzo.step.executors import triton as launch
 from mezzo.step.executors import triton as shared
 from mezzo.step.executors import triton as tables
 from mezzo.step.executors import triton_source as source_of
@@ -172,7 +171,7 @@ LOSS_SCALE = LossScale.dynamic()
 F32, F64, I64, FLAG = (FP32, 0), (torch.float64, 0), (torch.int64, 0), (torch.bool, 0)
 #: Functions of a few numbers: their first arguments, the kinds of the others, and the most registers, in eights.
 SHARED = {
-    "adamw's numbers": (launch._scalars, (rule("adamw"),), [I64, *[F64] * 5], 48),
+    "adamw's numbers": (verdict.numbers_of_step, ((rule("adamw"),),), [FLAG, I64, *[F64] * 5], 48),
     "verdict": (verdict.decided, (True, True), [(FP32, 1), F32, (FP32, None)], 80),
     "counts": (verdict.counted, (), [FLAG, I64, I64], 24),
     "next scale": (device_state.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, FLAG, FLAG], 32),

@@ -17,7 +17,6 @@ from mezzo.step.verdict import NoKernel
 from .implementations import HYPERS
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-from mezzo.step.executors import triton as launch  # noqa: E402
 from mezzo.step.executors import triton as programs  # noqa: E402
 
 
@@ -46,9 +45,13 @@ def test_the_numbers_of_a_rule(interpreted, launched):
         rules, compute = rule(name), programs.Shared()
         hypers = [torch.tensor(HYPERS[name][each], dtype=torch.float64) for each in rules.hypers]
         for step in (1, 2, 999):
-            tensors = [torch.tensor(step), *hypers]
-            same(compute(launch._scalars, (rules,), tensors), launch._scalars(rules, *tensors))
-    assert launched == ["scalars"] * 12
+            for found_inf in (False, True):
+                tensors = [torch.tensor(found_inf), torch.tensor(step - 1), torch.tensor(step + 3), *hypers, *hypers]
+                same(
+                    compute(verdict.numbers_of_step, ((rules, rules),), tensors),
+                    verdict.numbers_of_step((rules, rules), *tensors),
+                )
+    assert launched == ["numbers_of_step"] * 24
 
 
 CONFIGS = [

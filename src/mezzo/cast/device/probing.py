@@ -273,7 +273,7 @@ def cpu_report(*, refresh: bool = False) -> DeviceReport:
     about = {**cpu, "torch": torch.__version__, "probe": _VERSION}
     file = f"device-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
     try:
-        stored = {} if refresh else json.loads(files.kept(file))
+        stored = {} if refresh else json.loads(files.kept(file).read_bytes())
         kept = {key: FormatSupport.told(said) for key, said in stored.items()}
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as fault:
         kept = {}
