@@ -124,7 +124,7 @@ class Calls:
                 if taken is None:
                     return plain(*args, **kwargs)
                 if module._forward_pre_hooks or module._forward_hooks:
-                    self._give_back(module, taken)
+                    taken.hook(module)  # before its others, which a checkpoint recomputes, too
                 try:
                     return plain(*args, **kwargs)
                 except MezzoError as error:
@@ -135,11 +135,6 @@ class Calls:
         call = functools.wraps(getattr(plain, "__func__", plain))(root if is_root else part)
         call.is_of_mezzo = True  # type: ignore[attr-defined]
         return call
-
-    def _give_back(self, module: nn.Module, taken: Within) -> None:
-        """Have a module enter the region by hooks, before its others: a checkpoint recomputes these, too."""
-        if not taken.is_hooked:
-            taken.hook(module)
 
     @compiled_inside
     def _call(

@@ -150,7 +150,7 @@ class Within:
 
     def hook(self, module: nn.Module) -> None:
         """Enter and leave the region with each call of a module, by hooks before its others; never again once ended."""
-        if self._has_ended:
+        if self._has_ended or self._handles:
             return
         before = module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         self._handles = before, module.register_forward_hook(self.exit, always_call=True)
@@ -165,11 +165,6 @@ class Within:
         """Take the hooks off for good."""
         self._has_ended = True
         self.unhook()
-
-    @property
-    def is_hooked(self) -> bool:
-        """Whether hooks enter the region."""
-        return len(self._handles) > 0
 
     def run(self, function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module's own function as with hooks around it."""
