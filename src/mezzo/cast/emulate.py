@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from mezzo.cast.device import Family
 from mezzo.cast.notes import WATCHERS, during
+from mezzo.compiling import is_scripted
 from mezzo.dispatch import DisableTorchFunction, is_transformed
 from mezzo.tensors import LOW, tensors, tree_flatten, tree_map_only, tree_unflatten
 
@@ -265,7 +266,7 @@ def _narrow(value: Any, dtype: torch.dtype) -> Any:
 def _linear(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if weight.dim() != 2 or input.dtype != weight.dtype:
         return _rerun(function, input, weight, bias)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not is_scripted():  # whose checks compare the traces of both
         return _linear_once(input, weight, bias)
     return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
 
