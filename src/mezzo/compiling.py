@@ -154,12 +154,12 @@ def is_exporting() -> bool:
     return torch.compiler.is_exporting()
 
 
-@compiled_inside  # where torch.compile is left alone, whether it is at work cannot be asked
 def is_scripted() -> bool:
     """Whether ``torch.jit`` traces."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
+@compiled_inside  # where torch.compile is left alone, whether it is at work cannot be asked
 def is_at_work() -> bool:
     """Whether what Python calls now may be compiled: it is called by what was compiled, and left to Python."""
     return _CALLBACK() not in (None, False)

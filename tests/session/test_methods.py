@@ -527,6 +527,5 @@ def test_a_call_enters_one_region_and_a_part_that_is_recomputed_no_other(reentra
     model = Recomputed(reentrant)
     with attached(model, sgd(model), "O1,dtype=bfloat16,emulate=true"):
         loss = model(torch.randn(4, 8)).square().sum()
+        loss.backward()  # which brings the region's differences back by itself
         assert len(entered) == 1
-        loss.backward()
-        assert len(entered) == 2

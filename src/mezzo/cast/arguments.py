@@ -51,7 +51,7 @@ SPARSE_LAYOUTS: Final = frozenset(
 # Products ------------------------------------------------------------------------------------------------
 
 
-class Products:
+class AskProducts:
     """What is asked about products: of operands that are not strided, and of those that contract nothing.
 
     Args:
@@ -304,18 +304,18 @@ MAKES_COMPLEX: Final = tuple("mul add sub rsub div where addcmul addcdiv".split(
 
 #: By the op's base name. A rule on the op is about all of its calls, and these are not asked.
 BY_ARGUMENTS: Final[dict[str, ByArguments]] = {
-    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv"), Products(_inner(0, "input self mat1"))),
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv"), AskProducts(_inner(0, "input self mat1"))),
     # An outer product added to a matrix is low on torch's CUDA list, by its name.
-    **dict.fromkeys(("dot", "vdot", "inner", "tensordot", "addr"), Products(_always)),
-    **dict.fromkeys(("addmm", "_addmm_activation", "addmv", "baddbmm"), Products(_inner(1, "mat1 mat batch1"))),
-    "addbmm": Products(_batched_inner),
-    "linalg_vecdot": Products(_inner_of_vecdot),
-    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), Products(_inner_of_many)),
+    **dict.fromkeys(("dot", "vdot", "inner", "tensordot", "addr"), AskProducts(_always)),
+    **dict.fromkeys(("addmm", "_addmm_activation", "addmv", "baddbmm"), AskProducts(_inner(1, "mat1 mat batch1"))),
+    "addbmm": AskProducts(_batched_inner),
+    "linalg_vecdot": AskProducts(_inner_of_vecdot),
+    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), AskProducts(_inner_of_many)),
     "einsum": _einsum,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), Products(_taps)),
-    **{f"conv_transpose{dims}d": Products(_transposed_taps) for dims in (1, 2, 3)},
-    "convolution": Products(_any_taps),
-    "conv_tbc": Products(_taps_of_tbc),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), AskProducts(_taps)),
+    **{f"conv_transpose{dims}d": AskProducts(_transposed_taps) for dims in (1, 2, 3)},
+    "convolution": AskProducts(_any_taps),
+    "conv_tbc": AskProducts(_taps_of_tbc),
     "index_put": _adds("accumulate", 3),
     "put": _adds("accumulate", 3),
     "scatter": _adds("reduce", 4),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mezzo.cast.arguments import BY_ARGUMENTS, MAKES_COMPLEX, Instead, Products
+from mezzo.cast.arguments import BY_ARGUMENTS, MAKES_COMPLEX, AskProducts, Instead
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
@@ -94,9 +94,9 @@ def _directly(handler: Handler, dtype: torch.dtype) -> Direct | None:
     ):  # fmt: skip
         return None
     ask = BY_ARGUMENTS[handler.op] if handler.asks else None
-    if "::" in handler.op or handler.op in INPUT_ONLY or (handler.asks and not isinstance(ask, Products)):
+    if "::" in handler.op or handler.op in INPUT_ONLY or (handler.asks and not isinstance(ask, AskProducts)):
         return None
-    contracts = ask.contracts if isinstance(ask, Products) else None
+    contracts = ask.contracts if isinstance(ask, AskProducts) else None
     target = dtype if handler.treatment == "low" else torch.float32
     return Direct(target, contracts, EMULATED[handler.op] if handler.emulated else None)
 

@@ -31,7 +31,7 @@ from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
 from mezzo.cast.fallback import LOW_COMPLEX, lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
-from mezzo.compiling import casts_are_placed, compiled_inside_alone, is_exporting
+from mezzo.compiling import casts_are_placed, compiled_inside_alone, is_exporting, is_scripted
 from mezzo.dispatch import (
     OpOverload,
     OpOverloadPacket,
@@ -137,18 +137,19 @@ class PolicyMode(TorchFunctionMode):
         enabled = torch.is_autocast_enabled(kind)
         if here.autocast and not (enabled and torch.get_autocast_dtype(kind) == here.dtype):
             return func(*args)
-        if is_transformed() or num_dispatch_modes() or torch.compiler.is_exporting():
+        if is_transformed() or num_dispatch_modes() or is_scripted() or torch.compiler.is_exporting():
             return _IN_FULL
         if direct.contracts is not None and not direct.contracts(args, _NO_NAMES):
             return _IN_FULL
         operands, is_low, casts = [], target is not torch.float32, cast(Any, self.casts.cast)
         for each in args:
-            if (is_param := isinstance(each, nn.Parameter)) or type(each) is Tensor:
+            # Asking whether something is a Parameter is a Python call; activations are plain tensors.
+            if (is_plain := type(each) is Tensor) or isinstance(each, nn.Parameter):
                 if each.layout is not STRIDED:
                     return _IN_FULL
                 if (dtype := each.dtype) != target:
                     if dtype in _CASTABLE:
-                        each = casts(each, target, is_plain=True) if is_param else each.to(target)
+                        each = each.to(target) if is_plain else casts(each, target, is_plain=True)
                     elif is_low:
                         return _IN_FULL
             elif type(each) not in _HOLDS_NONE:

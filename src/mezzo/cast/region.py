@@ -354,16 +354,16 @@ class _Inside(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         region = self._region
+        states, table = region.states, region.table  # which may find that the device lacks something: first
         self._reductions = reductions() if region.sets_reductions else None
         if self._reductions is not None:
             set_reductions([(False, split_k) for _, split_k in self._reductions])
         self._caches = torch.is_autocast_cache_enabled()
         if region.caches is not None:
             torch.set_autocast_cache_enabled(region.caches)
-        table = region.table
         self._plainly = begin_plainly() if table is not None and table.autocasts else None
         self._states = []
-        for kind, is_on, dtype in region.states:
+        for kind, is_on, dtype in states:
             self._states.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
             torch.set_autocast_enabled(kind, is_on)
             if dtype is not None:

@@ -28,9 +28,10 @@ from mezzo.dispatch import is_transformed
 from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.hooks import complete
 from mezzo.interrupts import Members
+from mezzo.patches import patch
 from mezzo.policy import Policy
 from mezzo.session import state_tree
-from mezzo.session.calls import Calls, rebound
+from mezzo.session.calls import Calls
 from mezzo.session.closures import closure_of, evaluates_once, handing_on
 from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.passes import run_inside, run_pass, walk_of
@@ -202,7 +203,7 @@ class AttachedPrecision(MixedPrecision):
 
     def _bind_own(self, place: nn.Module | Optimizer, name: str, value: Any) -> None:
         """Bind a name on a module or an optimizer."""
-        self._undo.callback(rebound(vars(place), name, value))
+        self._undo.callback(patch(place, name, value))
 
     # Optimizers -------------------------------------------------------------------------------------------
 

@@ -36,8 +36,8 @@ from mezzo.compiling import never_compiled
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import StateError, UnsupportedError
 from mezzo.interrupts import uninterrupted
+from mezzo.patches import Binding
 from mezzo.scale.state import inverse
-from mezzo.session.calls import Binding
 from mezzo.session.step_plan import StepPlan
 from mezzo.session.window import Window
 from mezzo.tensors import LOW, moved

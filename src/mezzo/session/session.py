@@ -15,10 +15,10 @@ from mezzo.cast import Prepared, region
 from mezzo.compiling import compiled_inside_alone, never_compiled
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, raise_together
+from mezzo.patches import Binding
 from mezzo.policy import Policy
 from mezzo.scale.device_state import Scaler
 from mezzo.session import state_tree
-from mezzo.session.calls import Binding
 from mezzo.session.closures import evaluated
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction

@@ -113,7 +113,7 @@ class Within:
     there; then it is entered for the call. A region that is there is left alone, but by a module that rules treat
     otherwise than what is around it, or by a part of such a one that is called by itself.
 
-    Between calls it holds no region, so that a prepared model can be copied and pickled.
+    A copy and a pickle of a prepared model have no region: it is resolved where one is entered.
 
     Args:
         policy: The model's policy.
@@ -146,9 +146,12 @@ class Within:
         # One stack for each thread, since threads may run one model at the same time.
         self._entered: defaultdict[int, list[autocast | None]] = defaultdict(list)
         self._handles: tuple[RemovableHandle, ...] = ()
+        self._has_ended = False
 
     def hook(self, module: nn.Module) -> None:
-        """Enter and leave the region with each call of a module, as its first hooks do."""
+        """Enter and leave the region with each call of a module, by hooks before its others; never again once ended."""
+        if self._has_ended or self._handles:
+            return
         before = module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
         self._handles = before, module.register_forward_hook(self.exit, always_call=True)
 
@@ -158,10 +161,10 @@ class Within:
             handle.remove()
         self._handles = ()
 
-    @property
-    def is_hooked(self) -> bool:
-        """Whether hooks enter the region."""
-        return len(self._handles) > 0
+    def end(self) -> None:
+        """Take the hooks off for good."""
+        self._has_ended = True
+        self.unhook()
 
     def run(self, function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Call a module's own function as with hooks around it."""

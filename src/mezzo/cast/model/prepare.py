@@ -267,7 +267,7 @@ class Prepared:
         for hook in self._hooks:
             hook.remove()
         for _, within in self._regions:
-            within.unhook()
+            within.end()
         if self._hooks or self._regions or self._storage.halves:
             forget_compiled()
         self._hooks.clear()
