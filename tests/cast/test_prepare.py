@@ -9,6 +9,7 @@ from torch import nn
 
 import mezzo
 from mezzo import Policy, PolicyError, StateError
+from mezzo.cast import region
 from mezzo.cast.model import checks, prepare
 from mezzo.weights import Halves, halves
 
@@ -547,3 +548,21 @@ def test_a_parameter_s_rule_outlives_the_parameter():
     model.second.weight = None
     with handle.autocast(), pytest.raises(TypeError):
         model(x)
+
+
+def test_a_region_is_resolved_once_and_again_where_a_model_has_moved(monkeypatch):
+    resolved, find = [], region.find_differences
+    monkeypatch.setattr(region, "find_differences", lambda *given: resolved.append(given) or find(*given))
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    with mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1,bf16,emulate=true") as amp:
+        for _ in range(3):
+            with amp.autocast():
+                loss = model(torch.ones(3, 4)).float().sum()
+            amp.backward(loss)
+            amp.step()
+            amp.zero_grad()
+            resolved, before = [], resolved
+        assert before == []
+        model.to("meta")
+        amp.autocast()
+        assert len(resolved) == 1

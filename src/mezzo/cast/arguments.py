@@ -42,7 +42,7 @@ _RUNNING: Final = Instead("fp32_math", "it adds up element by element, and round
 _RUNNING_GRADIENT: Final = Instead("fp32_math", "its gradient is added up element by element, and rounded once")
 _BATCHED: Final = Instead("fp32_math", "under torch.func its arithmetic is written out, and takes one dtype")
 
-_STRIDED: Final = torch.strided  # named once: each product asks
+STRIDED: Final = torch.strided  # named once: each product asks
 _ONE: Final = torch.Size([1])
 SPARSE_LAYOUTS: Final = frozenset(
     {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -51,16 +51,22 @@ SPARSE_LAYOUTS: Final = frozenset(
 # Products ------------------------------------------------------------------------------------------------
 
 
-def _products(contracts: Callable[[Any, Any], bool]) -> ByArguments:
-    """Make what is asked about products: of operands that are not strided, and of those that contract nothing."""
+class Products:
+    """What is asked about products: of operands that are not strided, and of those that contract nothing.
 
-    def ask(args: Any, kwargs: Any) -> Instead | None:
+    Args:
+        contracts: Whether a call sums over products.
+    """
+
+    def __init__(self, contracts: Callable[[Any, Any], bool]) -> None:
+        self.contracts = contracts
+
+    def __call__(self, args: Any, kwargs: Any) -> Instead | None:
+        """Return what a call gets instead of its op's treatment."""
         for each in (*args, *kwargs.values()) if kwargs else args:
-            if getattr(each, "layout", _STRIDED) is not _STRIDED and (other := _other(each)) is not None:
+            if getattr(each, "layout", STRIDED) is not STRIDED and (other := _other(each)) is not None:
                 return other
-        return None if contracts(args, kwargs) else _ELEMENTWISE
-
-    return ask
+        return None if self.contracts(args, kwargs) else _ELEMENTWISE
 
 
 def _other(x: Tensor) -> Instead | None:
@@ -99,12 +105,11 @@ def _inner(place: int, names: str) -> Callable[[Any, Any], bool]:
 
     def contracts(args: Any, kwargs: Any) -> bool:
         x = args[place] if place < len(args) else _given(place, names, args, kwargs)
-        if not isinstance(x, Tensor) or x.is_nested:
+        if not isinstance(x, Tensor):
             return True
-        shape = x.shape
         if torch.compiler.is_dynamo_compiling():
-            return len(shape) == 0 or not is_one(shape[-1])
-        return shape[-1:] != _ONE
+            return x.is_nested or len(x.shape) == 0 or not is_one(x.shape[-1])
+        return x.is_nested or x.shape[-1:] != _ONE
 
     return contracts
 
@@ -299,18 +304,18 @@ MAKES_COMPLEX: Final = tuple("mul add sub rsub div where addcmul addcdiv".split(
 
 #: By the op's base name. A rule on the op is about all of its calls, and these are not asked.
 BY_ARGUMENTS: Final[dict[str, ByArguments]] = {
-    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv"), _products(_inner(0, "input self mat1"))),
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv"), Products(_inner(0, "input self mat1"))),
     # An outer product added to a matrix is low on torch's CUDA list, by its name.
-    **dict.fromkeys(("dot", "vdot", "inner", "tensordot", "addr"), _products(_always)),
-    **dict.fromkeys(("addmm", "_addmm_activation", "addmv", "baddbmm"), _products(_inner(1, "mat1 mat batch1"))),
-    "addbmm": _products(_batched_inner),
-    "linalg_vecdot": _products(_inner_of_vecdot),
-    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), _products(_inner_of_many)),
+    **dict.fromkeys(("dot", "vdot", "inner", "tensordot", "addr"), Products(_always)),
+    **dict.fromkeys(("addmm", "_addmm_activation", "addmv", "baddbmm"), Products(_inner(1, "mat1 mat batch1"))),
+    "addbmm": Products(_batched_inner),
+    "linalg_vecdot": Products(_inner_of_vecdot),
+    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), Products(_inner_of_many)),
     "einsum": _einsum,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _products(_taps)),
-    **{f"conv_transpose{dims}d": _products(_transposed_taps) for dims in (1, 2, 3)},
-    "convolution": _products(_any_taps),
-    "conv_tbc": _products(_taps_of_tbc),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), Products(_taps)),
+    **{f"conv_transpose{dims}d": Products(_transposed_taps) for dims in (1, 2, 3)},
+    "convolution": Products(_any_taps),
+    "conv_tbc": Products(_taps_of_tbc),
     "index_put": _adds("accumulate", 3),
     "put": _adds("accumulate", 3),
     "scatter": _adds("reduce", 4),

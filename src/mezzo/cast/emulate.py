@@ -118,13 +118,17 @@ class _MatMul(torch.autograd.Function):
         return grad_a, grad_b
 
 
+def _linear_once(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
 class _Linear(torch.autograd.Function):
     """``round(float(x) @ float(w).T + float(b))``: the bias is added before the one rounding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)  # (..., in), (out, in)
-        return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        return _linear_once(x, weight, bias)
 
     @staticmethod
     @as_emulation
@@ -249,6 +253,8 @@ def _narrow(value: Any, dtype: torch.dtype) -> Any:
 def _linear(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if weight.dim() != 2 or input.dtype != weight.dtype:
         return _rerun(function, input, weight, bias)
+    if not torch.is_grad_enabled():
+        return _linear_once(input, weight, bias)
     return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
 
 

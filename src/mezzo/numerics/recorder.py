@@ -38,8 +38,9 @@ from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, up
 from mezzo.numerics.watches import FIELDS, PassWatch, Places, Tally, WeightWatch, swallowed_of
 from mezzo.policy import Policy
 from mezzo.scale.state import inverse
-from mezzo.session.observers import Judged, Watched, watching
+from mezzo.session.observers import Watched, watching
 from mezzo.session.stats import Step
+from mezzo.step.verdict import Judged
 from mezzo.tensors import dtype_name
 
 # One step that is being recorded, and who tells of it: the hooks of a loop without a session, or the session.

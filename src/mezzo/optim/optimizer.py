@@ -149,17 +149,6 @@ class _Stands:
     kinds: list[Any]
     memory: list[Any]
 
-    def is_as(self, other: _Stands) -> bool:
-        """Whether what was planned for another serves this one; loops of C's."""
-        return (
-            self.options == other.options
-            and self.have == other.have
-            and self.kinds == other.kinds
-            and len(self.memory) == len(other.memory)
-            and all(map(is_, self.every, other.every))
-            and all(map(is_, self.memory, other.memory))
-        )
-
 
 class _Plan:
     """What steps write, and of what of ``optimizer.state`` it was made: it serves until one of them changes.
@@ -200,6 +189,19 @@ class _Plan:
         for entries, read, _ in self._entries:
             found += chain.from_iterable(map(read, entries))
         return found
+
+    def serves(self, stands: _Stands, state: Mapping[Any, Any]) -> bool:
+        """Whether what was planned holds for what is there now; loops of C's."""
+        planned = self.stands
+        return (
+            stands.options == planned.options
+            and stands.have == planned.have
+            and stands.kinds == planned.kinds
+            and len(stands.memory) == len(planned.memory)
+            and all(map(is_, stands.every, planned.every))
+            and all(map(is_, stands.memory, planned.memory))
+            and self.is_held(state)
+        )
 
     def is_held(self, state: Mapping[Any, Any]) -> bool:
         """Whether a state holds what this reads and writes: a program may put other things there.
@@ -439,7 +441,7 @@ class OnePassOptimizer(Optimizer):
         """
         stands = self._stands()
         plan = self._plan
-        if plan is None or not stands.is_as(plan.stands) or not plan.is_held(self.state):
+        if plan is None or not plan.serves(stands, self.state):
             del plan
             plan = self._plan_anew(stands)
         return plan, stands.gradients

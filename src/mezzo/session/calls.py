@@ -20,6 +20,7 @@ from mezzo.cast import autocast
 from mezzo.cast.model.boundaries import Within
 from mezzo.cast.model.outputs import GivesOut, given_out
 from mezzo.compiling import compiled_inside, is_exporting, never_compiled
+from mezzo.errors import MezzoError
 from mezzo.hooks import owner_of
 from mezzo.interrupts import Members
 from mezzo.policy import Policy
@@ -29,6 +30,12 @@ K = TypeVar("K")  # Python 3.11 has no `def f[K]`
 
 #: What a thread is inside of: a call of a module, or of a method, in the region; a method that is no call of the model.
 _FORWARD, _METHOD, _APART = "forward", "method", "apart"
+
+
+class _Thread(threading.local):
+    """What this thread is inside of."""
+
+    inside: str | None = None
 
 
 class Calls:
@@ -60,7 +67,7 @@ class Calls:
         self._region, self._is_apart = region, is_apart
         self._gives_out = policy.output_dtype or torch.float32
         self._autocasts = policy.casts
-        self._here, self._is_over = threading.local(), False
+        self._here, self._is_over = _Thread(), False
         self._plain = set[Callable[..., Any]]()  # methods whose last call in a forward pass has entered no region
         self._own: list[Mapping[str, Tensor | None]] = []  # parameters and buffers, as the modules have them
         self._undo = ExitStack()
@@ -75,39 +82,57 @@ class Calls:
                     self._undo.callback(rebound(vars(module), name, types.MethodType(call, module)))
 
     def _around(self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool, name: str) -> Callable[..., Any]:
-        within, last = _owner(module._forward_pre_hooks, Within), _owner(module._forward_hooks, GivesOut)
         is_call = _always if name == "forward" else self._is_given
+        within, last = _owner(module._forward_pre_hooks, Within), _owner(module._forward_hooks, GivesOut)
+        taken = within if name == "forward" and within is not None and not within.is_own else None
+        if taken is not None:
+            taken.unhook()  # one entry for a call: this one
+            self._undo.callback(taken.hook, module)
+        here = self._here
 
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
-                return self._call(plain, args, kwargs, is_call, None, last)
+                return self._call(plain, args, kwargs, is_call, None, last, taken, module)
             if is_exporting() or not is_call(args, kwargs):
                 return plain(*args, **kwargs)
             # For parts that Python calls where the graph breaks (torch 2.13 resumes in no `try`, and leaves all to it).
-            self._here.inside = _FORWARD
+            here.inside = _FORWARD
             try:
                 with self._region():
                     output = plain(*args, **kwargs)
             finally:
-                self._here.inside = None
+                here.inside = None
             return output if self._gives_out is None else given_out(output, self._gives_out)
 
         @compiled_inside
         def part(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
-                if (
-                    is_exporting()
-                    or not self._autocasts
-                    or torch.is_autocast_enabled("cpu")
-                    or torch.is_autocast_enabled("cuda")
-                ):
+                if is_exporting() or not self._autocasts:
+                    return plain(*args, **kwargs)
+                is_on = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+                if is_on and (taken is None or taken.is_idle()):
                     return plain(*args, **kwargs)
                 _leave_graph()  # called from outside, or where the model has autocast switched off: Python knows
-            return self._call(plain, args, kwargs, is_call, within, last)
+            elif here.inside is _FORWARD and plain in self._plain:  # as nearly all calls are
+                if taken is None:
+                    return plain(*args, **kwargs)
+                if module._forward_pre_hooks or module._forward_hooks:
+                    self._give_back(module, taken)
+                try:
+                    return plain(*args, **kwargs)
+                except MezzoError as error:
+                    taken.add_place(error)
+                    raise
+            return self._call(plain, args, kwargs, is_call, within, last, taken, module)
 
         call = functools.wraps(getattr(plain, "__func__", plain))(root if is_root else part)
         call.is_of_mezzo = True  # type: ignore[attr-defined]
         return call
+
+    def _give_back(self, module: nn.Module, taken: Within) -> None:
+        """Have a module enter the region by hooks, before its others: a checkpoint recomputes these, too."""
+        if not taken.is_hooked:
+            taken.hook(module)
 
     @compiled_inside
     def _call(
@@ -118,25 +143,31 @@ class Calls:
         is_call: Callable[[Any, Any], bool],
         within: Within | None,
         last: GivesOut | None,
+        taken: Within | None,
+        module: nn.Module,
     ) -> Any:
         """Call a method, in the region where it is a call of the model; a part that has rules in its own one."""
-        inside, is_forward = getattr(self._here, "inside", None), is_call is _always
-        if inside is _FORWARD or self._is_over or is_exporting():  # as nearly all calls are
+        inside, is_forward = self._here.inside, is_call is _always
+        if inside is _FORWARD or self._is_over or is_exporting():
             if not runs_backward():
                 self._plain.add(plain)
             return plain(*args, **kwargs)
         enters = self._enters(plain, args, kwargs, is_call, inside)
         if not enters and (is_forward or inside is not None):
-            return plain(*args, **kwargs)
+            return plain(*args, **kwargs) if taken is None else taken.run(plain, module, args, kwargs)
         self._here.inside = (_FORWARD if is_forward else _METHOD) if enters else _APART
         try:
             if not enters:
                 return plain(*args, **kwargs)
-            with self._region(), autocast.of(within.region()) if within and within.path else nullcontext():
+            with self._region(), autocast.of(within.region.now()) if within and within.path else nullcontext():
                 output = plain(*args, **kwargs)
+        except MezzoError as error:
+            if taken is not None:
+                taken.add_place(error)
+            raise
         finally:
             self._here.inside = inside
-        if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
+        if type(output) is not Tensor and any(isinstance(each, nn.Parameter) for each in tensors(output)):
             return output
         return given_out(output, self._gives_out) if last is None else last.widen(output)
 
@@ -170,7 +201,7 @@ class Calls:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Have calls inside the block be part of one that is none of the models'."""
-        before, self._here.inside = getattr(self._here, "inside", None), _FORWARD
+        before, self._here.inside = self._here.inside, _FORWARD
         try:
             yield
         finally:

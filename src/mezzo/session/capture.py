@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, message, raise_together, shown
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.engine import Engine
-from mezzo.session.observers import Judged, Watched, observing, watching
+from mezzo.session.observers import Watched, observing, watching
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.portable import uploaded_once
+from mezzo.step.verdict import Judged
 from mezzo.tensors import addresses, described, tensors, tree_flatten, tree_map, tree_unflatten
 from mezzo.weights.stepping import in_memory, keep_memory
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from mezzo.errors import PolicyError, StateError, UnsupportedError, some_of
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.session.engine import Engine
-from mezzo.session.observers import Judged
 from mezzo.session.stats import Step
 from mezzo.session.writers import check_numbers, inner_optimizers
 from mezzo.step.gradients import multiply
+from mezzo.step.verdict import Judged
 from mezzo.tensors import tree_map
 from mezzo.weights.stepping import stored_again
 
@@ -105,7 +106,7 @@ class _Evaluations:
         assert self._last is not None, "an optimizer that was not asked raises"
         with uninterrupted():
             judged, absent, made_with = self._last
-            self._window.now = self._window.now._replace(made_with=made_with)
+            self._window.now = replace(self._window.now, made_with=made_with)
             return engine.finish([self._window], judged, absent)
 
     def _evaluate(self) -> Any:

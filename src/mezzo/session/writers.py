@@ -21,12 +21,11 @@ from mezzo.hooks import before_every_step, has_hooks_of_every_step, hooks_of_eve
 from mezzo.interrupts import Members
 from mezzo.optim.groups import changes_nothing
 from mezzo.optim.optimizer import OnePassOptimizer, as_one_pass
-from mezzo.session.observers import Judged
 from mezzo.session.weights import Weights
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import dense, multiply
-from mezzo.step.verdict import Verdict, as_fused
+from mezzo.step.verdict import Judged, Verdict, as_fused
 from mezzo.tensors import LOW, tensors, versions
 from mezzo.weights.stepping import in_memory, stored_again
 

@@ -64,8 +64,9 @@ class UpdateRule:
         """
         if not self.numbers:
             return step.new_empty(0, dtype=dtype)
-        numbers = self.numbers_of({name: hypers[name].double() for name in self.hypers}, step.double())
-        return torch.stack([numbers[name] for name in self.numbers]).to(dtype)
+        wide = map(Tensor.double, map(hypers.__getitem__, self.hypers))
+        numbers = self.numbers_of(dict(zip(self.hypers, wide, strict=True)), step.double())
+        return torch.stack([*map(numbers.__getitem__, self.numbers)]).to(dtype)
 
     def update(self, gradient: Tensor, weight: Tensor, states: States, scalars: Tensor) -> tuple[Tensor, States]:
         """Return the new weight and states; :meth:`scalars` made the vector."""

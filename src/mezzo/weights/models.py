@@ -471,8 +471,9 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
         there = _encoded(there, param.hi.dtype, type(param))
         there.path = param.path
     if there.device != param.device or there.stride() != param.stride() or there.cell is not param.cell:
-        param.grad = None
+        dtype, param.grad = param.grad_dtype, None
         _replace(param, there)
+        param.grad_dtype = dtype  # which may be none, where the gradient has 16 bits
         param.grad = gradient
 
 

@@ -323,9 +323,6 @@ def as_table(numbers: Sequence[object]) -> Tensor:
 
 def readable(gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[torch.dtype]]:
     """Return gradients that kernels can read, and their dtypes: any other is what an update rounds to FP32 first."""
-    dtypes = list(map(_DTYPE, gradients))
-    if _READABLE.issuperset(dtypes) and not any(map(Tensor.is_neg, gradients)):
-        return gradients, dtypes
     # The memory of a second derivative may hold it negated.
     resolved = [gradient.resolve_neg() for gradient in gradients]
     found = [each if each.dtype in CASTABLE else each.to(torch.float32) for each in resolved]
@@ -334,7 +331,10 @@ def readable(gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[torch.
 
 def vectors(gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[torch.dtype]]:
     """Return readable gradients as their elements in memory order, copied where they have gaps, and their dtypes."""
-    found, dtypes = readable(gradients)
+    dtypes = list(map(_DTYPE, gradients))
+    found = gradients
+    if not _READABLE.issuperset(dtypes) or any(map(Tensor.is_neg, gradients)):
+        found, dtypes = readable(gradients)
     if all(map(Tensor.is_contiguous, found)):
         return found, dtypes
     # Not reshape(-1) alone: every second column of a matrix is a view too, as a vector with steps of two.
