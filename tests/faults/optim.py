@@ -81,7 +81,7 @@ FAULTS = (
         ("edits: the state is not looked at", "            and self.is_held(state)\n", "",
          "tests/optim/test_edits.py::test_whatever_is_put_into_the_state_steps_are_torch_s",
          "a step would go on with moments that the state does not hold, and no checkpoint would have them"),
-        ("edits: what programs write to a count", "return [*map(_VERSION, self.cohorts)] == [*map(_LEFT, self.cohorts)]", "return True",
+        ("edits: what programs write to a count", "return versions([*map(_MEMORY, self.cohorts)]) == [*map(_LEFT, self.cohorts)]", "return True",
          "tests/optim/test_edits.py::test_whatever_is_put_into_the_state_steps_are_torch_s",
          "one parameter's count would be that of all, or nobody's"),
         ("edits: numbers beside codes", "                if any(map(contains, entries, repeat(name))):\n                    return False\n", "                pass\n",

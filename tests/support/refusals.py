@@ -47,7 +47,7 @@ def of_session(amp):
     yield amp.loss_scale, amp.stats(), amp.max_grad_norm, amp.is_closed, amp.engine.writes.broken, repr(amp)
     if not amp.is_closed:
         yield [(value, value.grad) for value in amp.master_params()]
-        yield [window.now[:3] + window.now[4:5] for window in amp.engine.windows]
+        yield [(each.now.passes, each.now.scale, each.now.found) for each in amp.engine.windows]
 
 
 def of_path(path):

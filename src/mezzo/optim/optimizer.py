@@ -35,7 +35,7 @@ from mezzo.step.moments import name_of_codes, zeros
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
 from mezzo.step.verdict import Bucket, BucketUpdate, Verdict, numbers_of_step
-from mezzo.tensors import LOW, described, dtype_name
+from mezzo.tensors import LOW, described, dtype_name, versions
 from mezzo.weights.halves import Halves, in_halves
 from mezzo.weights.stepping import in_memory
 
@@ -54,8 +54,8 @@ _KNOWN: Final = {*_PLAIN, Halves}
 _PARTS: Final = attrgetter("hi", "lo", "cell.wide")
 _IS_LENT: Final = attrgetter("cell.is_lent")
 _PARAMS: Final = itemgetter("params")
-#: Of the count of a cohort: the version of its memory, and the one that the last step has left.
-_VERSION: Final = attrgetter("count.each._version")
+#: Of the count of a cohort: its memory, and the version that the last step has left there.
+_MEMORY: Final = attrgetter("count.each")
 _NUMBER: Final = attrgetter("count.number")
 _RULE: Final = attrgetter("rule")
 _LEFT: Final = attrgetter("count.version")
@@ -150,7 +150,7 @@ class _Stands:
     memory: list[Any]
 
 
-class _Plan:
+class _UpdatePlan:
     """What steps write, and of what of ``optimizer.state`` it was made: it serves until one of them changes.
 
     Args:
@@ -220,7 +220,7 @@ class _Plan:
             for name in others:
                 if any(map(contains, entries, repeat(name))):
                     return False
-        return [*map(_VERSION, self.cohorts)] == [*map(_LEFT, self.cohorts)]
+        return versions([*map(_MEMORY, self.cohorts)]) == [*map(_LEFT, self.cohorts)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,7 +283,7 @@ class OnePassOptimizer(Optimizer):
 
     def _start(self) -> None:
         """Know nothing yet of what the state is for."""
-        self._plan: _Plan | None = None
+        self._plan: _UpdatePlan | None = None
         self._switches = tuple(sorted(RULES[self._rule].options))
         self._counts: dict[int, _Count] = {}  # those of which states have views, by the id of the memory
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
@@ -434,7 +434,7 @@ class OnePassOptimizer(Optimizer):
 
     # What a step needs, kept from one to the next ------------------------------------------------------
 
-    def _planned(self) -> tuple[_Plan, list[Tensor]]:
+    def _planned(self) -> tuple[_UpdatePlan, list[Tensor]]:
         """Return what a step writes, made anew where something is not as it was, and the gradients.
 
         What no kernel could update is refused before anything is made.
@@ -475,7 +475,7 @@ class OnePassOptimizer(Optimizer):
             memory=_memory_of(params),
         )
 
-    def _plan_anew(self, stands: _Stands) -> _Plan:
+    def _plan_anew(self, stands: _Stands) -> _UpdatePlan:
         """Plan steps, and let the state hold what they read and write."""
         with_gradient = iter(stands.have)
         wanted = [
@@ -498,7 +498,7 @@ class OnePassOptimizer(Optimizer):
                 put(self.state[param], moments, rule_of_group.states)
             read.append((params, keys, set(rule_of_group.states).difference(keys)))  # beside codes programs may put
         self._keep_counts(cohorts)
-        self._plan = _Plan(stands, cohorts, read, self.state)
+        self._plan = _UpdatePlan(stands, cohorts, read, self.state)
         return self._plan
 
     def _taken(self, number: int, group: Group, params: list[Tensor]) -> list[tuple[dict[str, Any], _Count | int]]:

@@ -395,7 +395,6 @@ def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradient
         return run_inside(outer, engine, plain, roots, gradients, *asked)
     if not accumulates:
         return _differentiate(amp, plain, roots, gradients, *asked)
-    engine.follow()
     walk = walk_of(roots, inputs)
     windows = engine.reached(walk)
     if not windows and (walk.is_anothers or not walk.runs_others):

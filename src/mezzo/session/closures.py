@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,7 +106,7 @@ class _Evaluations:
         assert self._last is not None, "an optimizer that was not asked raises"
         with uninterrupted():
             judged, absent, made_with = self._last
-            self._window.now = self._window.now._replace(made_with=made_with)
+            self._window.now = replace(self._window.now, made_with=made_with)
             return engine.finish([self._window], judged, absent)
 
     def _evaluate(self) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final
@@ -37,7 +38,7 @@ from mezzo.session.window import Window, carry_over
 from mezzo.session.writers import OnePass, Writer, Writes, check_numbers
 from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import alike, any_gradient, clear_to_zeros, dense, norms
-from mezzo.step.verdict import Judged, Verdict, as_fused, decided, not_finite
+from mezzo.step.verdict import Judged, Verdict, concluded, not_finite
 from mezzo.tensors import foreach_norm, moved
 
 #: How a loop with a ``GradScaler`` calls it.
@@ -138,7 +139,7 @@ class Engine:
             for leaf in was | now:
                 carry_over(leaf, was.get(leaf), now.get(leaf))
             for window in windows:
-                window.now = window.now._replace(marks=window.marks())
+                window.now = replace(window.now, marks=window.marks())
         self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
 
     def follow(self, *, writes: bool = False) -> None:
@@ -151,15 +152,20 @@ class Engine:
             self.plan_anew()
 
     def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it."""
-        if self.plan.units:  # of what is gathered a graph shows no parameter
-            return list(self.windows)
+        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it.
+
+        Hooks of modules there are warned of, once, if they see gradients that carry the scale.
+        """
+        self.follow()
         windows, found = list[Window](), set(map(id, walk.leaves))
         if self.plan.is_wrapped:
             found = self.wrappers.reduced_with(found)
         for window in self.windows:
-            if not window.plan.ids.isdisjoint(found):
+            # Of what is gathered a graph shows no parameter.
+            if self.plan.units or not window.plan.ids.isdisjoint(found):
                 windows.append(window)
+        if windows and walk.runs_hooks and self.scale_now is not None:
+            self.warn_of_modules()
         return windows
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
@@ -205,17 +211,17 @@ class Engine:
         """What a loss is multiplied by now, 0-d float32; ``None`` where gradients carry no scale."""
         return self.scaler.state.scale if self.scaler.changes_gradients else None
 
-    def commit(self) -> None:
-        """Move the scale on before the next loss, where a step has left that open."""
+    def next_scale(self) -> Tensor | None:
+        """Return what the next loss is multiplied by, once the scale has moved on where a step has left that open."""
         if self.scaler.in_graph and not self.is_captured:
             self.scaler.leave()  # gradients keep their scale, whatever a replay of a captured step makes of its own
         if self._is_told and not self.waits:
             self.update()
+        return self.scale_now
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale; the pass that differentiates it is the session's, whoever runs it."""
-        self.commit()
-        entry = entered(self, loss, self.scale_now)
+        entry = entered(self, loss, self.next_scale())
         scaled = self.scaler.scaled(entry)
         return scaled * 1 if scaled is entry else scaled
 
@@ -261,26 +267,24 @@ class Engine:
                 memory.counts = True
         return [leaf for window in seen for leaf in window.plan.leaves if leaf.requires_grad] if seen else []
 
-    def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
-        """Take over what a backward pass has made, while no signal interrupts.
+    def end(self, losses: Mapping[Window, list[Tensor]], *, has_failed: bool) -> None:
+        """Take over what a backward pass has made, or put back what made way for it, while no signal interrupts.
 
         Args:
             losses: What was differentiated, 0-d and detached, by the windows of :meth:`begin`.
+            has_failed: Whether the pass has raised.
         """
         for memory in self.plan.memories:
             memory.counts = False
+        if has_failed:
+            for window in losses if self.plain else ():  # earlier passes' gradients have got this one's scale
+                window.rescale(None, checks=True)
+            return
         for window in losses:
             window.end(losses[window], unscales=self.plain)
         if self.plan.is_wrapped:
             self.wrappers.end_pass()
         self.inner_scales.begin_again()
-
-    def fail(self, windows: Iterable[Window]) -> None:
-        """Put back what made way for a backward pass that has raised, while no signal interrupts."""
-        for memory in self.plan.memories:
-            memory.counts = False
-        for window in windows if self.plain else ():  # earlier passes' gradients have got this one's scale
-            window.rescale(None, checks=True)
 
     def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
         # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
@@ -626,7 +630,7 @@ class Engine:
         asked = set(map(id, inputs))
         for window in self.windows:
             if not window.plan.ids.isdisjoint(asked):
-                window.now = window.now._replace(given=True)
+                window.now = replace(window.now, given=True)
         return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
 
     def differentiated(
@@ -641,8 +645,7 @@ class Engine:
             outputs: What is differentiated, as far as that is tensors.
             run: Runs the pass; it is given what multiplies by the scale.
         """
-        self.commit()
-        scale = self.scale_now
+        scale = self.next_scale()
         adapts = scale is not None and self.scaler.config.mode == "dynamic"
         if scale is not None and adapts:
             scale = self.inner_scales.next(scale)
@@ -671,37 +674,3 @@ class Engine:
             self.inner_scales.told(sizes[len(gradients) :].sum(), results)
         flag = not_finite(results)
         self._inner = flag if self._inner is None else self._inner | flag
-
-
-def concluded(
-    is_scaled: bool, is_clipped: bool, is_told: bool, num_inner: int, num_losses: int, total: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    """Return the verdict on a step, as one pure function of tensors and numbers.
-
-    Args:
-        is_scaled: Whether the gradients carry a scale.
-        is_clipped: Whether their norm is clipped.
-        is_told: Whether optimizers of torch's may be told it.
-        num_inner: How many flags there are of gradients that a loss was computed from: 0 or 1.
-        num_losses: How many losses were differentiated.
-        total: Norms whose own norm is that of all gradients.
-        *rest: The scale, where there is one; what to clip to; then these flags, these losses, and flags of gradients
-            that were not finite when they were unscaled.
-
-    Returns:
-        ``grad_norm``, ``found_inf`` and ``multiplier`` of a verdict; whether a loss itself was not finite, or what it
-        was computed from, so that the loss scale stays; and if need be the verdict's ``as_fused``.
-    """
-    numbers, flags = rest[: is_scaled + is_clipped], rest[is_scaled + is_clipped :]
-    inner, losses, flags = flags[:num_inner], flags[num_inner : num_inner + num_losses], flags[num_inner + num_losses :]
-    grad_norm, found_inf, multiplier = decided(is_scaled, is_clipped, total, *numbers)
-    failed = found_inf.ne(found_inf)  # no: in words that kernels are written from
-    for loss in losses:
-        failed = failed | not_finite(loss)
-    for flag in inner:  # which has moved a scale of its own
-        failed = failed | flag
-    found_inf = found_inf | failed
-    for flag in flags:
-        found_inf = found_inf | flag
-    verdict = grad_norm, found_inf, multiplier, failed
-    return (*verdict, *as_fused(found_inf, *([multiplier] if is_clipped else []))) if is_told else verdict

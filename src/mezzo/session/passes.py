@@ -172,35 +172,22 @@ class Opens(Protocol):
     has_door: bool
     plan: StepPlan
 
-    @property
-    def scale_now(self) -> Tensor | None:
-        """What a loss is multiplied by now; ``None`` where gradients carry no scale."""
-
-    def commit(self) -> None:
-        """Move the scale on before the next loss, where a step has left that open."""
-
-    def follow(self) -> None:
-        """Plan anew if something that the session is made of has changed."""
+    def next_scale(self) -> Tensor | None:
+        """Return what the next loss is multiplied by; ``None`` where gradients carry no scale."""
 
     def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a pass makes."""
+        """Return the windows whose gradients a pass makes; hooks of modules that see the scale there are warned of."""
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that are none of the session's."""
-
-    def warn_of_modules(self) -> None:
-        """Warn, once, of hooks of modules that see the scale."""
 
     def begin(
         self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
     ) -> list[Tensor]:
         """Make ready for gradients of a pass that will carry a scale; return leaves of which they shall not."""
 
-    def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
-        """Take over what a pass has made, and what it has differentiated."""
-
-    def fail(self, windows: Iterable[Window]) -> None:
-        """Put back what made way for a pass that has raised."""
+    def end(self, losses: Mapping[Window, list[Tensor]], *, has_failed: bool) -> None:
+        """Take over what a pass has made, and what it has differentiated; or put back what made way for it."""
 
 
 def run_pass(
@@ -230,14 +217,11 @@ def run_pass(
     Raises:
         StateError: What :func:`refuse_scaled` refuses; or gradients that it would add to. Nothing was run.
     """
-    engine.commit()
-    scale, others, losses = engine.scale_now, list[Any](), list[Tensor]()
+    scale, others, losses = engine.next_scale(), list[Any](), list[Tensor]()
     if scale is not None:
         walk = walk_of(roots, inputs) if walk is None else walk
         others = engine.others(walk.leaves)
         refuse_scaled(roots, others if inputs else (), creates_graph=creates_graph)
-        if walk.runs_hooks and windows:
-            engine.warn_of_modules()
     for root in roots:
         if isinstance(root, Tensor) and root.numel() == 1:
             losses.append(root.detach().reshape(()))
@@ -341,13 +325,8 @@ class SessionPass:
             walk: What is reached from there.
             is_inside: Whether it is a pass inside.
         """
-        engine, others = self._engine, list[Any]()
-        engine.follow()
-        windows = engine.reached(walk)
-        if self._scale is not None:
-            others = engine.others(walk.leaves)
-            if walk.runs_hooks and windows:
-                engine.warn_of_modules()
+        windows = self._engine.reached(walk)
+        others = [] if self._scale is None else self._engine.others(walk.leaves)
         self.open(windows, losses, others, is_inside=is_inside)
 
     def open(
@@ -415,9 +394,9 @@ class SessionPass:
             if not self._has_begun:
                 return
             try:
-                (engine.fail if has_failed else engine.end)(self._losses)
+                engine.end(self._losses, has_failed=has_failed)
             except BaseException:
-                engine.fail(self._losses)
+                engine.end(self._losses, has_failed=True)
                 raise
 
     def _set_aside(self) -> None:

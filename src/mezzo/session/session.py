@@ -22,7 +22,7 @@ from mezzo.session import state_tree
 from mezzo.session.closures import evaluated
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
-from mezzo.session.passes import retaining, run_pass
+from mezzo.session.passes import retaining, run_pass, walk_of
 from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
 from mezzo.session.state_tree import Stateful
 from mezzo.session.stats import Stats, Step
@@ -255,8 +255,12 @@ class MixedPrecision:
         def run(scaled: tuple[Any, ...]) -> None:
             self.weights.region().run_backward(*scaled, **kwargs)
 
-        creates_graph = bool(kwargs.get("create_graph"))
-        run_pass(engine, (loss,), run, windows, inputs=inputs or (), creates_graph=creates_graph)
+        creates_graph, walk = bool(kwargs.get("create_graph")), None
+        if engine.scale_now is not None:
+            walk = walk_of((loss,), inputs or ())
+            if walk.runs_hooks:
+                engine.warn_of_modules()
+        run_pass(engine, (loss,), run, windows, walk, inputs=inputs or (), creates_graph=creates_graph)
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Iterable[Tensor], *, create_graph: bool = False, **kwargs: Any

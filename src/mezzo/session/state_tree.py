@@ -74,7 +74,7 @@ def save(engine: Engine, policy: Policy, *, in_window: bool = False) -> dict[str
     """
     if not in_window:
         require_between_steps(engine, "state_dict()")
-    engine.commit()
+    engine.next_scale()  # a step may have left it open
     named = list(engine.weights.named_params())
     memories = engine.weights.memories()
     return {

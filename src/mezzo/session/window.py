@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, compress, repeat
 from operator import attrgetter, is_
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ _GRADIENT: Final = attrgetter("grad")
 _CELL: Final = attrgetter("cell")
 
 
-class Carried(NamedTuple):
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Carried:
     """What the gradients of a window carry, and what the last step has left there: one value, which events move on.
 
     Attributes:
@@ -58,17 +59,17 @@ class Carried(NamedTuple):
     passes: int = 0
     marks: tuple[tuple[int, int], ...] = ()
     given: bool | None = None
-    left: Stale = MappingProxyType({})  # type: ignore[assignment]
+    left: Stale = field(default_factory=dict)
     left_scale: Tensor | None = None
     skipped: Tensor | None = None
 
     def begun(self, scale: Tensor | None) -> Carried:
         """Return it in a pass whose gradients will carry a scale."""
-        return self._replace(scale=scale, made_with=scale, passes=self.passes + 1, left={})
+        return replace(self, scale=scale, made_with=scale, passes=self.passes + 1, left={})
 
     def cleared(self) -> Carried:
         """Return it once all gradients were cleared; what the last step has left stays known."""
-        return self._replace(scale=None, made_with=None, found=None, losses=(), passes=0, marks=())
+        return replace(self, scale=None, made_with=None, found=None, losses=(), passes=0, marks=())
 
 
 class Window:
@@ -182,13 +183,13 @@ class Window:
 
         A loop that clears only after steps that were taken would else skip for ever.
         """
-        skipped, self.now = self.now.skipped, self.now._replace(skipped=None)
+        skipped, self.now = self.now.skipped, replace(self.now, skipped=None)
         if skipped is None or not self.now.left:
             return
         stale = self._left()
         for gradient in dense(stale)[1]:
             gradient.masked_fill_(moved(skipped, gradient.device), 0)
-        self.now = self.now._replace(left=left_over(with_gradients(stale)[1]))
+        self.now = replace(self.now, left=left_over(with_gradients(stale)[1]))
 
     def _left(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
         """Return the parameters that have a gradient which the last step has left, unwritten since."""
@@ -217,7 +218,7 @@ class Window:
             stays = torch.linalg.vector_norm(norms(gradients, device)) != 0
             found = None if now.found is None else moved(now.found, device) & stays
             losses = tuple(moved(loss, device).masked_fill(~stays, 0) for loss in now.losses)
-            self.now = now._replace(found=found, losses=losses)
+            self.now = replace(now, found=found, losses=losses)
 
     # A backward pass ------------------------------------------------------------------------------------
 
@@ -236,13 +237,13 @@ class Window:
         if gradients:
             self.drop_skipped()
             if self.has_left_alone():
-                self.now = self.now._replace(scale=self.now.left_scale)
+                self.now = replace(self.now, scale=self.now.left_scale)
             self.rescale(scale)
             self.now = self.now.begun(scale)
         else:
             now = self.now
-            self.now = now._replace(
-                scale=scale, made_with=scale, found=None, losses=(), passes=1, marks=(), left={}, skipped=None
+            self.now = replace(
+                now, scale=scale, made_with=scale, found=None, losses=(), passes=1, marks=(), left={}, skipped=None
             )
         if plan.wide == "none":
             _have_dtypes_of_parameters(plan.low)
@@ -275,7 +276,7 @@ class Window:
         if left:  # beside new ones
             found = now.skipped
             multiply(left, scale if now.left_scale is None else scale * inverse(now.left_scale))
-        self.now = now._replace(scale=carried, made_with=carried, found=found, passes=1)
+        self.now = replace(now, scale=carried, made_with=carried, found=found, passes=1)
         self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.plan.low}
 
     def end(self, losses: Iterable[Tensor], *, unscales: bool) -> None:
@@ -291,13 +292,13 @@ class Window:
             elif leaf.grad.dtype != leaf.dtype:
                 leaf.grad_dtype = None
         now = self.now
-        self.now = now._replace(losses=(*now.losses, *losses))
+        self.now = replace(now, losses=(*now.losses, *losses))
         if unscales:
             self.rescale(None, checks=True)
         else:
-            self.now = self.now._replace(marks=self.marks())
+            self.now = replace(self.now, marks=self.marks())
         if self.now.marks:
-            self.now = self.now._replace(given=True)
+            self.now = replace(self.now, given=True)
 
     # What they carry ------------------------------------------------------------------------------------
 
@@ -333,7 +334,7 @@ class Window:
             for leaf in self.plan.low:
                 if leaf.grad is not None:
                     leaf.grad_dtype = None  # so that any may be assigned
-        self.now = self.now._replace(scale=to, found=found, marks=tuple(marks(with_gradients(self.plan.leaves)[1])))
+        self.now = replace(self.now, scale=to, found=found, marks=tuple(marks(with_gradients(self.plan.leaves)[1])))
 
     def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
         """Know that the gradients of some optimizers, if any are these, carry no scale any more.
@@ -343,7 +344,7 @@ class Window:
             found: Whether they were finite, where they have been multiplied because of that.
         """
         if not set(self.plan.optimizers).isdisjoint(optimizers):
-            self.now = self.now._replace(scale=None, found=self.now.found if found is None else found)
+            self.now = replace(self.now, scale=None, found=self.now.found if found is None else found)
 
     @property
     def was_edited(self) -> bool:
@@ -383,7 +384,7 @@ class Window:
             if leaf.grad is None:
                 leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
         given = self.now.given if self.now.scale is None else False
-        self.now = self.now.cleared()._replace(given=given, left={}, marks=self.marks() if to_zeros else ())
+        self.now = replace(self.now.cleared(), given=given, left={}, marks=self.marks() if to_zeros else ())
 
 
 @torch.no_grad()

@@ -176,6 +176,40 @@ def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> 
     return verdict.grad_norm, verdict.found_inf, verdict.multiplier
 
 
+def concluded(
+    is_scaled: bool, is_clipped: bool, is_told: bool, num_inner: int, num_losses: int, total: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Return the verdict on a step, as one pure function of tensors and numbers.
+
+    Args:
+        is_scaled: Whether the gradients carry a scale.
+        is_clipped: Whether their norm is clipped.
+        is_told: Whether optimizers of torch's may be told it.
+        num_inner: How many flags there are of gradients that a loss was computed from: 0 or 1.
+        num_losses: How many losses were differentiated.
+        total: Norms whose own norm is that of all gradients.
+        *rest: The scale, where there is one; what to clip to; then these flags, these losses, and flags of gradients
+            that were not finite when they were unscaled.
+
+    Returns:
+        ``grad_norm``, ``found_inf`` and ``multiplier`` of a verdict; whether a loss itself was not finite, or what it
+        was computed from, so that the loss scale stays; and if need be the verdict's ``as_fused``.
+    """
+    numbers, flags = rest[: is_scaled + is_clipped], rest[is_scaled + is_clipped :]
+    inner, losses, flags = flags[:num_inner], flags[num_inner : num_inner + num_losses], flags[num_inner + num_losses :]
+    grad_norm, found_inf, multiplier = decided(is_scaled, is_clipped, total, *numbers)
+    failed = found_inf.ne(found_inf)  # no: in words that kernels are written from
+    for loss in losses:
+        failed = failed | not_finite(loss)
+    for flag in inner:  # which has moved a scale of its own
+        failed = failed | flag
+    found_inf = found_inf | failed
+    for flag in flags:
+        found_inf = found_inf | flag
+    verdict = grad_norm, found_inf, multiplier, failed
+    return (*verdict, *as_fused(found_inf, *([multiplier] if is_clipped else []))) if is_told else verdict
+
+
 def as_fused(found_inf: Tensor, *multiplier: Tensor) -> tuple[Tensor, ...]:
     """Return whether to skip as torch's fused optimizers take it, and what they divide gradients by, if anything."""
     return found_inf.to(torch.float32), *[each.reciprocal() for each in multiplier]

@@ -19,7 +19,6 @@ import torch
 
 from mezzo.launched import jitted
 from mezzo.scale import LossScale, device_state
-from mezzo.session import engine
 from mezzo.step import verdict
 from mezzo.step.executors import cpp_source
 from mezzo.step.executors import triton as shared
@@ -177,7 +176,7 @@ SHARED = {
     "next scale": (device_state.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, FLAG, FLAG], 32),
     "next scale of two optimizers": (device_state.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, *[FLAG] * 4], 32),
     "verdict, told to a fused optimizer": (
-        engine.concluded,
+        verdict.concluded,
         (True, True, True, 0, 1),
         [(FP32, 1), F32, (FP32, None), F32, FLAG],
         80,

@@ -9,7 +9,6 @@ import torch
 
 from mezzo.scale import device_state
 from mezzo.scale.config import LossScale
-from mezzo.session import engine
 from mezzo.step import verdict
 from mezzo.step.update import rule
 from mezzo.step.verdict import NoKernel
@@ -110,8 +109,8 @@ def test_a_verdict_with_all_that_is_known_of_losses(interpreted, launched, inner
     for norms, flag in product(NORMS, (False, True)):
         tensors = [torch.tensor(norms), torch.tensor(1024.0), 7.3, *map(torch.tensor, (*inner, *losses, flag))]
         given = True, True, True, len(inner), len(losses)
-        found = compute(engine.concluded, given, tensors)
-        same(found, engine.concluded(*given, *tensors))
+        found = compute(verdict.concluded, given, tensors)
+        same(found, verdict.concluded(*given, *tensors))
         grad_norm, found_inf, multiplier, failed, *told = found
         same([grad_norm, multiplier], verdict.decided(True, True, *tensors[:3])[::2])
         assert found_inf.item() == (not math.isfinite(grad_norm) or any(inner) or math.inf in losses or flag)
