@@ -22,7 +22,10 @@ class Below(Base):
     pass
 
 
-@pytest.mark.parametrize("place", [Base, Below, Base(), types.ModuleType("made"), nn.Linear(2, 2)], ids=repr)
+PLACES = ["class", "class below", "object", "module", "part of a model"]
+
+
+@pytest.mark.parametrize("place", [Base, Below, Base(), types.ModuleType("made"), nn.Linear(2, 2)], ids=PLACES)
 @pytest.mark.parametrize("name", ["inherited", "static", "forward"])
 def test_a_name_is_bound_and_what_stood_there_is_put_back(place, name):
     if not hasattr(place, name):
