@@ -56,6 +56,8 @@ _SET_ITEM: Final = Tensor.__setitem__
 _CASTABLE: Final = frozenset(CASTABLE)
 #: Arguments that hold no tensor.
 _HOLDS_NONE: Final = frozenset({type(None), bool, int, float, str})
+#: The types in a tuple of sizes.
+_INTS: Final = {int}
 #: A call for :meth:`PolicyMode._handle`, and one that is left alone.
 _IN_FULL, _IDLE = object(), Direct(torch.float32, None, None)
 _NO_NAMES: Final = types.MappingProxyType[str, Any]({})
@@ -141,20 +143,25 @@ class PolicyMode(TorchFunctionMode):
             return _IN_FULL
         if direct.contracts is not None and not direct.contracts(args, _NO_NAMES):
             return _IN_FULL
-        operands, is_low, casts = [], target is not torch.float32, cast(Any, self.casts.cast)
-        for each in args:
+        operands, others, is_low = [*args], [], target is not torch.float32
+        for place, each in enumerate(args):
             # Asking whether something is a Parameter is a Python call; activations are plain tensors.
             if (is_plain := type(each) is Tensor) or isinstance(each, nn.Parameter):
                 if each.layout is not STRIDED:
                     return _IN_FULL
                 if (dtype := each.dtype) != target:
                     if dtype in _CASTABLE:
-                        each = each.to(target) if is_plain else casts(each, target, is_plain=True)
+                        others.append((place, is_plain))
                     elif is_low:
                         return _IN_FULL
-            elif type(each) not in _HOLDS_NONE:
+            elif type(each) not in _HOLDS_NONE and not (type(each) is tuple and {*map(type, each)} <= _INTS):
                 return _IN_FULL
-            operands.append(each)
+        for (
+            place,
+            is_plain,
+        ) in others:  # once it is known that the call is carried out here: uses of weights are counted
+            each = args[place]
+            operands[place] = each.to(target) if is_plain else self.casts.cast(each, target, is_plain=True)
         torch.set_autocast_enabled(kind, False)
         try:
             return func(*operands) if direct.emulation is None else direct.emulation(func, *operands)
