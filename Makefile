@@ -80,6 +80,7 @@ dist: $(READY)  ## build the wheel and the source distribution, in dist/
 
 bench: $(DEMO)  ## print ratios against torch.amp on this machine
 	$(BIN)/python benchmarks/session.py
+	$(BIN)/python benchmarks/small.py
 	$(BIN)/python benchmarks/scaler.py
 	$(BIN)/python benchmarks/engine.py
 	$(BIN)/python benchmarks/step.py

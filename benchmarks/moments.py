@@ -36,7 +36,7 @@ from mezzo.report.verdict import rows
 from mezzo.script.comparison import Comparison, Run
 from mezzo.script.metric import Metric, better_of, printed_last
 from mezzo.script.program import Program, Seams, StepRecord
-from mezzo.script.run import run
+from mezzo.script.runner import run
 from mezzo.step import moments
 from mezzo.step.executors.portable import Portable
 from stepping.facts import facts

@@ -35,13 +35,12 @@ from torch.nn import functional
 import mezzo
 from harness import DEVICE, WARM_UP, in_turns, write_dated
 from mezzo.numerics.footprint import SavedBytes
-from mezzo.plan import heuristics
-from mezzo.plan import run as planning
+from mezzo.plan import heuristics, planning
 from mezzo.plan.balance import balance_of
-from mezzo.plan.capture import Graph, capture, read
 from mezzo.plan.carry_out import carry_out
 from mezzo.plan.costs import Costs
 from mezzo.plan.cut import place
+from mezzo.plan.graph import Graph, capture, read
 from mezzo.policy import Policy
 from stepping.facts import facts
 from stepping.timing import against, nothing

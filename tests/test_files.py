@@ -20,9 +20,8 @@ def home(monkeypatch, tmp_path):
 def test_what_is_kept_is_found_again(home):
     with pytest.raises(FileNotFoundError):
         files.kept("below/name")
-    files.keep("below/name", b"one")
-    files.keep("below/name", b"two")
-    assert files.kept("below/name") == b"two"
+    assert files.keep("below/name", b"one") == files.keep("below/name", b"two") == files.kept("below/name")
+    assert files.kept("below/name").read_bytes() == b"two"
     assert os.listdir(home / "mezzo" / "below") == ["name"]
     assert stat.S_IMODE((home / "mezzo" / "below" / "name").stat().st_mode) == 0o600
 
@@ -34,7 +33,7 @@ def test_a_folder_for_others_too_is_not_read_and_becomes_ours_when_it_is_written
     with pytest.raises(PermissionError, match=rf"it is not for this user alone: '{home / 'mezzo'}'"):
         files.kept("name")
     files.keep("name", b"other")
-    assert files.kept("name") == b"other"
+    assert files.kept("name").read_bytes() == b"other"
     assert stat.S_IMODE((home / "mezzo").stat().st_mode) == 0o700
 
 

@@ -117,7 +117,7 @@ def _is_own(value: ast.expr) -> bool:
 def test_few_files_read_stack_frames():
     """None looks for a frame of ours or of torch's: for the user's line, and whether a script calls."""
     readers = {path for path, text in sources().items() if "_getframe" in text or "currentframe" in text}
-    assert readers == {"script/program.py", "trace/calls.py"}
+    assert readers == {"script/program.py", "trace/function_calls.py"}
 
 
 def test_one_file_knows_how_to_write_files_whole():

@@ -176,7 +176,6 @@ PLANTED = """
     import mezzo.overflow, mezzo.plan, mezzo.numerics, mezzo.optim, mezzo.explanation, mezzo.session.attach
     import mezzo.session.capture, mezzo.compat.torch
     from mezzo import backward, compiling, dispatch, sharded, tensors
-    from mezzo.step.update import RULES
     from mezzo.cast.model.places import NORM
 
     def with_numbers(call):
@@ -190,7 +189,6 @@ PLANTED = """
     uses = {
         "torch._C._dynamo.eval_frame.get_eval_frame_callback": compiling.is_at_work,
         "torch.amp.autocast_mode._enter_autocast": compiling.require_switches,
-        "torch._dynamo.mark_dynamic": with_numbers(compiling.for_any_length),
         "torch._dynamo.exc.InvalidBackend": lambda: compiling.backend_of("eager"),
         "torch._dynamo.list_backends": compiling.backends,
         "torch._dynamo.exc.TorchDynamoException": compiling.capture_errors,
@@ -219,7 +217,6 @@ PLANTED = """
         "torch._C._nn": lambda: mezzo.policy.ops.names.callables("gelu"),
         "torch._ops.HigherOrderOperator": lambda: isinstance(1, dispatch.HigherOrderOperator),
         "torch.nn.modules.batchnorm._NormBase": lambda: isinstance(1, NORM),
-        "torch._fused_adamw_": lambda: RULES["adamw"].native(1, 1, (1, 1), {}, 1),
         **{f"torch.utils._pytree.{name}": getattr(tensors, name) for name in (
             "tree_flatten", "tree_is_leaf", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten")},
         **{f"torch._{name}": getattr(tensors, name) for name in (

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import mezzo.step.executors.triton as executor_of
 import mezzo.step.executors.triton_source as source_of
-from mezzo.step.passes import Bucket, Verdict
 from mezzo.step.storage import SPLIT, encode
 from mezzo.step.update import rule
+from mezzo.step.verdict import Bucket, Verdict
 from stepping.shapes import shapes
 from stepping.timing import Behind, copying, spread
 

@@ -20,8 +20,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from mezzo.compiling import constant_in_graphs
 from mezzo.releases import private, require
 
-_NUMBER_OF_PASS: Final = private("torch._C._current_graph_task_id")
-
+#: What tells the backward pass that runs now from others; -1 outside of one.
+number_of_pass: Final[Callable[[], int]] = private("torch._C._current_graph_task_id")
 #: The autograd node whose gradients this thread computes now; ``None`` outside of backward passes.
 current_node: Final[Callable[[], Any]] = private("torch._C._current_autograd_node")
 #: The number that the next autograd node of this thread will have.
@@ -45,13 +45,7 @@ _FORGET: Final = getattr(torch._C, "_remove_obj_from_tls", None)
 @constant_in_graphs
 def runs_backward() -> bool:
     """Whether autograd runs in this thread: a module that is called then is recomputed."""
-    return bool(_NUMBER_OF_PASS() != -1)
-
-
-def number_of_pass() -> int:
-    """Return what tells the backward pass that runs now from others; -1 outside of one."""
-    number: int = _NUMBER_OF_PASS()
-    return number
+    return bool(number_of_pass() != -1)
 
 
 def number_of(node: Any) -> int:
@@ -61,8 +55,9 @@ def number_of(node: Any) -> int:
     return number
 
 
+@functools.cache
 def node_of(function: type[Function]) -> type:
-    """Return the class of the nodes that an autograd function puts in a graph."""
+    """Return the class of the nodes that one of mezzo's or torch's autograd functions puts in a graph."""
     require("torch.autograd.Function._backward_cls")
     kind: type = function._backward_cls
     return kind
@@ -88,6 +83,7 @@ def may_run_others(kind: type) -> bool:
 # The door ------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def door() -> tuple[Any, str]:
     """Return where torch has the engine through which each backward pass goes: a class, and the name in it.
 
@@ -142,12 +138,8 @@ _NOTE: Final = "mezzo"
 
 def noted() -> Any:
     """Return what is noted of this thread: by :func:`note`, in it or where the pass began whose nodes it runs."""
-    place = _place()
+    place = _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
     return None if place is None else place()
-
-
-def _place() -> Any:
-    return _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
 
 
 def note(value: object) -> Callable[[], None]:
@@ -159,7 +151,7 @@ def note(value: object) -> Callable[[], None]:
     Returns:
         What ends it.
     """
-    before = _place()
+    before = _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
     _note(ref(value))
     # Torch 2.11 cannot forget. What is left in a thread that ends would wait there for Python.
     return (

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
-import itertools
 import logging
 import os
 import shlex
@@ -13,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -33,9 +31,6 @@ _FLAGS: Final = (
 #: Compilers prefer half the width of a vector register for fear of lower clocks, which stores of 512 bits outweigh.
 _X86: Final = ("-mprefer-vector-width=512",)
 _COMPILERS: Final = ("g++", "clang++", "c++")
-_DIGEST_BYTES: Final = hashlib.sha256().digest_size
-#: Of the programs that this process has loaded.
-_COUNT: Final = itertools.count()
 
 
 class CppKernel:
@@ -46,7 +41,10 @@ class CppKernel:
 
     def __call__(self, *arguments: Any) -> None:
         """Run it. The lock of the interpreter is released meanwhile."""
-        self._function(*[ctypes.c_int64(each if isinstance(each, int) else each.data_ptr()) for each in arguments])
+        given = []
+        for each in arguments:
+            given.append(ctypes.c_int64(each if type(each) is int else each.data_ptr()))
+        self._function(*given)
 
 
 @cache
@@ -64,19 +62,27 @@ def built(source: str) -> CppKernel:
     command = _command()
     key = "\0".join([source, shlex.join(command), _asked(tuple(command))])
     name = f"kernels/{hashlib.sha256(key.encode()).hexdigest()[:32]}.so"
-    kept = _kept(name)
-    if kept is not None and (kernel := _loaded(kept)) is not None:
+    if (kernel := _kept(name)) is not None:
         return kernel
-    program = _compiled(command, source)
-    if (kernel := _loaded(program)) is None:
+    try:
+        with tempfile.TemporaryDirectory(prefix="mezzo-") as temporary:
+            path = _compiled(command, source, Path(temporary))
+            kernel, program = _loaded(path), path.read_bytes()
+    except OSError as error:
+        raise UnsupportedError(
+            "kernels have nowhere to be compiled",
+            why=str(error),
+            write="TMPDIR=a folder that you can write to",
+        ) from error
+    if kernel is None:
         raise UnsupportedError(
             "a compiled kernel cannot be loaded",
             where=shlex.join(command[:1]),
-            why="it may be for another processor, or this system lets no program run from memory or from TMPDIR",
+            why="it may be for another processor, or this system lets no program run from TMPDIR",
             write="CXX=the path of another C++ compiler, or TMPDIR=a folder from which programs may run",
         )
     try:
-        files.keep(name, program + _digest(name, program))
+        files.keep(name, program + _end(name))
     except (OSError, RuntimeError) as error:
         logger.info("a compiled kernel is not kept for later processes: %s", error)
     return kernel
@@ -85,58 +91,33 @@ def built(source: str) -> CppKernel:
 # What is kept on disk ---------------------------------------------------------------------------------------
 
 
-def _kept(name: str) -> bytes | None:
-    """Return a program that an earlier process kept, if every bit of it is as it was written."""
+def _kept(name: str) -> CppKernel | None:
+    """Return the kernel that an earlier process kept, if all of it is there: loading a part would end this process."""
     try:
-        data = files.kept(name)
+        path = files.kept(name)
+        if path.read_bytes().endswith(_end(name)) and (kernel := _loaded(path)) is not None:
+            return kernel
     except FileNotFoundError:
         return None
     except (OSError, RuntimeError) as error:
         logger.info("kernels are compiled anew: %s", error)
         return None
-    program, digest = data[:-_DIGEST_BYTES], data[-_DIGEST_BYTES:]
-    if digest != _digest(name, program):
-        logger.info("a damaged kernel is compiled anew: %s", name)
-        return None
-    return program
+    logger.info("a damaged kernel is compiled anew: %s", name)
+    return None
 
 
-def _digest(name: str, program: bytes) -> bytes:
-    return hashlib.sha256(name.encode() + program).digest()
+def _end(name: str) -> bytes:
+    """Return what the file of a kernel ends with, which no loader reads."""
+    return name.encode()
 
 
-# Loading ----------------------------------------------------------------------------------------------------
-
-
-def _loaded(program: bytes) -> CppKernel | None:
-    """Load exactly these bytes: a file that others see could change between its check and its use, and after it."""
+def _loaded(path: Path) -> CppKernel | None:
     try:
-        with _as_file(program) as path:
-            function: Any = ctypes.CDLL(path).kernel
+        function: Any = ctypes.CDLL(str(path)).kernel
     except (OSError, AttributeError):
         return None
     function.restype = None
     return CppKernel(function)
-
-
-@contextlib.contextmanager
-def _as_file(program: bytes) -> Iterator[str]:
-    """Give a program the path of a file that nobody else can open for writing: in memory, or in a folder of our own."""
-    try:
-        descriptor = os.memfd_create("mezzo-kernel")
-    except (AttributeError, OSError):  # an old C library, or a system that forbids it
-        with tempfile.TemporaryDirectory(prefix="mezzo-") as temporary:
-            path = Path(temporary) / "kernel.so"
-            path.write_bytes(program)
-            yield str(path)
-        return
-    with open(descriptor, "wb") as file:
-        file.write(program)
-        file.flush()
-        # The loader takes equal names for equal programs, and the number of a closed descriptor is given out again. So
-        # that no two names are equal, the binary digits of a count stand in the path as "/." and "/".
-        count = "".join("/." if digit == "1" else "/" for digit in f"{next(_COUNT):b}")
-        yield f"/proc/self/fd{count}/{descriptor}"
 
 
 # Compiling --------------------------------------------------------------------------------------------------
@@ -199,21 +180,12 @@ def _run(command: list[str], source: str = "", folder: Path | None = None) -> su
         ) from error
 
 
-def _compiled(command: list[str], source: str) -> bytes:
-    """Return the program that the compiler makes, in a folder where nobody can exchange it meanwhile."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="mezzo-") as temporary:
-            folder = Path(temporary)
-            path = folder / "kernel.so"
-            done = _run([*command, "-x", "c++", "-", "-o", str(path)], source, folder)
-            if done.returncode == 0:
-                return path.read_bytes()
-    except OSError as error:
-        raise UnsupportedError(
-            "kernels have nowhere to be compiled",
-            why=str(error),
-            write="TMPDIR=a folder that you can write to",
-        ) from error
+def _compiled(command: list[str], source: str, folder: Path) -> Path:
+    """Return the program that the compiler makes in a folder."""
+    path = folder / "kernel.so"
+    done = _run([*command, "-x", "c++", "-", "-o", str(path)], source, folder)
+    if done.returncode == 0:
+        return path
     lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
     raise UnsupportedError(
         "a kernel does not compile",

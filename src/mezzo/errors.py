@@ -166,10 +166,10 @@ def raise_together(problems: Iterable[MezzoError]) -> None:
         raise type(found[0]).together(found)
 
 
-def closest(name: str, vocabulary: Iterable[str]) -> str:
-    """Return the nearest word of a closed vocabulary; empty where none is near."""
+def closest(name: str, vocabulary: Iterable[str], least: float = 0.5) -> str:
+    """Return the nearest word of a closed vocabulary; empty where none is alike, by ``difflib``'s ratio."""
     lowered = {word.lower(): word for word in vocabulary}
-    match = difflib.get_close_matches(_elided(name, _LONGEST_WORD).lower(), lowered, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(_elided(name, _LONGEST_WORD).lower(), lowered, n=1, cutoff=least)
     return lowered[match[0]] if match else ""
 
 

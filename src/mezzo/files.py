@@ -225,28 +225,28 @@ def cache_folder() -> Path:
     return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "mezzo"
 
 
-def kept(name: str) -> bytes:
-    """Read a file of the cache.
+def kept(name: str) -> Path:
+    """Return where a file of the cache is.
 
     Args:
         name: Its path below :func:`cache_folder`.
 
     Returns:
-        All of it, read once: what is checked in these bytes is what is used.
+        Its path; there may be no such file.
 
     Raises:
-        OSError: There is no such file; or the folder is not for this user alone (PermissionError).
+        OSError: There is no folder, or it is not for this user alone (PermissionError).
         RuntimeError: As :func:`cache_folder`.
     """
     folder = cache_folder()
     facts = folder.stat()
     if not hasattr(os, "geteuid") or facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) & 0o077:
         raise PermissionError(errno.EACCES, "it is not for this user alone", str(folder))
-    return (folder / name).read_bytes()
+    return folder / name
 
 
-def keep(name: str, data: bytes) -> None:
-    """Write a file of the cache, in a folder for this user alone.
+def keep(name: str, data: bytes) -> Path:
+    """Write a file of the cache, in a folder for this user alone, and return where it is.
 
     Args:
         name: Its path below :func:`cache_folder`; folders on the way are made.
@@ -263,6 +263,7 @@ def keep(name: str, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _beside(path, 0o600) as file:
         file.write(data)
+    return path
 
 
 # Values as JSON, in text and in files: numbers that JSON lacks are texts.

@@ -104,7 +104,8 @@ class _Block(AbstractContextManager[None]):
             if held:
                 self.handle(waiting, len(held))
         finally:
-            self.restore()
+            if self.before:
+                self.restore()
             if held:
                 self.handle(waiting, len(held))
 

@@ -42,7 +42,6 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._dynamo.assume_constant_result._dynamo_marked_constant": "have what is decided while a graph is traced "
         "be a constant of it",
         "torch._dynamo.reset_code_caches": "drop compiled code when hooks were put on modules",
-        "torch._dynamo.mark_dynamic": "compile an update for tensors of any length",
         "torch._dynamo.config.patch": "capture a model as one graph",
         "torch._dynamo.exc.TorchDynamoException": "say why a model cannot be captured",
         "torch._dynamo.exc.TorchRuntimeError": "tell a program's own error from one of capturing",
@@ -180,11 +179,6 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._foreach_norm": "take the norms of many tensors at once",
         "torch._foreach_zero_": "clear many tensors at once",
     },
-    "step/update.py": {
-        "torch._fused_adam_": "update with torch's own kernel",
-        "torch._fused_adamw_": "update with torch's own kernel",
-        "torch._fused_sgd_": "update with torch's own kernel",
-    },
     "session/attach.py": {
         "torch.optim.lr_scheduler.LRScheduler._is_initial": "tell a scheduler's first step from the loop's",
     },
@@ -198,7 +192,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     "cast/device/decide.py": {
         "torch.ops.mkldnn._is_mkldnn_bf16_supported": "have oneDNN read its limit before it is used",
     },
-    "trace/calls.py": {
+    "trace/function_calls.py": {
         "torch.nn.Module._call_impl": "find the module whose call torch.compile traces",
         "torch.nn.Module._wrapped_call_impl": "find the module whose call torch.compile traces",
     },

@@ -29,6 +29,8 @@ def predicated():
 class CapturedStep(FiveLines):
     """``mezzo.capture`` over a stand-in for a CUDA graph: three real steps, one that is recorded, and replays."""
 
+    lacks = FiveLines.lacks | {"beside"}
+
     def __init__(self, model, optimizers, config):
         super().__init__(model, optimizers, config)
         self.capture()

@@ -31,13 +31,14 @@ class Checkpoints(Loop):
         saved = self.subject.save()
         self.oracle.settle()
         self.checkpoint = self.config, saved, self.oracle.copy()
+        self.layout = self.subject.layout()
 
     @precondition(lambda self: self.checkpoint is not None)
     @rule(order=orders, line=st.one_of(st.none(), lines))
     def load_into_the_same(self, order, line):
         """Of a load that Ctrl-C has ended, nothing is left by another one."""
         config, saved, oracle = self.checkpoint
-        if config != self.config or [g.members for g in oracle.groups] != [g.members for g in self.oracle.groups]:
+        if config != self.config or self.layout != self.subject.layout():
             return
         if not self.driver.has("session"):
             self.clear("session")
@@ -49,7 +50,9 @@ class Checkpoints(Loop):
             with Interrupt(line):
                 self.subject.load(saved, order)
         self.subject.load(saved, order)
-        self.oracle = oracle.copy().loaded(self.oracle)
+        oracle = oracle.copy().loaded(self.oracle)
+        self.store(oracle, self.oracle)
+        self.oracle = oracle
 
     @precondition(lambda self: self.checkpoint is not None)
     @rule(order=orders, level=st.sampled_from([None, None, "O0", "O1", "O2"]), seed=st.integers(4, 6))
@@ -57,23 +60,31 @@ class Checkpoints(Loop):
         config, saved, oracle = self.checkpoint
         config = config if level is None or config.level == "O3" else under(config, level)
         late = next((i for i, group in enumerate(oracle.groups) if "late.weight" in group.members), None)
+        if self.layout != as_built(config, late):
+            return
         self.subject = Subject(config, fresh_weights(config, seed), late=late)
         for name, weight in oracle.weights.items():
             self.subject.param(name).requires_grad_(weight.trains)
         begun = self.subject.oracle()
         self.subject.load(saved, order)
         oracle = oracle.copy().loaded(begun)
+        self.store(oracle, begun)
         if config != self.checkpoint[0]:
             self.continue_under_another_policy(oracle, begun)
         self.oracle = oracle
 
-    def continue_under_another_policy(self, oracle, begun):
+    def store(self, oracle, now):
+        """Weights are stored as they are in the session that has loaded them."""
         for name, weight in oracle.weights.items():
-            now = begun.weights[name]
-            weight.dtype, weight.form, weight.half = now.dtype, now.form, now.half
+            present = now.weights[name]
+            if (weight.dtype, weight.form, weight.half) == (present.dtype, present.form, present.half):
+                continue
+            weight.dtype, weight.form, weight.half = present.dtype, present.form, present.half
             exact = self.subject.exact(name)
             assert (np.abs(exact - weight.exact) <= weight.grid).all(), name
             weight.exact = exact
+
+    def continue_under_another_policy(self, oracle, begun):
         before, now = oracle.scale, begun.scale
         if (before.mode, before.now if before.mode == "constant" else 0) != (
             now.mode, now.now if now.mode == "constant" else 0,
@@ -97,6 +108,16 @@ class Checkpoints(Loop):
         self.subject.begin(config if same and config.level != "O3" else under(config, level))
         self.oracle = self.subject.oracle().continuing(old)
         self.checkpoint = None
+
+
+def as_built(config, late):
+    """The layout of a program that nothing has been done to."""
+    built = [[["first.weight"], ["second.weight"]]] if not config.apart else [[["first.weight"]], [["second.weight"]]]
+    if not config.apart and (config.library, config.rule) != ("fused", "SGD"):
+        built = [[["first.weight", "second.weight"]]]
+    if late is not None:
+        built[late].append(["late.weight"])
+    return built
 
 
 def under(config, level):

@@ -9,7 +9,7 @@ import torch
 import mezzo
 from mezzo.compat import apex
 from mezzo.compat.apex import frontend
-from mezzo.session.scaler import SessionScaler
+from mezzo.session.grad_scaler import SessionScaler
 
 from .oracle import Contract
 
@@ -33,6 +33,10 @@ ABILITIES = {
     "made": "What a program writes into ``.grad`` has no scale; a scaler divides it.",
     "outputs": "A pass may reach some of the weights alone.",
     "signals": "Ctrl-C may come at any line.",
+    "structure": "Parameters may be replaced and moved, and optimizers' groups written by hand.",
+    "steady": "Nobody binds another ``step`` while an optimizer steps.",
+    "adding": "An optimizer may be added later.",
+    "beside": "Another model of the session may share a weight with the first.",
 }
 
 
@@ -80,7 +84,7 @@ class FiveLines:
     """A session by its own calls; what others do as it does, they inherit."""
 
     contract = Contract()
-    lacks = frozenset()
+    lacks = frozenset({"adding"})
     train = None
     net = None
 
@@ -99,7 +103,7 @@ class FiveLines:
         return config if cls.has("clipping") else replace(config, clip=None)
 
     def begin(self, model, config, **options):
-        return mezzo.MixedPrecision(model, self.optimizers, config.policy, **options)
+        return mezzo.MixedPrecision([model, *model.beside], self.optimizers, config.policy, **options)
 
     def close(self):
         self.amp.close()
@@ -155,7 +159,7 @@ class Attach(FiveLines):
     lacks = frozenset({"all at once"})
 
     def begin(self, model, config, **options):
-        return mezzo.attach(model, self.optimizers, config.policy, **options)
+        return mezzo.attach([model, *model.beside], self.optimizers, config.policy, **options)
 
     def region(self):
         return contextlib.nullcontext()
@@ -180,7 +184,7 @@ class Scaler(FiveLines):
     """What frameworks are handed for a ``GradScaler``, over a session."""
 
     contract = Contract(waits=True)
-    lacks = frozenset({"all at once", "made", "wants gradients"})
+    lacks = frozenset({"all at once", "made", "wants gradients", "adding"})
 
     def begin(self, model, config, **options):
         amp = super().begin(model, config, **options)
@@ -213,7 +217,7 @@ class Scaler(FiveLines):
 class Apex(Attach):
     """``initialize`` and ``scale_loss``; the session itself is looked at, and never called."""
 
-    lacks = Attach.lacks | {"clipping", "plain passes"}
+    lacks = Attach.lacks | {"clipping", "plain passes", "adding", "beside"}
 
     @classmethod
     def suited(cls, config):

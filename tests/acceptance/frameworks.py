@@ -8,7 +8,7 @@ class Accelerate(Attach):
     """``accelerator.backward`` and prepared optimizers, whose ``step`` moves the scale as well."""
 
     contract = Contract(is_plain=True, waits=True, updates=True)
-    lacks = Attach.lacks | {"clipping", "plain passes"}
+    lacks = Attach.lacks | {"clipping", "plain passes", "adding", "beside", "steady"}
 
     def begin(self, model, config, **options):
         from accelerate import Accelerator
@@ -40,7 +40,7 @@ class Accelerate(Attach):
 class Lightning(Attach):
     """Fabric with the plug-in: what its model returns may be differentiated by ``fabric.backward`` alone."""
 
-    lacks = Attach.lacks | {"clipping", "grad", "autograd"}
+    lacks = Attach.lacks | {"clipping", "grad", "autograd", "adding", "beside"}
 
     def begin(self, model, config, **options):
         from lightning.fabric import Fabric

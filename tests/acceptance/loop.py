@@ -60,6 +60,7 @@ def configs(draw, styles):
         clip=draw(st.sampled_from([None, 1.0])), style=style,
         on_overflow=draw(st.sampled_from(["skip", "skip", "raise"])),
         wide=library == "mezzo" and draw(st.integers(0, 15)) == 15,
+        beside=DRIVERS[style].has("beside") and draw(st.integers(0, 3)) == 3,
         products="" if "planned" in style else draw(st.sampled_from(PRODUCTS)),
     )  # fmt: skip
     config = DRIVERS[config.style].suited(config)
@@ -209,6 +210,7 @@ class Loop(Twins):
             return
         groups = self.driver.groups(self.oracle, groups, gradients.keys())
         self.driver.backward(value, optimizers)
+        self.is_planned()
         if groups:
             self.oracle.begin(groups)
             self.oracle.accumulate(groups, gradients, finite=finite)
@@ -222,6 +224,7 @@ class Loop(Twins):
             return False
         groups = self.driver.groups(self.oracle, self.oracle.groups, gradients.keys())
         self.driver.backward(made(value), None)
+        self.is_planned()
         self.oracle.begin(groups)
         self.oracle.accumulate(groups, gradients, finite=finite)
         return True
@@ -307,6 +310,7 @@ class Loop(Twins):
                 call()
             return None
         result = call()
+        self.is_planned(writes=True)
         assert bool(result.skipped) == verdict.skipped
         if norm and not verdict.skipped:
             assert float(result.grad_norm) == pytest.approx(verdict.norm, rel=2**-20)
@@ -475,6 +479,17 @@ class Loop(Twins):
                         f"{name}.grad: {grads}, and not {group.gradients[name]}"
                     )
         self.agrees_on_scales()
+
+    def is_planned(self, *, writes=False):
+        """Right after a pass or a step the plan in force is the one that would be made now, whatever the numbers.
+
+        How an optimizer writes is asked before a step alone.
+        """
+        engine = getattr(self.amp, "engine", None)
+        if engine is not None and self.driver.has("steady"):
+            found = engine.plan.differences(engine.planned())
+            found = [each for each in found if writes or not ("deciding" in each or ".writers" in each)]
+            assert not found, f"a stale plan: {found}"
 
     def agrees_on_scales(self):
         scale = self.oracle.scale

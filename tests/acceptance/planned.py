@@ -117,6 +117,7 @@ class Planned(FiveLines):
     """The five lines around a model that was compiled before its session."""
 
     net = Chained
+    lacks = FiveLines.lacks | {"beside"}
     levels = ("O1", "O2")
 
     def __init__(self, model, optimizers, config):
@@ -153,6 +154,8 @@ class Planned(FiveLines):
 
 class PlannedAttach(Planned, Attach):
     """A loop that stays as it is, around the same model."""
+
+    lacks = Planned.lacks | Attach.lacks
 
     def begin(self, model, config, **options):
         return mezzo.attach(model, self.optimizers, self.policy, **options)

@@ -16,7 +16,9 @@ class OneRank(FiveLines):
     """
 
     contract = Contract(sums_low=True)
-    lacks = frozenset({"one at a time", "freezing", "broken passes", "closing", "swapping", "nested", "outputs"})
+    lacks = FiveLines.lacks | {
+        "one at a time", "freezing", "broken passes", "closing", "swapping", "nested", "outputs", "structure", "beside",
+    }  # fmt: skip
 
     def begin(self, model, config, **options):
         gc.collect()  # reducers of earlier sequences, which are in cycles

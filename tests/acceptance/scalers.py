@@ -32,7 +32,9 @@ class Torch(FiveLines):
     """``GradScaler`` and ``autocast``: ``update()`` ends an iteration, which scales all of its losses alike."""
 
     contract = Contract(waits=True, updates=True, sees_losses=False)
-    lacks = frozenset({"all at once", "clipping", "grad", "session", "reading anew", "others", "wants gradients"})
+    lacks = FiveLines.lacks | {
+        "all at once", "clipping", "grad", "session", "reading anew", "others", "wants gradients", "beside",
+    }  # fmt: skip
     levels = ("O0", "O1")
 
     def __init__(self, model, optimizers, config):

@@ -38,6 +38,9 @@ class Net(nn.Module):
     A call may give out one output instead, and another that depends on it.
     """
 
+    #: Other models of its session.
+    beside = ()
+
     def __init__(self, shapes):
         super().__init__()
         for name, (rows, columns) in shapes.items():
@@ -72,6 +75,19 @@ class Net(nn.Module):
         """Put a weight that is made of others in the place of one."""
         turn = inputs[0] if inputs else torch.tensor(TURN, dtype=self.first.weight.dtype)
         self.first.weight = nn.Parameter(self.first.weight @ turn, requires_grad=self.first.weight.requires_grad)
+
+
+class Other(nn.Module):
+    """A model that reads a weight of another one, in a module of the same name; no rule is for one model alone."""
+
+    def __init__(self, net):
+        super().__init__()
+        for name in NAMES:
+            self.add_module(name.partition(".")[0], nn.Linear(2, 1, bias=False))
+        self.second.weight = net.second.weight
+
+    def forward(self, x):
+        return self.second(x)
 
 
 class BoomError(Exception):
@@ -119,6 +135,7 @@ class Config:
         clip: ``max_grad_norm``.
         on_overflow: As the session takes it.
         wide: Whether the second layer is large enough for other kernels.
+        beside: Whether the session has another model, which shares the second layer's weight.
         products: Of the layers' products. These layers are too small for them, and stay low to the bit; what is
             remembered for them is made, moved, saved and loaded all the same.
         style: Whose calls drive it, of :mod:`.drivers`.
@@ -136,6 +153,7 @@ class Config:
     clip: float | None = None
     on_overflow: str = "skip"
     wide: bool = False
+    beside: bool = False
     products: str = ""
     style: str = "five lines"
     is_twin: bool = False
@@ -210,6 +228,8 @@ class Subject:
         names = [["first.weight", "second.weight"]]
         if config.apart:
             names = [["first.weight"], ["second.weight"]]
+        if config.beside:
+            self.model.beside = (Other(self.model),)
         self.members = names
         self.optimizers = [config.optimizer([params[name] for name in each]) for each in names]
         self.amp = None
@@ -248,6 +268,17 @@ class Subject:
     @property
     def names(self):
         return dict(self.model.named_parameters())
+
+    def modules_of(self, name):
+        """The modules that have a parameter."""
+        name = name.partition(".")[0]
+        shared = self.model.beside if name == "second" else ()
+        return [getattr(model, name) for model in (self.model, *shared)]
+
+    def layout(self):
+        """The names of the parameters in each group of each optimizer."""
+        names = {id(param): name for name, param in self.names.items()}
+        return [[[names[id(p)] for p in group["params"]] for group in o.param_groups] for o in self.optimizers]
 
     def add_late(self, number):
         self.optimizers[number].add_param_group({"params": [self.model.late.weight]})

@@ -28,6 +28,7 @@ from .made import Made
 from .methods import Methods
 from .nested import Nested
 from .states import States
+from .structure import Structure
 from .subject import Config
 from .threads import Threads
 
@@ -35,6 +36,7 @@ from .threads import Threads
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(?s).*carry the loss scale"),
     pytest.mark.filterwarnings("ignore:.broadcast_buffers. is deprecated"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
     # torch's own, of one that Dynamo began to make and did not end
     pytest.mark.filterwarnings("ignore:Exception ignored in. <function StorageWeakRef.__del__"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # Dynamo of torch 2.11 asks inputs for it
@@ -58,7 +60,7 @@ def ended():
         session.detach()
 
 
-class Sessions(Edits, Faults, Nested, Made, States, Methods, Threads):
+class Sessions(Edits, Faults, Nested, Made, States, Methods, Threads, Structure):
     """All rules together."""
 
 

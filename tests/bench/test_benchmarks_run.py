@@ -30,6 +30,7 @@ SMALLEST = {
     "recorder.py": "--repetitions 1 --steps 2",
     "scaler.py": "--repetitions 1",
     "session.py": "--repetitions 1",
+    "small.py": "--repetitions 1",
     "step.py": "--shapes 200-tiny --repetitions 1",
     "suite": "--dry-run --only digits_cnn --runs {runs}",
     "train.py": "--size least --repetitions 1",

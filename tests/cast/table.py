@@ -287,6 +287,7 @@ topk: n(300, 500), 290, 1
 take: n(300, 500), ints(150000, 4000)
 take_along_dim: n(300, 500), ints(300, 300, 500), 0
 unique unique_consecutive: ints(300, 3000) * 1.0
+coalesce to_dense: sparse(300, 500)
 allclose isclose: n(300, 500), n(300, 500)
 sparse_mm smm hspmm: sparse(300, 500), n(500, 40)
 sparse_addmm: n(300, 40), sparse(300, 500), n(500, 40)

@@ -324,6 +324,14 @@ GATHERS = {
     "embedding": lambda x: F.embedding(HUB, x),
     "embedding_bag": lambda x: F.embedding_bag(HUB[:, None], x, mode="sum"),
     "unfold": lambda x: F.unfold(x.expand(1, 1, 3, 4).contiguous(), (64, 64), padding=64)[:, :, :NUM],
+    "a view of windows": lambda x: F.pad(x[:1, :1], (NUM, NUM)).unfold(1, NUM, 1),
+    "max_pool1d": lambda x: F.max_pool1d(F.pad(x[:1, :1].abs(), (NUM, NUM)), NUM, 1),
+    "max_pool2d": lambda x: F.max_pool2d(F.pad(x[None, :1, :1].abs(), (64, 64, 64, 64)), 64, 1),
+    "max_pool2d, with places": lambda x: F.max_pool2d(
+        F.pad(x[None, :1, :1].abs(), (64,) * 4), 64, 1, return_indices=True
+    )[0],
+    "avg_pool1d": lambda x: F.avg_pool1d(F.pad(x[:1, :1], (NUM, NUM)), NUM, 1) * NUM,
+    "avg_pool2d": lambda x: F.avg_pool2d(F.pad(x[None, :1, :1], (64, 64, 64, 64)), (64, 64), stride=1) * 64 * 64,
 }
 
 

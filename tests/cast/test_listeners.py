@@ -7,7 +7,7 @@ from torch import nn
 import mezzo
 from mezzo.cast import notes
 from mezzo.cast.notes import LISTENERS, listening
-from mezzo.cast.products import calls
+from mezzo.cast.products import functions
 from mezzo.formats import Quantized, quantized
 
 pytestmark = pytest.mark.usefixtures("emulating")
@@ -89,7 +89,7 @@ def test_nothing_is_made_for_nobody_and_a_listener_that_left_is_told_nothing(mon
         made.append(weight)
         return plain(weight)
 
-    monkeypatch.setattr(calls, "ProductCall", call)
+    monkeypatch.setattr(functions, "ProductCall", call)
     model = nn.Linear(32, 64)
     differentiate(model, "mxfp8=linear")
     assert made == []

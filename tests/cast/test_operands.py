@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mezzo.cast import products
-from mezzo.cast.products import ROLES, operands, passes
+from mezzo.cast.products import ROLES, linear, operands
 from mezzo.cast.products.memory import Memory, Slot
 from mezzo.cast.products.operands import Quantiser
 from mezzo.formats import BLOCK_FORMATS, quantized
@@ -49,7 +49,7 @@ def test_the_key_of_a_noise_is_on_the_device_of_what_is_rounded(monkeypatch):
 def test_an_operand_times_what_its_rows_are_multiplied_by_is_what_it_stands_for(name):
     for dim in (0, 1):
         operand = quantized(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), BLOCK_FORMATS[name], dim)
-        rows, by = passes._wide(operand, dim)
+        rows, by = linear._wide(operand, dim)
         wide = operand.wide() if dim == 1 else operand.wide().mT
         assert torch.equal(rows if by is None else rows * by, wide)
         if by is not None:  # elements as they are, which FP8 holds

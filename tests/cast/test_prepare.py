@@ -9,7 +9,8 @@ from torch import nn
 
 import mezzo
 from mezzo import Policy, PolicyError, StateError
-from mezzo.cast.model import prepare, refusals
+from mezzo.cast import region
+from mezzo.cast.model import checks, prepare
 from mezzo.weights import Halves, halves
 
 from ..support.refusals import refused
@@ -290,6 +291,17 @@ def test_o3_is_what_model_to_computes_and_gives_out_fp32(low):
     assert all(p is kept[name] and torch.equal(p, values[name]) for name, p in model.named_parameters())
 
 
+def test_what_has_taken_the_place_of_an_o3_models_tensors_goes_back_too():
+    """``model.to(device)`` makes other buffers, and a program other parameters."""
+    model = seeded(Various)
+    before, handle = dtypes(model), mezzo.prepare(model, "O3,bf16,fp32_module=head")
+    model._apply(torch.clone)
+    model.shift = nn.Parameter(torch.ones_like(model.shift))
+    handle.remove()
+    assert dtypes(model) == before
+    assert torch.equal(model.shift, torch.ones_like(model.shift))
+
+
 def test_rules_keep_parts_of_an_o3_model_in_fp32():
     """Modules with all that they have, parameters, buffers, and norms with running statistics."""
     model = seeded(Various)
@@ -434,10 +446,10 @@ def test_a_rule_that_cannot_reach_inside_is_reported(caplog):
 
 
 def test_a_rule_may_speak_of_an_op_that_this_version_of_torch_lacks(monkeypatch):
-    monkeypatch.setattr(refusals, "functions", lambda op: ())
+    monkeypatch.setattr(checks, "functions", lambda op: ())
     with pytest.raises(PolicyError, match="the op glob 'gelu' matches no op"):
         mezzo.prepare(Net(), "O1,native=gelu")  # torch has it, and nothing would cast it
-    monkeypatch.setattr(refusals, "callables", lambda op: ())
+    monkeypatch.setattr(checks, "callables", lambda op: ())
     mezzo.prepare(Net(), "O1,native=gelu").remove()
 
 
@@ -547,3 +559,22 @@ def test_a_parameter_s_rule_outlives_the_parameter():
     model.second.weight = None
     with handle.autocast(), pytest.raises(TypeError):
         model(x)
+
+
+def test_a_region_is_resolved_once_and_again_where_a_model_has_moved(monkeypatch):
+    resolved, find = [], region.find_differences
+    monkeypatch.setattr(region, "find_differences", lambda *given: resolved.append(given) or find(*given))
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), "O1,bf16,emulate=true")
+    for number in range(3):
+        with amp.autocast():
+            loss = model(torch.ones(3, 4)).float().sum()
+        amp.backward(loss)
+        amp.step()
+        amp.zero_grad()
+        assert not (resolved and number)
+        resolved.clear()
+    model.to("meta")
+    amp.autocast()
+    assert len(resolved) == 1
+    amp.close()

@@ -10,7 +10,7 @@ from torch.nn import functional
 import mezzo
 from mezzo import optim
 from mezzo.cast import products
-from mezzo.cast.products import passes
+from mezzo.cast.products import linear
 from mezzo.cast.products.native import OF_RESULT, OF_SUM
 
 pytestmark = [
@@ -47,7 +47,7 @@ def rows_of(operand, dim):
 @pytest.fixture
 def held(monkeypatch):
     """Hold each product to the exact one of its operands when it is computed; give the shapes of those held."""
-    seen, multiplied = [], passes.multiplied
+    seen, multiplied = [], linear.multiplied
 
     def watched(a, b, dims, bias, dtype, recipe):
         out = multiplied(a, b, dims, bias, dtype, recipe)
@@ -61,7 +61,7 @@ def held(monkeypatch):
         seen.append(tuple(out.shape))
         return out
 
-    monkeypatch.setattr(passes, "multiplied", watched)
+    monkeypatch.setattr(linear, "multiplied", watched)
     return seen
 
 

@@ -10,6 +10,7 @@ from .walked import LOW, fallen, units
 RAISES = {
     "nn.functional.binary_cross_entropy: *": "banned: its gradient overflows in 16 bits",
     "as_strided.partial_views: *": "strides in bytes of FP32, over a storage that is half as long",
+    "addbmm: in place": "torch gives what it writes to another shape; where products are emulated that is refused",
     "sparse.sampled_addmm: backward": "torch has no gradient for this layout",
 }
 #: Results that are not FP32's within some units of the format, and why.

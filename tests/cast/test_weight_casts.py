@@ -1,6 +1,7 @@
 """Weight casts are made once a region, and never served to another one."""
 
 import gc
+import warnings
 import weakref
 
 import pytest
@@ -140,6 +141,20 @@ def test_a_parameter_that_is_frozen_or_thawed_meanwhile_is_cast_anew():
     weight.requires_grad_(False)
     assert not casts.cast(weight, torch.bfloat16).requires_grad
     assert casts.cast(weight, torch.float32) is weight  # in its own dtype it is not copied
+
+
+def test_no_cast_of_a_frozen_weight_or_of_a_trace_is_kept():
+    frozen, casts = nn.Parameter(torch.ones(2, 2), requires_grad=False), WeightCasts()
+    with Casts(frozen.shape) as made:
+        casts.cast(frozen, torch.bfloat16), casts.cast(frozen, torch.bfloat16)
+    assert len(made.made) == 2
+    net = nn.Linear(2, 2, bias=False)
+    with mezzo.autocast(FORMATS[1], "cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        traced = torch.jit.trace(nn.Sequential(net, net), torch.ones(1, 2))
+    with torch.no_grad():
+        net.weight.fill_(3.0)
+    assert traced(torch.ones(1, 2)).tolist() == [[36.0, 36.0]]  # no cast of what the weight was is part of it
 
 
 def test_a_cast_made_without_gradients_never_serves_training():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import mezzo
-from mezzo.compat.torch import GradScaler, autocast, custom_bwd, custom_fwd, region
+from mezzo.compat.torch import GradScaler, autocast, contexts, custom_bwd, custom_fwd
 from mezzo.compat.torch.cuda import amp
 
 LOW = (torch.float16, torch.bfloat16)
@@ -144,7 +144,7 @@ def test_formats_that_torch_does_not_cast_to_disable_it_as_in_torch(recwarn):
     """Scripts choose among three dtypes by name, FP32 among them, and enter the region in any case."""
     dtype = torch.float32
     warnings.simplefilter("always")
-    region._say.cache_clear()
+    contexts._say.cache_clear()
     with autocast("cpu", dtype=dtype, enabled=False):
         pass
     assert not recwarn
@@ -158,7 +158,7 @@ def test_formats_that_torch_does_not_cast_to_disable_it_as_in_torch(recwarn):
 def test_for_cuda_on_a_machine_without_it_is_disabled_and_says_so(recwarn, monkeypatch):
     warnings.simplefilter("always")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    region._say.cache_clear()
+    contexts._say.cache_clear()
     for disabled in (autocast("cuda"), amp.autocast(), amp.autocast(enabled=True, dtype=torch.bfloat16)):
         with disabled:
             assert (A @ B).dtype == torch.float32
@@ -179,9 +179,9 @@ def test_the_spellings_of_torch_cuda_amp_work_after_a_changed_import(low, monkey
         given.append((policy, device_type))
         return plain("O1,lists=device", "cpu")
 
-    plain = region.cast.autocast
+    plain = contexts.cast.autocast
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(region.cast, "autocast", region_of)
+    monkeypatch.setattr(contexts.cast, "autocast", region_of)
     monkeypatch.setattr(region_of, "of", plain.of, raising=False)
     places = (autocast, mezzo.compat.torch.amp.autocast)
     for old in (*places, amp.autocast, mezzo.compat.torch.cuda.amp.autocast):

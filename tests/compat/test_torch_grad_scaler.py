@@ -399,7 +399,7 @@ def test_a_step_without_gradients_is_one_to_schedulers_and_hooks():
 
 def test_a_session_s_scaler_unscales_nothing_where_nothing_is():
     """That of Accelerate and attached loops: ``accelerator.clip_grad_norm_`` unscales each optimizer."""
-    from mezzo.session.scaler import SessionScaler
+    from mezzo.session.grad_scaler import SessionScaler
 
     models = [network(), network()]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05, fused=True) for model in models]

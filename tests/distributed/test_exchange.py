@@ -27,7 +27,7 @@ def sharded_norms():
     model[0](torch.randn(4, 3)).square().sum().backward()
     params = [p for p in model.parameters() if p.grad is not None]
     ranks = Ranks.of()
-    ranks.follow(params, lambda param: "a parameter")
+    ranks.shards = ranks.shards_of(params, lambda param: "a parameter")
     found = ranks.norms(params, norms(dense(params)[1], CPU))
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]
     return found, torch.stack([g.double().norm().float() for g in whole])
@@ -39,7 +39,7 @@ def agreed():
     ranks = Ranks.of()
     model = nn.Linear(5, 2)
     fully_shard(model)
-    ranks.follow(model.parameters(), lambda param: "a parameter")
+    ranks.shards = ranks.shards_of(model.parameters(), lambda param: "a parameter")
     found = [each.tolist() for each in ranks.agree(flag(rank == 1), flag(False), step=1)]
     found += [each.tolist() for each in ranks.agree(flag(rank == 1), flag(rank == 0), step=2)]
 
@@ -72,14 +72,14 @@ def refused():
     alone = [dist.new_group([rank]) for rank in range(2)]
     pair = dist.new_group([0, 1])
     mine = Ranks.of(alone[dist.get_rank()])
-    Ranks.of(pair).follow(sharded.parameters(), name_of)
+    Ranks.of(pair).shards_of(sharded.parameters(), name_of)
     return [
         text_of(call)
         for call in (
             lambda: Ranks.of("x"),
             lambda: Ranks.of(alone[1 - dist.get_rank()]),
-            lambda: Ranks.of(pair).follow(partial.parameters(), lambda param: "weight"),
-            lambda: mine.follow(sharded.parameters(), name_of),
+            lambda: Ranks.of(pair).shards_of(partial.parameters(), lambda param: "weight"),
+            lambda: mine.shards_of(sharded.parameters(), name_of),
             lambda: mine.require_within(pair, "DistributedDataParallel reduces over"),
         )
     ]
@@ -131,7 +131,7 @@ def test_one_rank_has_nobody_to_agree_with():
     ranks = Ranks.of()
     assert isinstance(ranks, OneRank)
     found, one = torch.tensor(True), torch.ones(2)
-    ranks.follow([one], str)
+    ranks.shards = ranks.shards_of([one], str)
     assert ranks.norms([], one) is one
     assert ranks.agree(found, ~found, step=1)[0] is found
     assert float(ranks.agree(found, ~found, step=1)[2]) == 0.0

@@ -37,7 +37,7 @@ def norms_over_two_groups():
     placements = [[Shard(0), Replicate()], [Replicate(), Shard(0)], [Shard(0), Shard(1)]]
     params = [nn.Parameter(distribute_tensor(*each)) for each in zip(whole, [mesh] * 3, placements, strict=True)]
     ranks = Ranks.of()
-    ranks.follow(params, lambda param: "a parameter")
+    ranks.shards = ranks.shards_of(params, lambda param: "a parameter")
     own = torch.stack([param.detach().to_local().norm() for param in params])
     found = ranks.norms(params, own)
     with FromTheHost() as made:

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from mezzo import Policy
-from mezzo.cast.model.refusals import wanted_storage
+from mezzo.cast.model.checks import wanted_storage
 from mezzo.distributed.sharding import planned, wrapped
 
 BF16, FP32 = torch.bfloat16, torch.float32

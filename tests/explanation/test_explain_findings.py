@@ -289,7 +289,7 @@ def test_convolutions_and_batched_products():
         (nn.Conv2d(12, 12, 3, groups=12), (2, 12, 8, 8), "channels 12 → 16"),
         (nn.ConvTranspose2d(8, 5, 3), (2, 8, 8, 8), "channels out 5 → 8"),
         (nn.Conv1d(1, 8, 3), (2, 1, 8), "channels in 1 → 8"),
-        (nn.LSTM(6, 16), (3, 8, 6), "input features 6 → 8"),
+        (nn.LSTM(6, 16), (3, 8, 6), "6 → 8"),  # by torch's kernel for the layer, or where it lacks one by products
     ):
         for emulate in ("true", "false"):
             entries = explain(layer, torch.randn(shape), f"O1,dtype=bfloat16,emulate={emulate}").misaligned

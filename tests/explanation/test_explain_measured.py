@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from mezzo.cast.products import passes, recipes
+from mezzo.cast.products import linear, recipes
 from mezzo.cast.products.native import Support
 from mezzo.explanation import Cast, explain
 
@@ -232,7 +232,7 @@ def test_what_a_kernel_returns_is_said_where_the_policy_has_another_dtype(monkey
         return (left @ right.mT + (0 if bias is None else bias.float())).to(output)
 
     monkeypatch.setattr(recipes, "found_on", lambda kind, left, right, dtype: Support("", torch.bfloat16))
-    monkeypatch.setattr(passes, "scaled_mm", emulated)
+    monkeypatch.setattr(linear, "scaled_mm", emulated)
     said = "float16 is rounded from bfloat16, which the device's kernel returns"
     cases = (("float16", "auto", True), ("bfloat16", "auto", False), ("float16", "true", False))
     for dtype, emulate, expected in cases:

@@ -111,7 +111,7 @@ def test_without_a_predicate_the_host_asks_once_a_step_and_for_nothing_else(mach
     loop = Loop("O1,dtype=float16", plain, lambda model: torch.optim.NAdam(model.parameters(), foreach=True))
     reads = loop.steady(machine).reads
     assert len(reads) == 4
-    assert all("session/update.py" in read for read in reads)
+    assert all("session/writers.py" in read for read in reads)
 
 
 @pytest.mark.parametrize("make", [mezzo.optim.AdamW, FUSED])
@@ -167,7 +167,7 @@ def explained(device):
 
 
 def test_products_and_casts_are_those_of_a_cpu(machine, monkeypatch):
-    monkeypatch.setattr("mezzo.explanation.run.copied", lambda model, *_: model)  # no copies of what computes nothing
+    monkeypatch.setattr("mezzo.explanation.explaining.copied", lambda model, *_: model)  # it computes nothing
     there, here = explained("cuda"), explained("cpu")
     assert there.devices == ("cuda",)
     assert there.products == here.products

@@ -3,7 +3,7 @@
 import pytest
 from torch._subclasses.fake_tensor import FakeTensor
 
-from mezzo.cast.model import refusals
+from mezzo.cast.model import checks
 
 from ..gpus import FAKE
 from .machine import Machine
@@ -15,7 +15,7 @@ if not FAKE:
 @pytest.fixture
 def machine(monkeypatch):
     """The fake device, for the length of a test: its parameters are no class of a program's own."""
-    is_plain = refusals.is_plain
-    monkeypatch.setattr(refusals, "is_plain", lambda param: type(param) is FakeTensor or is_plain(param))
+    is_plain = checks.is_plain
+    monkeypatch.setattr(checks, "is_plain", lambda param: type(param) is FakeTensor or is_plain(param))
     with Machine() as made:
         yield made

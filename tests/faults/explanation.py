@@ -63,7 +63,7 @@ FAULTS = (
          "tests/overflow/test_search.py::test_everything_is_as_it_was",
          "locating an overflow would clear the user's gradients"),
     ),
-    *in_file("explanation/run.py",
+    *in_file("explanation/explaining.py",
         ("explain: what a model has not is emulated", 'if family in were and choice.action == "emulate"',
          'if choice.action == "emulate"',
          "tests/cast/test_families.py::test_a_session_and_an_explanation_say_which_family",

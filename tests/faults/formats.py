@@ -7,7 +7,7 @@ T, AGREE = "tests/formats/test_triton.py", "test_kernels_and_torchs_operations_a
 
 # fmt: off
 FAULTS = (
-    *in_file("formats/table.py",
+    *in_file("formats/definitions.py",
         ("formats: encode cuts off", "steps = round(math.ldexp(", "steps = int(math.ldexp(",
          "tests/formats/test_table.py::test_facts", "the reference of all rounding would round towards zero"),
         ("formats: the largest number overflows", "rounded.masked_fill_(rounded > self.max",

@@ -4,7 +4,7 @@ from .fault import in_file
 
 # fmt: off
 FAULTS = (
-    *in_file("scale/rules.py",
+    *in_file("scale/transition.py",
         ("scale: it grows a step late", "grows = clean_steps >= config.interval",
          "grows = clean_steps > config.interval", "tests/scale/test_rules.py", "not torch's rule"),
         ("scale: it backs off with budget left", "backs_off = found & (budget == 0)",
@@ -14,9 +14,9 @@ FAULTS = (
          "DeepSpeed's rule would grow a step early"),
         ("scale: an overflow keeps its clean steps", "_chosen(found, -config.growth_offset, clean_steps + 1)",
          "clean_steps + 1", "tests/scale/test_rules.py", "the scale would grow right after it backed off"),
-        ("scale: no ceiling", "higher = _at_most(higher, config.ceiling)", "pass", "tests/scale/test_rules.py",
+        ("scale: no ceiling", "higher = at_most(higher, config.ceiling)", "pass", "tests/scale/test_rules.py",
          "the scale would grow until gradients overflow"),
-        ("scale: it backs off below the floor", "_at_least(scale * config.backoff, config.floor), scale",
+        ("scale: it backs off below the floor", "at_least(scale * config.backoff, config.floor), scale",
          "scale * config.backoff, scale", "tests/scale/test_rules.py",
          "torch's scale sinks to zero so, and its inverse is infinite"),
         ("scale: it grows to infinity", "higher = _chosen(higher < ROUNDS_TO_INFINITY, higher, scale)", "pass",
@@ -28,7 +28,7 @@ FAULTS = (
         ("scale: patience counts before the budget is spent", "(floor_overflows + backs_off) * stuck",
          "(floor_overflows + 1) * stuck", "tests/scale/test_rules.py", "it would give up before DeepSpeed does"),
     ),
-    *in_file("scale/scaler.py",
+    *in_file("scale/device_state.py",
         ("scale: a held step moves it",
          "after = before if held else next_scale_on_host(before, overflowed, self.config)",
          "after = next_scale_on_host(before, overflowed, self.config)", "tests/scale/test_scaler.py",

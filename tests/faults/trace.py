@@ -4,7 +4,7 @@ from .fault import in_file
 
 # fmt: off
 FAULTS = (
-    *in_file("trace/calls.py",
+    *in_file("trace/function_calls.py",
         ("trace: a backward kernel belongs to the module before",
          "bisect_right(self._timeline, number_of(node), key",
          "bisect_right(self._timeline, number_of(node) - 1, key",

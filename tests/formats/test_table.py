@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mezzo.cli.show import landmarks
 from mezzo.errors import PolicyError
 from mezzo.formats import BF16, E2M1, E4M3, E5M2, E8M0, FORMATS, FP16, FP32, TF32, Coverage, Format, by_name
-from mezzo.formats import table as table_of_formats
+from mezzo.formats import definitions as table_of_formats
 
 from ..support.refusals import refused
 

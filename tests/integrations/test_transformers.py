@@ -75,8 +75,9 @@ def test_losses_are_fp32s_kernels_are_low_and_steps_the_trainers(hf, made):
         trainer, steps = hf.plug(made(optimizer, num_train_epochs=1), policy), []
 
         def counted(trainer=trainer, begin=trainer.create_optimizer, steps=steps):
-            optimizer, step = begin(), trainer.session.step
-            trainer.session.step = lambda *args, **kwargs: steps.append(step(*args, **kwargs)) or steps[-1]
+            optimizer, engine = begin(), trainer.session.engine
+            step = engine.step
+            engine.step = lambda *args, **kwargs: steps.append(step(*args, **kwargs)) or steps[-1]
             return optimizer
 
         trainer.create_optimizer = counted

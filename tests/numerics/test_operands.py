@@ -13,7 +13,7 @@ from mezzo.cast.products.operands import rotated
 from mezzo.formats import E2M1, block_format, quantize, quantized
 from mezzo.numerics import RecordedOperand, Recorder, read_evidence
 from mezzo.numerics.evidence import write
-from mezzo.numerics.operands import losses
+from mezzo.numerics.quantised import losses
 
 from .test_evidence import example
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import mezzo
-from mezzo.numerics.tuning.run import all_low, before, pins, smallest
+from mezzo.numerics.tuning.search import all_low, before, pins, smallest
 from mezzo.numerics.tuning.trial import NoDropout, sqnr
 from mezzo.policy import Policy
 

@@ -13,7 +13,7 @@ from torch import nn
 from mezzo.overflow import Overflow, Range, locate
 from mezzo.overflow.diagnose import Context, highest_scale
 from mezzo.overflow.watch import Watch
-from mezzo.trace.calls import Where
+from mezzo.trace.function_calls import Where
 from mezzo.trace.modes import KernelMode
 
 RANGE = Range(

@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn import functional
 
 from mezzo.plan.balance import DEFAULT_SPEEDUP, TABLE, Balance, balance
-from mezzo.plan.capture import capture
 from mezzo.plan.costs import Costs
 from mezzo.plan.cut import place
-from mezzo.plan.run import planned
+from mezzo.plan.graph import capture
+from mezzo.plan.planning import planned
 from mezzo.policy import Policy
 
 from .models import CASES, built

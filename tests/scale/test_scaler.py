@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mezzo.scale import LossScale, ScaleState, next_scale
-from mezzo.scale.rules import next_scale_on_host
-from mezzo.scale.scaler import Scaler
+from mezzo.scale.device_state import Scaler
+from mezzo.scale.transition import next_scale_on_host
 
 from .test_rules import CONFIGS
 

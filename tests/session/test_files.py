@@ -156,7 +156,7 @@ def saved_until_killed(path, parts, line):
 
         def at_each_line(frame, event, _):
             nonlocal left
-            if not frame.f_code.co_filename.endswith(("mezzo/files.py", "session/files.py")):
+            if not frame.f_code.co_filename.endswith(("mezzo/files.py", "session/checkpoints.py")):
                 return None
             left -= event == "line"
             if left < 0:

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_
 import mezzo
 from mezzo import StateError
 from mezzo.compat.torch import GradScaler
-from mezzo.session.scaler import SessionScaler
+from mezzo.session.grad_scaler import SessionScaler
 
 from .loops import EVERY, INF, LOW, Syncs, assert_near, assert_same, batch, loss_of, network, session
 

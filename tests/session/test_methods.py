@@ -8,6 +8,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import mezzo
+
 from ..support.products import Products
 from .loops import assert_same, attached, batch, built, network
 
@@ -302,7 +304,7 @@ def test_what_methods_call_in_turn_are_calls_of_modules(odd):
             lambda: model.fit(iter([x, x]))
         )  # given no tensor: products of its own are FP32, of modules low
         assert used == {"bfloat16", "float32"}
-        assert amp.engine.windows[0].passes == 2
+        assert amp.engine.windows[0].now.passes == 2
         (given,) = model.steps(x)
         assert given.dtype == torch.float32
         with pytest.raises(StopIteration) as returned:
@@ -483,3 +485,47 @@ def test_parts_without_autocast_are_that_in_compiled_code_too(rule):
             assert torch.equal(compiled(x), model(x).softmax(-1))
         part = torch.compile(model.inner, backend="eager")
         assert torch.equal(part(x), model.inner(x))
+
+
+class Recomputed(nn.Module):
+    """Layers of which the last is recomputed for the backward pass."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.reentrant = nn.Linear(8, 8), nn.Linear(8, 8), reentrant
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(x) if self.reentrant is None else checkpoint(self.last, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_hooks_of_a_part_are_recomputed_as_they_ran(reentrant):
+    """A hook that computes, and was put on a part of the model after it was attached."""
+    turn, x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.randn(4, 8)
+    found = []
+    for each in (None, reentrant):
+        model = Recomputed(each)
+        with attached(model, sgd(model), "O1,dtype=float16,emulate=true,loss_scale=none"):
+            seen = []
+            for _ in range(2):
+                model.zero_grad()
+                model(x).square().sum().backward()
+                seen.append([param.grad.clone() for param in model.parameters()])
+                if len(seen) == 1:
+                    model.last.register_forward_pre_hook(lambda module, args: ((args[0] @ turn).exp().sin(),))
+        found.append(seen)
+    for plain, again in zip(*found, strict=True):
+        assert all(map(torch.equal, plain, again))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_call_enters_one_region_and_a_part_that_is_recomputed_no_other(reentrant, monkeypatch):
+    entered, enter = [], mezzo.autocast.__enter__
+    monkeypatch.setattr(mezzo.autocast, "__enter__", lambda self: entered.append(self) or enter(self))
+    model = Recomputed(reentrant)
+    with attached(model, sgd(model), "O1,dtype=bfloat16,emulate=true"):
+        loss = model(torch.randn(4, 8)).square().sum()
+        loss.backward()  # which brings the region's differences back by itself
+        assert len(entered) == 1

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo import MixedPrecision, StateError
-from mezzo.session.scaler import SessionScaler
+from mezzo.session.grad_scaler import SessionScaler
 
 from .loops import assert_same, attached, gradients, network
 
@@ -498,7 +498,7 @@ def test_a_patch_of_torchs_own_that_comes_and_goes_leaves_passes_scaled():
         out.register_hook(seen.append)
         out.sum().backward()
         assert seen[0].unique().tolist() == [1024.0]
-        assert {each.passes for each in amp.engine.windows} == {1}
+        assert {each.now.passes for each in amp.engine.windows} == {1}
 
 
 def test_an_engine_that_others_have_put_back_ends_the_step_before_anything_is_written():

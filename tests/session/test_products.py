@@ -150,7 +150,7 @@ def test_histories_are_those_of_lists_whatever_the_loop_does(seed, takes, monkey
             plain.clear()
         elif action == "clear theirs":
             optimizer.zero_grad()
-        elif amp.engine.windows[0].passes and model.again.weight.grad is not None:
+        elif amp.engine.windows[0].now.passes and model.again.weight.grad is not None:
             skips = action == "skipped step"
             if skips:
                 model.first.weight.grad.fill_(float("inf"))

@@ -15,12 +15,6 @@ def each(request, monkeypatch):
     return prepared(request, monkeypatch)
 
 
-@pytest.fixture(params=["inductor"])
-def inductor(request, monkeypatch):
-    """The kernels that torch.compile makes, which take seconds each."""
-    return prepared(request, monkeypatch)
-
-
 @pytest.fixture
 def lacking(monkeypatch):
     """Take operations out of every table, as if a release of torch traced functions to others; nothing is known yet."""

@@ -7,9 +7,9 @@ import torch
 
 from mezzo.step.executors.portable import Portable
 from mezzo.step.gradients import norms
-from mezzo.step.passes import counted, judge, updated
 from mezzo.step.storage import PLAIN
 from mezzo.step.update import rule
+from mezzo.step.verdict import counted, judge, updated
 
 LOW = [torch.float16, torch.bfloat16]
 SHAPES = [(300_001,), (20, 30), (3,), (), (0,)]

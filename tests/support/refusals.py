@@ -44,10 +44,10 @@ def of_optimizer(optimizer):
 
 
 def of_session(amp):
-    yield amp.loss_scale, amp.stats(), amp.max_grad_norm, amp.is_closed, amp.engine.broken, repr(amp)
+    yield amp.loss_scale, amp.stats(), amp.max_grad_norm, amp.is_closed, amp.engine.writes.broken, repr(amp)
     if not amp.is_closed:
         yield [(value, value.grad) for value in amp.master_params()]
-        yield [(window.passes, window.scale, window.found) for window in amp.engine.windows]
+        yield [(each.now.passes, each.now.scale, each.now.found) for each in amp.engine.windows]
 
 
 def of_path(path):

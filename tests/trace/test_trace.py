@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.cast.casts import WeightCasts
-from mezzo.trace.calls import LOSS, Where, doing, user_line
+from mezzo.trace.function_calls import LOSS, Where, doing, user_line
 from mezzo.trace.measure import Names, edges, has_literal, is_finite, largest_in, needed, operands, range_of
 from mezzo.trace.modes import Products, hooked, watching
 from mezzo.trace.sandbox import leaves_of, untouched

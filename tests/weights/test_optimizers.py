@@ -6,6 +6,8 @@ to what halves hold, computed another way: in float64.
 
 import copy
 import io
+import subprocess
+import sys
 import weakref
 from itertools import count, product
 
@@ -662,3 +664,24 @@ def test_programs(program, kind):
     for a, b in zip(one.result(), two.result(), strict=True):
         assert torch.equal(a, b)
     assert isinstance(two.model.first, Halves)
+
+
+#: Alone: in a test process others have built kernels before.
+FIRST = """
+import torch, mezzo
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+amp = mezzo.MixedPrecision(model, optimizer, "O2,bf16,emulate=true")
+for _ in range(2):
+    with amp.autocast():
+        loss = model(torch.ones(2, 8)).square().mean()
+    amp.backward(loss)
+    amp.step()
+    amp.zero_grad()
+"""
+
+
+def test_the_first_fused_step_of_a_process_has_kernels_for_small_halves():
+    """They cannot be traced where torch's fused kernel is dispatched; a warning would say that there are none."""
+    done = subprocess.run([sys.executable, "-c", FIRST], check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from types import EllipsisType, NoneType
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -41,7 +42,7 @@ _RUNNING: Final = Instead("fp32_math", "it adds up element by element, and round
 _RUNNING_GRADIENT: Final = Instead("fp32_math", "its gradient is added up element by element, and rounded once")
 _BATCHED: Final = Instead("fp32_math", "under torch.func its arithmetic is written out, and takes one dtype")
 
-_STRIDED: Final = torch.strided  # named once: each product asks
+STRIDED: Final = torch.strided  # named once: each product asks
 _ONE: Final = torch.Size([1])
 SPARSE_LAYOUTS: Final = frozenset(
     {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -50,16 +51,22 @@ SPARSE_LAYOUTS: Final = frozenset(
 # Products ------------------------------------------------------------------------------------------------
 
 
-def _products(contracts: Callable[[Any, Any], bool]) -> ByArguments:
-    """Make what is asked about products: of operands that are not strided, and of those that contract nothing."""
+class AskProducts:
+    """What is asked about products: of operands that are not strided, and of those that contract nothing.
 
-    def ask(args: Any, kwargs: Any) -> Instead | None:
+    Args:
+        contracts: Whether a call sums over products.
+    """
+
+    def __init__(self, contracts: Callable[[Any, Any], bool]) -> None:
+        self.contracts = contracts
+
+    def __call__(self, args: Any, kwargs: Any) -> Instead | None:
+        """Return what a call gets instead of its op's treatment."""
         for each in (*args, *kwargs.values()) if kwargs else args:
-            if getattr(each, "layout", _STRIDED) is not _STRIDED and (other := _other(each)) is not None:
+            if getattr(each, "layout", STRIDED) is not STRIDED and (other := _other(each)) is not None:
                 return other
-        return None if contracts(args, kwargs) else _ELEMENTWISE
-
-    return ask
+        return None if self.contracts(args, kwargs) else _ELEMENTWISE
 
 
 def _other(x: Tensor) -> Instead | None:
@@ -98,12 +105,11 @@ def _inner(place: int, names: str) -> Callable[[Any, Any], bool]:
 
     def contracts(args: Any, kwargs: Any) -> bool:
         x = args[place] if place < len(args) else _given(place, names, args, kwargs)
-        if not isinstance(x, Tensor) or x.is_nested:
+        if not isinstance(x, Tensor):
             return True
-        shape = x.shape
         if torch.compiler.is_dynamo_compiling():
-            return len(shape) == 0 or not is_one(shape[-1])
-        return shape[-1:] != _ONE
+            return x.is_nested or len(x.shape) == 0 or not is_one(x.shape[-1])
+        return x.is_nested or x.shape[-1:] != _ONE
 
     return contracts
 
@@ -219,6 +225,41 @@ def _looks_up(args: Any, kwargs: Any) -> Instead | None:
     return None if is_sparse or is_rescaled else _gathers(args, kwargs)
 
 
+#: How many windows may share an element before its gradient is added up in more than 16 bits.
+_FEW: Final = 16
+
+
+def _slides(args: Any, kwargs: Any) -> Instead | None:
+    """Ask about a pool, or a view, whose windows overlap: the gradients of all that share an element are added up."""
+    x = _given(0, "input self", args, kwargs)
+    sizes, strides = _given(1, "kernel_size", args, kwargs), _given(2, "stride", args, kwargs)
+    return _RUNNING_GRADIENT if _trains_low(x) and _num_shared(sizes, strides or sizes) > _FEW else None
+
+
+def _unfolds(args: Any, kwargs: Any) -> Instead | None:
+    """The same of ``x.unfold(dimension, size, step)``; ``functional.unfold`` of images has the name, too."""
+    x, dim = _given(0, "self input", args, kwargs), _given(1, "dimension", args, kwargs)
+    if not _trains_low(x):
+        return None
+    if len(args) + len(kwargs) != 4 or type(dim) is not int or not -x.dim() <= dim < x.dim():
+        return _RUNNING_GRADIENT
+    size, step = _given(2, "size", args, kwargs), _given(3, "step", args, kwargs)
+    return _RUNNING_GRADIENT if step and _num_shared(size, step) > _FEW else None
+
+
+def _num_shared(sizes: Any, strides: Any) -> int:
+    """Return how many windows share an element."""
+    dims = max(len(each) if isinstance(each, Sequence) else 1 for each in (sizes, strides))
+    return math.prod(-(-k // s) for k, s in zip(_each(sizes, dims), _each(strides, dims), strict=True))
+
+
+def _adds_duplicates(args: Any, kwargs: Any) -> Instead | None:
+    """Ask about a sparse tensor that may name an element several times: these are added up."""
+    x = _given(0, "input self", args, kwargs)
+    is_sum = isinstance(x, Tensor) and x.layout is torch.sparse_coo and x.dtype in LOW and not x.is_coalesced()
+    return _RUNNING if is_sum else None
+
+
 #: Indices that give a view.
 _SLICES: Final = frozenset({int, slice, NoneType, EllipsisType, bool})
 
@@ -263,24 +304,28 @@ MAKES_COMPLEX: Final = tuple("mul add sub rsub div where addcmul addcdiv".split(
 
 #: By the op's base name. A rule on the op is about all of its calls, and these are not asked.
 BY_ARGUMENTS: Final[dict[str, ByArguments]] = {
-    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv"), _products(_inner(0, "input self mat1"))),
+    **dict.fromkeys(("linear", "matmul", "mm", "bmm", "mv"), AskProducts(_inner(0, "input self mat1"))),
     # An outer product added to a matrix is low on torch's CUDA list, by its name.
-    **dict.fromkeys(("dot", "vdot", "inner", "tensordot", "addr"), _products(_always)),
-    **dict.fromkeys(("addmm", "_addmm_activation", "addmv", "baddbmm"), _products(_inner(1, "mat1 mat batch1"))),
-    "addbmm": _products(_batched_inner),
-    "linalg_vecdot": _products(_inner_of_vecdot),
-    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), _products(_inner_of_many)),
+    **dict.fromkeys(("dot", "vdot", "inner", "tensordot", "addr"), AskProducts(_always)),
+    **dict.fromkeys(("addmm", "_addmm_activation", "addmv", "baddbmm"), AskProducts(_inner(1, "mat1 mat batch1"))),
+    "addbmm": AskProducts(_batched_inner),
+    "linalg_vecdot": AskProducts(_inner_of_vecdot),
+    **dict.fromkeys(("chain_matmul", "linalg_multi_dot"), AskProducts(_inner_of_many)),
     "einsum": _einsum,
-    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), _products(_taps)),
-    **{f"conv_transpose{dims}d": _products(_transposed_taps) for dims in (1, 2, 3)},
-    "convolution": _products(_any_taps),
-    "conv_tbc": _products(_taps_of_tbc),
+    **dict.fromkeys(("conv1d", "conv2d", "conv3d"), AskProducts(_taps)),
+    **{f"conv_transpose{dims}d": AskProducts(_transposed_taps) for dims in (1, 2, 3)},
+    "convolution": AskProducts(_any_taps),
+    "conv_tbc": AskProducts(_taps_of_tbc),
     "index_put": _adds("accumulate", 3),
     "put": _adds("accumulate", 3),
     "scatter": _adds("reduce", 4),
     "getitem": _indexes,
     **dict.fromkeys("index_select gather take take_along_dim repeat_interleave im2col".split(), _gathers),
     **dict.fromkeys(("embedding", "embedding_bag"), _looks_up),
+    **dict.fromkeys("avg_pool1d avg_pool2d max_pool1d max_pool2d".split(), _slides),
+    **{f"max_pool{dims}d_with_indices": _slides for dims in (1, 2, 3)},
+    "unfold": _unfolds,
+    **dict.fromkeys(("coalesce", "to_dense"), _adds_duplicates),
     **dict.fromkeys(MAKES_COMPLEX, _makes_complex),
     **dict.fromkeys(("batch_norm", "instance_norm"), _written_out),
 }

@@ -6,9 +6,8 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
-from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from mezzo.backward import node_of
 from mezzo.cast.notes import WATCHERS, during
+from mezzo.compiling import is_scripted
 from mezzo.dispatch import is_transformed, num_dispatch_modes, unseen_by_checkpoints
 from mezzo.tensors import CASTABLE, mark, tree_is_leaf, tree_map
 from mezzo.weights.halves import Halves
@@ -53,21 +53,25 @@ def cast_floating(value: T, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> 
     Returns:
         The same structure, of the same types.
     """
+    only: Any = value
+    if type(only) is Tensor:
+        is_off = only.dtype != dtype and only.dtype in CASTABLE and not any(each is only for each in kept)
+        return cast("T", _to(only, dtype)) if is_off else value
     # One cast for a tensor that stands in several places, as in attention(x, x, x). Found by `is`: on an id() compiled
     # code would depend, and be compiled again for every new tensor.
     made: list[tuple[Any, Any]] = [(each, each) for each in kept]
 
-    def cast(each: Any) -> Any:
+    def changed(each: Any) -> Any:
         now = (each.data if isinstance(each, PackedSequence) else each).dtype
         if now == dtype or now not in CASTABLE:
             return each
-        for seen, cast in made:
+        for seen, found in made:
             if seen is each:
-                return cast
+                return found
         made.append((each, _to(each, dtype)))
         return made[-1][1]
 
-    out: T = mapped(value, cast)
+    out: T = mapped(value, changed)
     return out
 
 
@@ -115,8 +119,7 @@ def _to(value: Any, dtype: torch.dtype) -> Any:
 # The cache of weight casts: in one region a weight is cast once, however often it is used.
 
 
-@dataclass(frozen=True, slots=True)
-class _Cast:
+class _Cast(NamedTuple):
     param: nn.Parameter  # while it and the alias are held, nothing else can be given this id and this address
     alias: Tensor
     mark: tuple[int, int]
@@ -151,8 +154,8 @@ class WeightCasts:
     Writes through ``.data`` leave no such trace; they are seen by the next region, as with torch's own cache, which is
     as long and compares nothing.
 
-    Casts made without gradients never serve training, nor the other way round, and nothing is kept in inference mode,
-    under ``torch.func``, in forward-mode AD or while torch.compile traces.
+    Casts made without gradients never serve training, nor the other way round, and nothing is kept of weights that are
+    frozen, in inference mode, under ``torch.func``, in forward-mode AD, or while torch.compile or torch.jit traces.
 
     No cast is an operation inside of a selective checkpoint (``create_selective_checkpoint_contexts``), which compares
     those of its body with those of the recomputation: a weight that was cast before has none in the one of both.
@@ -178,28 +181,32 @@ class WeightCasts:
         self.keeps = keeps
         self._casts: dict[tuple[int, torch.dtype, bool, bool], _Cast] = {}
 
-    def cast(self, param: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    def cast(self, param: nn.Parameter, dtype: torch.dtype, *, is_plain: bool = False) -> Tensor:
         """Return the parameter in another dtype, connected to it for gradients.
 
         Args:
             param: A floating parameter.
             dtype: The target; the parameter itself is returned where it is its own.
+            is_plain: Whether it is known that nothing traces, transforms or dispatches this call.
         """
         if param.dtype == dtype:
             return param
-        if torch.compiler.is_compiling():
+        if not is_plain and torch.compiler.is_compiling():
             return param.to(dtype)
         if isinstance(param, Halves):  # the cast is there already
             return _unseen(param.low, dtype)
-        if not self.keeps or torch.is_inference_mode_enabled() or param.is_inference() or is_transformed():
+        is_kept = self.keeps and param.requires_grad
+        if not is_kept or param.is_inference() or torch.is_inference_mode_enabled() or is_scripted():
+            return _unseen(param.to, dtype)
+        if not is_plain and is_transformed():
             return _unseen(param.to, dtype)
         with_gradients = torch.is_grad_enabled()
         trains = with_gradients and param.requires_grad
         key = (id(param), dtype, with_gradients, trains)
-        found = self._casts.get(key)
-        if found is None or found.mark != mark(param):
-            made = _unseen(param.to, dtype)
-            self._casts[key] = _Cast(param, param.detach(), mark(param), made)
+        found, now = self._casts.get(key), mark(param)
+        if found is None or found.mark != now:
+            made = param.to(dtype) if is_plain else _unseen(param.to, dtype)
+            self._casts[key] = _Cast(param, param.detach(), now, made)
             return made
         return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast  # type: ignore[no-untyped-call]
 

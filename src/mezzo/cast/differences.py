@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mezzo.cast.arguments import BY_ARGUMENTS, MAKES_COMPLEX, Instead
+from mezzo.cast.arguments import BY_ARGUMENTS, MAKES_COMPLEX, AskProducts, Instead
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
 from mezzo.cast.products import Memory, Recipe, recipe_on
@@ -61,6 +61,46 @@ class Handler:
     reason: str = ""  # of a ban
 
 
+#: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
+INPUT_ONLY: Final = frozenset(
+    """batch_norm instance_norm native_batch_norm fused_moving_avg_obs_fake_quant
+    _fused_moving_avg_obs_fq_helper""".split()
+)
+#: What begins a backward pass; torch.func differentiates by the last of them.
+DIFFERENTIATE: Final[frozenset[Callable[..., Any]]] = frozenset(
+    {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+)
+
+
+class Direct(NamedTuple):
+    """How eager code carries out a call whose operands are plain tensors: they are cast, and the function runs.
+
+    Attributes:
+        target: The dtype that its operands are cast to.
+        contracts: Whether a product sums over anything, which is asked before; ``None`` for what is no such product.
+        emulation: What computes it in FP32 from the rounded operands; ``None`` where the device does.
+    """
+
+    target: torch.dtype
+    contracts: Callable[[Any, Any], bool] | None
+    emulation: Callable[..., Any] | None
+
+
+def _directly(handler: Handler, dtype: torch.dtype) -> Direct | None:
+    """Return how a function is carried out directly, if a handler asks for no more than that."""
+    if handler.treatment not in ("low", "fp32") or handler != Handler(
+        op=handler.op, treatment=handler.treatment, emulated=handler.emulated, rounds_to=handler.rounds_to,
+        asks=handler.asks, answers=handler.answers, written=handler.written, reason=handler.reason,
+    ):  # fmt: skip
+        return None
+    ask = BY_ARGUMENTS[handler.op] if handler.asks else None
+    if "::" in handler.op or handler.op in INPUT_ONLY or (handler.asks and not isinstance(ask, AskProducts)):
+        return None
+    contracts = ask.contracts if isinstance(ask, AskProducts) else None
+    target = dtype if handler.treatment == "low" else torch.float32
+    return Direct(target, contracts, EMULATED[handler.op] if handler.emulated else None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
     """The resolved differences between a policy and torch on one device."""
@@ -72,6 +112,7 @@ class Differences:
     gives_back: bool  # whether what reads a parameter with a rule of its own returns the compute dtype
     emulated: frozenset[Family]  # the families of products that compute in FP32 from rounded operands
     handlers: Mapping[Callable[..., Any], Handler]
+    direct: Mapping[Callable[..., Any], Direct | None]  # of eager code: what is not in it is left alone
     asked: frozenset[str]  # the ops whose calls' arguments are asked what they get
     opened: Mapping[Callable[..., Any], Callable[..., Any]]
     pinned: Mapping[int, Treatment]
@@ -213,9 +254,12 @@ def _find(
         )
         return handler if differs else None
 
+    opened = _concerned(handlers)
+    direct = {function: _directly(handler, policy.dtype) for function, handler in handlers.items()}
     differences = Differences(
         policy=policy, device_type=device_type, dtype=policy.dtype, autocast=native_autocast, emulated=emulated,
-        gives_back=not policy.casts and not is_island, handlers=handlers, opened=_concerned(handlers),
+        gives_back=not policy.casts and not is_island, handlers=handlers, opened=opened,
+        direct={**dict.fromkeys((*opened, *DIFFERENTIATE)), **direct},
         asked=frozenset(handler.op for handler in handlers.values() if handler.asks),
         pinned={}, pins_buffers=False, memories=(), of_library=of_library,
         names_libraries=any("::" in rule.op for rule in policy.rules if rule.op is not None),

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from mezzo.cast.device import Family
 from mezzo.cast.notes import WATCHERS, during
+from mezzo.compiling import is_scripted
 from mezzo.dispatch import DisableTorchFunction, is_transformed
 from mezzo.tensors import LOW, tensors, tree_flatten, tree_map_only, tree_unflatten
 
@@ -84,15 +85,27 @@ def as_emulation(backward: Callable[..., Any], *, runs_again: bool = False) -> C
     """
 
     def run(ctx: Any, *gradients: Any) -> Any:
-        kind = next((g.device.type for g in gradients if g is not None), None)
-        if kind is None or torch.compiler.is_compiling():  # compiled code is differentiated without autocast already
+        if torch.compiler.is_compiling():  # compiled code is differentiated without autocast already
             return backward(ctx, ctx.saved_tensors, *gradients)
-        with without_autocast([kind]):
+        kind = None
+        for each in gradients:
+            if each is not None:
+                with DisableTorchFunction():  # a region's mode is asked for each attribute that is read, too
+                    kind = each.device.type
+                break
+        if kind is None:
+            return backward(ctx, ctx.saved_tensors, *gradients)
+        if is_on := torch.is_autocast_enabled(kind):
+            torch.set_autocast_enabled(kind, False)
+        try:
             saved = ctx.saved_tensors
             with contextlib.nullcontext() if runs_again else DisableTorchFunction():
                 if WATCHERS:
                     return during("emulation", ctx, backward, ctx, saved, *gradients)
                 return backward(ctx, saved, *gradients)
+        finally:
+            if is_on:
+                torch.set_autocast_enabled(kind, True)
 
     return run
 
@@ -118,13 +131,17 @@ class _MatMul(torch.autograd.Function):
         return grad_a, grad_b
 
 
+def _linear_once(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+
 class _Linear(torch.autograd.Function):
     """``round(float(x) @ float(w).T + float(b))``: the bias is added before the one rounding."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)  # (..., in), (out, in)
-        return functional.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+        return _linear_once(x, weight, bias)
 
     @staticmethod
     @as_emulation
@@ -144,7 +161,7 @@ class _Linear(torch.autograd.Function):
 
 def _rows(x: Tensor) -> Tensor:
     """View all but the last dimension as one, also where there are no numbers at all."""
-    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 class _Convolution(torch.autograd.Function):
@@ -249,6 +266,8 @@ def _narrow(value: Any, dtype: torch.dtype) -> Any:
 def _linear(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     if weight.dim() != 2 or input.dtype != weight.dtype:
         return _rerun(function, input, weight, bias)
+    if not torch.is_grad_enabled() and not is_scripted():  # whose checks compare the traces of both
+        return _linear_once(input, weight, bias)
     return _Linear.apply(input, weight, bias)  # type: ignore[no-untyped-call]
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Container, Iterator, Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS, cast_sparse
+from mezzo.cast.arguments import BY_ARGUMENTS, SPARSE_LAYOUTS, STRIDED, cast_sparse
 from mezzo.cast.casts import WeightCasts, widest
 from mezzo.cast.differences import (
+    DIFFERENTIATE,
+    INPUT_ONLY,
     OPENED_BY_NAME,
     Differences,
+    Direct,
     Handler,
     Traced,
     in_place_form,
@@ -25,16 +28,19 @@ from mezzo.cast.differences import (
     traced,
 )
 from mezzo.cast.emulate import emulate, with_dtypes_of_states, without_autocast
-from mezzo.cast.kernels import LOW_COMPLEX, lacks, no_kernel, otherwise, write_back
+from mezzo.cast.fallback import LOW_COMPLEX, lacks, no_kernel, otherwise, write_back
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.cast.products import asked, cast_as, product
-from mezzo.compiling import casts_are_placed, compiled_inside_alone, is_exporting
+from mezzo.compiling import casts_are_placed, compiled_inside_alone, is_exporting, is_scripted
 from mezzo.dispatch import (
     OpOverload,
     OpOverloadPacket,
     function_modes,
     innermost_function_mode,
     is_batched,
+    is_transformed,
+    num_dispatch_modes,
+    num_function_modes,
     unwrapped,
 )
 from mezzo.errors import UnsupportedError
@@ -42,64 +48,141 @@ from mezzo.policy.ops import QUANTISED
 from mezzo.policy.rules import both
 from mezzo.tensors import CASTABLE, tensors
 
-#: Their other arguments are FP32 statistics, updated in place, and weights, which kernels take in FP32 too.
-_INPUT_ONLY: Final = frozenset(
-    """batch_norm instance_norm native_batch_norm fused_moving_avg_obs_fake_quant
-    _fused_moving_avg_obs_fq_helper""".split()
-)
 #: What ``torch.ops.aten.mm`` is, and ``torch.ops.aten.mm.default``.
 _OPERATORS: Final = (OpOverloadPacket, OpOverload)
 
 
 _SET_ITEM: Final = Tensor.__setitem__
+_CASTABLE: Final = frozenset(CASTABLE)
+#: Arguments that hold no tensor.
+_HOLDS_NONE: Final = frozenset({type(None), bool, int, float, str})
+#: The types in a tuple of sizes.
+_INTS: Final = {int}
+#: A call for :meth:`PolicyMode._handle`, and one that is left alone.
+_IN_FULL, _IDLE = object(), Direct(torch.float32, None, None)
+_NO_NAMES: Final = types.MappingProxyType[str, Any]({})
 
-#: What begins a backward pass; torch.func differentiates by the last of them.
-_DIFFERENTIATE: Final = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
+
+class ModeTable(NamedTuple):
+    """What a mode looks functions up in: worked out once for each region.
+
+    Attributes:
+        per_device: What it does on each device.
+        autocasts: The devices on which ops are cast.
+        only: That of the one device; ``None`` where there are several.
+        keys: A text for what it does on each device.
+        key: That of the one device, by which compiled code finds it; none where it is about certain tensors.
+        direct: How eager code carries out most functions at once; ``None`` where each call is looked at in full.
+    """
+
+    per_device: Mapping[str, Differences]
+    autocasts: Sequence[str]
+    only: Differences | None
+    keys: tuple[str, ...]
+    key: str
+    direct: Mapping[Callable[..., Any], Direct | None] | None
+
+    @classmethod
+    def of(cls, per_device: Sequence[Differences]) -> ModeTable:
+        """Work it out."""
+        only = per_device[0] if len(per_device) == 1 else None
+        has_own = any(each.pinned or each.memories for each in per_device)  # which no text can stand for
+        return cls(
+            per_device={each.device_type: each for each in per_device},
+            autocasts=[each.device_type for each in per_device if each.autocast],
+            only=only,
+            keys=tuple([each.key for each in per_device]),
+            key="" if only is None or has_own else remember(only),
+            direct=None if only is None or only.pinned else only.direct,
+        )
 
 
 class PolicyMode(TorchFunctionMode):
     """Handle the functions a policy treats differently, and open Python functions that call them.
 
     Args:
-        per_device: What it does on each device.
+        table: What it does.
         casts: What casts weights.
         recomputing: Whether it serves what a backward pass runs again.
     """
 
-    def __init__(self, per_device: Sequence[Differences], casts: WeightCasts, *, recomputing: bool = False) -> None:
-        super().__init__()
+    def __init__(self, table: ModeTable, casts: WeightCasts, *, recomputing: bool = False) -> None:
         self.casts, self.recomputing = casts, recomputing
-        self.per_device = {each.device_type: each for each in per_device}
-        self.autocasts = [each.device_type for each in per_device if each.autocast]
-        self.only = per_device[0] if len(per_device) == 1 else None
-        self.keys = tuple(each.key for each in per_device)
-        has_own = any(each.pinned or each.memories for each in per_device)  # which no text can stand for
-        self.key = remember(per_device[0]) if len(per_device) == 1 and not has_own else ""
+        self.per_device, self.autocasts, self.only, self.keys, self.key, self.direct = table
         self.shadows = 0  # how many regions inside this one are active
         self.is_exported = is_exporting()  # as a region inside of a program is, and none around it
 
     @compiled_inside_alone
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if WATCHERS and func not in _DIFFERENTIATE:  # in a backward pass the user's own functions run too
+        if not (torch.compiler.is_dynamo_compiling() or self.direct is None or self.shadows or WATCHERS):
+            direct = self.direct.get(func, _IDLE)
+            if direct is _IDLE:
+                if type(func) not in _OPERATORS:
+                    return self._run_idle(func, args, kwargs or {})
+            elif direct is not None and not kwargs and (out := self._run_direct(direct, func, args)) is not _IN_FULL:
+                return out
+        if WATCHERS and func not in DIFFERENTIATE:  # in a backward pass the user's own functions run too
             return during("op", func, self._handle, func, args, kwargs or {})
         return self._handle(func, args, kwargs or {})
+
+    def _run_idle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a function that is left alone, as most are, and all that read a tensor's attribute."""
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            return _again(error, cast(Differences, self.only), func, args, kwargs)
+
+    def _run_direct(self, direct: Direct, func: Any, args: Any) -> Any:
+        """Run a function on plain operands that are cast; any other call is one for :meth:`_handle`."""
+        here = cast(Differences, self.only)
+        kind, target = here.device_type, direct.target
+        enabled = torch.is_autocast_enabled(kind)
+        if here.autocast and not (enabled and torch.get_autocast_dtype(kind) == here.dtype):
+            return func(*args)
+        if is_transformed() or num_dispatch_modes() or is_scripted() or torch.compiler.is_exporting():
+            return _IN_FULL
+        if direct.contracts is not None and not direct.contracts(args, _NO_NAMES):
+            return _IN_FULL
+        operands, others, is_low = [*args], [], target is not torch.float32
+        for place, each in enumerate(args):
+            # Asking whether something is a Parameter is a Python call; activations are plain tensors.
+            if (is_plain := type(each) is Tensor) or isinstance(each, nn.Parameter):
+                if each.layout is not STRIDED:
+                    return _IN_FULL
+                if (dtype := each.dtype) != target:
+                    if dtype in _CASTABLE:
+                        others.append((place, is_plain))
+                    elif is_low:
+                        return _IN_FULL
+            elif type(each) not in _HOLDS_NONE and not (type(each) is tuple and {*map(type, each)} <= _INTS):
+                return _IN_FULL
+        for (
+            place,
+            is_plain,
+        ) in others:  # once it is known that the call is carried out here: uses of weights are counted
+            each = args[place]
+            operands[place] = each.to(target) if is_plain else self.casts.cast(each, target, is_plain=True)
+        torch.set_autocast_enabled(kind, False)
+        try:
+            return func(*operands) if direct.emulation is None else direct.emulation(func, *operands)
+        except RuntimeError:
+            return _IN_FULL  # which knows why, and runs into it again
+        finally:
+            torch.set_autocast_enabled(kind, enabled)
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         compiling = torch.compiler.is_dynamo_compiling()  # torch.export, which says that it compiles, may run Python
         if self.shadows:
             return func(*args, **kwargs)
         if not compiling and self.only is not None and _is_idle(func, self.only, args, kwargs):
-            try:
-                return func(*args, **kwargs)
-            except RuntimeError as error:
-                return _again(error, self.only, func, args, kwargs)
+            return self._run_idle(func, args, kwargs)
         # As under torch.autocast a program that is exported has no casts.
         if not self.is_exported and (is_exporting() if compiling else torch.compiler.is_exporting()):
             return func(*args, **kwargs)
         if self.recomputing and func is torch.autograd.backward:  # a checkpoint inside a checkpoint
             with self:
                 return OPENED_BACKWARD(*args, **kwargs)
-        if not compiling and func in _DIFFERENTIATE:
+        if not compiling and func in DIFFERENTIATE:
             # A pass that begins inside the region is to compute as one that begins after it.
             with without_autocast(self.autocasts):
                 return func(*args, **kwargs)
@@ -152,24 +235,37 @@ class PolicyMode(TorchFunctionMode):
 @contextlib.contextmanager
 def shadowed() -> Iterator[list[PolicyMode]]:
     """Silence the regions around this one, and give their modes."""
-    active = function_modes()
-    outer = [mode for mode in active if isinstance(mode, PolicyMode)]
-    for mode in outer:
-        mode.shadows += 1
+    outer = silenced()
     try:
         yield outer
     finally:
-        for mode in outer:
-            mode.shadows -= 1
+        heard(outer)
 
 
 @contextlib.contextmanager
 def acting(per_device: Sequence[Differences]) -> Iterator[None]:
     """Have differences act in the place of those around, with the casts of weights that are there, or their own."""
-    with shadowed() as around:
-        casts = around[-1].casts if around and around[-1].casts.keeps else WeightCasts()
-        with PolicyMode(per_device, casts):
-            yield
+    with shadowed() as around, PolicyMode(ModeTable.of(per_device), casts_inside(around)):
+        yield
+
+
+def casts_inside(around: Sequence[PolicyMode]) -> WeightCasts:
+    """Return the casts of weights for a region inside of others: those of the outermost, as long as that lasts."""
+    return around[-1].casts if around and around[-1].casts.keeps else WeightCasts()
+
+
+def silenced() -> list[PolicyMode]:
+    """Silence the regions around until :func:`heard`, and return their modes, the innermost last."""
+    outer = [mode for mode in function_modes() if isinstance(mode, PolicyMode)] if num_function_modes() else []
+    for mode in outer:
+        mode.shadows += 1
+    return outer
+
+
+def heard(outer: Sequence[PolicyMode]) -> None:
+    """Have regions act again."""
+    for mode in outer:
+        mode.shadows -= 1
 
 
 def acting_modes() -> list[PolicyMode]:
@@ -199,7 +295,7 @@ def _is_idle(func: Any, here: Differences, args: Any, kwargs: Any) -> bool:
         if not handler.asks or handler.treatment != "native" or handler.written != "left":
             return False
         return BY_ARGUMENTS[handler.op](args, kwargs) is None
-    return not (func in here.opened or func in _DIFFERENTIATE or type(func) in _OPERATORS)
+    return not (func in here.opened or func in DIFFERENTIATE or type(func) in _OPERATORS)
 
 
 def _acts(here: Differences | Traced) -> bool:
@@ -277,7 +373,7 @@ def _compute(
     """Run one function on operands that are cast, native autocast off for the call."""
     given = args, kwargs
     if target is not None:
-        if handler.op in _INPUT_ONLY:
+        if handler.op in INPUT_ONLY:
             args = (*_cast(args[:1], target), *args[1:])
             kwargs = kwargs | {name: _cast(value, target) for name, value in kwargs.items() if name == "input"}
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import types
@@ -24,8 +25,19 @@ from mezzo.cast.casts import WeightCasts
 from mezzo.cast.device import FAMILIES, default_kinds
 from mezzo.cast.differences import Differences, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
-from mezzo.cast.mode import OPENED_BACKWARD, PolicyMode, acting, acting_modes, shadowed
-from mezzo.compiling import compiled_inside_alone, constant_in_graphs
+from mezzo.cast.mode import (
+    OPENED_BACKWARD,
+    ModeTable,
+    PolicyMode,
+    acting,
+    acting_modes,
+    casts_inside,
+    heard,
+    shadowed,
+    silenced,
+)
+from mezzo.compiling import begin_plainly, compiled_inside_alone, constant_in_graphs, end_plainly, is_exporting
+from mezzo.dispatch import function_modes, num_function_modes
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
@@ -48,8 +60,7 @@ def accumulation(policy: Policy, per_device: tuple[Differences, ...]) -> Iterato
     Raises:
         UnsupportedError: Entered inside a compiled function, which cannot set them, while they allow it.
     """
-    covered = any(each.device_type == "cuda" for each in per_device)
-    if not covered or policy.lists == "device" or not torch.cuda.is_available():
+    if not _sets_reductions(policy, per_device):
         yield
         return
     if torch.compiler.is_compiling():
@@ -62,6 +73,11 @@ def accumulation(policy: Policy, per_device: tuple[Differences, ...]) -> Iterato
         yield
     finally:
         set_reductions(before)
+
+
+def _sets_reductions(policy: Policy, per_device: tuple[Differences, ...]) -> bool:
+    covered = any(each.device_type == "cuda" for each in per_device)
+    return covered and policy.lists != "device" and torch.cuda.is_available()
 
 
 @constant_in_graphs
@@ -102,7 +118,7 @@ def set_reductions(pairs: list[tuple[bool, bool]]) -> None:
 _OPENED_GRAD: Final = open_function(cast(types.FunctionType, torch.autograd.grad))
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Region:
     """All that a region is.
 
@@ -148,6 +164,26 @@ class Region:
     def has_differences(self) -> bool:
         """Whether entering the region changes anything but ``torch.autocast``'s own state."""
         return any(each.has_any for each in self.per_device)
+
+    @functools.cached_property
+    def states(self) -> list[tuple[str, bool, torch.dtype | None]]:
+        """What torch makes of its own autocast for each device: whether it is on, and its dtype, ``None`` if off."""
+        found = []
+        for each in self.per_device:
+            with each.native():
+                is_on = torch.is_autocast_enabled(each.device_type)
+                found.append((each.device_type, is_on, torch.get_autocast_dtype(each.device_type) if is_on else None))
+        return found
+
+    @functools.cached_property
+    def table(self) -> ModeTable | None:
+        """What its mode looks functions up in; ``None`` where it has none."""
+        return ModeTable.of(self.per_device) if self.has_differences else None
+
+    @functools.cached_property
+    def sets_reductions(self) -> bool:
+        """Whether it sets how CUDA's products accumulate."""
+        return _sets_reductions(self.policy, self.per_device)
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -251,7 +287,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 
     def around_backward(self) -> contextlib.AbstractContextManager[bool]:
         """Return what a backward pass runs in, for what calls torch's engine itself; it gives whether it has a mode."""
-        return _backward(self.region)
+        return _backward(self.region) if _is_traced() else _BackwardIn(self.region)
 
     def __call__(self, function: Function) -> Function:
         """Decorate a function: each call of it runs in the region.
@@ -270,7 +306,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 
     @compiled_inside_alone
     def __enter__(self) -> autocast:
-        active = _active(self.region)
+        active = _active(self.region) if _is_traced() else _Inside(self.region)
         active.__enter__()
         self._entered.append(active)
         return self
@@ -301,6 +337,94 @@ def _say_what_torch_decided(error: RuntimeError, region: Region) -> None:
             return
 
 
+def _is_traced() -> bool:
+    """Whether torch writes down what runs now: then a region is entered in ways that it can follow."""
+    if torch.compiler.is_compiling() or is_exporting():
+        return True
+    return num_function_modes() > 0 and not all(isinstance(mode, PolicyMode) for mode in function_modes())
+
+
+class _Inside(contextlib.AbstractContextManager[None]):
+    """What a region is made of, entered at once: what :func:`_active` does step by step."""
+
+    __slots__ = ("_caches", "_mode", "_outer", "_plainly", "_reductions", "_region", "_states")
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def __enter__(self) -> None:
+        region = self._region
+        states, table = region.states, region.table  # which may find that the device lacks something: first
+        self._reductions = reductions() if region.sets_reductions else None
+        if self._reductions is not None:
+            set_reductions([(False, split_k) for _, split_k in self._reductions])
+        self._caches = torch.is_autocast_cache_enabled()
+        if region.caches is not None:
+            torch.set_autocast_cache_enabled(region.caches)
+        self._plainly = begin_plainly() if table is not None and table.autocasts else None
+        self._states = []
+        for kind, is_on, dtype in states:
+            self._states.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
+            torch.set_autocast_enabled(kind, is_on)
+            if dtype is not None:
+                torch.set_autocast_dtype(kind, dtype)
+        torch.autocast_increment_nesting()
+        self._outer = silenced()
+        self._mode = None
+        if table is not None:
+            self._mode = PolicyMode(table, casts_inside(self._outer))
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(*exception)  # type: ignore[no-untyped-call]
+        heard(self._outer)
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+        for kind, is_on, dtype in self._states:
+            torch.set_autocast_enabled(kind, is_on)
+            torch.set_autocast_dtype(kind, dtype)
+        if self._plainly is not None:
+            end_plainly(self._plainly)
+        torch.set_autocast_cache_enabled(self._caches)
+        if self._reductions is not None:
+            set_reductions(self._reductions)
+
+
+class _BackwardIn(contextlib.AbstractContextManager[bool]):
+    """What a backward pass runs in, entered at once: what :func:`_backward` does step by step."""
+
+    __slots__ = ("_mode", "_off", "_outer", "_reductions", "_region")
+
+    def __init__(self, region: Region) -> None:
+        self._region = region
+
+    def __enter__(self) -> bool:
+        region = self._region
+        self._reductions = reductions() if region.sets_reductions else None
+        if self._reductions is not None:
+            set_reductions([(False, split_k) for _, split_k in self._reductions])
+        self._outer = silenced()
+        self._off = [each.device_type for each in region.per_device if each.autocast]
+        self._off = [kind for kind in self._off if torch.is_autocast_enabled(kind)]
+        for kind in self._off:
+            torch.set_autocast_enabled(kind, False)
+        self._mode = None
+        if region.table is not None:
+            self._mode = PolicyMode(region.table, WeightCasts(keeps=False), recomputing=True)
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
+        return self._mode is not None
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._mode is not None:
+            self._mode.__exit__(*exception)  # type: ignore[no-untyped-call]
+        for kind in self._off:
+            torch.set_autocast_enabled(kind, True)
+        heard(self._outer)
+        if self._reductions is not None:
+            set_reductions(self._reductions)
+
+
 @contextlib.contextmanager
 def _active(region: Region) -> Iterator[None]:
     """Run what a region is made of; a generator, since torch.compile can follow one across enter and exit."""
@@ -318,7 +442,7 @@ def _backward(region: Region) -> Iterator[bool]:
     autocasts = [each.device_type for each in own if each.autocast]
     with accumulation(region.policy, own), shadowed(), without_autocast(autocasts):
         if region.has_differences:
-            with PolicyMode(own, WeightCasts(keeps=False), recomputing=True):
+            with PolicyMode(ModeTable.of(own), WeightCasts(keeps=False), recomputing=True):
                 yield True
         else:
             yield False

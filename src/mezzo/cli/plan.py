@@ -40,7 +40,7 @@ from mezzo.files import save_json, whole
 from mezzo.plan import Plan
 from mezzo.plan import plan as plan_of
 from mezzo.plan.planned import headline, picture
-from mezzo.plan.run import objective_number
+from mezzo.plan.planning import objective_number
 from mezzo.policy import Policy
 from mezzo.script.inspection import Called, Rehearsed, rehearse
 from mezzo.script.program import Program, require_one_process

@@ -35,7 +35,7 @@ from mezzo.cli.app import (
 from mezzo.cli.explain import explain_script
 from mezzo.errors import printable
 from mezzo.files import save_json
-from mezzo.script.operands import OperandLog
+from mezzo.script.operand_records import OperandLog
 from mezzo.script.program import METRICS, StepRecord
 
 

@@ -31,7 +31,7 @@ from mezzo.cli.app import (
 )  # fmt: skip
 from mezzo.cli.explain import explain_script
 from mezzo.files import save_json
-from mezzo.numerics.tuning.run import tunable
+from mezzo.numerics.tuning.search import tunable
 from mezzo.script import tune as tuned_script
 
 FOUND = "found.policy"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -29,6 +30,19 @@ from mezzo.sharded import is_distributed
 _LARGEST: Final = torch.finfo(torch.float32).max
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """Over which ranks parameters are sharded; both in an order that is the same on all ranks.
+
+    Attributes:
+        places: By ``id`` of a sharded parameter its place among all of them.
+        groups: By group of ranks that holds shards the places of the parameters that it holds.
+    """
+
+    places: dict[int, int] = field(default_factory=dict)
+    groups: dict[Any, list[int]] = field(default_factory=dict)
+
+
 class Ranks:
     """The ranks of a process group that take the same steps.
 
@@ -42,6 +56,7 @@ class Ranks:
         group: See above.
         size: How many ranks there are.
         rank: This rank's number among them.
+        shards: Over which of them parameters are sharded: what :meth:`shards_of` has returned.
         is_behind: Whether the others may have written a step that this rank has not.
 
     **Cost**: one small collective a step; one more for each group of ranks that holds shards of parameters. On an
@@ -50,11 +65,7 @@ class Ranks:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.size, self.rank = group, group.size(), group.rank()
-        # By group that holds shards: the places, among all sharded parameters, of those that it holds. By id() of a
-        # parameter: its place. Both are in an order that is the same on all ranks.
-        self._groups: dict[dist.ProcessGroup, list[int]] = {}
-        self._places: dict[int, int] = {}
-        self._indices: tuple[list[int], Tensor, Tensor, list[Tensor]] | None = None
+        self.shards = Shards()
         self._has_summed = False
         self._heard: BaseException | None = None
         self.is_behind = False
@@ -89,8 +100,8 @@ class Ranks:
 
     # Who holds what ---------------------------------------------------------------------------------------
 
-    def follow(self, params: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> None:
-        """Find out over which ranks parameters are sharded; again where parameters have come since.
+    def shards_of(self, params: Iterable[Tensor], name_of: Callable[[Tensor], str]) -> Shards:
+        """Return over which ranks parameters are sharded.
 
         Args:
             params: All parameters of which :meth:`norms` is going to be asked, in the same order on all ranks.
@@ -100,14 +111,15 @@ class Ranks:
             PolicyError: See :meth:`require_within`.
             UnsupportedError: A parameter is a sum over ranks that was never taken.
         """
-        self._groups, self._places, self._indices = {}, {}, None
-        for param in params:
-            if id(param) not in self._places and (groups := _groups_of(param, name_of)):
-                self._places[id(param)] = len(self._places)
+        found = Shards()
+        for param in filter(is_distributed, params):
+            if id(param) not in found.places and (groups := _groups_of(param, name_of)):
+                place = found.places[id(param)] = len(found.places)
                 for group in groups:
-                    self._groups.setdefault(group, []).append(self._places[id(param)])
-        for group in self._groups:
+                    found.groups.setdefault(group, []).append(place)
+        for group in found.groups:
             self.require_within(group, "parameters are sharded over")
+        return found
 
     def require_within(self, group: dist.ProcessGroup, what: str) -> None:
         """Refuse to share gradients with ranks that do not step with this one: their loss scale may be another.
@@ -136,7 +148,7 @@ class Ranks:
         Squares are summed over ranks in float64. A sum beyond what FP32 holds is infinite, as it is on one rank.
 
         Args:
-            params: The parameters whose gradients they are of; those of :meth:`follow`, or some of them.
+            params: The parameters whose gradients they are of; those of :meth:`shards_of`, or some of them.
             norms: ``(len(params),)`` float32: of what this rank holds of their gradients.
 
         Returns:
@@ -148,28 +160,26 @@ class Ranks:
         **Cost**: one all-reduce of 8 bytes for each sharded parameter, over each distinct group that holds shards.
         """
         self._has_summed = True
-        if not self._groups:
+        shards = self.shards
+        if not shards.groups:
             return norms
-        at, places, members = self._indices_of(params, norms.device)
+        found, own = list(norms.unbind()), norms.double().square().unbind()
+        at = {
+            place: number for number, key in enumerate(map(id, params)) if (place := shards.places.get(key)) is not None
+        }
         # All sharded parameters, whatever has a gradient here: ranks that differ in that exchange as many numbers.
-        squares = norms.new_zeros(len(self._places), dtype=torch.float64)
-        squares.index_copy_(0, places, norms.index_select(0, at).double().square())
-        for group, held in zip(self._groups, members, strict=True):
-            part = squares.index_select(0, held)
+        zero = norms.new_zeros((), dtype=torch.float64)
+        squares = [own[at[place]] if place in at else zero for place in range(len(shards.places))]
+        for group, held in shards.groups.items():
+            part = torch.stack([squares[place] for place in held])
             self._reduce(part, dist.ReduceOp.SUM, group, "the norms of gradients")
-            squares.index_copy_(0, held, part)
-        whole = squares.masked_fill(squares > _LARGEST, torch.inf).sqrt().float()
-        return norms.index_copy(0, at, whole.index_select(0, places))
-
-    def _indices_of(self, params: Sequence[Tensor], device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return indices on the device: of the sharded ones of some parameters, of their places, of each group's."""
-        ids = list(map(id, params))
-        if self._indices is None or self._indices[0] != ids:
-            sharded = [(at, place) for at, key in enumerate(ids) if (place := self._places.get(key)) is not None]
-            pairs = torch.tensor(sharded, dtype=torch.long).reshape(-1, 2).to(device)
-            members = [torch.tensor(held, dtype=torch.long).to(device) for held in self._groups.values()]
-            self._indices = ids, pairs[:, 0].contiguous(), pairs[:, 1].contiguous(), members
-        return self._indices[1:]
+            for place, whole in zip(held, part.unbind(), strict=True):
+                squares[place] = whole
+        sums = torch.stack(squares)
+        wholes = sums.masked_fill(sums > _LARGEST, torch.inf).sqrt().float().unbind()
+        for place, number in at.items():
+            found[number] = wholes[place]
+        return torch.stack(found) if found else norms
 
     def agree(
         self, found_inf: Tensor, failed: Tensor, *, step: int, largest: Sequence[Tensor] = ()
@@ -286,7 +296,7 @@ class OneRank(Ranks):
     """One rank alone: what it has found holds."""
 
     def __init__(self) -> None:
-        self.size, self.rank, self.is_behind = 1, 0, False
+        self.size, self.rank, self.is_behind, self.shards = 1, 0, False, Shards()
         self._none: Tensor | None = None
 
     def require_within(self, group: dist.ProcessGroup, what: str) -> None:
@@ -327,9 +337,7 @@ class OneRank(Ranks):
 
 
 def _groups_of(param: Any, name_of: Callable[[Tensor], str]) -> list[dist.ProcessGroup]:
-    """Return the groups of more than one rank over which a parameter is sharded."""
-    if not is_distributed(param):
-        return []
+    """Return the groups of more than one rank over which a DTensor is sharded."""
     if any(placement.is_partial() for placement in param.placements):
         raise UnsupportedError(
             "a parameter is a sum over ranks that was never taken",
@@ -351,10 +359,13 @@ class Wrappers:
 
     Args:
         ranks: Those that step together: a wrapper over others is refused.
+
+    Attributes:
+        are_there: Whether any was met: gradients have the dtypes of parameters then, as buckets do.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+        self._ranks, self.are_there = ranks, False
         # Whether each reduces the gradients of the forward pass that has run in it last; ``None`` before one.
         self._met: WeakKeyDictionary[DistributedDataParallel, bool | None] = WeakKeyDictionary()
         self._paused: dict[DistributedDataParallel, bool] = {}
@@ -377,7 +388,7 @@ class Wrappers:
             self._ranks.require_within(wrapper.process_group, "DistributedDataParallel reduces over")
         if self._pauses:
             self._pause(wrapper)
-        self._met[wrapper] = wrapper.require_backward_grad_sync
+        self._met[wrapper], self.are_there = wrapper.require_backward_grad_sync, True
 
     @contextmanager
     def no_sync(self, models: Iterable[nn.Module], units: Collection[Any]) -> Iterator[None]:
@@ -410,11 +421,6 @@ class Wrappers:
         wrapper.require_backward_grad_sync = False
 
     # A backward pass --------------------------------------------------------------------------------------
-
-    @property
-    def are_there(self) -> bool:
-        """Whether any was met: gradients have the dtypes of parameters then, as buckets do."""
-        return len(self._met) > 0
 
     def reduced_with(self, reached: set[int]) -> set[int]:
         """Add to parameters, by ``id``, those that a wrapper reduces with them: other ranks may have reached these."""

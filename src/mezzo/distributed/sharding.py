@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mezzo.cast.model.checks import preparations_in, require_module, wanted_storage
 from mezzo.cast.model.places import has_forward
 from mezzo.cast.model.prepare import Prepared, as_named, with_pinned_classes
-from mezzo.cast.model.refusals import preparations_in, require_module, wanted_storage
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.policy import Policy
 from mezzo.policy.rules import both, exact

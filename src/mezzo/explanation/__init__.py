@@ -4,8 +4,8 @@ Watches only: the policy decides, ``mezzo.cast`` carries it out. The answer in w
 and JSON are views of one value; printing is ``cli``'s.
 """
 
+from mezzo.explanation.explaining import explain
 from mezzo.explanation.explanation import Answer, Explanation
 from mezzo.explanation.rows import Cast, Emulated, Finding, Misaligned, Product, Row
-from mezzo.explanation.run import explain
 
 __all__ = ["Answer", "Cast", "Emulated", "Explanation", "Finding", "Misaligned", "Product", "Row", "explain"]

@@ -36,7 +36,7 @@ from mezzo.explanation.rows import (
 from mezzo.files import jsonable
 from mezzo.policy import Policy
 from mezzo.tensors import dtype_name
-from mezzo.trace.calls import MODEL, place_text
+from mezzo.trace.function_calls import MODEL, place_text
 
 # An explanation as tables of text: the few rows that matter with alike modules folded, or all rows.
 

@@ -14,7 +14,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED
 from mezzo.policy.rules import both, exact
 from mezzo.tensors import LOW
-from mezzo.trace.calls import LOSS, MODEL, place_text
+from mezzo.trace.function_calls import LOSS, MODEL, place_text
 from mezzo.trace.trace import Trace
 
 #: C++ functions made of ops that have names of their own, and that no rule reaches inside.

@@ -19,7 +19,7 @@ from mezzo.formats.blocks import (
     block_format,
 )
 from mezzo.formats.convert import Quantized, quantize, quantized
-from mezzo.formats.table import (
+from mezzo.formats.definitions import (
     BF16,
     E2M1,
     E4M3,

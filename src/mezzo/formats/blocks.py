@@ -10,7 +10,7 @@ from typing import Final, TypeAlias
 import torch
 
 from mezzo.errors import PolicyError, nearest, shown
-from mezzo.formats.table import E2M1, E4M3, E5M2, E8M0, FP32, Format, by_name
+from mezzo.formats.definitions import E2M1, E4M3, E5M2, E8M0, FP32, Format, by_name
 
 ELEMENTS: Final = (E4M3, E5M2, E2M1)
 SCALES: Final = (E8M0, E4M3, FP32)

@@ -13,8 +13,8 @@ from mezzo.dispatch import is_transformed, num_dispatch_modes
 from mezzo.errors import PolicyError, nearest, shown
 from mezzo.formats import cpp, portable, triton
 from mezzo.formats.blocks import BlockFormat, block_format
+from mezzo.formats.definitions import Format
 from mezzo.formats.noise import drawn
-from mezzo.formats.table import Format
 
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 

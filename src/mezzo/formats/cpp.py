@@ -17,8 +17,8 @@ from torch import Tensor
 from mezzo.compiled import CppKernel, built, threads
 from mezzo.errors import UnsupportedError
 from mezzo.formats.blocks import BlockFormat
+from mezzo.formats.definitions import E2M1, E4M3, E8M0, FP32
 from mezzo.formats.portable import SMALLEST_AMAX
-from mezzo.formats.table import E2M1, E4M3, E8M0, FP32
 
 logger = logging.getLogger(__name__)
 

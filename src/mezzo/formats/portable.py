@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from mezzo.formats.blocks import BlockFormat
+from mezzo.formats.definitions import Format
 from mezzo.formats.noise import noise
-from mezzo.formats.table import Format
 
 #: Below it an amax counts as this much. No scale, no product of two and no reciprocal is subnormal or infinite then.
 SMALLEST_AMAX: Final = 2.0**-100

@@ -16,9 +16,9 @@ from mezzo.cast import autocast
 from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
+from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.refusals import models_and_optimizers
-from mezzo.session.scaler import SessionScaler
-from mezzo.session.state import save
+from mezzo.session.state_tree import save
 
 require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "accelerate")
 
@@ -183,7 +183,7 @@ class AcceleratedPrecision(AttachedPrecision):
 
     def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self.is_closed:  # prepared optimizers go on calling it
-            return self.engine.steps_by[optimizer](*args, **kwargs)
+            return self.engine.writes.steps_by[optimizer](*args, **kwargs)
         return None if self._is_telling else super()._own_step(optimizer, of, *args, **kwargs)
 
     def step_and_tell(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:

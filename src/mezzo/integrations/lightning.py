@@ -19,7 +19,7 @@ from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
 from mezzo.session.refusals import wrong_options
-from mezzo.session.state import save
+from mezzo.session.state_tree import save
 from mezzo.session.weights import widen_states
 from mezzo.tensors import LOW
 from mezzo.weights.models import follow

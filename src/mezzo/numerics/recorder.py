@@ -33,13 +33,14 @@ from mezzo.numerics.evidence import (
     write_step,
 )
 from mezzo.numerics.histogram import ROW, ExponentHistogram
-from mezzo.numerics.operands import OperandWatch
+from mezzo.numerics.quantised import OperandWatch
 from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, updated_by
 from mezzo.numerics.watches import FIELDS, PassWatch, Places, Tally, WeightWatch, swallowed_of
 from mezzo.policy import Policy
 from mezzo.scale.state import inverse
-from mezzo.session.observers import Judged, Watched, watching
+from mezzo.session.observers import Watched, watching
 from mezzo.session.stats import Step
+from mezzo.step.verdict import Judged
 from mezzo.tensors import dtype_name
 
 # One step that is being recorded, and who tells of it: the hooks of a loop without a session, or the session.

@@ -221,7 +221,7 @@ class Hypers:
         self.tensors = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
         self._uploaded: dict[str, float] = {}
 
-    def upload(self, group: Mapping[str, Any], where: str = "") -> None:
+    def upload(self, group: Mapping[str, Any], optimizer: object, number: int) -> None:
         """Bring over what changed, without waiting for the device.
 
         Tensors in host memory count as the numbers that they hold, so that a graph captured meanwhile copies nothing
@@ -229,7 +229,8 @@ class Hypers:
 
         Args:
             group: The parameter group.
-            where: Which it is, for errors.
+            optimizer: Whose it is, for errors.
+            number: Which it is.
 
         Raises:
             PolicyError: A value that no update can work with was written to the group; nothing was uploaded of it.
@@ -240,9 +241,10 @@ class Hypers:
                 tensor.copy_(value, non_blocking=True)
                 self._uploaded.pop(name, None)
                 continue
-            number: Any = in_host_memory(value) if isinstance(value, Tensor) else value
-            if name not in self._uploaded or self._uploaded[name] != number:
-                check_group({**group, "params": None, **({} if name.startswith("beta") else {name: number})}, where)
+            given: Any = in_host_memory(value) if isinstance(value, Tensor) else value
+            if name not in self._uploaded or self._uploaded[name] != given:
+                where = f"{type(optimizer).__name__}, group {number}"
+                check_group({**group, "params": None, **({} if name.startswith("beta") else {name: given})}, where)
                 self._uploaded.pop(name, None)  # until it is there: an interrupt may come in between
-                tensor.fill_(float(number))  # of NumPy's, say
-                self._uploaded[name] = float(number)
+                tensor.fill_(float(given))  # of NumPy's, say
+                self._uploaded[name] = float(given)

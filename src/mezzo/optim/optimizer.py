@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import chain, repeat
-from operator import attrgetter, contains, is_, itemgetter
+from dataclasses import dataclass, field, replace
+from itertools import chain, compress, repeat
+from operator import attrgetter, contains, is_, is_not, itemgetter
 from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
@@ -27,15 +27,15 @@ from mezzo.optim.groups import (
     ordered,
     wrong_weights,
 )
-from mezzo.optim.state import check_state, counts_of, has_begun, kept_of, keys_of, put, restored, saved, taken
+from mezzo.optim.state_dicts import check_state, counts_of, has_begun, kept_of, keys_of, put, restored, saved, taken
 from mezzo.sharded import is_distributed, local, locals_of, number_of_shard, placed, sharding
-from mezzo.step.executors.choose import executor_for, portable, shared
-from mezzo.step.gradients import clear_to_zeros, with_gradients
+from mezzo.step.executors.choose import executor_for, shared
+from mezzo.step.gradients import clear_to_zeros
 from mezzo.step.moments import name_of_codes, zeros
-from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, counted
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import RULES, UpdateRule, rule
-from mezzo.tensors import LOW, described, dtype_name
+from mezzo.step.verdict import Bucket, BucketUpdate, Verdict, numbers_of_step
+from mezzo.tensors import LOW, described, dtype_name, versions
 from mezzo.weights.halves import Halves, in_halves
 from mezzo.weights.stepping import in_memory
 
@@ -50,18 +50,30 @@ _LAYOUT: Final = attrgetter("layout")
 _DENSE: Final = {torch.strided}
 #: Parameters that are the memory of their values.
 _PLAIN: Final = {torch.nn.Parameter, Tensor}
+_KNOWN: Final = {*_PLAIN, Halves}
+_PARTS: Final = attrgetter("hi", "lo", "cell.wide")
+_IS_LENT: Final = attrgetter("cell.is_lent")
+_PARAMS: Final = itemgetter("params")
+#: Of the count of a cohort: its memory, and the version that the last step has left there.
+_MEMORY: Final = attrgetter("count.each")
+_NUMBER: Final = attrgetter("count.number")
+_RULE: Final = attrgetter("rule")
+_LEFT: Final = attrgetter("count.version")
+_GRADIENT: Final = attrgetter("grad")
 
 
 @dataclass(slots=True, eq=False)
 class _Count:
-    """How many updates the parameters of a bucket have had: one number, of which the state of each has a view.
+    """How many updates some parameters have had: one number, of which the state of each has a view.
 
     Attributes:
         each: (parameters,) int64.
+        number: The first of them, 0-d.
         version: Of that memory, as the last step has left it: another one tells that a program has written there.
     """
 
     each: Tensor
+    number: Tensor
     version: int
 
     @classmethod
@@ -69,7 +81,7 @@ class _Count:
         """Count on from a number."""
         each = torch.empty(size, dtype=torch.int64, device=device)
         each.copy_(number) if isinstance(number, Tensor) else each.fill_(number)
-        return cls(each, each._version)
+        return cls(each, each[0], each._version)
 
     def is_whole(self) -> bool:
         """Whether it is one number still."""
@@ -83,77 +95,132 @@ class _Count:
 
 @dataclass(slots=True, eq=False)
 class _Ready:
-    """Parameters that are updated together, what updates this rank's part of them, and whether they are DTensors."""
+    """Parameters that are updated together, and what updates this rank's part of them.
+
+    Attributes:
+        params: The parameters.
+        places: Theirs among all gradients of a step.
+        update: What updates them.
+        is_sharded: Whether they are DTensors.
+    """
 
     params: list[Tensor]
+    places: list[int]
     update: BucketUpdate
-    count: _Count
     is_sharded: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wanted:
-    """The parameters of a group that have gradients, what each of them is, and their rule.
+@dataclass(slots=True, eq=False)
+class _Cohort:
+    """Parameters of one group on one device that were updated equally often: the numbers of a step are theirs together.
 
     Attributes:
-        rule: The rule.
-        state_dtype: Of their moments.
-        params: The parameters.
-        kinds: What they are.
-        memory: The tensors in which their values lie on this rank, where they are not those themselves.
-        found: What their state holds, as a step takes it, and how often each was updated: by the same object where that
-            is the same number. Only where buckets are to be built of it.
+        group: The group's number.
+        rule: The update rule.
+        hypers: The group's hyper-parameters on the device.
+        count: How often they were updated.
+        ready: The parameters, by how they are stored.
     """
 
+    group: int
     rule: UpdateRule
-    state_dtype: str
-    params: list[Tensor]
+    hypers: Hypers
+    count: _Count
+    ready: list[_Ready] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stands:
+    """What a step is about, as far as a program may change it from one step to the next and tells nobody.
+
+    Attributes:
+        options: Of each group: how many parameters, the options of its rule, and the dtype of moments.
+        every: All parameters.
+        have: Which of them have a gradient.
+        gradients: These gradients.
+        kinds: What the parameters are that have one: dtypes, shapes, devices.
+        memory: The tensors in which their values lie on this rank, where they are not those themselves.
+    """
+
+    options: list[tuple[Any, ...]]
+    every: list[Tensor]
+    have: list[bool]
+    gradients: list[Tensor]
     kinds: list[Any]
-    memory: list[Tensor]
-    found: list[tuple[dict[str, Any], _Count | int]] = field(default_factory=list)
-
-    def is_as(self, other: _Wanted) -> bool:
-        """Whether the buckets that were built for another serve this one."""
-        alike = self.rule == other.rule and self.state_dtype == other.state_dtype and self.kinds == other.kinds
-        alike = alike and len(self.memory) == len(other.memory)
-        return alike and all(map(is_, self.params, other.params)) and all(map(is_, self.memory, other.memory))
+    memory: list[Any]
 
 
-class _Built:
-    """The buckets of a group, and what of ``optimizer.state`` they were built from.
+class _UpdatePlan:
+    """What steps write, and of what of ``optimizer.state`` it was made: it serves until one of them changes.
 
     Args:
-        wanted: What they are about.
-        buckets: The buckets, in the order of the parameters.
+        stands: What it was made for.
+        cohorts: What is updated, by group.
+        read: The names that a step reads of the state of each parameter, and other ones that tell of an edit.
         state: The optimizer's.
     """
 
-    def __init__(self, wanted: _Wanted, buckets: list[_Ready], state: Mapping[Any, Any]) -> None:
-        self.wanted, self.buckets = wanted, buckets
-        keys = keys_of(wanted.rule, getattr(torch, wanted.state_dtype))
-        # Of several names, so that it returns a tuple.
-        self._read = itemgetter(*keys, *(() if len(keys) > 1 else keys))
-        self._others = set(wanted.rule.states).difference(keys)  # which programs may put beside codes
-        self.look_up(state)
-        self._held = [*chain.from_iterable(map(self._read, self._entries))]
+    def __init__(
+        self,
+        stands: _Stands,
+        cohorts: list[_Cohort],
+        read: list[tuple[list[Tensor], tuple[str, ...], set[str]]],
+        state: Mapping[Any, Any],
+    ) -> None:
+        self.stands, self.cohorts = replace(stands, gradients=[]), cohorts
+        self.params = [param for cohort in cohorts for each in cohort.ready for param in each.params]
+        self.by_device: dict[torch.device, list[_Cohort]] = {}
+        for cohort in cohorts:
+            self.by_device.setdefault(cohort.count.number.device, []).append(cohort)
+        # Of several names, so that each returns a tuple.
+        self._read = [(params, itemgetter(*keys, *keys[:1]), others) for params, keys, others in read]
+        self._find(state)
+        self._held = self._look()
 
-    def look_up(self, state: Mapping[Any, Any]) -> None:
+    def _find(self, state: Mapping[Any, Any]) -> None:
         """Find the entries of the parameters in a state."""
-        self._entries: list[Any] = [*map(state.get, self.wanted.params)]
+        self._keys, self._values = [*state], [*state.values()]
+        self._entries: list[tuple[list[Any], itemgetter[Any], set[str]]] = [
+            ([*map(state.get, params)], read, others) for params, read, others in self._read
+        ]
 
-    def is_held(self) -> bool:
-        """Whether the state holds what the buckets read and write: a program may put other things there.
+    def _look(self) -> list[Any]:
+        found: list[Any] = []
+        for entries, read, _ in self._entries:
+            found += chain.from_iterable(map(read, entries))
+        return found
 
-        **Cost**: loops of C's, 0.2 µs a parameter.
+    def serves(self, stands: _Stands, state: Mapping[Any, Any]) -> bool:
+        """Whether what was planned holds for what is there now; loops of C's."""
+        planned = self.stands
+        return (
+            stands.options == planned.options
+            and stands.have == planned.have
+            and stands.kinds == planned.kinds
+            and len(stands.memory) == len(planned.memory)
+            and all(map(is_, stands.every, planned.every))
+            and all(map(is_, stands.memory, planned.memory))
+            and self.is_held(state)
+        )
+
+    def is_held(self, state: Mapping[Any, Any]) -> bool:
+        """Whether a state holds what this reads and writes: a program may put other things there.
+
+        **Cost**: loops of C's, 0.3 µs a parameter.
         """
+        keys, values = self._keys, self._values
+        if len(state) != len(keys) or not (all(map(is_, state, keys)) and all(map(is_, state.values(), values))):
+            self._find(state)
         try:
-            if not all(map(is_, chain.from_iterable(map(self._read, self._entries)), self._held)):
+            if not all(map(is_, self._look(), self._held)):
                 return False
         except (KeyError, TypeError):  # no mapping, or nothing of this name
             return False
-        if any(any(map(contains, self._entries, repeat(name))) for name in self._others):
-            return False
-        return all(each.count.is_whole() for each in self.buckets)
+        for entries, _, others in self._entries:
+            for name in others:
+                if any(map(contains, entries, repeat(name))):
+                    return False
+        return versions([*map(_MEMORY, self.cohorts)]) == [*map(_LEFT, self.cohorts)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -162,15 +229,15 @@ class _Prepared:
 
     Attributes:
         verdict: Of the gradients; ``None`` where the flags are another library's.
-        updates: What updates a bucket, with the gradients, their verdict and the count on its device.
+        updates: What updates a bucket, with the gradients, their verdict, the count and the rule's numbers.
         counts: The counts of updates before this step, and the numbers after it.
         params: All that is updated.
     """
 
     verdict: Verdict | None
-    updates: list[tuple[BucketUpdate, Sequence[Tensor], Verdict, Tensor]] = field(default_factory=list)
+    params: list[Tensor]
+    updates: list[tuple[BucketUpdate, Sequence[Tensor], Verdict, Tensor, Tensor]] = field(default_factory=list)
     counts: list[tuple[_Count, Tensor]] = field(default_factory=list)
-    params: list[Tensor] = field(default_factory=list)
 
 
 class OnePassOptimizer(Optimizer):
@@ -216,8 +283,8 @@ class OnePassOptimizer(Optimizer):
 
     def _start(self) -> None:
         """Know nothing yet of what the state is for."""
-        self._built: dict[int, _Built] = {}  # by the group's number
-        self._seen: tuple[list[Any], list[Any]] = [], []  # keys and values of the state, in which entries were found
+        self._plan: _UpdatePlan | None = None
+        self._switches = tuple(sorted(RULES[self._rule].options))
         self._counts: dict[int, _Count] = {}  # those of which states have views, by the id of the memory
         self._hypers: dict[tuple[int, torch.device], Hypers] = {}
         self._prepared: _Prepared | None = None
@@ -227,7 +294,7 @@ class OnePassOptimizer(Optimizer):
 
     def rule_of(self, group: Group) -> UpdateRule:
         """Return a group's update rule."""
-        return rule(self._rule, *(option for option in sorted(RULES[self._rule].options) if group[option]))
+        return rule(self._rule, *(option for option in self._switches if group[option]))
 
     def add_param_group(self, param_group: Group) -> None:
         """Add parameters; see ``torch.optim.Optimizer.add_param_group``.
@@ -276,8 +343,7 @@ class OnePassOptimizer(Optimizer):
                 loss = closure()
         if not self.state and changes_nothing(self.param_groups, self._gradients()):
             # torch.distributed.checkpoint steps so to have state made; counted, it would be a step of the training.
-            for number, (wanted, _) in enumerate(self._wanted()):
-                self._ready_of(number, wanted)
+            self._planned()
             return loss
         prepared, self._prepared = self._prepared, None
         verdict, self._verdict = self._verdict, None
@@ -291,7 +357,7 @@ class OnePassOptimizer(Optimizer):
         """Take a step, hooks and all, as a verdict says; what :meth:`make_ready` of the same verdict kept is used.
 
         Args:
-            verdict: Of these gradients, as :func:`mezzo.step.passes.judge` returns it.
+            verdict: Of these gradients, as :func:`mezzo.step.verdict.judge` returns it.
             step: What :meth:`step` was, where a session has taken it over on this instance.
         """
         self._verdict = verdict
@@ -317,26 +383,29 @@ class OnePassOptimizer(Optimizer):
         Args:
             verdict: Of the gradients. Without one, ``found_inf`` and ``grad_scale`` are those of another library.
         """
-        wanted = self._wanted()
-        of_groups = [(self._ready_of(number, group), its) for number, (group, its) in enumerate(wanted)]
-        ready = [(each, gradients) for buckets, gradients in of_groups for each in buckets]
-        prepared = _Prepared(verdict)
-        for device in {each.update.bucket.step.device for each, _ in ready}:
+        plan, gradients = self._planned()
+        prepared = _Prepared(verdict, plan.params)
+        for device, cohorts in plan.by_device.items():
             here = verdict.on(device) if verdict is not None else self._verdict_of_flags(device)
-            there = [pair for pair in ready if pair[0].update.bucket.step.device == device]
-            after = shared(counted, (), [here.found_inf, *(each.update.bucket.step for each, _ in there)])
-            for (each, gradients), step in zip(there, after, strict=True):
-                prepared.counts.append((each.count, step))
-                readable = self._readable(each, gradients)
-                prepared.updates.append((each.update, readable, here, step))
-                prepared.params.extend(each.params)
+            numbers: list[Tensor] = [here.found_inf, *map(_NUMBER, cohorts)]
+            for cohort in cohorts:
+                cohort.hypers.upload(self.param_groups[cohort.group], self, cohort.group)
+                numbers += cohort.hypers.tensors.values()
+            found = shared(numbers_of_step, (tuple(map(_RULE, cohorts)),), numbers)
+            for cohort, step, scalars in zip(cohorts, found, found[len(cohorts) :], strict=False):
+                prepared.counts.append((cohort.count, step))
+                for each in cohort.ready:
+                    own: Sequence[Tensor] = [*map(gradients.__getitem__, each.places)]
+                    if each.is_sharded:  # tensor parallelism leaves some as sums not taken yet
+                        own = [local(placed(g, param)) for g, param in zip(own, each.params, strict=True)]
+                    prepared.updates.append((each.update, each.update.ready(own), here, step, scalars))
         return prepared
 
     def _write(self, prepared: _Prepared) -> None:
         """Update, or skip. What comes in the middle ends the step half-way: no signal does."""
         self.updates += 1  # before the first write
-        for update, gradients, verdict, step in prepared.updates:
-            update.write(gradients, verdict, step)
+        for update, gradients, verdict, step, scalars in prepared.updates:
+            update.write(gradients, verdict, step, scalars)
         # Kernels write past autograd, whose version counters must tell the caches of casts, and graphs that saved a
         # weight, that it has changed.
         increment_version(prepared.params)
@@ -346,23 +415,6 @@ class OnePassOptimizer(Optimizer):
     def _verdict_of_flags(self, device: torch.device) -> Verdict:
         found_inf, grad_scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         return Verdict.of_flags(found_inf, grad_scale, device)
-
-    def _readable(self, ready: _Ready, gradients: list[Any]) -> Sequence[Tensor]:
-        """Return gradients as a bucket's update reads them; where its kernels cannot be built any more, without them.
-
-        Args:
-            ready: The bucket.
-            gradients: Of all of its group.
-        """
-        if len(gradients) > len(ready.params):
-            gradients = [param.grad for param in ready.params]
-        if ready.is_sharded:  # tensor parallelism leaves some as sums not taken yet
-            gradients = [local(placed(each, param)) for each, param in zip(gradients, ready.params, strict=True)]
-        try:
-            return ready.update.ready(gradients)
-        except NoKernel as error:
-            ready.update = portable(error).update_of(ready.update.bucket)
-            return ready.update.ready(gradients)
 
     def _gradients(self) -> Iterator[Tensor]:
         return (param.grad for param in self._params() if param.grad is not None)
@@ -374,59 +426,95 @@ class OnePassOptimizer(Optimizer):
         """Bring hyper-parameters that changed over to the device, as a step does: for a replay of one. No host sync."""
         for (number, _), hypers in self._hypers.items():
             if number < len(self.param_groups):
-                hypers.upload(self.param_groups[number])
+                hypers.upload(self.param_groups[number], self, number)
 
     def is_followed(self) -> bool:
         """Whether the state is what the last step has left, which a replay of that step goes on with."""
-        self._look_up()
-        return all(each.is_held() for each in self._built.values())
+        return self._plan is None or self._plan.is_held(self.state)
 
     # What a step needs, kept from one to the next ------------------------------------------------------
 
-    def _wanted(self) -> list[tuple[_Wanted, list[Tensor]]]:
-        """Return what a step is about in each group, as an earlier one was if its buckets serve it, and the gradients.
+    def _planned(self) -> tuple[_UpdatePlan, list[Tensor]]:
+        """Return what a step writes, made anew where something is not as it was, and the gradients.
 
-        What no kernel could update is refused before any group is touched.
+        What no kernel could update is refused before anything is made.
         """
-        self._look_up()
-        return [self._wanted_of(number, group) for number, group in enumerate(self.param_groups)]
+        stands = self._stands()
+        plan = self._plan
+        if plan is None or not plan.serves(stands, self.state):
+            del plan
+            plan = self._plan_anew(stands)
+        return plan, stands.gradients
 
-    def _look_up(self) -> None:
-        """Find the entries of parameters in the state again, where that is not the mapping that it was."""
-        state, (keys, values) = self.state, self._seen
-        if len(state) == len(keys) and all(map(is_, state, keys)) and all(map(is_, state.values(), values)):
-            return
-        self._seen = [*state], [*state.values()]
-        self._built = {n: each for n, each in self._built.items() if n < len(self.param_groups)}
-        for each in self._built.values():
-            each.look_up(state)
-
-    def _wanted_of(self, number: int, group: Group) -> tuple[_Wanted, list[Tensor]]:
-        params, gradients = with_gradients(group["params"])
+    def _stands(self) -> _Stands:
+        groups, every = self.param_groups, []
+        lists = [*map(_PARAMS, groups)]
+        for params in lists:
+            every += params
+        gradients: list[Any] = [*map(_GRADIENT, every)]
+        have, params = [*map(is_not, gradients, repeat(None))], every
+        if not all(have):
+            params, gradients = [*compress(every, have)], [*compress(gradients, have)]
         if not _DENSE.issuperset(map(_LAYOUT, gradients)):
-            sparse = next(gradient for gradient in gradients if gradient.layout != torch.strided)
+            each = [(number, param.grad) for number, params in enumerate(lists) for param in params]
+            number, sparse = next((n, g) for n, g in each if g is not None and g.layout != torch.strided)
             raise UnsupportedError(
                 f"{type(self).__name__} cannot use a sparse gradient",
                 where=f"group {number}, a parameter of shape {tuple(sparse.shape)}",
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
-        kinds = [*map(_DTYPE, params), *map(_SHAPE, params), *map(Tensor.get_device, params)]
-        memory = [] if {*map(type, params)} <= _PLAIN else in_memory(params)
-        wanted = _Wanted(self.rule_of(group), group["state_dtype"], params, kinds, memory)
-        known = self._built.get(number)
-        if known is not None and wanted.is_as(known.wanted) and known.is_held():
-            return known.wanted, gradients
+        return _Stands(
+            options=[
+                (len(g["params"]), g["state_dtype"], *map(bool, map(g.__getitem__, self._switches))) for g in groups
+            ],
+            every=every,
+            have=have,
+            gradients=gradients,
+            kinds=[*map(_DTYPE, params), *map(_SHAPE, params), *map(Tensor.get_device, params)],
+            memory=_memory_of(params),
+        )
+
+    def _plan_anew(self, stands: _Stands) -> _UpdatePlan:
+        """Plan steps, and let the state hold what they read and write."""
+        with_gradient = iter(stands.have)
+        wanted = [
+            (number, group, [*compress(group["params"], with_gradient)])
+            for number, group in enumerate(self.param_groups)
+        ]
+        found = [self._taken(number, group, params) for number, group, params in wanted]
+        self._plan = None  # and let go of moments that nothing reads any more
+        cohorts: list[_Cohort] = []
+        for (number, group, params), taken_of_each in zip(wanted, found, strict=True):
+            first = sum(len(each) for _, _, each in wanted[:number])
+            cohorts += self._cohorts(number, group, params, taken_of_each, first)
+        read = []
+        for (_, group, params), taken_of_each in zip(wanted, found, strict=True):  # all at once: memory may run out
+            rule_of_group, dtype = self.rule_of(group), getattr(torch, group["state_dtype"])
+            keys = keys_of(rule_of_group, dtype)
+            for param, (moments, _) in zip(params, taken_of_each, strict=True):
+                if self.state.get(param) is None:
+                    self.state[param] = {}
+                put(self.state[param], moments, rule_of_group.states)
+            read.append((params, keys, set(rule_of_group.states).difference(keys)))  # beside codes programs may put
+        self._keep_counts(cohorts)
+        self._plan = _UpdatePlan(stands, cohorts, read, self.state)
+        return self._plan
+
+    def _taken(self, number: int, group: Group, params: list[Tensor]) -> list[tuple[dict[str, Any], _Count | int]]:
+        """Return what the state holds of some parameters, as a step takes it, and how often each was updated.
+
+        By the same object where that is the same number.
+        """
         raise_together(wrong_weights(params))
         check_group({**group, "params": None}, f"{type(self).__name__}, group {number}")
         if not self.rounds:
             _require_exact(params, f"{type(self).__name__}, group {number}")
-        dtype = getattr(torch, wanted.state_dtype)
-        found = [taken(self.state.get(param), param, wanted.rule, dtype) for param in params]
+        update_rule, dtype = self.rule_of(group), getattr(torch, group["state_dtype"])
+        found = [taken(self.state.get(param), param, update_rule, dtype) for param in params]
         counts = self._counts_of([each.get("step", 0) for each in found])
         begun = [count or has_begun(each, group) for each, count in zip(found, counts, strict=True)]
-        wanted.found.extend(zip(found, begun, strict=True))
-        return wanted, gradients
+        return list(zip(found, begun, strict=True))
 
     def _counts_of(self, steps: list[Any]) -> list[_Count | int]:
         """Return how often parameters were updated; without a look at the device where no program has written to it."""
@@ -435,66 +523,64 @@ class OnePassOptimizer(Optimizer):
         numbers = iter(counts_of([s for s, count in zip(steps, kept, strict=True) if count is None], "edited"))
         return [next(numbers) if count is None else count for count in kept]
 
-    def _ready_of(self, number: int, wanted: _Wanted) -> list[_Ready]:
-        """Return a group's buckets, built anew when other parameters have gradients, or another state."""
-        built = self._built.get(number)
-        if built is None or built.wanted is not wanted:
-            del built  # and let go of moments that nothing reads any more
-            self._built.pop(number, None)
-            buckets = list(self._buckets(number, wanted))
-            self._put(wanted, buckets)  # all at once: memory may run out before
-            built = self._built[number] = _Built(wanted, buckets, self.state)
-            self._seen = [*self.state], [*self.state.values()]
-            wanted.found.clear()
-        for device in {each.update.bucket.step.device for each in built.buckets}:
-            self._hypers[number, device].upload(self.param_groups[number], f"{type(self).__name__}, group {number}")
-        return built.buckets
+    def _cohorts(
+        self,
+        number: int,
+        group: Group,
+        params: list[Tensor],
+        taken_of_each: list[tuple[dict[str, Any], _Count | int]],
+        first: int,
+    ) -> Iterator[_Cohort]:
+        """Yield what updates a group's parameters: together those with one count, and in a bucket those stored alike.
 
-    def _buckets(self, number: int, wanted: _Wanted) -> Iterator[_Ready]:
-        update_rule, dtype = wanted.rule, getattr(torch, wanted.state_dtype)
-        alike: dict[Hashable, list[tuple[Tensor, _Parts | None, dict[str, Any]]]] = {}
-        counts: dict[Hashable, _Count | int] = {}
-        for param, (found, count) in zip(wanted.params, wanted.found, strict=True):
-            parts = _halves_of(param)
+        Args:
+            number: The group's.
+            group: The group.
+            params: Those of its parameters that have gradients.
+            taken_of_each: What :meth:`_taken` returned.
+            first: The place of the first one's gradient among all.
+        """
+        update_rule, dtype = self.rule_of(group), getattr(torch, group["state_dtype"])
+        counted_alike: dict[Hashable, dict[Hashable, list[int]]] = {}
+        parts = [*map(_halves_of, params)]
+        for place, (param, (found, count)) in enumerate(zip(params, taken_of_each, strict=True)):
             for name in update_rule.states:
                 if (name if dtype != torch.int8 else name_of_codes(name)) not in found:
                     found |= zeros(name, param, dtype)
+            halves = parts[place]
             # As which moments are rounded at random.
             seeded = sharding(param) if update_rule.states and dtype != torch.float32 else None
             which = count if isinstance(count, int) else id(count.each)
-            kind = param.device, param.dtype, parts and parts[0].dtype, which, type(count), seeded
-            alike.setdefault(kind, []).append((param, parts, found))
-            counts[kind] = count
-        for place, together in alike.items():
-            members, parts_of_each, states = map(list, zip(*together, strict=True))
-            halves, device = [parts for parts in parts_of_each if parts is not None], members[0].device
-            count = _counted(states, counts[place], device)
+            kind = param.dtype, halves and halves[0].dtype, seeded
+            counted_alike.setdefault((param.device, which, type(count)), {}).setdefault(kind, []).append(place)
+        keys = keys_of(update_rule, dtype)
+        for alike in counted_alike.values():
+            members = [place for places in alike.values() for place in places]
+            device, states = params[members[0]].device, [taken_of_each[place][0] for place in members]
+            count = _counted(states, taken_of_each[members[0]][1], device)
             hypers = self._hypers.setdefault((number, device), Hypers(update_rule.hypers, device))
-            keys = keys_of(update_rule, dtype)
-            bucket = Bucket(
-                rule=update_rule,
-                storage=SPLIT if halves else PLAIN,
-                hypers=hypers.tensors,
-                step=count.each[0],
-                weights=[high for high, _ in halves] or [_lying(each) for each in locals_of(members)],
-                extras=[low for _, low in halves] or [None] * len(members),
-                states=[kept_of(state, keys) for state in states],
-                # Copies of a shard are rounded alike at random, and two shards are not.
-                seed=number + (number_of_shard(members[0]) << 16),
-            )
-            is_sharded = any(map(is_distributed, members))
-            try:
-                yield _Ready(members, executor_for(device).update_of(bucket), count, is_sharded)
-            except NoKernel as error:
-                yield _Ready(members, portable(error).update_of(bucket), count, is_sharded)
+            cohort = _Cohort(number, update_rule, hypers, count)
+            for places in alike.values():
+                together = [params[place] for place in places]
+                halved = [each for place in places if (each := parts[place]) is not None]
+                bucket = Bucket(
+                    rule=update_rule,
+                    storage=SPLIT if halved else PLAIN,
+                    hypers=hypers.tensors,
+                    step=count.number,
+                    weights=[high for high, _ in halved] or [_lying(each) for each in locals_of(together)],
+                    extras=[low for _, low in halved] or [None] * len(places),
+                    states=[kept_of(taken_of_each[place][0], keys) for place in places],
+                    # Copies of a shard are rounded alike at random, and two shards are not.
+                    seed=number + (number_of_shard(together[0]) << 16),
+                )
+                update, is_sharded = executor_for(device).update_of(bucket), any(map(is_distributed, together))
+                cohort.ready.append(_Ready(together, [first + place for place in places], update, is_sharded))
+            yield cohort
 
-    def _put(self, wanted: _Wanted, buckets: list[_Ready]) -> None:
-        """Let the state hold what buckets read and write."""
-        for param, (found, _) in zip(wanted.params, wanted.found, strict=True):
-            if (state := self.state.get(param)) is None:
-                state = self.state[param] = {}
-            put(state, found, wanted.rule.states)
-        counts = {id(each.count.each): each.count for each in buckets}
+    def _keep_counts(self, cohorts: list[_Cohort]) -> None:
+        """Keep the counts of which the state has views."""
+        counts = {id(each.count.each): each.count for each in cohorts}
         there = [state.get("step") for param in self._params() if (state := self.state.get(param))]
         bases = {id(step._base) for step in there if isinstance(step, Tensor)}
         self._counts = {key: count for key, count in (self._counts | counts).items() if key in bases}
@@ -545,7 +631,7 @@ class OnePassOptimizer(Optimizer):
         state, groups = restored(given, self.param_groups, self.rule_of)
         # torch's own: that of this class would forget what a session has set.
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
-        self._built.clear()  # and let go of what nothing reads any more
+        self._plan = None  # and let go of what nothing reads any more
         for hook in after:
             hook(self)
 
@@ -561,10 +647,23 @@ def _counted(states: list[dict[str, Any]], count: _Count | int, device: torch.de
     if isinstance(count, _Count) and len(count.each) == len(states):
         return count  # others have none of it
     with torch.inference_mode(mode=False):  # where tensors would have no version
-        made = _Count.of(count if isinstance(count, int) else count.each[0], len(states), device)
+        made = _Count.of(count if isinstance(count, int) else count.number, len(states), device)
         for state, step in zip(states, made.each.unbind(), strict=True):
             state["step"] = step
     return made
+
+
+def _memory_of(params: list[Tensor]) -> list[Any]:
+    """Return the tensors in which the values of parameters lie on this rank, where they are not those themselves."""
+    kinds = [*map(type, params)]
+    if (each := {*kinds}) <= _PLAIN:
+        return []
+    if not each <= _KNOWN:
+        return in_memory(params)
+    halves: list[Any] = [*compress(params, map(is_, kinds, repeat(Halves)))]
+    if any(map(_IS_LENT, halves)):
+        return in_memory(params)
+    return [*chain.from_iterable(map(_PARTS, halves))]
 
 
 def _lying(here: Tensor) -> Tensor:

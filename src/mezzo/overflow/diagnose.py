@@ -25,7 +25,7 @@ from mezzo.policy.ops import NORMS, named_for
 from mezzo.policy.rules import assignment, exact
 from mezzo.scale import LossScale
 from mezzo.tensors import dtype_name
-from mezzo.trace.calls import LOSS, MODEL
+from mezzo.trace.function_calls import LOSS, MODEL
 from mezzo.trace.measure import Range, Role, numbered, range_of, shape_text
 
 # What a search for the first non-finite tensor finds, as values: the origin, the report of it, changed inputs.

@@ -30,7 +30,7 @@ from mezzo.overflow.diagnose import Changed, Context, Overflow, diagnose, highes
 from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name, each_tensor, mark, tree_map
-from mezzo.trace.calls import Where, here, user_line
+from mezzo.trace.function_calls import Where, here, user_line
 from mezzo.trace.measure import is_finite, named_inputs, numbered, shape_text
 from mezzo.trace.modes import after_forward, before_forward, hooked, is_watched, watching
 from mezzo.trace.sandbox import RandomStates, devices_of, gradients_aside, leaves_of, untouched

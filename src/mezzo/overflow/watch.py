@@ -22,7 +22,7 @@ from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
 from mezzo.tensors import has_fraction, tensors
 from mezzo.trace import measure
-from mezzo.trace.calls import LOSS, Decider, Place, Where, kernel_name
+from mezzo.trace.function_calls import LOSS, Decider, Place, Where, kernel_name
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view, same_storage
 from mezzo.trace.measure import Edge, Names, Operand, Range, edges
 

@@ -9,7 +9,7 @@ from mezzo.plan.backend import Backend, compile_backend
 from mezzo.plan.balance import Balance
 from mezzo.plan.costs import Totals
 from mezzo.plan.planned import Plan, PlannedCast, PlannedOp
-from mezzo.plan.run import differences, plan
+from mezzo.plan.planning import differences, plan
 
 __all__ = [
     "Backend", "Balance", "Plan", "PlannedCast", "PlannedOp", "Totals", "compile_backend", "differences", "plan",

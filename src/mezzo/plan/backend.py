@@ -16,14 +16,14 @@ from mezzo.compiling import backend_of, backends, traced_variable
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError, nearest, require_extra, shown
 from mezzo.plan.balance import balance_of
-from mezzo.plan.capture import Graph, read, require_choice
 from mezzo.plan.carry_out import carry_out
 from mezzo.plan.costs import Costs
 from mezzo.plan.cut import place
+from mezzo.plan.graph import Graph, read, require_choice
 from mezzo.plan.planned import Plan
-from mezzo.plan.run import objective_number, planned
+from mezzo.plan.planning import objective_number, planned
 from mezzo.policy import Policy
-from mezzo.trace.calls import compiled_model
+from mezzo.trace.function_calls import compiled_model
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from mezzo.cast.products import placed
 from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, SET_GRAD_ENABLED
-from mezzo.plan.capture import Graph, GraphOp, is_floating, value_of
+from mezzo.plan.graph import Graph, GraphOp, is_floating, value_of
 
 
 def carry_out(graph: Graph, low: Sequence[bool]) -> fx.GraphModule:

@@ -19,8 +19,8 @@ from torch.utils.flop_counter import flop_registry
 
 from mezzo.dispatch import FakeTensorMode, TorchDispatchMode
 from mezzo.plan.balance import Balance
-from mezzo.plan.capture import Graph, GraphOp, hint, is_floating, memory_of, num_elements, trains, value_of
 from mezzo.plan.cut import Edge, Problem, cost
+from mezzo.plan.graph import Graph, GraphOp, hint, is_floating, memory_of, num_elements, trains, value_of
 from mezzo.policy.ops import OPS
 from mezzo.tensors import tensors, tree_map
 from mezzo.trace.kernels import is_allocation, is_view

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from mezzo.plan.capture import Graph, GraphOp
+from mezzo.plan.graph import Graph, GraphOp
 from mezzo.policy import Rule, Treatment
 from mezzo.policy.ops import functions
 from mezzo.policy.rules import exact, lies_in, matches

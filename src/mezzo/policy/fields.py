@@ -20,7 +20,6 @@ from mezzo.policy.rules import (
     format_rules,
     is_open,
     is_rule,
-    meant,
     parse_rules,
     separated,
     split,
@@ -84,37 +83,13 @@ def level_fields(level: Level, dtype: torch.dtype) -> dict[str, Any]:
 
 #: Every field but the level, the dtype and the rules, in the order in which a policy's text has them.
 FIELDS: Final = tuple(level_fields("O0", torch.float32))[2:]
-#: What other libraries call a field.
-_ALSO_CALLED: Final = {
-    "scale": "loss_scale", "loss_scaling": "loss_scale", "scaler": "loss_scale", "grad_scaler": "loss_scale",
-    "compute_dtype": "dtype", "cast_dtype": "dtype", "precision": "dtype", "amp_dtype": "dtype",
-    "weight_dtype": "param_dtype", "weights": "param_dtype", "cast_model_type": "param_dtype",
-    "cast_model_outputs": "output_dtype", "keep_bn_fp32": "keep_batchnorm_fp32",
-}  # fmt: skip
-#: Keys that say nothing that could be otherwise, and why.
-_FIXED: Final = {
-    "accumulate": "products always sum in FP32",
-    "reduce": "ranks exchange gradients in the dtype that they have, or in FP32 with mezzo.fully_shard",
-    "reduce_dtype": "ranks exchange gradients in the dtype that they have, or in FP32 with mezzo.fully_shard",
-}
 #: The builder whose name is most often taken for a key.
 _KEEP: Final = "keep_fp32"
-_LEVEL_KEYS: Final = ("level", "opt_level", "amp_level")
 _STORED: Final = (
     "levels differ in where weights live: O1 has FP32 weights, O2 stores FP32 weights in two halves, O3's are low"
 )
 #: What has weights that a user wants stored in 16 bits.
 _STORING: Final = "O2,dtype={low} O3,dtype={low}"
-#: Keys that are answered by the level: why, and by the level and another answer what has that one.
-_BY_LEVEL: Final[dict[str, tuple[str, dict[tuple[str, str], str]]]] = {
-    **dict.fromkeys(("master_weights", "masters", "master", "master_weight"), (_STORED, {
-        ("O2", "false"): "O3,dtype={low},keep_batchnorm_fp32=true", ("O3", "true"): "O2,dtype={low}",
-    })),
-    "autocast": ("O1 and O2 cast at ops, O0 and O3 do not", {
-        ("O0", "true"): "O1,dtype=bfloat16", ("O3", "true"): "O1,dtype={low} O2,dtype={low}",
-        ("O1", "false"): "O3,dtype={low}", ("O2", "false"): "O3,dtype={low}",
-    }),
-}  # fmt: skip
 
 
 def wrong_values(values: Mapping[str, Any]) -> Iterator[PolicyError]:
@@ -238,18 +213,18 @@ def resolved(level: Level, given: Mapping[str, Any]) -> dict[str, Any]:
     dtype = _value("dtype", given.get("dtype", "float32" if level == "O0" else "float16"))
     if problem := wrong_value("dtype", dtype):
         raise problem
-    return level_fields(level, dtype) | replaced(given, level, dtype)
+    return level_fields(level, dtype) | replaced(given)
 
 
-def replaced(given: Mapping[str, Any], level: str, dtype: Any) -> dict[str, Any]:
-    """Return the values that are given, by their words or shorthands; level and dtype are for cures.
+def replaced(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are given, by their words or shorthands.
 
     Raises:
         PolicyError: As :func:`resolved`.
     """
     for name in given:
         if name not in ("level", "dtype", *FIELDS, "rules"):
-            raise unknown_key(name, given[name], level, dtype)
+            raise unknown_key(name, given[name])
     return {name: _value(name, value) for name, value in given.items()}
 
 
@@ -278,38 +253,23 @@ def text_of(value: Any) -> str:
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
-def unknown_key(key: str, value: Any, level: str, dtype: Any) -> PolicyError:
-    """Build the error for a key that no policy has, with what it most likely stands for.
+def unknown_key(key: str, value: Any) -> PolicyError:
+    """Build the error for a key that no policy has, with the nearest one.
 
     Args:
         key: The key.
         value: What it is given.
-        level: The policy's.
-        dtype: The policy's, or a word for it.
     """
-    what, words, given = f"unknown policy key {shown(key)}", ("dtype", *FIELDS, *RULE_KEYS), _given(value)
-    if key in _FIXED:
-        return PolicyError(what, why=_FIXED[key], write=f"the policy without {key}")
-    low = text_of(_value("dtype", dtype))
-    if key in _BY_LEVEL:
-        why, others = _BY_LEVEL[key]
-        other = others.get((level, given.lower()))
-        write = f"{level} without {key}" if other is None else _cures(other.format(low=low))
-        return PolicyError(what, why=why, write=write)
-    if key.lower() in _LEVEL_KEYS:
-        level = given.upper() if given.upper() in LEVELS else "O1"
-        text = level if level == "O0" else f"{level},dtype={low if dtype_of(low) in LOW else 'bfloat16'}"
-        return PolicyError(what, why="a level has no key, and stands first", write=both(text))
-    near = _ALSO_CALLED.get(key.lower()) or closest(key, (*words, _KEEP))
-    if near == "param_dtype" and level != "O3" and dtype_of(given) in LOW:
-        return PolicyError(what, why=_STORED, write=_cures(_STORING.format(low=text_of(dtype_of(given)))))
-    if entries := [f"{key}={given}"] if key in RULE_KEYS else meant(_KEEP if near == _KEEP else key, given):
-        why = "a rule's key is what is done, then _module or _param where it is done to one: fp32_module=head"
-        return PolicyError(what, why=why, write="; or ".join(map(both, entries)))
-    if near in WORDS and _bare(given) not in WORDS[near]:
-        given = closest(given, WORDS[near]) or next(iter(WORDS[near]))
-    write = both(f"{near}={given}") if near else f"the policy without {key}={given}"
-    return PolicyError(what, why=nearest(near or key, words), write=write)
+    words = ("dtype", *FIELDS, *RULE_KEYS)
+    near, given = "fp32_module" if key == _KEEP else closest(key, words, least=0.75), _given(value)
+    write = f"the policy without {key}={given}"
+    if near:
+        try:
+            read(f"O1,{near}={given}")
+        except PolicyError:
+            given = _example(near)
+        write = both(f"{near}={given}")
+    return PolicyError(f"unknown policy key {shown(key)}", why=nearest(near, words), write=write)
 
 
 def _given(value: Any) -> str:
@@ -377,7 +337,7 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
             elif is_rule((words := entry.partition("="))[0]) and words[2]:
                 rules += parse_rules(words[0], words[2], reason)
             else:
-                _read_field(entry, level, given)
+                _read_field(entry, given)
         except PolicyError as problem:
             problems.append(PolicyError(f"line {line}: {problem}") if has_lines else problem)
     if not level and not problems:
@@ -407,7 +367,7 @@ def _entries(text: str, subject: str) -> Iterator[tuple[int, str | PolicyError, 
             yield from ((number, entry, "".join(reason).strip()) for entry in split(entries))
 
 
-def _read_field(entry: str, level: str, given: dict[str, Any]) -> None:
+def _read_field(entry: str, given: dict[str, Any]) -> None:
     """Read one entry that is no rule into the fields that are known."""
     key, equals, value = entry.partition("=")
     if _is_dtype(entry):  # a bare word for one, as in O1,bf16
@@ -417,8 +377,8 @@ def _read_field(entry: str, level: str, given: dict[str, Any]) -> None:
     if key in given:
         raise PolicyError(f"the key {key!r} stands twice", write=f"one of the two: {both(f'{key}={given[key]}')}")
     if key not in ("dtype", *FIELDS):
-        raise unknown_key(key, value, level, given.get("dtype", "float16"))
-    for problem in wrong_values(replaced({key: value}, level, None)):
+        raise unknown_key(key, value)
+    for problem in wrong_values(replaced({key: value})):
         raise problem
     given[key] = value
 

@@ -127,7 +127,7 @@ class Policy:
         Raises:
             PolicyError: An unknown field, or as the constructor.
         """
-        return dataclasses.replace(self, **fields.replaced(overrides, self.level, self.dtype))
+        return dataclasses.replace(self, **fields.replaced(overrides))
 
     @property
     def casts(self) -> bool:

@@ -19,22 +19,6 @@ from mezzo.policy.ops import QUANTISABLE, QUANTISED, TREATMENTS, Treatment, matc
 _LEVEL: Final = re.compile("O[0-3]")
 _NUMBER: Final = re.compile(r"\d+(\.\d*)?(e[-+]?\d+)?")
 _LITERALS: Final = {"true": "True", "false": "False", "none": "None"}
-#: Treatments and kinds of things by the words in which other libraries, or mezzo's own builders, have them.
-_TREATED: Final = {
-    **dict.fromkeys("low half fp16 float16 f16 bf16 bfloat16 white allow".split(), "low"),
-    **dict.fromkeys("fp32 float32 f32 float full single keep black deny".split(), "fp32"),
-    **dict.fromkeys("fp8 float8 f8 e4m3 e5m2".split(), "fp8"),
-    **dict.fromkeys("mxfp8 mx".split(), "mxfp8"),
-    **dict.fromkeys("nvfp4 fp4 float4".split(), "nvfp4"),
-}
-_KINDS: Final = {
-    **dict.fromkeys("module modules layer layers block blocks".split(), "module"),
-    **dict.fromkeys("param params parameter parameters buffer buffers".split(), "param"),
-    **dict.fromkeys("op ops function functions".split(), "op"),
-}
-_NOISE: Final = frozenset("in as to list custom names".split())
-#: What a parameter's path most often ends with.
-_PARAMETERS: Final = (".weight", ".bias", ".scale")
 
 
 def both(text: str) -> str:
@@ -121,11 +105,6 @@ def _quoted(word: str) -> str:
 def is_rule(key: str) -> bool:
     """Whether a key is a rule's: a treatment, alone or on modules or parameters."""
     return key.removesuffix("_module").removesuffix("_param") in TREATMENTS
-
-
-def treatment_of(word: str) -> str:
-    """Return the treatment that another library, or a dtype, has another word for; empty where it is none."""
-    return _TREATED.get(word.lower(), "")
 
 
 # Names in a text. Between square brackets a character stands for itself: ``[*]`` and ``[[]`` in a glob, as in
@@ -228,50 +207,6 @@ def is_open(text: str) -> bool:
     return len(separated(text, "[(]")) > len(separated(text, "[)]"))
 
 
-def meant(key: str, names: str) -> list[str]:
-    """Return what is meant by a key that no policy has, and that is a builder's name or another library's word.
-
-    Args:
-        key: The key, such as ``keep_fp32``, ``modules``, ``half`` or ``float32_module``.
-        names: Globs, joined by ``+``.
-
-    Returns:
-        Entries of a text, the likeliest first; none where the key says nothing of rules.
-
-    Example:
-        >>> meant("keep_fp32", "head"), meant("half", "softmax"), meant("params", "a+b")
-        (['fp32_module=head'], ['low=softmax'], ['fp32_param=a+b'])
-    """
-    words = [word for word in re.split("[_-]", key.lower()) if word and word not in _NOISE]
-    if not words or not all(word in _TREATED or word in _KINDS for word in words):
-        return []
-    treatment = next((_TREATED[word] for word in words if word in _TREATED and word != "keep"), "fp32")
-    globs = names_in(names or "…")
-    if kind := next((_KINDS[word] for word in words if word in _KINDS), ""):
-        return [_entry(treatment, kind, globs)]
-    ops = [glob for glob in globs if _is_op(glob)]
-    params = [glob for glob in globs if glob.endswith(_PARAMETERS)]
-    modules = [glob for glob in globs if glob not in params and ("keep" in words or glob not in ops)]
-    ops = ops if "keep" not in words else []
-    of = (("op", ops), ("module", modules), ("param", params))
-    found = [",".join(_entry(treatment, kind, some) for kind, some in of if some)]
-    return found + [_entry(treatment, "op", globs)] * ("keep" in words and all(map(_is_op, globs)))
-
-
-def _entry(treatment: str, kind: str, globs: Sequence[str]) -> str:
-    if kind == "op" and treatment in QUANTISED:
-        globs = [glob for glob in globs if glob.partition("@")[0] in QUANTISABLE] or ["linear"]
-    return f"{treatment}{'' if kind == 'op' else f'_{kind}'}={'+'.join(globs)}"
-
-
-def _is_op(name: str) -> bool:
-    op = name.partition("@")[0]
-    try:
-        return bool(resolve(op))
-    except PolicyError:
-        return any(character in op for character in "*?[") and next(matching(op), None) is not None
-
-
 _STORAGE_TREATMENTS: Final[tuple[Treatment, ...]] = ("low", "fp32")
 #: Those that a module or a parameter may be given: its storage and all its ops, or its products alone.
 _PLACED: Final = (*_STORAGE_TREATMENTS, *QUANTISED)
@@ -317,7 +252,7 @@ class Rule:
     def __post_init__(self) -> None:
         if not isinstance(self.treatment, str) or self.treatment not in TREATMENTS:
             word = self.treatment if isinstance(self.treatment, str) else ""
-            near = treatment_of(word) or closest(word, TREATMENTS) or "fp32"
+            near = closest(word, TREATMENTS) or "fp32"
             raise PolicyError(
                 f"unknown treatment {shown(self.treatment)}",
                 where=f"Rule({shown(self.treatment)}, …)",

@@ -6,7 +6,7 @@ moves in Python's numbers.
 """
 
 from mezzo.scale.config import LossScale
-from mezzo.scale.rules import next_scale
 from mezzo.scale.state import ScaleState
+from mezzo.scale.transition import next_scale
 
 __all__ = ["LossScale", "ScaleState", "next_scale"]

@@ -38,7 +38,7 @@ class ScaleState:
     @classmethod
     def made(cls, scale: float, counts: Sequence[int], device: torch.device | str) -> Self:
         """Return the state of these numbers on a device."""
-        counters = (torch.full((), count, dtype=torch.int64, device=device) for count in counts)
+        counters = [torch.full((), count, dtype=torch.int64, device=device) for count in counts]
         return cls(torch.full((), scale, dtype=torch.float32, device=device), *counters)
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from mezzo.script.inspection import Called, Inspection, Rehearsed, explained, in
 from mezzo.script.metric import TRAINING_LOSS, Metric
 from mezzo.script.program import Program
 from mezzo.script.report import ScriptReport
-from mezzo.script.run import ScriptRun, run
+from mezzo.script.runner import ScriptRun, run
 from mezzo.script.tuning import tune
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo.errors import MezzoError, StateError
 from mezzo.explanation import Explanation, explain
-from mezzo.explanation.run import own
+from mezzo.explanation.explaining import own
 from mezzo.formats import BF16, E4M3, E5M2, FP16
 from mezzo.numerics import KINDS, Diagnosis, Evidence, ExponentHistogram, Recorder, SwallowedUpdates, diagnose
 from mezzo.numerics.evidence import FILE
@@ -33,7 +33,7 @@ from mezzo.script.program import (
     own_traceback,
     require_one_process,
 )
-from mezzo.script.run import run
+from mezzo.script.runner import run
 from mezzo.tensors import tensors
 from mezzo.trace.sandbox import copied
 

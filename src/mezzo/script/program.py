@@ -22,6 +22,7 @@ from zipfile import is_zipfile
 import mezzo
 from mezzo.errors import PolicyError
 from mezzo.files import jsonable
+from mezzo.patches import patch
 
 _OURS: Final = os.path.dirname(os.path.abspath(mezzo.__file__)) + os.sep
 
@@ -41,8 +42,7 @@ class Seams(contextlib.ExitStack):
             name: Its name.
             value: What it is from now on.
         """
-        self.callback(setattr, place, name, vars(place)[name])
-        setattr(place, name, value)
+        self.callback(patch(place, name, value))
 
 
 def is_script() -> bool:

@@ -18,7 +18,8 @@ from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 from mezzo.policy import Policy
 from mezzo.script.program import Enough, StepRecord
 from mezzo.session import Stats, Step
-from mezzo.session.observers import Judged, Watched
+from mezzo.session.observers import Watched
+from mezzo.step.verdict import Judged
 from mezzo.tensors import LOW, moved
 from mezzo.trace.modes import Products
 

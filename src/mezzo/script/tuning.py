@@ -17,10 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.numerics.tuning import Tuned
 from mezzo.numerics.tuning import tune as tuned
-from mezzo.numerics.tuning.run import tunable
+from mezzo.numerics.tuning.search import tunable
 from mezzo.policy import Policy
 from mezzo.script.program import Program, StepRecord, never_trains, require_one_process
-from mezzo.script.run import name_of, run
+from mezzo.script.runner import name_of, run
 from mezzo.tensors import tensors
 from mezzo.trace.sandbox import copied
 

@@ -28,15 +28,18 @@ from mezzo.dispatch import is_transformed
 from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.hooks import complete
 from mezzo.interrupts import Members
+from mezzo.patches import patch
 from mezzo.policy import Policy
-from mezzo.session import state
-from mezzo.session.calls import Calls, rebound
-from mezzo.session.passes import SessionPass, refuse_scaled, walk_of
+from mezzo.session import state_tree
+from mezzo.session.calls import Calls
+from mezzo.session.closures import closure_of, evaluates_once, handing_on
+from mezzo.session.grad_scaler import SessionScaler
+from mezzo.session.passes import run_inside, run_pass, walk_of
 from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
-from mezzo.session.scaler import SessionScaler
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step
-from mezzo.session.update import closure_of, evaluates_once, handing_on, inner_optimizers
+from mezzo.session.writers import inner_optimizers
+from mezzo.step.gradients import any_gradient
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -177,11 +180,14 @@ class AttachedPrecision(MixedPrecision):
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
-                calls = Calls(self.weights.models, self.policy, self.autocast, is_apart=lambda: self.engine.is_stepping)
+                calls = Calls(
+                    self.weights.models, self.policy, self.autocast, is_apart=lambda: self.engine.writes.is_stepping
+                )
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
-                self._bind_torchs(*door(), _run)
-                self._engine = _engine_now()
+                place, name = door()
+                self._bind_torchs(place, name, _run)
+                self._engine, self.engine.has_door = vars(place)[name], True
             if "schedulers" in self._binds and hold_schedulers:
                 self._schedules = _Schedules()
                 for kind in dict.fromkeys(_kinds(LRScheduler)):
@@ -197,7 +203,7 @@ class AttachedPrecision(MixedPrecision):
 
     def _bind_own(self, place: nn.Module | Optimizer, name: str, value: Any) -> None:
         """Bind a name on a module or an optimizer."""
-        self._undo.callback(rebound(vars(place), name, value))
+        self._undo.callback(patch(place, name, value))
 
     # Optimizers -------------------------------------------------------------------------------------------
 
@@ -212,30 +218,36 @@ class AttachedPrecision(MixedPrecision):
         weights, engine = self.weights, self.engine
         _, given = models_and_optimizers(weights.models, listed(optimizers))
         check_optimizers(weights.models, given, self.policy)
-        new = {id(param) for each in given for group in each.param_groups for param in group["params"]}
-        near = [window for window in engine.windows if not new.isdisjoint(map(id, window.leaves()))]
-        if any(window.passes and window.has_gradients() for window in near):
+        new = {id(param) for each in given for param in weights.leaves(each)}
+        engine.follow()
+        near = [window for window in engine.windows if not window.plan.ids.isdisjoint(new)]
+        if any(window.now.passes and window.has_gradients() for window in near):
             raise StateError(
                 "optimizers were added inside an accumulation window",
                 where=some_of([type(each).__name__ for each in given]),
                 write="amp.step() or amp.zero_grad() first",
             )
         weights.optimizers += given
+        try:
+            engine.plan_anew()
+        except BaseException:
+            weights.optimizers[:] = [each for each in weights.optimizers if each not in given]
+            raise
         weights.take(given)
-        engine.group()
         for undo in engine.watch(given):
             self._undo.callback(undo)
         self._take_over(given)
 
     def _take_over(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
-            self.engine.steps_by[optimizer] = optimizer.step
+            self.engine.writes.steps_by[optimizer] = optimizer.step
             self._bind_step(optimizer, optimizer)
             for inner in inner_optimizers(optimizer):  # SAM's, which programs step by its second_step()
-                if inner not in self.weights.optimizers and inner not in self.engine.steps_by:
-                    self.engine.steps_by[inner] = inner.step
+                if inner not in self.weights.optimizers and inner not in self.engine.writes.steps_by:
+                    self.engine.writes.steps_by[inner] = inner.step
                     self._bind_step(inner, optimizer)
             self._carry_with(optimizer)
+        self.engine.plan_anew()  # told of the steps that were bound
 
     def _carry_with(self, optimizer: Optimizer) -> None:
         """Have an optimizer's state dict carry the session's state: a wrapper's may be made of an inner one's alone."""
@@ -262,7 +274,7 @@ class AttachedPrecision(MixedPrecision):
 
         @functools.wraps(getattr(plain, "__func__", plain))
         def step(bound: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if self.is_closed:  # a scheduler that was made meanwhile has wrapped it
+            if self._is_closed:  # a scheduler that was made meanwhile has wrapped it
                 return plain(*args, **kwargs)
             return self._own_step(bound, of, *args, **kwargs)
 
@@ -281,8 +293,8 @@ class AttachedPrecision(MixedPrecision):
             What a closure has returned first; without one what the step has, ``None`` of one that was skipped.
         """
         engine, closure = self.engine, closure_of(args, kwargs)
-        plain = engine.steps_by[optimizer]
-        if engine.is_stepping or self._is_closed:  # inside the step of another one; or under what others have bound
+        plain = engine.writes.steps_by[optimizer]
+        if engine.writes.is_stepping or self._is_closed:  # inside another one's step; or under what others have bound
             return plain(*args, **kwargs)
         if closure is not None and not evaluates_once(optimizer):
             losses: list[Any] = []
@@ -291,7 +303,7 @@ class AttachedPrecision(MixedPrecision):
                 losses.append(closure())
                 return losses[-1]
 
-            with engine.stepping_by(of, handing_on(plain, args, kwargs)):
+            with engine.writes.stepping_by(of, handing_on(plain, args, kwargs)):
                 self.step(of, evaluate)
             return losses[0] if losses else None
         loss, asked = None, handing_on(plain, args, kwargs)
@@ -299,15 +311,13 @@ class AttachedPrecision(MixedPrecision):
             with torch.enable_grad():
                 loss = closure()
             asked = functools.partial(asked, None)
-        has_gradients = any(leaf.grad is not None for leaf in self.weights.leaves(of))
-        with engine.stepping_by(optimizer, asked) as returned:
+        has_gradients = any_gradient(self.weights.leaves(of))
+        with engine.writes.stepping_by(optimizer, asked) as returned:
             if not has_gradients and engine.ranks.size == 1:
-                engine.steps_by[optimizer]()
-            elif optimizer is of:
-                self.step(of)
+                engine.writes.steps_by[optimizer]()
             else:
                 self._require_engine([of])
-                self._note([of], engine.step([of], by=engine.steps_by[optimizer]))
+                self._note([of], engine.step([of], by=None if optimizer is of else engine.writes.steps_by[optimizer]))
         return loss if closure is not None else returned[0] if returned else None
 
     def step(
@@ -327,10 +337,12 @@ class AttachedPrecision(MixedPrecision):
         Raises:
             StateError: Another engine of autograd's stands where the session had put its own.
         """
-        if self._engine in (None, _engine_now()) or self.engine.scale_now is None:
+        place, name = door()
+        if self._engine in (None, vars(place)[name]) or self.engine.scale_now is None:
             return
-        near = [each for each in self.engine.windows if not set(each.optimizers).isdisjoint(optimizers)]
-        if any(window.has_gradients() and not window.passes for window in near):
+        self.engine.follow()
+        near = [each for each in self.engine.windows if not set(each.plan.optimizers).isdisjoint(optimizers)]
+        if any(window.has_gradients() and not window.now.passes for window in near):
             raise StateError(
                 "backward passes do not go through the session any more",
                 where=f"{door()[0].__qualname__}.{door()[1]} of torch.autograd",
@@ -347,7 +359,7 @@ class AttachedPrecision(MixedPrecision):
     # State ------------------------------------------------------------------------------------------------
 
     def _carry(self, _: Optimizer, found: dict[str, Any]) -> None:
-        found[CARRIED] = state.save(self.engine, self.policy, in_window=True)
+        found[CARRIED] = state_tree.save(self.engine, self.policy, in_window=True)
 
     def resume(self, found: Mapping[str, Any] | None) -> None:
         """Go on from the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.
@@ -376,32 +388,23 @@ class AttachedPrecision(MixedPrecision):
 # In place of functions of torch's -----------------------------------------------------------------------------
 
 
-def _engine_now() -> Any:
-    place, name = door()
-    return vars(place)[name]
-
-
 def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
     """Run a backward pass, as the session's if it reaches parameters of its optimizers, or may by passes inside."""
     engine, (_, creates_graph, inputs, _, accumulates) = amp.engine, asked
-    if noted() is not None:  # inside of a session's
-        return plain(roots, gradients, *asked)
+    if (outer := noted()) is not None:
+        return run_inside(outer, engine, plain, roots, gradients, *asked)
     if not accumulates:
         return _differentiate(amp, plain, roots, gradients, *asked)
     walk = walk_of(roots, inputs)
     windows = engine.reached(walk)
     if not windows and (walk.is_anothers or not walk.runs_others):
         return plain(roots, gradients, *asked)
-    engine.commit()
-    scale = engine.scale_now
-    if scale is not None:
-        refuse_scaled(roots, engine.others(walk.leaves) if inputs else [], creates_graph=creates_graph)
-    with SessionPass(engine, scale) as this:
-        this.join([root.detach().reshape(()) for root in roots if isinstance(root, Tensor) and root.numel() == 1], walk)
-        if scale is not None:
-            roots = tuple(engine.scaler.scaled(root) if root.requires_grad else root for root in roots)
-        with amp.autocast().around_backward():  # checkpoints are recomputed under the policy
-            return plain(roots, gradients, *asked)
+
+    def run(scaled: tuple[Any, ...]) -> Any:
+        with amp.weights.region().around_backward():  # checkpoints are recomputed under the policy
+            return plain(scaled, gradients, *asked)
+
+    return run_pass(engine, roots, run, windows, walk, inputs=inputs, creates_graph=creates_graph)
 
 
 def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
@@ -411,7 +414,7 @@ def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any
         return plain(roots, gradients, *asked)
 
     def run(scaled: Callable[[Tensor], Tensor]) -> Any:
-        with amp.autocast().around_backward():
+        with amp.weights.region().around_backward():
             return plain(roots, tuple(each if each is None else scaled(each) for each in gradients), *asked)
 
     return tuple(engine.differentiated(roots, run))

@@ -1,4 +1,4 @@
-"""Calls of models from outside, each in its policy's region; and functions of torch's that go through sessions."""
+"""Calls of models from outside, each in its policy's region."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import functools
 import inspect
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mezzo.backward import engine_through, runs_backward
+from mezzo.backward import runs_backward
 from mezzo.cast import autocast
-from mezzo.cast.model.calls import Within
+from mezzo.cast.model.boundaries import Within
 from mezzo.cast.model.outputs import GivesOut, given_out
-from mezzo.compiling import compiled_inside, is_exporting, never_compiled
+from mezzo.compiling import compiled_inside, forget_compiled, is_exporting, never_compiled
+from mezzo.errors import MezzoError
 from mezzo.hooks import owner_of
-from mezzo.interrupts import Members
+from mezzo.patches import patch
 from mezzo.policy import Policy
 from mezzo.tensors import each_tensor, tensors
 
@@ -29,6 +29,12 @@ K = TypeVar("K")  # Python 3.11 has no `def f[K]`
 
 #: What a thread is inside of: a call of a module, or of a method, in the region; a method that is no call of the model.
 _FORWARD, _METHOD, _APART = "forward", "method", "apart"
+
+
+class _Thread(threading.local):
+    """What this thread is inside of."""
+
+    inside: str | None = None
 
 
 class Calls:
@@ -60,10 +66,12 @@ class Calls:
         self._region, self._is_apart = region, is_apart
         self._gives_out = policy.output_dtype or torch.float32
         self._autocasts = policy.casts
-        self._here, self._is_over = threading.local(), False
+        self._here, self._is_over = _Thread(), False
         self._plain = set[Callable[..., Any]]()  # methods whose last call in a forward pass has entered no region
         self._own: list[Mapping[str, Tensor | None]] = []  # parameters and buffers, as the modules have them
+        self._has_taken = False  # whether modules entered the region by hooks, which they have meanwhile not
         self._undo = ExitStack()
+        self._undo.callback(self._forget_compiled)
         for model in models:
             root = model.module if isinstance(model, DistributedDataParallel) else model
             for module in root.modules():
@@ -72,38 +80,57 @@ class Calls:
                     continue  # which is no function
                 for name in methods_of(type(module)) if methods else ["forward"]:
                     call = self._around(getattr(module, name), module, is_root=module is root, name=name)
-                    self._undo.callback(rebound(vars(module), name, types.MethodType(call, module)))
+                    self._undo.callback(patch(module, name, types.MethodType(call, module)))
+        self._forget_compiled()
+
+    def _forget_compiled(self) -> None:
+        if self._has_taken:
+            forget_compiled()
 
     def _around(self, plain: Callable[..., Any], module: nn.Module, *, is_root: bool, name: str) -> Callable[..., Any]:
-        within, last = _owner(module._forward_pre_hooks, Within), _owner(module._forward_hooks, GivesOut)
         is_call = _always if name == "forward" else self._is_given
+        within, last = _owner(module._forward_pre_hooks, Within), _owner(module._forward_hooks, GivesOut)
+        taken = within if name == "forward" and within is not None and not within.is_own else None
+        if taken is not None:
+            taken.unhook()  # one entry for a call: this one
+            self._has_taken = True
+            self._undo.callback(taken.hook, module)
+        here = self._here
 
         def root(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if not torch.compiler.is_dynamo_compiling():
-                return self._call(plain, args, kwargs, is_call, None, last)
+                return self._call(plain, args, kwargs, is_call, None, last, taken, module)
             if is_exporting() or not is_call(args, kwargs):
                 return plain(*args, **kwargs)
             # For parts that Python calls where the graph breaks (torch 2.13 resumes in no `try`, and leaves all to it).
-            self._here.inside = _FORWARD
+            here.inside = _FORWARD
             try:
                 with self._region():
                     output = plain(*args, **kwargs)
             finally:
-                self._here.inside = None
+                here.inside = None
             return output if self._gives_out is None else given_out(output, self._gives_out)
 
         @compiled_inside
         def part(_: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_dynamo_compiling():
-                if (
-                    is_exporting()
-                    or not self._autocasts
-                    or torch.is_autocast_enabled("cpu")
-                    or torch.is_autocast_enabled("cuda")
-                ):
+                if is_exporting() or not self._autocasts:
+                    return plain(*args, **kwargs)
+                is_on = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+                if is_on and (taken is None or taken.is_idle()):
                     return plain(*args, **kwargs)
                 _leave_graph()  # called from outside, or where the model has autocast switched off: Python knows
-            return self._call(plain, args, kwargs, is_call, within, last)
+            elif here.inside is _FORWARD and plain in self._plain:  # as nearly all calls are
+                if taken is None:
+                    return plain(*args, **kwargs)
+                if module._forward_pre_hooks or module._forward_hooks:
+                    taken.hook(module)  # before its others, which a checkpoint recomputes, too
+                try:
+                    return plain(*args, **kwargs)
+                except MezzoError as error:
+                    taken.add_place(error)
+                    raise
+            return self._call(plain, args, kwargs, is_call, within, last, taken, module)
 
         call = functools.wraps(getattr(plain, "__func__", plain))(root if is_root else part)
         call.is_of_mezzo = True  # type: ignore[attr-defined]
@@ -118,25 +145,31 @@ class Calls:
         is_call: Callable[[Any, Any], bool],
         within: Within | None,
         last: GivesOut | None,
+        taken: Within | None,
+        module: nn.Module,
     ) -> Any:
         """Call a method, in the region where it is a call of the model; a part that has rules in its own one."""
-        inside, is_forward = getattr(self._here, "inside", None), is_call is _always
-        if inside is _FORWARD or self._is_over or is_exporting():  # as nearly all calls are
+        inside, is_forward = self._here.inside, is_call is _always
+        if inside is _FORWARD or self._is_over or is_exporting():
             if not runs_backward():
                 self._plain.add(plain)
             return plain(*args, **kwargs)
         enters = self._enters(plain, args, kwargs, is_call, inside)
         if not enters and (is_forward or inside is not None):
-            return plain(*args, **kwargs)
+            return plain(*args, **kwargs) if taken is None else taken.run(plain, module, args, kwargs)
         self._here.inside = (_FORWARD if is_forward else _METHOD) if enters else _APART
         try:
             if not enters:
                 return plain(*args, **kwargs)
-            with self._region(), autocast.of(within.region()) if within and within.path else nullcontext():
+            with self._region(), autocast.of(within.region.now()) if within and within.path else nullcontext():
                 output = plain(*args, **kwargs)
+        except MezzoError as error:
+            if taken is not None:
+                taken.add_place(error)
+            raise
         finally:
             self._here.inside = inside
-        if self._gives_out is None or any(isinstance(each, nn.Parameter) for each in tensors(output)):
+        if type(output) is not Tensor and any(isinstance(each, nn.Parameter) for each in tensors(output)):
             return output
         return given_out(output, self._gives_out) if last is None else last.widen(output)
 
@@ -170,7 +203,7 @@ class Calls:
     @contextmanager
     def inside(self) -> Iterator[None]:
         """Have calls inside the block be part of one that is none of the models'."""
-        before, self._here.inside = getattr(self._here, "inside", None), _FORWARD
+        before, self._here.inside = self._here.inside, _FORWARD
         try:
             yield
         finally:
@@ -195,94 +228,6 @@ def _owner(hooks: Mapping[int, Any], kind: type[K]) -> K | None:
 @never_compiled
 def _leave_graph() -> None:
     """Have the call that is traced run in Python."""
-
-
-def rebound(names: dict[str, Any], name: str, value: Any) -> Callable[[], None]:
-    """Bind a name, and return what puts back what it was, unless others have bound it again since.
-
-    Args:
-        names: ``vars()`` of what has the name.
-        name: The name.
-        value: What it is from now on.
-    """
-    has, before = name in names, names.get(name)
-    names[name] = value
-
-    def put_back() -> None:
-        if names.get(name) is value:
-            del names[name]
-            if has:
-                names[name] = before
-
-    return put_back
-
-
-#: Held where functions are bound and given back. Garbage that is collected meanwhile gives others back.
-_BINDING: Final = threading.RLock()
-
-
-class Binding:
-    """A function of torch's that goes through sessions. It is bound once, in whatever order they begin and end.
-
-    Args:
-        place: The class or module that has it.
-        name: Its name there.
-    """
-
-    #: That of autograd's engine: each pass of a session may bind it, and compiled code asks whether it is the same.
-    _engines: ClassVar[Binding | None] = None
-
-    def __init__(self, place: Any, name: str) -> None:
-        self._plain = stands = getattr(place, name)
-        self._is_inherited = name not in vars(place)
-        plain = stands if callable(stands) else stands.run_backward  # autograd's engine is called by its methods
-        self._through: Members[tuple[weakref.ref[Any], Callable[..., Any]]] = Members()
-
-        @never_compiled  # which would trace what decides on the host
-        @functools.wraps(plain)
-        def bound(*args: Any, **kwargs: Any) -> Any:
-            call = plain
-            for here, through in self._through.now:  # a session may be dropped meanwhile
-                if (amp := here()) is not None and not amp.is_closed:
-                    call = functools.partial(through, amp, call)
-            return call(*args, **kwargs)
-
-        self.bound = bound
-        if not callable(stands):
-            self.bound, Binding._engines = engine_through(stands, bound), self
-        vars(self.bound)["binding"] = self
-        setattr(place, name, self.bound)
-
-    @classmethod
-    def of(cls, place: Any, name: str) -> Binding:
-        """Return the one that stands there, or a new one: over what others have bound since, too."""
-        now = getattr(place, name)
-        for found in (getattr(now, "binding", None), cls._engines):
-            if isinstance(found, cls) and now in (found.bound, found._plain):
-                return found
-        return cls(place, name)
-
-    @classmethod
-    def join(cls, place: Any, name: str, here: weakref.ref[Any], call: Callable[..., Any]) -> Callable[[], None]:
-        """Have a function go through a call that is given the session and the function; return what ends it.
-
-        Sessions of several threads may begin and end at the same time.
-        """
-        joined = here, call
-        with _BINDING:
-            binding = cls.of(place, name)
-            binding._through.add(joined)
-            # A session that was dropped may have ended since: collecting garbage runs in any line.
-            if getattr(place, name) is binding._plain:
-                setattr(place, name, binding.bound)
-
-        def end() -> None:
-            with _BINDING:
-                binding._through.remove(joined)
-                if not binding._through.now and vars(place).get(name) is binding.bound:
-                    delattr(place, name) if binding._is_inherited else setattr(place, name, binding._plain)
-
-        return end
 
 
 def methods_of(kind: type) -> tuple[str, ...]:

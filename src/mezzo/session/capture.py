@@ -22,10 +22,11 @@ from torch.optim import Optimizer
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, message, raise_together, shown
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.engine import Engine
-from mezzo.session.observers import Judged, Watched, observing, watching
+from mezzo.session.observers import Watched, observing, watching
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.portable import uploaded_once
+from mezzo.step.verdict import Judged
 from mezzo.tensors import addresses, described, tensors, tree_flatten, tree_map, tree_unflatten
 from mezzo.weights.stepping import in_memory, keep_memory
 
@@ -162,7 +163,7 @@ class Captured(Generic[R]):
             return _detached(self._fn(*args, **kwargs))
         self._amp.autocast()  # which a closed session refuses
         raise_together(_looked_at(engine))
-        engine.require_whole()
+        engine.writes.require_whole()
         engine.account.check()
         _require_no_window(engine)
         batch = self._batch = self._batch or _Batch(args, kwargs, engine.device)
@@ -241,7 +242,7 @@ class Captured(Generic[R]):
         except BaseException:
             # No kernel has run: what Python has of this step is forgotten, and the session is as it was.
             scaler.hold(before, in_graph=False)
-            engine.broken = ""
+            engine.writes.broken = ""
             engine.clear()
             raise
         finally:
@@ -347,7 +348,7 @@ def _require_no_window(engine: Engine) -> None:
     Raises:
         StateError: There are some.
     """
-    if any(window.passes for window in engine.windows):
+    if any(window.now.passes for window in engine.windows):
         raise StateError(
             "a captured step begins or ends inside an accumulation window",
             why="gradients live and die inside the graph: it takes none in, and leaves none",
@@ -496,16 +497,17 @@ def _held(engine: Engine) -> dict[str, Any]:
 
     **Cost**: a look at each parameter and each tensor of optimizer state, some 0.1 µs each.
     """
-    weights = engine.weights
+    engine.follow(writes=True)
+    weights, plan = engine.weights, engine.plan
     found: dict[str, Any] = {"max_grad_norm": engine.max_grad_norm}
     for number, model in enumerate(weights.models):
         name = f"{type(model).__name__}, model {number}"
         found[f"parameters and buffers of {name}"] = addresses([*in_memory(model.parameters()), *model.buffers()])
         found[f"requires_grad of {name}"] = [param.requires_grad for param in model.parameters()]
         found[f"training of {name}"] = [module.training for module in model.modules()]
+    found["what optimizers update"] = [*plan.ends, *map(id, plan.params)]
     for number, optimizer in enumerate(weights.optimizers):
         name = f"{type(optimizer).__name__}, optimizer {number}"
-        found[f"what {name} updates"] = addresses(in_memory(weights.updated(optimizer)))
         found[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))
         if (own := as_one_pass(optimizer)) is not None:  # numbers, and tensors in host memory, are brought over
             values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]

@@ -7,9 +7,11 @@ update or skip; ``update`` the scale.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any, Final
 from weakref import ref
 
@@ -24,26 +26,27 @@ from mezzo.errors import StateError, UnsupportedError, message, some_of
 from mezzo.hooks import with_accumulation_hooks, with_backward_hooks, with_tensor_hooks
 from mezzo.interrupts import uninterrupted
 from mezzo.optim.groups import changes_nothing
-from mezzo.optim.optimizer import as_one_pass
-from mezzo.scale.scaler import Scaler
+from mezzo.scale.device_state import Scaler
 from mezzo.scale.state import inverse
 from mezzo.session.inner import InnerScales
-from mezzo.session.observers import Judged, StepObserver, observing
-from mezzo.session.passes import SessionPass, Walk, entered
+from mezzo.session.observers import StepObserver, observing
+from mezzo.session.passes import SessionPass, Walk, entered, times
 from mezzo.session.stats import Step, StepAccount, StepOutcome
-from mezzo.session.update import Writes, check_numbers, evaluated, takes_flags
+from mezzo.session.step_plan import StepPlan, planned
 from mezzo.session.weights import Weights
-from mezzo.session.window import Window
+from mezzo.session.window import Window, carry_over
+from mezzo.session.writers import OnePass, Writer, Writes, check_numbers
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import alike, clear_to_zeros, dense, norms
-from mezzo.step.passes import Verdict, as_fused, decided, not_finite
-from mezzo.tensors import LOW, foreach_norm, moved
+from mezzo.step.gradients import alike, any_gradient, clear_to_zeros, dense, norms
+from mezzo.step.verdict import Judged, Verdict, concluded, not_finite
+from mezzo.tensors import foreach_norm, moved
 
 #: How a loop with a ``GradScaler`` calls it.
+_DEVICE: Final = attrgetter("device")
 SCALERS_ORDER: Final = "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
 
 
-class Engine(Writes):
+class Engine:
     """Scale, unscale, step, update.
 
     Args:
@@ -55,6 +58,7 @@ class Engine(Writes):
 
     Attributes:
         weights: The models and optimizers.
+        writes: What updates the optimizers' parameters.
         ranks: The ranks that step together.
         scaler: The loss scale.
         account: The steps so far.
@@ -66,6 +70,7 @@ class Engine(Writes):
         waits: Whether the scale moves in :meth:`update` alone, as a ``GradScaler``'s does; else a step moves it, once
             no other window waits with gradients of the same scale.
         is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
+        has_door: Whether all backward passes of the process go through the session, which sees those inside of others.
         inner_scales: Those of gradients that losses are computed from.
         under_way: The backward passes that run now, weakly: autograd alone may hold one.
     """
@@ -79,75 +84,102 @@ class Engine(Writes):
         *,
         plain: bool = False,
     ) -> None:
-        super().__init__(weights)
+        self.weights, self.writes = weights, Writes(weights)
         self.scaler, self.ranks, self.max_grad_norm, self.plain = scaler, ranks, max_grad_norm, plain
         self.device = weights.device = scaler.state.scale.device
         self.account = StepAccount(scaler.config, scaler.state.scale, weights.name_of, ranks)
         self.windows: list[Window] = []
         self.observers: list[StepObserver] = []
-        self.waits = self.is_captured = False
+        self.waits = self.is_captured = self.has_door = False
         self.under_way: list[ref[SessionPass]] = []
         self._inner: Tensor | None = None  # whether gradients that a loss was computed from had overflowed
         self.inner_scales = InnerScales(shared, scaler.config.interval)
         self._is_told = self._has_warned = self._has_warned_of_modules = False
         self.wrappers = Wrappers(ranks)
-        self.group()
+        self.plan_anew()
 
     # Who takes part ---------------------------------------------------------------------------------------
 
-    def group(self) -> None:
-        """Give optimizers that share parameters one window, and drop those of optimizers that take part no more."""
-        for window in self.windows:
-            window.optimizers = [each for each in window.optimizers if each in self.weights.optimizers]
-        windows = [window for window in self.windows if window.optimizers]
-        for optimizer in self.weights.optimizers:
-            if any(optimizer in window.optimizers for window in windows):
-                continue
-            mine = set(map(id, self.weights.leaves(optimizer)))
-            near = [window for window in windows if not mine.isdisjoint(map(id, window.leaves()))]
-            for one in near:  # what is there carries something else than what joins
-                if one.passes:
-                    one.close(one.found)
-            window = near[0] if near else Window(self.weights, [])
-            window.optimizers = [each for one in near for each in one.optimizers] + [optimizer]
-            windows = [each for each in windows if each not in near] + [window]
-        self.windows = windows
-        for window in windows:
-            window.narrows = self._narrows(window)
-        self.ranks.follow(self.weights.updated(), self.weights.name_of)
+    def planned(self) -> StepPlan:
+        """Return what the session is made of now, planned anew; nothing is changed."""
+        return planned(
+            self.weights,
+            self.ranks,
+            is_plain=self.plain,
+            is_driven=self.plain or self.waits,
+            is_wrapped=self.wrappers.are_there,
+            num_hooks=self.writes.num_hooks,
+        )
 
-    def _narrows(self, window: Window) -> bool:
-        """Whether gradients of 16 bits may stay so until the step: the five lines, mezzo's optimizers, one rank."""
-        is_own = all(as_one_pass(each) is not None for each in window.optimizers)
-        return is_own and not self.plain and not self.waits and self.ranks.size == 1 and not self.weights.units
+    def plan_anew(self) -> None:
+        """Go on by a new plan, as something that the session is made of has changed.
 
-    def owns(self, leaf: Tensor) -> bool:
-        """Whether an optimizer of the session updates a parameter."""
-        return any(window.owns(leaf) for window in self.windows)
+        Optimizers that have come to share parameters have one window from then on; what is open there is closed. A
+        parameter that goes into an open window, or out of one, has its gradient carry what those there do.
+
+        Raises:
+            MezzoError: It cannot be trained so; the plan of before stays.
+        """
+        plan, windows = self.planned(), list[Window]()
+        leaves = [window.plan.leaves for window in self.windows]
+        for part in plan.windows:
+            near = [window for window in self.windows if not set(window.plan.optimizers).isdisjoint(part.optimizers)]
+            known = {each for window in near for each in window.plan.optimizers}
+            for one in near if len(near) > 1 or not known.issuperset(part.optimizers) else ():
+                if one.now.passes:  # what is there carries something else than what joins
+                    one.close(one.now.found)
+            window = near[0] if near and near[0] not in windows else Window(self.weights, part)
+            if near:
+                window.now = near[0].now
+                window.follow(part)
+            windows.append(window)
+        if any(window.carried is not None for window in (*self.windows, *windows)):
+            was = {each: window.carried for window, some in zip(self.windows, leaves, strict=True) for each in some}
+            now = {each: window.carried for window in windows for each in window.plan.leaves}
+            for leaf in was | now:
+                carry_over(leaf, was.get(leaf), now.get(leaf))
+            for window in windows:
+                window.now = replace(window.now, marks=window.marks())
+        self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
+
+    def follow(self, *, writes: bool = False) -> None:
+        """Plan anew if something that the session is made of has changed: asked once for each pass and each step.
+
+        Args:
+            writes: Whether it is a step.
+        """
+        if not self.plan.is_current(self.weights.optimizers, is_wrapped=self.wrappers.are_there, writes=writes):
+            self.plan_anew()
 
     def reached(self, walk: Walk) -> list[Window]:
         """Return the windows whose gradients a backward pass makes: all, where the graph does not show it.
 
         Hooks of modules there are warned of, once, if they see gradients that carry the scale.
         """
-        windows = list(self.windows)
-        if not self.weights.units:  # of what is gathered a graph shows no parameter
-            found = self.wrappers.reduced_with(set(map(id, walk.leaves)))
-            windows = [window for window in windows if not found.isdisjoint(window.ids())]
+        self.follow()
+        windows, found = list[Window](), set(map(id, walk.leaves))
+        if self.plan.is_wrapped:
+            found = self.wrappers.reduced_with(found)
+        for window in self.windows:
+            # Of what is gathered a graph shows no parameter.
+            if self.plan.units or not window.plan.ids.isdisjoint(found):
+                windows.append(window)
         if windows and walk.runs_hooks and self.scale_now is not None:
-            self._warn_of_modules()
+            self.warn_of_modules()
         return windows
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
-        known = set[int]().union(*(window.ids() for window in self.windows))
-        found = [leaf for leaf in leaves if id(leaf) not in known]
-        parts = sharded.parts_of(self.weights.units) if self.weights.units else {}
-        return [leaf for leaf in found if not (leaf in parts and id(parts[leaf]) in known)] if parts else found
+        known, found = self.plan.ids, list[Any]()
+        parts = sharded.parts_of(self.plan.units) if self.plan.units else {}
+        for leaf in leaves:
+            if id(leaf) not in known and not (leaf in parts and id(parts[leaf]) in known):
+                found.append(leaf)
+        return found
 
     def watch(self, optimizers: Collection[Optimizer]) -> Iterator[Callable[[], None]]:
         """Refuse steps of optimizers that go behind the engine's back; yield what ends it."""
-        self.num_hooks = 1
+        self.writes.num_hooks = 1
         for optimizer in optimizers:
             yield optimizer.register_step_pre_hook(self._before_step).remove
 
@@ -157,10 +189,10 @@ class Engine(Writes):
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Exchange no gradients between ranks in passes of forward passes in here."""
-        return self.wrappers.no_sync(self.weights.models, self.weights.units)
+        return self.wrappers.no_sync(self.weights.models, self.plan.units)
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.is_stepping or optimizer not in self.weights.optimizers:  # a wrapper may share an optimizer's hooks
+        if self.writes.is_stepping or optimizer not in self.weights.optimizers:  # whose hooks a wrapper may share
             return
         gradients = [leaf.grad for leaf in self.weights.leaves(optimizer) if leaf.grad is not None]
         # torch.distributed.checkpoint lets an optimizer make its state by a step that changes nothing.
@@ -179,21 +211,17 @@ class Engine(Writes):
         """What a loss is multiplied by now, 0-d float32; ``None`` where gradients carry no scale."""
         return self.scaler.state.scale if self.scaler.changes_gradients else None
 
-    def holds(self, scale: Tensor | None) -> bool:
-        """Whether passes inside of another need to be seen: they carry a scale, or open what they reach themselves."""
-        return scale is not None or self.plain or self.waits
-
-    def commit(self) -> None:
-        """Move the scale on before the next loss, where a step has left that open."""
-        if not self.is_captured:
+    def next_scale(self) -> Tensor | None:
+        """Return what the next loss is multiplied by, once the scale has moved on where a step has left that open."""
+        if self.scaler.in_graph and not self.is_captured:
             self.scaler.leave()  # gradients keep their scale, whatever a replay of a captured step makes of its own
-        if not self.waits:
+        if self._is_told and not self.waits:
             self.update()
+        return self.scale_now
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss times the scale; the pass that differentiates it is the session's, whoever runs it."""
-        self.commit()
-        entry = entered(self, loss, self.scale_now)
+        entry = entered(self, loss, self.next_scale())
         scaled = self.scaler.scaled(entry)
         return scaled * 1 if scaled is entry else scaled
 
@@ -213,66 +241,58 @@ class Engine(Writes):
             hooks run then, which may step.
         """
         if is_first:
-            self.require_whole()
-            if self.weights.has_grown():
-                self.group()
+            if self.writes.broken:
+                self.writes.require_whole()
             for observer in (*self.observers, *observing()):
                 observer.begins(self, scale)
-        is_own = self.plain and scale is not None
-        seen = [each for each in windows if with_accumulation_hooks(each.leaves())] if is_own else []
+        seen, is_own, is_users = list[Window](), self.plain and scale is not None, self.plan.is_driven
+        for window in windows:
+            if is_own and with_accumulation_hooks(window.plan.leaves):
+                seen.append(window)
+            if not is_users:
+                window.refuse_left()
+                window.refuse_copies()
         if scale is not None and not self._has_warned:
             self._warn_of_hooks(windows if self.plain else [], others)
-        is_users = self.plain or self.waits
-        for window in () if is_users else windows:
-            window.refuse_left()
-            window.refuse_copies()
-        memories = self.weights.memories() if is_first else []
+        memories = self.plan.memories if is_first else ()
         with uninterrupted():
             if memories and not any(window.has_gradients() for window in self.windows):
                 for memory in memories:  # what passes noted whose gradients optimizers have cleared since
                     memory.forget()
             for window in windows:
-                if is_users:
+                if is_users and window.now.passes:
                     window.forget_cleared()
-                is_wide = self.plain and not self.weights.units  # whose parts get low gradients
-                carried = None if window in seen else scale
-                window.begin(carried, is_wide=is_wide, is_wrapped=self.wrappers.are_there)
-            self._count(True)
-        return [leaf for window in seen for leaf in window.leaves() if leaf.requires_grad]
+                window.begin(None if window in seen else scale)
+            for memory in self.plan.memories:
+                memory.counts = True
+        return [leaf for window in seen for leaf in window.plan.leaves if leaf.requires_grad] if seen else []
 
-    def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
-        """Take note of what a backward pass has made.
+    def end(self, losses: Mapping[Window, list[Tensor]], *, has_failed: bool) -> None:
+        """Take over what a backward pass has made, or put back what made way for it, while no signal interrupts.
 
         Args:
             losses: What was differentiated, 0-d and detached, by the windows of :meth:`begin`.
+            has_failed: Whether the pass has raised.
         """
-        with uninterrupted():
-            self._count(False)
-            for window in losses:
-                window.end(losses[window])
+        for memory in self.plan.memories:
+            memory.counts = False
+        if has_failed:
+            for window in losses if self.plain else ():  # earlier passes' gradients have got this one's scale
+                window.rescale(None, checks=True)
+            return
+        for window in losses:
+            window.end(losses[window], unscales=self.plain)
+        if self.plan.is_wrapped:
             self.wrappers.end_pass()
-            self.inner_scales.begin_again()
-            if self.plain:
-                self._unscale(losses)
-
-    def fail(self, windows: Iterable[Window]) -> None:
-        """Put back what made way for a backward pass that has raised."""
-        with uninterrupted():
-            self._count(False)
-            if self.plain:  # earlier passes' gradients have got this one's scale
-                with torch.no_grad():
-                    self._unscale(windows)
-
-    def _count(self, counts: bool) -> None:
-        for memory in self.weights.memories():
-            memory.counts = counts
+        self.inner_scales.begin_again()
 
     def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
-        found = [leaf for window in windows for leaf in with_tensor_hooks(window.leaves())]
         # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
-        found += [leaf for leaf in with_tensor_hooks(others) if leaf.numel() > 1]
-        names = list(map(self.weights.name_of, found))
-        if names:
+        found = with_tensor_hooks([leaf for leaf in others if leaf.numel() > 1]) if others else []
+        for window in windows:
+            found += with_tensor_hooks(window.plan.leaves)
+        if found:
+            names = list(map(self.weights.name_of, found))
             self._has_warned = True
             text = message(
                 "hooks of parameters see gradients that carry the loss scale",
@@ -283,7 +303,8 @@ class Engine(Writes):
             )
             warnings.warn(text, stacklevel=4)
 
-    def _warn_of_modules(self) -> None:
+    def warn_of_modules(self) -> None:
+        """Warn, once, of hooks of modules that run in a backward pass and see gradients with the scale."""
         if not self._has_warned_of_modules:
             self._has_warned_of_modules = True
             text = message(
@@ -309,18 +330,14 @@ class Engine(Writes):
         windows = self._open(optimizers, "unscale_")
         self.warn_of_edits(windows)
         with uninterrupted():
-            self._unscale(windows)
-
-    @torch.no_grad()
-    def _unscale(self, windows: Iterable[Window]) -> None:
-        for window in windows:
-            window.rescale(None, checks=True)
+            for window in windows:
+                window.rescale(None, checks=True)
 
     def warn_of_edits(self, windows: list[Window]) -> None:
         """Warn, once, of gradients that were written in place while they carry the scale."""
-        if self._has_warned:
-            return
-        if any(window.scale is not None and window.was_edited for window in windows):
+        for window in windows:
+            if self._has_warned or window.now.scale is None or not window.was_edited:
+                continue
             self._has_warned = True
             clip = "MixedPrecision(…, max_grad_norm=…); or " if self.max_grad_norm is None else ""
             own = "between amp.backward() and amp.step()", f"{clip}amp.unscale_()"
@@ -338,17 +355,21 @@ class Engine(Writes):
 
     def _open(self, optimizers: Collection[Optimizer], call: str) -> list[Window]:
         """Return the windows of some optimizers, as far as there is something in them."""
-        near = [window for window in self.windows if not set(window.optimizers).isdisjoint(optimizers)]
-        found = [window for window in near if window.passes or self.plain or self._takes(window, optimizers, call)]
-        if call == "step":
-            found = [window for window in found if window.has_gradients()]
+        self.follow(writes=call == "step")
+        found, has_begun = list[Window](), False
+        for window in self.windows:
+            if set(window.plan.optimizers).isdisjoint(optimizers):
+                continue
+            has_begun = has_begun or window.now.passes > 0
+            is_open = window.now.passes or self.plain or self._takes(window, optimizers, call)
+            if is_open and (call != "step" or any_gradient(window.plan.leaves)):
+                found.append(window)
         if not found:
-            begun = any(window.passes for window in near)
-            own = "amp.zero_grad() only after amp.step()" if begun else f"amp.backward(loss), then amp.{call}()"
+            own = "amp.zero_grad() only after amp.step()" if has_begun else f"amp.backward(loss), then amp.{call}()"
             raise StateError(
-                "no parameter has a gradient" if begun else f"{call}() before backward()",
+                "no parameter has a gradient" if has_begun else f"{call}() before backward()",
                 where=some_of([type(each).__name__ for each in optimizers]),
-                why="every gradient is None: frozen, detached, or cleared since backward()" if begun else "",
+                why="every gradient is None: frozen, detached, or cleared since backward()" if has_begun else "",
                 write=SCALERS_ORDER if self.waits else own,
             )
         return found
@@ -359,8 +380,8 @@ class Engine(Writes):
         Raises:
             StateError: Nothing says whether they carry the scale; or some are the last step's.
         """
-        names = [] if self.waits else window.written([each for each in window.optimizers if each in optimizers])
-        if names and self.scale_now is not None and not window.given:
+        names = [] if self.waits else window.written(optimizers)
+        if names and self.scale_now is not None and not window.now.given:
             raise window.unknown(f"{call}()", names)
         if names:
             window.refuse_left(optimizers)
@@ -370,7 +391,6 @@ class Engine(Writes):
     def step(
         self,
         optimizers: Collection[Optimizer],
-        closure: Callable[[], Any] | None = None,
         by: Callable[..., Any] | None = None,
     ) -> Step:
         """Judge the gradients of some optimizers once; then update, or skip, all of them together.
@@ -379,7 +399,6 @@ class Engine(Writes):
 
         Args:
             optimizers: Those that step, as far as they have gradients.
-            closure: Evaluates the loss, for an optimizer that asks for it by itself: see :mod:`mezzo.session.update`.
             by: Called in place of the one optimizer's ``step``, and only if it is not skipped: how a framework learns
                 of that. One host sync.
 
@@ -388,17 +407,19 @@ class Engine(Writes):
             MezzoError: A hyper-parameter that is not finite. Whatever is raised here, nothing was written.
             DistributedError: Another rank ended this step.
         """
-        self._refuse_capture(closure)
+        if self.device.type == "cuda":
+            self.refuse_capture()
         self.account.check()
-        if closure is not None:
-            step = evaluated(self, optimizers, closure)
-        else:
-            with uninterrupted():
-                if self.ranks.size == 1:
+        with uninterrupted():
+            if self.ranks.size == 1:
+                step = self._take(optimizers, by)
+            else:
+                with self.told_to_ranks():
                     step = self._take(optimizers, by)
-                else:
-                    with self.told_to_ranks():
-                        step = self._take(optimizers, by)
+        return self.accounted(step)
+
+    def accounted(self, step: Step) -> Step:
+        """Warn of what a step has shown, let observers see it, and return it."""
         if self.account.warning:
             self.account.warn()
         for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
@@ -406,29 +427,26 @@ class Engine(Writes):
         return step
 
     def _take(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
-        self.require_whole()
-        windows = self._open(optimizers, "step")
-        self.warn_of_edits(windows)
-        stepping = [each for window in windows for each in window.optimizers if each in optimizers]
-        check_numbers(stepping)
-        judged, absent = self.judge(windows, stepping)
+        if self.writes.broken:
+            self.writes.require_whole()
+        windows, writers = self._open(optimizers, "step"), list[Writer]()
+        if not self._has_warned:
+            self.warn_of_edits(windows)
+        for window in windows:
+            writers += window.plan.writers_of(optimizers, asked=by is not None)
+        for each in writers:
+            check_numbers(each.optimizer)
+        judged, absent = self.judge(windows, writers)
         try:
-            self.write(windows, stepping, judged, by=by)
+            self.writes.write(writers, windows, judged, by)
         except BaseException as error:
-            if not self.broken:
+            if not self.writes.broken:
                 self.ranks.fall_behind(error)
             raise
         return self.finish(windows, judged, absent)
 
-    def _refuse_capture(self, closure: object) -> None:
-        """Refuse a closure in a captured step, and a step that is captured in a graph of the user's own."""
-        if self.is_captured and closure is not None:
-            raise UnsupportedError(
-                "closure= cannot be captured",
-                where="amp.step(closure=…) in a train step under mezzo.capture",
-                why="whether an evaluation overflowed decides what the optimizer does next: the host would have to ask",
-                write="amp.backward(loss), then amp.step(); or the train step without mezzo.capture",
-            )
+    def refuse_capture(self) -> None:
+        """Refuse a step that is captured in a graph of the user's own."""
         if self.device.type != "cuda" or self.is_captured:
             return
         with torch.cuda.device(self.device):  # torch asks the current device's stream
@@ -448,55 +466,63 @@ class Engine(Writes):
         try:
             yield
         except Exception as error:
-            if self.account.begun == number and not self.broken:
-                largest = [memory.window for memory in self.weights.memories()]
+            if self.account.begun == number and not self.writes.broken:
+                largest = [memory.window for memory in self.plan.memories]
                 self.ranks.absent(error, self.device, step=number + 1, largest=largest)
             raise
 
-    def judge(self, windows: list[Window], optimizers: Collection[Optimizer]) -> tuple[Judged, Tensor | None]:
-        """Judge the gradients of some optimizers, with all ranks that step together.
+    def judge(self, windows: list[Window], writers: Sequence[Writer]) -> tuple[Judged, Tensor | None]:
+        """Judge the gradients that some writers are for, with all ranks that step together.
 
         Returns:
             The gradients with the verdict, and of several ranks whether one is absent.
 
         **Cost**: one pass that reads them, and one launch. No host sync.
         """
-        if self.weights.units and sharded.has_unreduced(self.weights.units):
+        if self.plan.units and sharded.has_unreduced(self.plan.units):
             raise StateError(
                 "gradients wait for a backward pass that reduces them over ranks",
                 why="this step would not see them, and the next would take them for its own",
                 write="the last micro-batch of a step outside of amp.no_sync()",
             )
-        for window in windows:
-            if not window.passes and not self.plain:
-                self._takes(window, optimizers, "step")
         # What stays for another optimizer of a window is not left behind with a scale of its own; and a program that
         # looks at gradients as they are stepped with sees plain ones.
-        is_part = any(each not in optimizers for window in windows for each in window.optimizers)
-        shown = [each for each in optimizers if self.shows(each)]
-        if is_part or any(map(takes_flags, shown)) or len({id(window.scale) for window in windows}) > 1:
+        is_plain, scale, optimizers = False, windows[0].now.scale, set[Optimizer]()
+        leaves, losses, flags = list[Tensor](), list[Tensor](), list[Tensor]()
+        for writer in writers:
+            optimizers.add(writer.optimizer)
+            is_plain = is_plain or (writer.is_shown and not writer.waits)
+        for window in windows:
+            if not window.now.passes and not self.plain:
+                self._takes(window, optimizers, "step")
+            leaves += window.plan.leaves_of(optimizers)
+            is_plain = is_plain or window.now.scale is not scale or not optimizers.issuperset(window.plan.optimizers)
+        if is_plain:
             for window in windows:
                 window.rescale(None)
-        scale = windows[0].scale
-        params, gradients = dense([leaf for window in windows for leaf in window.leaves(optimizers)])
+            scale = windows[0].now.scale
+        params, gradients = dense(leaves)
         if not params:
             raise StateError("no parameter has a gradient", write="amp.zero_grad() only after amp.step()")
-        positions, is_own = alike(gradients), all(as_one_pass(each) is not None for each in optimizers)
+        for window in windows:
+            losses += window.now.losses
+            flags += [] if window.now.found is None else [window.now.found]
+            flags += [] if window.now.passes else window.has_skipped()
+        if {*map(_DEVICE, (*losses, *flags))} - {self.device}:
+            losses, flags = ([moved(each, self.device) for each in some] for some in (losses, flags))
+        positions, is_own = alike(gradients), set(map(type, writers)) == {OnePass}
         sizes = norms(gradients, self.device, one_pass=is_own, groups=positions)
         if self.ranks.size > 1:
             sizes = self.ranks.norms(params, sizes)
         numbers: list[Tensor | float] = [] if scale is None else [scale]
         numbers += [] if self.max_grad_norm is None else [float(self.max_grad_norm)]
-        losses = [moved(loss, self.device) for window in windows for loss in window.losses]
-        flags = [moved(window.found, self.device) for window in windows if window.found is not None]
-        flags += [skipped for window in windows for skipped in window.has_skipped()]
         inner, self._inner = [] if self._inner is None else [self._inner], None
         given = scale is not None, self.max_grad_norm is not None, not is_own, len(inner), len(losses)
         found = shared(concluded, given, [sizes, *numbers, *inner, *losses, *flags])
         grad_norm, found_inf, multiplier, failed, *fused = found
         absent = None
         if self.ranks.size > 1:
-            largest = [memory.window for memory in self.weights.memories()]
+            largest = [memory.window for memory in self.plan.memories]
             number = self.account.begun + 1
             found_inf, failed, absent = self.ranks.agree(found_inf, failed, step=number, largest=largest)
             fused = []
@@ -517,7 +543,6 @@ class Engine(Writes):
             is_alike=len(positions) == 1,
             losses=losses,
             failed=failed,
-            shown=shown,
         )
         for observer in (*self.observers, *observing()):
             observer.judged(self, judged)
@@ -527,15 +552,18 @@ class Engine(Writes):
         """End a step whose writes are done: adapt the scale, and account for it."""
         verdict, now = judged.verdict, self.scaler.state.scale
         self.inner_scales.begin_again()
-        made_with = windows[0].made_with
+        made_with = windows[0].now.made_with
         for window in windows:
-            window.close(verdict.found_inf if self.plain or self.waits else None)
-        for memory in self.weights.memories():
+            window.close(verdict.found_inf if self.plan.is_driven else None)
+        for memory in self.plan.memories:
             memory.move(verdict.found_inf)
-        self.tell(verdict.found_inf, hold=judged.failed)
-        waiting = any(window.passes and window.made_with is now for window in self.windows)
-        if not self.waits and not waiting:
-            self.update()
+        self.scaler.update(verdict.found_inf, hold=judged.failed)
+        self._is_told, waits = True, self.waits
+        for window in self.windows:
+            waits = waits or (window.now.passes > 0 and window.now.made_with is now)
+        if not waits:
+            self._is_told = False
+            self.scaler.advance()
         state = self.scaler.state
         outcome = StepOutcome(
             skipped=verdict.found_inf,
@@ -547,7 +575,8 @@ class Engine(Writes):
             params=judged.params,
         )
         self.account.note(outcome)
-        sharded.reshard(self.weights.units)
+        if self.plan.units:
+            sharded.reshard(self.plan.units)
         return Step(
             skipped=verdict.found_inf,
             scale=now if made_with is None else made_with,
@@ -557,9 +586,9 @@ class Engine(Writes):
 
     # update -----------------------------------------------------------------------------------------------
 
-    def tell(self, found_inf: Tensor, *, hold: Tensor | None = None) -> None:
-        """Take note of a step, or of gradients that were unscaled for one: see :meth:`Scaler.update`."""
-        self.scaler.update(found_inf, hold=hold)
+    def tell(self, found_inf: Tensor) -> None:
+        """Count gradients that were unscaled for a step, which none has taken: see :meth:`Scaler.update`."""
+        self.scaler.update(found_inf)
         self._is_told = True
 
     def update(self) -> None:
@@ -585,11 +614,11 @@ class Engine(Writes):
                 clear_to_zeros(params)
             for window in self.windows:
                 window.clear(to_zeros=not set_to_none)
-            for memory in self.weights.memories():
+            for memory in self.plan.memories:
                 memory.forget()
             self._inner = None
             self.inner_scales.begin_again()
-            sharded.forget_gradients(self.weights.units)
+            sharded.forget_gradients(self.plan.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Any, ...]:
         """Differentiate scaled outputs, and return unscaled gradients, at least in FP32."""
@@ -598,9 +627,10 @@ class Engine(Writes):
             return self.weights.region().run_grad(scaled(outputs), inputs, **options)
 
         found = self.differentiated([outputs], run)
+        asked = set(map(id, inputs))
         for window in self.windows:
-            if any(map(window.owns, inputs)):
-                window.given = True
+            if not window.plan.ids.isdisjoint(asked):
+                window.now = replace(window.now, given=True)
         return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
 
     def differentiated(
@@ -615,19 +645,18 @@ class Engine(Writes):
             outputs: What is differentiated, as far as that is tensors.
             run: Runs the pass; it is given what multiplies by the scale.
         """
-        self.commit()
-        scale = self.scale_now
+        scale = self.next_scale()
         adapts = scale is not None and self.scaler.config.mode == "dynamic"
         if scale is not None and adapts:
             scale = self.inner_scales.next(scale)
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
-        with SessionPass(self, scale, holds=self.holds(scale)):
-            found = list(run(partial(_times, scale)))
+        with SessionPass(self, scale):
+            found = list(run(partial(times, scale)))
         if scale is None:
             return found
         back = inverse(scale)
-        found = [g if g is None else _times(back, g).to(g.dtype) for g in found]
+        found = [g if g is None else times(back, g).to(g.dtype) for g in found]
         there = [g.detach() for g in found if g is not None and not is_batch_of_gradients(g)]
         if there:
             self._note_inner([each.detach() for each in outputs if isinstance(each, Tensor)], there, adapts=adapts)
@@ -645,45 +674,3 @@ class Engine(Writes):
             self.inner_scales.told(sizes[len(gradients) :].sum(), results)
         flag = not_finite(results)
         self._inner = flag if self._inner is None else self._inner | flag
-
-
-def _times(scale: Tensor | None, tensor: Tensor) -> Tensor:
-    """Multiply by a scale, at least in FP32, so that the product itself cannot overflow."""
-    if scale is None:
-        return tensor
-    wide = tensor.float() if tensor.dtype in LOW else tensor
-    return wide * moved(scale, tensor.device)
-
-
-def concluded(
-    is_scaled: bool, is_clipped: bool, is_told: bool, num_inner: int, num_losses: int, total: Tensor, *rest: Any
-) -> tuple[Tensor, ...]:
-    """Return the verdict on a step, as one pure function of tensors and numbers.
-
-    Args:
-        is_scaled: Whether the gradients carry a scale.
-        is_clipped: Whether their norm is clipped.
-        is_told: Whether optimizers of torch's may be told it.
-        num_inner: How many flags there are of gradients that a loss was computed from: 0 or 1.
-        num_losses: How many losses were differentiated.
-        total: Norms whose own norm is that of all gradients.
-        *rest: The scale, where there is one; what to clip to; then these flags, these losses, and flags of gradients
-            that were not finite when they were unscaled.
-
-    Returns:
-        ``grad_norm``, ``found_inf`` and ``multiplier`` of a verdict; whether a loss itself was not finite, or what it
-        was computed from, so that the loss scale stays; and if need be the verdict's ``as_fused``.
-    """
-    numbers, flags = rest[: is_scaled + is_clipped], rest[is_scaled + is_clipped :]
-    inner, losses, flags = flags[:num_inner], flags[num_inner : num_inner + num_losses], flags[num_inner + num_losses :]
-    grad_norm, found_inf, multiplier = decided(is_scaled, is_clipped, total, *numbers)
-    failed = found_inf.ne(found_inf)  # no: in words that kernels are written from
-    for loss in losses:
-        failed = failed | not_finite(loss)
-    for flag in inner:  # which has moved a scale of its own
-        failed = failed | flag
-    found_inf = found_inf | failed
-    for flag in flags:
-        found_inf = found_inf | flag
-    verdict = grad_norm, found_inf, multiplier, failed
-    return (*verdict, *as_fused(found_inf, *([multiplier] if is_clipped else []))) if is_told else verdict

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mezzo.scale.scaler import Compute
+from mezzo.scale.device_state import Compute
 
 #: What a scale that overflowed is multiplied by, and what it is multiplied by for the largest that is tried again.
 _FALL: Final = 2.0**-8

@@ -6,51 +6,22 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from mezzo.backward import note
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
-from mezzo.step.passes import Verdict
+from mezzo.step.verdict import Judged
 
 if TYPE_CHECKING:
     from mezzo.overflow import Replay
-    from mezzo.scale.scaler import Scaler
+    from mezzo.scale.device_state import Scaler
     from mezzo.session.stats import Step, StepAccount
     from mezzo.session.weights import Weights
     from mezzo.session.window import Window
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Judged:
-    """The gradients of one step with the verdict on them, before anything is written.
-
-    Attributes:
-        params: The models' parameters that have gradients.
-        gradients: Their gradients, dense, of the same order.
-        scale: 0-d float32: what they carry; ``None`` for plain ones.
-        verdict: Whether to update, and what to multiply them by.
-        is_clipped: Whether the verdict's multiplier clips.
-        is_alike: Whether all gradients are of one dtype on one device.
-        losses: What the backward passes have differentiated, in their order; 0-d.
-        failed: 0-d bool: whether a loss itself was not finite.
-        shown: The optimizers in whose steps a program's code looks at gradients, which are plain then.
-    """
-
-    params: list[Tensor]
-    gradients: list[Tensor]
-    scale: Tensor | None
-    verdict: Verdict
-    is_clipped: bool
-    is_alike: bool
-    losses: list[Tensor]
-    failed: Tensor
-    shown: list[Optimizer]
 
 
 class Watched(Protocol):
@@ -153,7 +124,7 @@ class Explains:
 
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
         """Forget passes whose gradients were cleared without a step."""
-        if not any(window.passes for window in engine.windows):
+        if not any(window.now.passes for window in engine.windows):
             self._replay.clear()
 
     def judged(self, engine: Watched, judged: Judged) -> None:

@@ -6,17 +6,18 @@ own, whose window knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, empty, is_grad_enabled, nn, ones
 from torch.autograd import Function
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -35,16 +36,20 @@ from mezzo.compiling import never_compiled
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import StateError, UnsupportedError
 from mezzo.interrupts import uninterrupted
+from mezzo.patches import Binding
 from mezzo.scale.state import inverse
-from mezzo.session.calls import Binding
+from mezzo.session.step_plan import StepPlan
 from mezzo.session.window import Window
 from mezzo.tensors import LOW, moved
+
+R = TypeVar("R")
 
 # What a pass reaches -------------------------------------------------------------------------------------
 
 #: What in a graph accumulates the gradient of a leaf.
 _ACCUMULATES: Final = type(get_gradient_edge(ones(1, requires_grad=True)).node)
 _EDGES: Final = attrgetter("next_functions")
+_VARIABLE: Final = attrgetter("variable")
 
 
 class Walk:
@@ -62,9 +67,11 @@ class Walk:
 
     def __init__(self, leaves: list[Any], nodes: list[Any]) -> None:
         self.leaves, self.nodes = leaves, nodes
-        kinds = set(map(type, nodes))
-        self.runs_others, self.is_anothers = any(map(may_run_others, kinds)), node_of(_Entry) in kinds
-        self.runs_hooks = runs_hooks_of_modules(kinds)
+        kinds, self.runs_others = set(map(type, nodes)), False
+        self.is_anothers, self.runs_hooks = node_of(_Entry) in kinds, runs_hooks_of_modules(kinds)
+        for kind in kinds:
+            if issubclass(kind, BackwardCFunction) and may_run_others(kind):
+                self.runs_others = True
 
 
 def walked(roots: Iterable[Any]) -> Walk:
@@ -88,18 +95,21 @@ def walked(roots: Iterable[Any]) -> Walk:
             if node not in seen:
                 seen.add(node)
                 (ends if type(node) is _ACCUMULATES else nodes).append(node)
-    return Walk([*leaves, *(end.variable for end in ends)], nodes)
+    leaves += map(_VARIABLE, ends)
+    return Walk(leaves, nodes)
 
 
-def walk_of(roots: Iterable[Any], inputs: Iterable[Any]) -> Walk:
+def walk_of(roots: Iterable[Any], inputs: Collection[Any]) -> Walk:
     """Return what a pass reaches, as autograd's engine is asked for it.
 
     Args:
         roots: Tensors, or ``GradientEdge`` of the graph.
         inputs: Where it is told to end, if anywhere.
     """
-    ends = [getattr(each.node, "variable", each) if isinstance(each, GradientEdge) else each for each in inputs]
-    return Walk(ends, []) if ends else walked(roots)
+    if not inputs:
+        return walked(roots)
+    ends = (getattr(each.node, "variable", each) if isinstance(each, GradientEdge) else each for each in inputs)
+    return Walk(list(ends), [])
 
 
 def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: bool) -> None:
@@ -122,8 +132,10 @@ def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: 
             write="torch.autograd.grad(loss, params, create_graph=True), which returns them without it, or amp.grad;\n"
             f"or {bfloat16}",
         )
-    ends = any(isinstance(each, GradientEdge) or each.grad_fn is not None for each in inner)
-    if ends or any(isinstance(root, GradientEdge) for root in roots):
+    is_inside = GradientEdge in set(map(type, roots))
+    for each in inner:
+        is_inside = is_inside or isinstance(each, GradientEdge) or each.grad_fn is not None
+    if is_inside:
         raise StateError(
             "a backward pass under a loss scale begins, or stops, inside of its graph",
             why="the loss scale is multiplied into a loss, and taken out at the leaves",
@@ -148,13 +160,20 @@ def retaining(_: object, plain: Callable[..., None], tensor: Tensor, /, *args: A
 
 
 class Opens(Protocol):
-    """What a backward pass begins and ends: an engine.
+    """What backward passes open and end: an engine.
 
     Attributes:
         under_way: The passes that autograd holds, weakly.
+        has_door: Whether each backward pass of the process goes through :func:`run_inside`, or begins one.
+        plan: What the session is made of.
     """
 
     under_way: list[ref[SessionPass]]
+    has_door: bool
+    plan: StepPlan
+
+    def next_scale(self) -> Tensor | None:
+        """Return what the next loss is multiplied by; ``None`` where gradients carry no scale."""
 
     def reached(self, walk: Walk) -> list[Window]:
         """Return the windows whose gradients a pass makes; hooks of modules that see the scale there are warned of."""
@@ -167,11 +186,51 @@ class Opens(Protocol):
     ) -> list[Tensor]:
         """Make ready for gradients of a pass that will carry a scale; return leaves of which they shall not."""
 
-    def end(self, losses: Mapping[Window, list[Tensor]]) -> None:
-        """Take note of what a pass has made, and of what it has differentiated."""
+    def end(self, losses: Mapping[Window, list[Tensor]], *, has_failed: bool) -> None:
+        """Take over what a pass has made, and what it has differentiated; or put back what made way for it."""
 
-    def fail(self, windows: Iterable[Window]) -> None:
-        """Put back what made way for a pass that has raised."""
+
+def run_pass(
+    engine: Opens,
+    roots: Collection[Any],
+    run: Callable[[tuple[Any, ...]], R],
+    windows: list[Window],
+    walk: Walk | None = None,
+    *,
+    inputs: Collection[Any] = (),
+    creates_graph: bool = False,
+) -> R:
+    """Run a backward pass as a session's: with the scale on the way, and without it at its end.
+
+    Args:
+        engine: The session's.
+        roots: Where it begins: losses, or any tensors, or ``GradientEdge``.
+        run: Runs it, given these times the scale.
+        windows: Whose gradients it makes.
+        walk: What it reaches, where that is known.
+        inputs: Where it is told to end, if anywhere.
+        creates_graph: Whether its gradients can be differentiated.
+
+    Returns:
+        What ``run`` has returned.
+
+    Raises:
+        StateError: What :func:`refuse_scaled` refuses; or gradients that it would add to. Nothing was run.
+    """
+    scale, others, losses = engine.next_scale(), list[Any](), list[Tensor]()
+    if scale is not None:
+        walk = walk_of(roots, inputs) if walk is None else walk
+        others = engine.others(walk.leaves)
+        refuse_scaled(roots, others if inputs else (), creates_graph=creates_graph)
+    for root in roots:
+        if isinstance(root, Tensor) and root.numel() == 1:
+            losses.append(root.detach().reshape(()))
+    with SessionPass(engine, scale) as this:
+        this.open(windows, losses, others)
+        given = list(roots)
+        for number, root in enumerate(given if scale is not None else ()):
+            given[number] = times(scale, root) if root.requires_grad else root
+        return run(tuple(given))
 
 
 class SessionPass:
@@ -188,28 +247,30 @@ class SessionPass:
     Args:
         engine: The engine.
         scale: What gradients carry; ``None`` for nothing.
-        holds: Whether it holds the door: not where passes inside find all windows open, and no scale.
 
     **Cost**: some 10 µs of host time; for leaves that are none of the session's 2 µs each and a product.
     """
 
     is_closed = True  # of one that a signal kept from being made, too
 
-    def __init__(self, engine: Opens, scale: Tensor | None, *, holds: bool = True) -> None:
-        self._engine, self._scale, self._holds = engine, scale, holds
+    def __init__(self, engine: Opens, scale: Tensor | None) -> None:
+        self._engine, self._scale = engine, scale
+        # In the five lines without a scale passes inside find all windows open.
+        self._holds = scale is not None or engine.plan.is_driven
         self._back: Tensor | None = None  # 1/scale, once it is used
         self._around: int | None = number_of_pass()  # in which it begins, or -1
         self._number: int | None = None
         self._losses: dict[Window, list[Tensor]] = {}  # by the windows that it reaches, which are open from then on
         self._said: list[Tensor] = []
-        self._has_begun = self._is_last = False
+        self._has_begun = self._is_last = self._has_door = False
         self._undo: list[Callable[[], object]] = []
         self._hooked: dict[ref[Tensor], Any] = {}  # by leaves that lose the scale: what accumulates, and has our hook
         self._waiting: dict[ref[Tensor], Tensor | None] = {}  # by tensors that lose it at the end: what they had
 
     def _open(self) -> None:
         self.is_closed = False
-        if self._holds:
+        self._has_door = self._holds and not (self._engine.has_door and self._around is not None)
+        if self._has_door:
             self._undo.append(Binding.join(*door(), ref(self), _inside))
         if _RETAINED and self._scale is not None:
             self._set_aside()
@@ -250,6 +311,10 @@ class SessionPass:
         """Whether it is an engine's, and this thread works for it."""
         return self._engine is engine and self.runs_here()
 
+    def needs_door(self, engine: Opens) -> bool:
+        """Whether it is an engine's that has the door, and sees the passes inside of it there alone."""
+        return self._engine is engine and not self._has_door
+
     # What it reaches ------------------------------------------------------------------------------------
 
     def join(self, losses: list[Tensor], walk: Walk, *, is_inside: bool = False) -> None:
@@ -260,8 +325,9 @@ class SessionPass:
             walk: What is reached from there.
             is_inside: Whether it is a pass inside.
         """
+        windows = self._engine.reached(walk)
         others = [] if self._scale is None else self._engine.others(walk.leaves)
-        self.open(self._engine.reached(walk), losses, others, is_inside=is_inside)
+        self.open(windows, losses, others, is_inside=is_inside)
 
     def open(
         self, windows: list[Window], losses: list[Tensor], others: Iterable[Tensor], *, is_inside: bool = False
@@ -274,12 +340,16 @@ class SessionPass:
             others: Leaves that are none of the session's.
             is_inside: Whether a pass inside of this one reaches them.
         """
-        others = [leaf for leaf in others if isinstance(leaf, Tensor) and leaf.is_leaf and not self._knows(leaf)]
-        new = [window for window in windows if window not in self._losses]
-        self._losses |= {window: list(self._said) if is_inside else [] for window in new}
+        if others:
+            others = [leaf for leaf in others if isinstance(leaf, Tensor) and leaf.is_leaf and not self._knows(leaf)]
+        new = list[Window]()
+        for window in windows:
+            if window not in self._losses:
+                self._losses[window] = list(self._said) if is_inside else []
+                new.append(window)
         if new or others or not self._has_begun:
             is_first, self._has_begun = not self._has_begun, True
-            others += self._engine.begin(new, self._scale, others, is_first=is_first)
+            others = [*others, *self._engine.begin(new, self._scale, others, is_first=is_first)]
         self._said += losses
         for window in windows:
             self._losses[window] += losses
@@ -319,13 +389,14 @@ class SessionPass:
                 engine.under_way[:] = [each for each in engine.under_way if each() not in (None, self)]
             while self._undo:
                 self._undo.pop()()
-            self._settle()
+            if self._waiting:
+                self._settle()
             if not self._has_begun:
                 return
             try:
-                (engine.fail if has_failed else engine.end)(self._losses)
+                engine.end(self._losses, has_failed=has_failed)
             except BaseException:
-                engine.fail(self._losses)
+                engine.end(self._losses, has_failed=True)
                 raise
 
     def _set_aside(self) -> None:
@@ -350,6 +421,14 @@ class SessionPass:
                     tensor.grad = new
 
 
+def times(scale: Tensor | None, tensor: Tensor) -> Tensor:
+    """Multiply by a scale, at least in FP32, so that the product itself cannot overflow."""
+    if scale is None:
+        return tensor
+    wide = tensor.float() if tensor.dtype in LOW else tensor
+    return wide * moved(scale, tensor.device)
+
+
 def _unscaled(back: Tensor | None, gradient: Tensor) -> Tensor:
     """Return a gradient times the inverse of a scale, rounded once."""
     if back is None:
@@ -362,6 +441,22 @@ def _accumulated(back: Tensor | None, gradients: tuple[Tensor | None]) -> tuple[
     """Take the scale off what is about to be accumulated."""
     (gradient,) = gradients
     return (None if gradient is None else _unscaled(back, gradient),)
+
+
+def run_inside(outer: Any, engine: Opens, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
+    """Run a pass that begins inside of something: of a pass of an engine's, as part of that one.
+
+    Args:
+        outer: What this thread works for.
+        engine: The engine, which has the door.
+        plain: What runs it.
+        roots: Where it begins.
+        gradients: The gradients of these.
+        *asked: What else torch's engine is given.
+    """
+    if isinstance(outer, SessionPass) and outer.needs_door(engine):
+        return _inside(outer, plain, roots, gradients, *asked)
+    return plain(roots, gradients, *asked)
 
 
 def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
@@ -415,7 +510,10 @@ class _Entry(Function):
         if ctx.scale is not None and not will_run(leaf[0]):
             _refuse_stops(walk)
         passes = (noted(), *(each() for each in ctx.engine.under_way))
-        this = next((each for each in passes if isinstance(each, SessionPass) and each.runs_in(ctx.engine)), None)
+        this = next(
+            (each for each in passes if isinstance(each, SessionPass) and each.runs_in(ctx.engine)),
+            None,
+        )
         (this or SessionPass.around_now(ctx.engine, ctx.scale)).join(ctx.losses, walk)
         return gradient, None, None, None
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer, sgd
 
 from mezzo.cast import Prepared
-from mezzo.cast.model.refusals import unfit
+from mezzo.cast.model.checks import unfit
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, raise_together, some_of, unknown_word
 from mezzo.hooks import is_ours, owner_of, step_hooks
 from mezzo.optim.optimizer import as_one_pass

@@ -15,18 +15,19 @@ from mezzo.cast import Prepared, region
 from mezzo.compiling import compiled_inside_alone, never_compiled
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, raise_together
+from mezzo.patches import Binding
 from mezzo.policy import Policy
-from mezzo.scale.scaler import Scaler
-from mezzo.session import state
-from mezzo.session.calls import Binding
+from mezzo.scale.device_state import Scaler
+from mezzo.session import state_tree
+from mezzo.session.closures import evaluated
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
-from mezzo.session.passes import SessionPass, refuse_scaled, retaining, walk_of
+from mezzo.session.passes import retaining, run_pass, walk_of
 from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
-from mezzo.session.state import Stateful
+from mezzo.session.state_tree import Stateful
 from mezzo.session.stats import Stats, Step
-from mezzo.session.update import guarded
 from mezzo.session.weights import Weights, handles_of
+from mezzo.session.writers import guarded
 from mezzo.step.executors.choose import shared
 
 if TYPE_CHECKING:
@@ -109,8 +110,9 @@ class MixedPrecision:
         try:
             scaler = Scaler(self._policy.loss_scale, next(self.weights.updated()).device, shared)
             self.engine = Engine(self.weights, scaler, ranks, max_grad_norm, plain=self._plain)
-            for undo in (*self.engine.watch(given), *self.engine.watch_models(), guarded(self.engine)):
+            for undo in (*self.engine.watch(given), *self.engine.watch_models(), guarded(self.engine.writes)):
                 self._undo.callback(undo)
+            self.engine.plan_anew()  # told of its own hooks
             self._on_overflow = on_overflow
             looks, end = reaction(on_overflow, self.weights, self.no_sync)
             self._undo.callback(end)
@@ -236,29 +238,29 @@ class MixedPrecision:
         self._require_open("backward")
         check_loss(loss)
         engine, wanted = self.engine, chosen(optimizers, self.weights.optimizers)
-        windows = [window for window in engine.windows if not set(window.optimizers).isdisjoint(wanted)]
+        engine.follow()
+        windows = engine.windows
         if len(wanted) < len(self.weights.optimizers):
-            leaves = [leaf for window in windows for leaf in window.leaves(wanted) if leaf.requires_grad]
+            windows = [window for window in windows if not set(window.plan.optimizers).isdisjoint(wanted)]
+            leaves = [leaf for window in windows for leaf in window.plan.leaves_of(wanted) if leaf.requires_grad]
             if not leaves:
                 raise StateError(
                     "these optimizers update no parameter that requires a gradient",
                     write="requires_grad_(True) on what they train, or amp.backward(loss) for all optimizers",
                 )
             kwargs.setdefault("inputs", leaves)
-        engine.commit()
-        scale, others = engine.scale_now, list[Tensor]()
-        if scale is not None:
-            given = kwargs.get("inputs")
-            if given is not None:
-                given = kwargs["inputs"] = [given] if isinstance(given, Tensor) else list(given)
-            walk = walk_of([loss], given or ())
+        if (inputs := kwargs.get("inputs", ())) is not None and not isinstance(inputs, tuple):
+            inputs = kwargs["inputs"] = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+
+        def run(scaled: tuple[Any, ...]) -> None:
+            self.weights.region().run_backward(*scaled, **kwargs)
+
+        creates_graph, walk = bool(kwargs.get("create_graph")), None
+        if engine.scale_now is not None:
+            walk = walk_of((loss,), inputs or ())
             if walk.runs_hooks:
-                engine.reached(walk)  # which warns of them
-            others = engine.others(walk.leaves)
-            refuse_scaled((), () if given is None else others, creates_graph=bool(kwargs.get("create_graph")))
-        with SessionPass(engine, scale, holds=engine.holds(scale)) as this:
-            this.open(windows, [loss.detach().reshape(())], others)
-            self.weights.region().run_backward(engine.scaler.scaled(loss), **kwargs)
+                engine.warn_of_modules()
+        run_pass(engine, (loss,), run, windows, walk, inputs=inputs or (), creates_graph=creates_graph)
 
     def grad(
         self, outputs: Tensor, inputs: Tensor | Iterable[Tensor], *, create_graph: bool = False, **kwargs: Any
@@ -353,7 +355,8 @@ class MixedPrecision:
             and callable(optimizers)
         ):
             raise PolicyError("a closure stands in the place of the optimizers", write="amp.step(closure=closure)")
-        return self.engine.step(chosen(optimizers, self.weights.optimizers), closure)
+        stepping = chosen(optimizers, self.weights.optimizers)
+        return self.engine.step(stepping) if closure is None else evaluated(self.engine, stepping, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, and forget unfinished accumulation windows.
@@ -362,7 +365,7 @@ class MixedPrecision:
             set_to_none: Let go of them; otherwise they become zeros.
         """
         self._require_open("zero_grad")
-        self.engine.require_whole()
+        self.engine.writes.require_whole()
         self.engine.clear(set_to_none)
 
     # State ----------------------------------------------------------------------------------------------
@@ -376,7 +379,7 @@ class MixedPrecision:
         **Cost**: a host sync.
         """
         self._require_open("state_dict")
-        return state.save(self.engine, self.policy)
+        return state_tree.save(self.engine, self.policy)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, or another system's scaler; those of model and optimizer in any order.
@@ -385,7 +388,7 @@ class MixedPrecision:
             StateError: The state of another model, or none at all; nothing was loaded. Or inside a window.
         """
         self._require_open("load_state_dict")
-        state.load(self.engine, self.policy, state_dict)
+        state_tree.load(self.engine, self.policy, state_dict)
 
     def stateful(self) -> Stateful:
         """Return model, optimizers and session as one value for ``torch.distributed.checkpoint``: see there."""

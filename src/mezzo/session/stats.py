@@ -156,7 +156,7 @@ class StepAccount:
         device = outcome.skipped.device
         if device.type == "cpu":
             # Through numpy: on the host already, so that nothing is asked of a device.
-            self._count(outcome, [float(number.numpy()) for number in outcome.numbers()], outcome.norms)
+            self._count(outcome, list(map(float, map(Tensor.numpy, outcome.numbers()))), outcome.norms)
             return
         numbers = self.packed(outcome) if packed is None else packed
         host = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)

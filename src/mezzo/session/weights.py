@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mezzo import sharded
+from mezzo.cast.model.checks import preparations_in
 from mezzo.cast.model.prepare import Prepared
-from mezzo.cast.model.refusals import preparations_in
 from mezzo.cast.products import Memory
 from mezzo.cast.region import autocast
 from mezzo.compiling import INSIDE, inside
@@ -89,7 +89,6 @@ class Weights:
         self.device = torch.device("cpu")
         self.are_low = policy.param_dtype in LOW
         self._undo = contextlib.ExitStack()
-        self._num_updated = 0
 
     # Conversion and back ---------------------------------------------------------------------------------
 
@@ -112,7 +111,6 @@ class Weights:
         for optimizer in one_pass(optimizers) if self.are_low else ():
             optimizer.rounds = True
             self._undo.callback(setattr, optimizer, "rounds", False)
-        self.has_grown()
 
     def know(self, optimizers: list[Optimizer]) -> None:
         """Go on with these optimizers alone, of which nothing was converted here.
@@ -124,14 +122,6 @@ class Weights:
             complete(optimizer)
         self.optimizers[:] = optimizers
         self.are_low = any(leaf.dtype in LOW for each in optimizers for leaf in self.leaves(each))
-
-    def has_grown(self) -> bool:
-        """Whether optimizers were given further parameters since this was asked last."""
-        before, self._num_updated = (
-            self._num_updated,
-            sum(len(g["params"]) for o in self.optimizers for g in o.param_groups),
-        )
-        return self._num_updated != before
 
     def undo(self) -> None:
         """Give back FP32 weights, and the optimizers as they were built."""
@@ -158,7 +148,10 @@ class Weights:
 
     def leaves(self, optimizer: Optimizer) -> list[Tensor]:
         """Return the parameters that an optimizer updates."""
-        return [param for group in optimizer.param_groups for param in group["params"]]
+        found = list[Tensor]()
+        for group in optimizer.param_groups:
+            found += group["params"]
+        return found
 
     def updated(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
         """Yield the parameters that one optimizer, or each, updates."""

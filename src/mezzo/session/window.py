@@ -2,29 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from itertools import accumulate
-from typing import Any, Final
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, chain, compress, repeat
+from operator import attrgetter, is_
+from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.errors import StateError, some_of
 from mezzo.hooks import with_gradient_hooks
 from mezzo.scale.state import inverse
+from mezzo.session.step_plan import WindowPlan
 from mezzo.session.weights import Weights
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import Stale, alike, dense, is_left, left_over, norms, with_gradients
-from mezzo.step.passes import not_finite
-from mezzo.tensors import LOW, foreach_copy_, foreach_mul_, marks, moved
+from mezzo.step.gradients import Stale, alike, any_gradient, dense, is_left, left_over, multiply, norms, with_gradients
+from mezzo.step.verdict import not_finite
+from mezzo.tensors import LOW, foreach_copy_, marks, moved
 from mezzo.weights.halves import Halves
 
 #: How a weight was used of which autograd computes a gradient of 16 bits: ``Cell.uses``.
 _ONE_CAST: Final = [1, 0]
 #: Bytes of low gradients that are widened together.
 _TOGETHER: Final = 1 << 26
+_LOW: Final = frozenset(LOW)
+_DTYPE: Final = attrgetter("dtype")
+_GRADIENT: Final = attrgetter("grad")
+_CELL: Final = attrgetter("cell")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Carried:
+    """What the gradients of a window carry, and what the last step has left there: one value, which events move on.
+
+    Attributes:
+        scale: What ``.grad`` carries now, 0-d float32, the very tensor; ``None`` for plain gradients.
+        made_with: The scale of the last pass, which ``.grad`` may carry no more.
+        found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
+        losses: What the passes since the last step have differentiated, 0-d and detached.
+        passes: How many there were.
+        marks: Marks of the gradients since they have got what they carry.
+        given: Whether the session has made gradients since the last step, or given out such without a scale; ``False``
+            once those that carried one were cleared, of which a program may have kept copies.
+        left: Marks of the gradients that the last step has left in ``.grad``.
+        left_scale: What these carry.
+        skipped: 0-d bool: whether the last step was skipped, where another one may follow without a pass in between.
+    """
+
+    scale: Tensor | None = None
+    made_with: Tensor | None = None
+    found: Tensor | None = None
+    losses: tuple[Tensor, ...] = ()
+    passes: int = 0
+    marks: tuple[tuple[int, int], ...] = ()
+    given: bool | None = None
+    left: Stale = field(default_factory=dict)
+    left_scale: Tensor | None = None
+    skipped: Tensor | None = None
+
+    def begun(self, scale: Tensor | None) -> Carried:
+        """Return it in a pass whose gradients will carry a scale."""
+        return replace(self, scale=scale, made_with=scale, passes=self.passes + 1, left={})
+
+    def cleared(self) -> Carried:
+        """Return it once all gradients were cleared; what the last step has left stays known."""
+        return replace(self, scale=None, made_with=None, found=None, losses=(), passes=0, marks=())
 
 
 class Window:
@@ -39,70 +84,41 @@ class Window:
 
     Args:
         weights: The models and optimizers of the engine.
-        optimizers: Those of them whose gradients these are.
+        plan: Whose gradients these are.
 
     Attributes:
-        optimizers: Those whose gradients these are.
-        scale: What ``.grad`` carries now, 0-d float32, the very tensor; ``None`` for plain gradients.
-        made_with: The scale of the last pass, which ``.grad`` may carry no more.
-        passes: How many backward passes there were since the last step.
-        found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
-        losses: What these passes have differentiated, 0-d and detached.
-        narrows: Whether gradients of halves may have 16 bits, where that loses nothing.
-        given: Whether the session has made gradients since the last step, or given out such without a scale; ``False``
-            once those that carried one were cleared, of which a program may have kept copies.
-        left: Marks of the gradients that the last step has left in ``.grad``, with what these carry.
+        plan: Whose gradients these are.
+        now: What they carry.
     """
 
-    def __init__(self, weights: Weights, optimizers: list[Optimizer]) -> None:
-        self.weights, self.optimizers, self.narrows = weights, optimizers, False
-        self.left: Stale = {}
-        self.given: bool | None = None
-        self._left_scale: Tensor | None = None
-        self._skipped: Tensor | None = None
+    def __init__(self, weights: Weights, plan: WindowPlan) -> None:
+        self.weights, self.plan, self.now = weights, plan, Carried()
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
-        self._known: tuple[Any, dict[int, Tensor], list[Tensor]] = (None, {}, [])  # one value, whatever signal comes
-        self.forget()
 
-    def forget(self) -> None:
-        """Be as before the first pass."""
-        self.scale: Tensor | None = None
-        self.made_with: Tensor | None = None
-        self.found: Tensor | None = None
-        self.losses: list[Tensor] = []
-        self.passes = 0
-        self._marks: list[tuple[int, int]] = []
+    def follow(self, plan: WindowPlan) -> None:
+        """Go on as another plan of some of the same parameters has it."""
+        narrow = set(map(id, plan.halves))
+        _let_go([leaf for leaf in self.plan.halves if id(leaf) not in narrow])
+        self.plan = plan
 
-    # Whose they are -------------------------------------------------------------------------------------
+    @property
+    def carried(self) -> Tensor | None:
+        """The scale that gradients carry here if a pass has made them: ``None`` where none has since the last step."""
+        return self.now.scale if self.now.passes else None
 
-    def leaves(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
-        """Return the models' parameters that some of the optimizers update, or all of them; each once."""
-        if optimizers is None or all(each in optimizers for each in self.optimizers):
-            return self._found_once()[1]
-        chosen = [each for each in self.optimizers if each in optimizers]
-        return list({id(leaf): leaf for each in chosen for leaf in self.weights.leaves(each)}.values())
-
-    def owns(self, leaf: Tensor) -> bool:
-        """Whether a tensor is one of these parameters."""
-        return id(leaf) in self._found_once()[0]
-
-    def ids(self) -> Iterable[int]:
-        """Return the ``id`` of each of these parameters."""
-        return self._found_once()[0]
-
-    def _found_once(self) -> tuple[dict[int, Tensor], list[Tensor]]:
-        """Return the parameters by ``id``, and as a list."""
-        key = [list(map(id, group["params"])) for each in self.optimizers for group in each.param_groups]
-        if self._known[0] != key:  # groups were added since
-            each_once = {id(leaf): leaf for each in self.optimizers for leaf in self.weights.leaves(each)}
-            self._known = key, each_once, list(each_once.values())
-        return self._known[1:]
+    def gradients(self, optimizers: Collection[Optimizer] | None = None) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters of some optimizers, or of all, that have a gradient, and these gradients."""
+        return with_gradients(self.plan.leaves if optimizers is None else self.plan.leaves_of(optimizers))
 
     def has_gradients(self) -> bool:
         """Whether a step would find a gradient."""
-        return any(leaf.grad is not None for leaf in self.leaves())
+        return any_gradient(self.plan.leaves)
 
-    # A backward pass ------------------------------------------------------------------------------------
+    def marks(self) -> tuple[tuple[int, int], ...]:
+        """Return the marks of the gradients as they are now."""
+        return tuple(marks(with_gradients(self.plan.leaves)[1]))
+
+    # What a pass would add to ---------------------------------------------------------------------------
 
     def refuse_left(self, optimizers: Collection[Optimizer] | None = None) -> None:
         """Refuse to add to what the last step has left, or to take it again beside others.
@@ -113,12 +129,10 @@ class Window:
         Raises:
             StateError: Its gradients are still there.
         """
-        params, gradients = with_gradients(self.leaves(optimizers)) if self.left else ([], [])
-        pairs = zip(params, gradients, strict=True)
-        if stale := [self.weights.name_of(param) for param, gradient in pairs if is_left(gradient, self.left)]:
+        if self.now.left and (stale := self._left(optimizers)):
             raise StateError(
                 "the last step's gradients are still there",
-                where=some_of(stale),
+                where=some_of(list(map(self.weights.name_of, stale))),
                 why="this pass would add to them, and the next step would take both",
                 write="amp.zero_grad() after amp.step(), or optimizer.zero_grad()",
             )
@@ -129,9 +143,11 @@ class Window:
         Args:
             optimizers: Whose; all when omitted.
         """
-        params, gradients = ([], []) if self.passes else with_gradients(self.leaves(optimizers))
-        pairs, known = zip(params, marks(gradients), gradients, strict=True), set(self._marks)
-        new = [param for param, mark, each in pairs if not (mark in known or is_left(each, self.left))]
+        if self.now.passes:
+            return []
+        params, gradients = self.gradients(optimizers)
+        pairs, known = zip(params, marks(gradients), gradients, strict=True), set(self.now.marks)
+        new = [param for param, mark, each in pairs if not (mark in known or is_left(each, self.now.left))]
         return list(map(self.weights.name_of, new))
 
     def refuse_copies(self) -> None:
@@ -140,7 +156,7 @@ class Window:
         Raises:
             StateError: A program has put some in the place of those that were cleared while they carried it.
         """
-        if self.given is False and (names := self.written()):
+        if self.now.given is False and (names := self.written()):
             raise self.unknown("backward()", names)
 
     def unknown(self, call: str, names: list[str]) -> StateError:
@@ -155,7 +171,7 @@ class Window:
         return StateError(
             f"{call} before backward(): a program has written these gradients",
             where=some_of(names),
-            why=f"whether they carry the loss scale is not known: {made if self.given is None else copied}",
+            why=f"whether they carry the loss scale is not known: {made if self.now.given is None else copied}",
             write="amp.unscale_() after each amp.backward(loss), before gradients are read; or amp.grad(loss, params), "
             "which returns them without it;\nor mezzo.attach(model, optimizer, policy), where loss.backward() leaves "
             'them without it; or a policy in bfloat16: Policy.O1("bfloat16"), the text O1,dtype=bfloat16',
@@ -167,77 +183,85 @@ class Window:
 
         A loop that clears only after steps that were taken would else skip for ever.
         """
-        skipped, self._skipped = self._skipped, None
-        if skipped is None or not self.left:
+        skipped, self.now = self.now.skipped, replace(self.now, skipped=None)
+        if skipped is None or not self.now.left:
             return
-        stale = [each for each in dense(self.leaves())[1] if is_left(each, self.left)]
-        for gradient in stale:
+        stale = self._left()
+        for gradient in dense(stale)[1]:
             gradient.masked_fill_(moved(skipped, gradient.device), 0)
-        self.left = left_over(stale)
+        self.now = replace(self.now, left=left_over(with_gradients(stale)[1]))
+
+    def _left(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
+        """Return the parameters that have a gradient which the last step has left, unwritten since."""
+        pairs = zip(*self.gradients(optimizers), strict=True)
+        return [leaf for leaf, gradient in pairs if is_left(gradient, self.now.left)]
 
     def has_skipped(self) -> list[Tensor]:
         """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
-        return [] if self.passes or self._skipped is None or not self.has_left_alone() else [self._skipped]
+        skipped = self.now.skipped
+        return [] if skipped is None or not self.has_left_alone() else [skipped]
 
     def has_left_alone(self) -> bool:
         """Whether what the last step has left is all that there is, unwritten since."""
-        if not self.left:
-            return False
-        _, gradients = with_gradients(self.leaves())
-        return all(is_left(gradient, self.left) for gradient in gradients)
+        left = self.now.left
+        return bool(left) and all(is_left(gradient, left) for gradient in self.gradients()[1])
 
     @torch.no_grad()
     def forget_cleared(self) -> None:
         """Forget what was found of gradients that were cleared to zeros since; decided on the device."""
-        if not self.passes or (self.found is None and not self.losses) or self._now() == self._marks:
+        now = self.now
+        if not now.passes or (now.found is None and not now.losses) or self.marks() == now.marks:
             return
-        _, gradients = dense(self.leaves())
+        _, gradients = dense(self.plan.leaves)
         if gradients:
             device = self.weights.device
             stays = torch.linalg.vector_norm(norms(gradients, device)) != 0
-            self.found = None if self.found is None else moved(self.found, device) & stays
-            self.losses = [moved(loss, device).masked_fill(~stays, 0) for loss in self.losses]
+            found = None if now.found is None else moved(now.found, device) & stays
+            losses = tuple(moved(loss, device).masked_fill(~stays, 0) for loss in now.losses)
+            self.now = replace(now, found=found, losses=losses)
 
-    def begin(self, scale: Tensor | None, *, is_wide: bool, is_wrapped: bool) -> None:
+    # A backward pass ------------------------------------------------------------------------------------
+
+    def begin(self, scale: Tensor | None) -> None:
         """Make ready for gradients that carry a scale.
+
+        Where the plan says so (:func:`mezzo.session.step_plan.may_narrow`) the first gradients of weights in halves
+        have 16 bits: what a single cast of a weight hands back has no more. Whatever else has read the weight is added
+        to that in FP32, and hooks of the user's compute in FP32.
 
         Args:
             scale: The scale.
-            is_wide: Whether the first gradients of low parameters are FP32 already, and not only sums.
-            is_wrapped: Whether ``DistributedDataParallel`` is around a model, whose buckets have the parameters' dtypes
-                and take gradients in no other.
         """
-        leaves = self.leaves()
-        there = [leaf for leaf in leaves if leaf.grad is not None]
-        if not there:
-            self.forget()
-        else:
+        plan = self.plan
+        there, gradients = with_gradients(plan.leaves)
+        if gradients:
             self.drop_skipped()
             if self.has_left_alone():
-                self.scale = self._left_scale
-        self.left = {}
-        self.rescale(scale)
-        self.made_with = scale
-        if is_wrapped:
-            _have_dtypes_of_parameters(leaves)
-        elif is_wide:
-            _widen(leaves)
+                self.now = replace(self.now, scale=self.now.left_scale)
+            self.rescale(scale)
+            self.now = self.now.begun(scale)
         else:
-            for leaf in _low(leaves):
-                if leaf.grad is None:
-                    leaf.grad_dtype = self._first_dtype(leaf)  # it may have been FP32, and cleared by others
+            now = self.now
+            self.now = replace(
+                now, scale=scale, made_with=scale, found=None, losses=(), passes=1, marks=(), left={}, skipped=None
+            )
+        if plan.wide == "none":
+            _have_dtypes_of_parameters(plan.low)
+            return
+        if not _LOW.isdisjoint(map(_DTYPE, gradients)):
             _widen(there)
-        self.passes += 1
-
-    def _first_dtype(self, leaf: Tensor) -> torch.dtype:
-        """Return the dtype of a leaf's first gradient: 16 bits where that is what autograd computes.
-
-        What a single cast of a weight hands back has 16 bits; whatever else has read it is added to that in FP32, and
-        hooks of the user's compute in FP32.
-        """
-        if isinstance(leaf, Halves) and self.narrows and leaf.cell.wide is None and leaf.cell.uses == _ONE_CAST:
-            return leaf.dtype if hooked([leaf]) else leaf.hi.dtype
-        return leaf.dtype
+        if plan.low:
+            _widen(plan.low if plan.wide == "all" else [leaf for leaf in plan.low if leaf.grad is not None])
+        if plan.wide == "sums":
+            hooked = set(map(id, with_gradient_hooks(plan.halves))) if plan.halves else ()
+            for leaf in plan.low:
+                if leaf.grad is None:
+                    leaf.grad_dtype = leaf.dtype  # it may have been FP32, and cleared by others
+            for leaf in plan.halves:
+                if leaf.grad is None:
+                    cell = leaf.cell
+                    is_low = cell.uses == _ONE_CAST and cell.wide is None and id(leaf) not in hooked
+                    leaf.grad_dtype = leaf.hi.dtype if is_low else leaf.dtype
 
     @torch.no_grad()
     def take(self, scale: Tensor) -> None:
@@ -246,31 +270,35 @@ class Window:
         Args:
             scale: What they carry; but not those that the last step has left, if there are no others.
         """
-        is_new = not self.has_left_alone()
-        self.scale = self.made_with = scale if is_new else self._left_scale
-        self.found = None if is_new else self._skipped
-        left = [each for each in dense(self.leaves())[1] if is_left(each, self.left)] if is_new and self.left else []
+        now, is_new = self.now, not self.has_left_alone()
+        carried, found = (scale, None) if is_new else (now.left_scale, now.skipped)
+        left = dense(self._left())[1] if is_new and now.left else []
         if left:  # beside new ones
-            self.found = self._skipped
-            multiply(left, scale if self._left_scale is None else scale * inverse(self._left_scale))
-        self.passes = 1
-        self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.leaves() if leaf.dtype in LOW}
+            found = now.skipped
+            multiply(left, scale if now.left_scale is None else scale * inverse(now.left_scale))
+        self.now = replace(now, scale=carried, made_with=carried, found=found, passes=1)
+        self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.plan.low}
 
-    def end(self, losses: list[Tensor]) -> None:
-        """Take note of what a pass has made.
+    def end(self, losses: Iterable[Tensor], *, unscales: bool) -> None:
+        """Take over what a pass has made.
 
         Args:
             losses: What was differentiated, 0-d and detached.
+            unscales: Whether gradients lose the scale now.
         """
-        self.losses += losses
-        for leaf in _low(self.leaves()):
+        for leaf in chain(self.plan.low, self.plan.halves):
             if leaf.grad is None:
                 leaf.grad_dtype = leaf.dtype  # so that torch.autograd.grad returns what it does in plain torch
             elif leaf.grad.dtype != leaf.dtype:
                 leaf.grad_dtype = None
-        self._marks = self._now()
-        if self._marks:
-            self.given = True
+        now = self.now
+        self.now = replace(now, losses=(*now.losses, *losses))
+        if unscales:
+            self.rescale(None, checks=True)
+        else:
+            self.now = replace(self.now, marks=self.marks())
+        if self.now.marks:
+            self.now = replace(self.now, given=True)
 
     # What they carry ------------------------------------------------------------------------------------
 
@@ -284,37 +312,47 @@ class Window:
 
         **Cost**: one pass that reads them, for the check, and one that multiplies them in place. No host sync.
         """
-        if self.scale is to and not checks:
+        scale, found = self.now.scale, self.now.found
+        if scale is to and not checks:
             return
-        params, _ = dense(self.leaves())
+        params, gradients = dense(self.plan.leaves)
         if params:
-            _widen(params)
-            params, gradients = dense(params)
+            if not _LOW.isdisjoint(map(_DTYPE, gradients)):
+                _widen(params)
+                params, gradients = dense(params)
+            places = alike(gradients)
             back: Tensor | None = None
-            if self.scale is not None or checks:
-                sizes = norms(gradients, self.weights.device)
-                found, *inverses = shared(found_with, (), [sizes, *([] if self.scale is None else [self.scale])])
+            if scale is not None or checks:
+                sizes = norms(gradients, self.weights.device, groups=places)
+                flag, *inverses = shared(found_with, (), [sizes] if scale is None else [sizes, scale])
                 back = inverses[0] if inverses else None
-                self.found = found if self.found is None else self.found | found
-            if self.scale is not to:
+                found = flag if found is None else found | flag
+            if scale is not to:
                 factor = back if to is None else to if back is None else to * back
                 assert factor is not None
-                multiply(gradients, factor)
-            for leaf in params:
-                if leaf.dtype in LOW:
+                multiply(gradients, factor, places)
+            for leaf in self.plan.low:
+                if leaf.grad is not None:
                     leaf.grad_dtype = None  # so that any may be assigned
-        self.scale, self._marks = to, self._now()
+        self.now = replace(self.now, scale=to, found=found, marks=tuple(marks(with_gradients(self.plan.leaves)[1])))
+
+    def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
+        """Know that the gradients of some optimizers, if any are these, carry no scale any more.
+
+        Args:
+            optimizers: The optimizers.
+            found: Whether they were finite, where they have been multiplied because of that.
+        """
+        if not set(self.plan.optimizers).isdisjoint(optimizers):
+            self.now = replace(self.now, scale=None, found=self.now.found if found is None else found)
 
     @property
     def was_edited(self) -> bool:
         """Whether gradients were written in place since they have got the scale that they carry."""
-        if (now := self._now()) == self._marks:
+        if not self.now.marks or (marks := self.marks()) == self.now.marks:
             return False
-        before = {address: version for version, address in self._marks if address}  # sparse ones have none
-        return any(before.get(address, version) != version for version, address in now)
-
-    def _now(self) -> list[tuple[int, int]]:
-        return marks(with_gradients(self.leaves())[1])
+        before = {address: version for version, address in self.now.marks if address}  # sparse ones have none
+        return any(before.get(address, version) != version for version, address in marks)
 
     # After a step ---------------------------------------------------------------------------------------
 
@@ -324,48 +362,63 @@ class Window:
         Args:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
-        self._skipped, self._left_scale = skipped, self.scale
-        self._forget_uses()
+        _let_go((*self.plan.low, *self.plan.halves))
+        _count_anew(self.plan.halves)
         for leaf, dtype in self._grad_dtypes.items():
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
         self._grad_dtypes = {}
-        self.left, self.given = left_over(dense(self.leaves())[1]), None
-        self.forget()
+        left = left_over(with_gradients(self.plan.leaves)[1])
+        self.now = Carried(left=left, left_scale=self.now.scale, skipped=skipped)
 
     def clear(self, *, to_zeros: bool) -> None:
-        """Be as new, once the gradients were cleared.
+        """Begin anew, once the gradients were cleared.
 
         Args:
             to_zeros: Whether they are zeros now, which no step is to take for a program's.
         """
-        self._forget_uses()
-        for leaf in _low(self.leaves()) if self.passes else ():
+        low = [*self.plan.low, *self.plan.halves]
+        _let_go(low)
+        _count_anew(self.plan.halves)
+        for leaf in low if self.now.passes else ():
             if leaf.grad is None:
                 leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
-        self.left = {}
-        if self.scale is not None:
-            self.given = False
-        self.forget()
-        if to_zeros:
-            self._marks = self._now()
-
-    def _forget_uses(self) -> None:
-        for leaf in _low(self.leaves()):
-            if leaf.grad is None:
-                leaf.grad_dtype = leaf.dtype
-            if type(leaf) is Halves:
-                leaf.cell.uses[:] = 0, 0
+        given = self.now.given if self.now.scale is None else False
+        self.now = replace(self.now.cleared(), given=given, left={}, marks=self.marks() if to_zeros else ())
 
 
-def _low(leaves: list[Tensor]) -> list[Tensor]:
-    """Return the parameters whose gradients may have 16 bits."""
-    return [leaf for leaf in leaves if type(leaf) is Halves or leaf.dtype in LOW]
+@torch.no_grad()
+def carry_over(leaf: Tensor, before: Tensor | None, to: Tensor | None) -> None:
+    """Have the gradient of a parameter carry another scale, in FP32: it belongs to another window, or to none.
+
+    Args:
+        leaf: The parameter.
+        before: What its gradient carries, if it has one.
+        to: What it is to carry.
+    """
+    if before is not to and leaf.grad is not None:
+        _widen([leaf])
+        for scale in () if before is None else (inverse(before),):
+            multiply(dense([leaf])[1], scale)
+        for scale in () if to is None else (to,):
+            multiply(dense([leaf])[1], scale)
+
+
+def _let_go(leaves: Sequence[Tensor]) -> None:
+    """Have parameters without a gradient take one of their own dtype again."""
+    for leaf in compress(leaves, map(is_, map(_GRADIENT, leaves), repeat(None))):
+        leaf.grad_dtype = leaf.dtype
+
+
+def _count_anew(leaves: Iterable[Halves]) -> None:
+    """Count the uses of weights in halves from here on."""
+    for cell in map(_CELL, leaves):
+        cell.uses[:] = 0, 0
 
 
 @torch.no_grad()
 def _have_dtypes_of_parameters(leaves: list[Tensor]) -> None:
-    for leaf in _low(leaves):
+    for leaf in leaves:
         gradient = leaf.grad
         if gradient is not None and gradient.dtype != leaf.dtype:
             leaf.grad = None
@@ -375,7 +428,7 @@ def _have_dtypes_of_parameters(leaves: list[Tensor]) -> None:
 
 
 @torch.no_grad()
-def _widen(leaves: list[Tensor]) -> None:
+def _widen(leaves: Iterable[Tensor]) -> None:
     """Let low parameters have FP32 gradients, and widen those that they have: many in one kernel."""
     waiting: list[Tensor] = []
     for leaf in leaves:
@@ -411,18 +464,7 @@ def found_with(norms: Tensor, *scales: Tensor) -> tuple[Tensor, ...]:
         norms: (gradients,) float32: their 2-norms.
         *scales: The scale, if they carry one.
     """
-    inverses, total = [inverse(scale) for scale in scales], torch.linalg.vector_norm(norms)
+    inverses, total = tuple(map(inverse, scales)), torch.linalg.vector_norm(norms)
     for back in inverses:
         total = total * back
     return not_finite(total), *inverses
-
-
-def multiply(gradients: list[Tensor], factor: Tensor) -> None:
-    """Multiply gradients in place by a number on a device, in as few kernels as there are devices and dtypes."""
-    for (device, _), places in alike(gradients).items():
-        foreach_mul_([gradients[place] for place in places], moved(factor, device))
-
-
-def hooked(leaves: Iterable[Tensor]) -> list[Tensor]:
-    """Return the parameters that have hooks of the user's, which run inside the pass."""
-    return with_gradient_hooks(leaf for leaf in leaves if isinstance(leaf, nn.Parameter))

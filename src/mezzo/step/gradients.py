@@ -14,14 +14,15 @@ from torch import Tensor
 
 from mezzo import tensors
 from mezzo.sharded import is_distributed, local
-from mezzo.step.executors.choose import executor_for, portable
-from mezzo.step.passes import NoKernel
-from mezzo.tensors import LOW, foreach_norm, foreach_zero_, moved
+from mezzo.step.executors.choose import executor_for
+from mezzo.tensors import CASTABLE, LOW, foreach_mul_, foreach_norm, foreach_zero_, moved
 
-Stale: TypeAlias = dict[tuple[int, int], ReferenceType[torch.UntypedStorage] | None]
+#: Gradients as they were, by their ``id``: their versions, and the tensors.
+Stale: TypeAlias = dict[int, tuple[int, ReferenceType[Tensor]]]
 Alike: TypeAlias = Mapping[tuple[torch.device, torch.dtype], Sequence[int]]
 
 _PLAIN: Final = {Tensor}
+_LOW: Final = frozenset(LOW)
 _IS_SPARSE: Final = attrgetter("is_sparse")
 _GRADIENT: Final = attrgetter("grad")
 _DTYPE: Final = attrgetter("dtype")
@@ -32,10 +33,14 @@ _KIND: Final = attrgetter("device", "dtype")
 def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Return those of some parameters that have a gradient, and these gradients: each is asked for once."""
     gradients = list(map(_GRADIENT, params))
-    if all(map(is_not, gradients, repeat(None))):
+    if all(there := list(map(is_not, gradients, repeat(None)))):
         return list(params), gradients
-    there = [gradient is not None for gradient in gradients]
     return list(compress(params, there)), list(compress(gradients, there))
+
+
+def any_gradient(params: list[Tensor]) -> bool:
+    """Whether any of some parameters has a gradient."""
+    return any(map(is_not, map(_GRADIENT, params), repeat(None)))
 
 
 def dense(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -66,40 +71,22 @@ def _summed_shards(params: list[Any]) -> list[Tensor]:
     return [local(param.grad) for param in params]
 
 
-def mark(gradient: Tensor) -> tuple[int, int]:
-    """Return what tells one writing of a gradient from the next."""
-    return tensors.mark(_values(gradient))
+def left_over(gradients: Sequence[Tensor]) -> Stale:
+    """Return what knows gradients as they are now: see :func:`is_left`.
 
-
-def _values(gradient: Tensor) -> Tensor:
-    shard = local(gradient)
-    return shard._values() if shard.is_sparse else shard
-
-
-def left_over(gradients: Iterable[Tensor]) -> Stale:
-    """Note gradients as they are, dense and local ones.
-
-    The memory of a freed one may be another's, so that its storage is known as well.
+    The tensors are held weakly: once one is gone, another may have its ``id``.
     """
-    values = list(gradients)
-    try:
-        return dict(zip(tensors.marks(values), map(ref, map(Tensor.untyped_storage, values)), strict=True))
-    except RuntimeError:  # one is of a layout that has no storage
-        return {tensors.mark(each): _storage(each) for each in values}
+    values = gradients if {*map(type, gradients)} <= _PLAIN else list(map(local, gradients))
+    return dict(zip(map(id, gradients), zip(tensors.versions(values), map(ref, gradients), strict=True), strict=True))
 
 
-def _storage(values: Tensor) -> ReferenceType[torch.UntypedStorage] | None:
-    try:
-        return ref(values.untyped_storage())
-    except RuntimeError:
-        return None
+def is_left(gradient: Tensor, known: Stale) -> bool:
+    """Whether a gradient is one of those that :func:`left_over` was given, wherever it lies, and unwritten since.
 
-
-def is_left(gradient: Tensor, noted: Stale) -> bool:
-    """Whether a gradient is one of those noted, and unwritten since."""
-    key = mark(gradient)
-    kept = noted.get(key)
-    return key in noted and not (kept is not None and kept() is None)
+    What is written through ``.data`` leaves no trace.
+    """
+    version, tensor = known.get(id(gradient), (None, None))
+    return tensor is not None and tensor() is gradient and version == tensors.versions([local(gradient)])[0]
 
 
 def norms(
@@ -117,27 +104,26 @@ def norms(
         ``(len(gradients),)`` float32.
     """
     groups = alike(gradients) if groups is None else groups
-    together = _read_together(groups) if one_pass else list(groups.values())
+    together = _read_together(groups) if one_pass and len(groups) > 1 else list(groups.values())
     if len(together) == 1:
-        return moved(_as_vector(_norms_of_alike(gradients, one_pass)), device)
+        sizes = _norms_of_alike(gradients, one_pass)
+        sizes = sizes if isinstance(sizes, Tensor) else torch.stack([*sizes])
+        return sizes if sizes.device == device else moved(sizes, device)
     found: dict[int, Tensor] = {}
     for group in together:
         theirs = _norms_of_alike([gradients[i] for i in group], one_pass)
         if theirs[0].device != device:  # by one transfer
-            theirs = moved(_as_vector(theirs), device)
+            theirs = moved(theirs if isinstance(theirs, Tensor) else torch.stack([*theirs]), device)
         found.update(zip(group, theirs.unbind() if isinstance(theirs, Tensor) else theirs, strict=True))
     return torch.stack([found[i] for i in range(len(gradients))])
 
 
-def _as_vector(norms: Tensor | Sequence[Tensor]) -> Tensor:
-    return norms if isinstance(norms, Tensor) else torch.stack([*norms])
-
-
 def _read_together(groups: Alike) -> list[Sequence[int]]:
-    """Return the places of gradients by what one executor reads in one pass: on CUDA all of a device's real ones."""
+    """Return the places of gradients by what one executor reads in one pass: real ones, on CPUs up to FP32."""
     found: defaultdict[tuple[torch.device, torch.dtype | None], list[int]] = defaultdict(list)
     for (device, dtype), places in groups.items():
-        found[device, None if device.type == "cuda" and not dtype.is_complex else dtype] += places
+        is_read = not dtype.is_complex if device.type == "cuda" else device.type == "cpu" and dtype in CASTABLE
+        found[device, None if is_read else dtype] += places
     return list(found.values())
 
 
@@ -147,13 +133,9 @@ def _norms_of_alike(values: list[Tensor], one_pass: bool) -> Tensor | Sequence[T
         wide = (torch.view_as_real(value) for value in values)
         return [torch.linalg.vector_norm(value, dtype=torch.float32) for value in wide]
     # torch's own norm of low precision takes three times as long on a CPU.
-    low = values[0].dtype in LOW
+    low = not _LOW.isdisjoint(map(_DTYPE, values))
     if (low and values[0].device.type == "cpu") or (one_pass and values[0].device.type == "cuda"):
-        executor = executor_for(values[0].device)
-        try:
-            return executor.norms(values)
-        except NoKernel as error:
-            return portable(error).norms(values)
+        return executor_for(values[0].device).norms(values)
     if values[0].dtype == torch.float64:
         return torch.stack(foreach_norm(values, 2)).float()
     return foreach_norm(values, 2, dtype=torch.float32)
@@ -188,3 +170,17 @@ def alike(tensors: list[Tensor]) -> Alike:
     for i, tensor in enumerate(tensors):
         groups[tensor.device, tensor.dtype].append(i)
     return groups
+
+
+def multiply(gradients: list[Tensor], factor: Tensor, groups: Alike | None = None) -> None:
+    """Multiply gradients in place by a number on a device, in as few kernels as there are devices and dtypes.
+
+    Args:
+        gradients: The gradients.
+        factor: 0-d.
+        groups: What :func:`alike` says of them, where it was asked before.
+    """
+    groups = alike(gradients) if groups is None else groups
+    for (device, _), places in groups.items():
+        some = gradients if len(groups) == 1 else [gradients[place] for place in places]
+        foreach_mul_(some, moved(factor, device))

@@ -1,7 +1,7 @@
 """Update rules as pure functions of one element: what AdamW, Adam, SGD and Lion do, and nothing about where.
 
 A rule knows neither storage formats nor loss scales nor devices; executors (:mod:`mezzo.step.executors`) know no
-particular rule. Each rule is written once, and runs unchanged in eager blocks and under ``torch.compile``.
+particular rule. Each rule is written once: executors run it block by block, or write kernels from it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,9 @@ import torch
 from torch import Tensor
 
 from mezzo.errors import PolicyError, nearest
-from mezzo.releases import private
 
 States: TypeAlias = tuple[Tensor, ...]
 Scalars: TypeAlias = Mapping[str, Tensor]
-Numbers: TypeAlias = Mapping[str, float]
-#: torch's own CPU kernel for a rule. It writes weight and states, contiguous FP32 vectors like the gradient, which
-#: comes negated to maximize. It takes hyper-parameters as Python's numbers, and the count of the step as 0-d float32.
-Native: TypeAlias = Callable[[Tensor, Tensor, States, Numbers, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +37,6 @@ class UpdateRule:
         apply: From gradient, weight and states (one shape, one dtype) and those numbers to the new weight and
             states. Pure, element-wise, without a branch on values. An FP32 state that it returns as it came is not
             written.
-        native: torch's own kernel for the same, on the CPU, or None.
         numbers: Names of what ``numbers_of`` makes and ``apply`` reads.
     """
 
@@ -52,7 +46,6 @@ class UpdateRule:
     states: tuple[str, ...]
     numbers_of: Callable[[Scalars, Tensor], dict[str, Tensor]] = field(compare=False, repr=False)
     apply: Callable[..., tuple[Tensor, States]] = field(compare=False, repr=False)
-    native: Native | None = field(compare=False, repr=False, default=None)
     numbers: tuple[str, ...] = field(compare=False, repr=False, default=())
 
     def scalars(self, hypers: Scalars, step: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -71,8 +64,9 @@ class UpdateRule:
         """
         if not self.numbers:
             return step.new_empty(0, dtype=dtype)
-        numbers = self.numbers_of({name: hypers[name].double() for name in self.hypers}, step.double())
-        return torch.stack([numbers[name] for name in self.numbers]).to(dtype)
+        wide = map(Tensor.double, map(hypers.__getitem__, self.hypers))
+        numbers = self.numbers_of(dict(zip(self.hypers, wide, strict=True)), step.double())
+        return torch.stack([*map(numbers.__getitem__, self.numbers)]).to(dtype)
 
     def update(self, gradient: Tensor, weight: Tensor, states: States, scalars: Tensor) -> tuple[Tensor, States]:
         """Return the new weight and states; :meth:`scalars` made the vector."""
@@ -188,31 +182,6 @@ def _lion(gradient: Tensor, weight: Tensor, states: States, numbers: Scalars) ->
     return weight, (momentum * numbers["beta2"] + numbers["gain2"] * gradient,)
 
 
-_ADAM_KERNEL, _ADAMW_KERNEL, _SGD_KERNEL = map(
-    private, ("torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_")
-)
-
-
-def _native_adam(
-    gradient: Tensor,
-    weight: Tensor,
-    states: States,
-    hypers: Numbers,
-    step: Tensor,
-    *,
-    kernel: Any,
-    amsgrad: bool = False,
-) -> None:
-    mean, square, *largest = states
-    kernel([weight], [gradient], [mean], [square], largest, [step], amsgrad=amsgrad, maximize=False, **hypers)
-
-
-def _native_sgd(gradient: Tensor, weight: Tensor, states: States, hypers: Numbers, step: Tensor, **on: bool) -> None:
-    momentum, is_first_step = hypers["momentum"] if states else 0.0, bool(hypers["dampening"]) and int(step) <= 1
-    flags: dict[str, Any] = {"nesterov": False, **on, "momentum": momentum, "maximize": False}
-    _SGD_KERNEL([weight], [gradient], list(states), is_first_step=is_first_step, **{**hypers, **flags})
-
-
 _ADAM: Final[dict[str, Any]] = {
     "options": frozenset({"amsgrad", "maximize"}),
     "hypers": ("lr", "beta1", "beta2", "eps", "weight_decay"),
@@ -231,14 +200,12 @@ RULES: Final[Mapping[str, UpdateRule]] = MappingProxyType(
             **_ADAM,
             numbers_of=partial(_numbers_of_adam, decoupled=True),
             apply=partial(_adam, decoupled=True),
-            native=partial(_native_adam, kernel=_ADAMW_KERNEL),
         ),
         "adam": UpdateRule(
             name="adam",
             **_ADAM,
             numbers_of=partial(_numbers_of_adam, decoupled=False),
             apply=partial(_adam, decoupled=False),
-            native=partial(_native_adam, kernel=_ADAM_KERNEL),
         ),
         "sgd": UpdateRule(
             name="sgd",
@@ -247,7 +214,6 @@ RULES: Final[Mapping[str, UpdateRule]] = MappingProxyType(
             states=("momentum_buffer",),
             numbers_of=_numbers_of_sgd,
             apply=_sgd,
-            native=_native_sgd,
         ),
         "lion": UpdateRule(
             name="lion",
@@ -295,6 +261,5 @@ def rule(name: str, *options: str) -> UpdateRule:
         options=frozenset(options),
         states=tuple(state for state in whole.states if _STATES_OF_OPTIONS.get(state, "") in ("", *options)),
         apply=partial(whole.apply, **flags),
-        native=whole.native and partial(whole.native, **flags),
         numbers=tuple(whole.numbers_of(dict.fromkeys(whole.hypers, torch.zeros(())), torch.ones(()))),
     )

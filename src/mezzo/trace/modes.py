@@ -20,7 +20,7 @@ from mezzo.cast.notes import watched
 from mezzo.compiling import compiled_inside_alone
 from mezzo.dispatch import TorchDispatchMode, dispatch_modes, function_modes
 from mezzo.tensors import LOW, dtype_name
-from mezzo.trace.calls import Place, Where, casting, doing, opened_by_region
+from mezzo.trace.function_calls import Place, Where, casting, doing, opened_by_region
 from mezzo.trace.kernels import flops
 from mezzo.trace.measure import numbered
 

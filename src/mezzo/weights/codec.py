@@ -5,21 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from mezzo.step.executors.choose import update_of
-from mezzo.step.passes import Bucket, Verdict
 from mezzo.step.storage import READ, SPLIT, Storage, decode, encode_into
 from mezzo.step.update import Scalars, States, UpdateRule
+from mezzo.step.verdict import Bucket, Verdict
 
 #: From how many elements on kernels of the executors pay for their tables.
 _LARGE: Final = 1 << 18
 _NAN: Final = float("nan")
 #: The device types and dtypes whose kernels were built.
 _BUILT: Final[set[tuple[str, torch.dtype]]] = set()
+_KIND: Final = attrgetter("device.type", "dtype")
 
 
 def decoded(hi: Tensor, lo: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ def _is_large(hi: Tensor) -> bool:
     """Whether kernels of the executors are to run; builds them where they are new."""
     if not _pays(hi):
         return False
-    if (hi.device.type, hi.dtype) not in _BUILT:  # it has come from another device or process
+    if _KIND(hi) not in _BUILT:  # it has come from another device or process
         # Kernels are traced, which below torch's dispatcher cannot be done: another thread has a dispatcher's state of
         # its own.
         building = threading.Thread(target=get_ready, args=(hi,))
@@ -72,10 +74,16 @@ def get_ready(hi: Tensor) -> None:
 
     torch 2.11 keeps what tracing needs with the first thread that traces, and dies when that has ended.
     """
-    kind = hi.device.type, hi.dtype
-    if _pays(hi) and kind not in _BUILT:
-        _build(hi.device, hi.dtype)
-        _BUILT.add(kind)
+    if _pays(hi):
+        get_all_ready([hi])
+
+
+def get_all_ready(high: Sequence[Tensor]) -> None:
+    """Build the kernels for some high halves, however small, where they are new; see :func:`get_ready`."""
+    if not _BUILT.issuperset(map(_KIND, high)):
+        for hi in {_KIND(hi): hi for hi in high}.values():
+            _build(hi.device, hi.dtype)
+            _BUILT.add(_KIND(hi))
 
 
 def _build(device: torch.device, dtype: torch.dtype) -> None:

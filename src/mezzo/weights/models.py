@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mezzo.errors import MezzoError, NumericsError, StateError, UnsupportedError, message, raise_together, some_of
 from mezzo.hooks import is_ours
+from mezzo.patches import patch
 from mezzo.policy.rules import both, exact
 from mezzo.sharded import flags_of_all, held_as, hold_locally, is_distributed, local
 from mezzo.step.storage import encode_into, is_beyond
@@ -323,9 +324,7 @@ class _Programs:
     def _bind(self, place: Any, name: str) -> None:
         plain = getattr(place, name, None)
         if plain is not None:  # a release may have another way
-            made = functools.wraps(plain)(partial(_of_copies, plain))
-            setattr(place, name, made)
-            self._undo.callback(_put_back, place, name, plain, made)
+            self._undo.callback(patch(place, name, functools.wraps(plain)(partial(_of_copies, plain))))
 
     def close(self) -> None:
         """End, for one model."""
@@ -336,11 +335,6 @@ class _Programs:
 
 
 _PROGRAMS: Final = _Programs()
-
-
-def _put_back(place: Any, name: str, plain: Any, made: Any) -> None:
-    if getattr(place, name) is made:  # and nothing that others have put there since
-        setattr(place, name, plain)
 
 
 def _of_copies(plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -471,8 +465,9 @@ def _move(param: Any, change: Callable[[Tensor], Tensor]) -> None:
         there = _encoded(there, param.hi.dtype, type(param))
         there.path = param.path
     if there.device != param.device or there.stride() != param.stride() or there.cell is not param.cell:
-        param.grad = None
+        dtype, param.grad = param.grad_dtype, None
         _replace(param, there)
+        param.grad_dtype = dtype  # which may be none, where the gradient has 16 bits
         param.grad = gradient
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ _HIGH: Final = attrgetter("hi")
 _LOW: Final = attrgetter("lo")
 _IS_PART: Final = attrgetter("is_part")
 _WIDE: Final = attrgetter("cell.wide")
+_IS_FUSED: Final = itemgetter("fused")
 #: Kernels that update each element by itself, and leave counts of steps alone.
 _FUSED: Final = frozenset(
     getattr(getattr(torch.ops.aten, name), overload)
@@ -114,11 +115,10 @@ class _Cuts:
             self._scratch.resize_(4 * self._size)
         increment_version(self._params)  # before the first write: what ends the step in its middle is seen by it
         if self._plain:
-            func(*([each[place] for place in self._plain] if each else each for each in args), **kwargs)
+            func(*[[*map(each.__getitem__, self._plain)] if each else each for each in args], **kwargs)
         for exchange, values, pieces in self._parts:
             exchange.widen()
-            others = (_taken(each, pieces) for each in args[1:])
-            func(values, *others, **kwargs)
+            func(values, *[_taken(each, pieces) for each in args[1:]], **kwargs)
             exchange.store(values)
         self._scratch.resize_(0)
 
@@ -158,6 +158,5 @@ def _parts(params: list[Any], size: int, *, cuts: bool) -> Iterator[list[_Piece]
 
 def is_fused(optimizer: Optimizer) -> bool:
     """Whether all that an optimizer updates goes through fused kernels of torch's that may be cut."""
-    return isinstance(optimizer, torch.optim.Adam | torch.optim.SGD) and all(
-        group.get("fused") for group in optimizer.param_groups
-    )
+    is_known = isinstance(optimizer, torch.optim.Adam | torch.optim.SGD)
+    return is_known and all(map(_IS_FUSED, optimizer.param_groups))

@@ -15,11 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mezzo.compiling import never_compiled
 from mezzo.dispatch import num_dispatch_modes
-from mezzo.hooks import Look, before_every_step
+from mezzo.hooks import before_every_step
 from mezzo.releases import private
 from mezzo.step.gradients import alike
 from mezzo.weights.cell import STEP
-from mezzo.weights.codec import Exchange
+from mezzo.weights.codec import Exchange, get_all_ready
 from mezzo.weights.halves import Halves, halves_among
 from mezzo.weights.parts import FusedParts, is_fused
 
@@ -43,8 +43,8 @@ def watch_steps() -> None:
     with _WATCHING:
         if Halves not in _FOREACH_CLASSES:
             _FOREACH_CLASSES.append(Halves)
-            register_optimizer_step_post_hook(_after)
-        before_every_step(_LOOK)
+            register_optimizer_step_post_hook(stored_again)
+        before_every_step(_before)
 
 
 class _Decoded:
@@ -135,21 +135,19 @@ def written_by(optimizer: Optimizer) -> list[Halves]:
     return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
 
 
-def reads_halves(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's own kernels read and write both halves, as mezzo's do."""
-    return bool(getattr(type(optimizer), "reads_halves", False))
-
-
 @never_compiled
 @torch.no_grad()
 def _before(optimizer: Optimizer, *_: Any) -> None:
-    if reads_halves(optimizer) or not (weights := written_by(optimizer)):
+    if getattr(type(optimizer), "reads_halves", False) or not (weights := written_by(optimizer)):
         return
     stored_again(optimizer)
     names = vars(optimizer)
     # What watches kernels is handed a fused one before the weights are.
     if is_fused(optimizer) and "_mezzo_keeps_memory" not in names and not num_dispatch_modes():
-        STEP.parts = names.setdefault("_mezzo_parts", FusedParts()).run
+        get_all_ready([*map(_HIGH, weights)])  # no kernel can be traced where torch's fused one is dispatched
+        if "_mezzo_parts" not in names:
+            names["_mezzo_parts"] = FusedParts()
+        STEP.parts = names["_mezzo_parts"].run
         return
     if (decoded := names.get("_mezzo_decoded")) is None or not decoded.serves(weights):
         names["_mezzo_decoded"] = decoded = _Decoded(weights)
@@ -157,16 +155,9 @@ def _before(optimizer: Optimizer, *_: Any) -> None:
     names["_mezzo_shows"] = True
 
 
-_LOOK: Final = Look(_before)
-
-
 @never_compiled
-def _after(optimizer: Optimizer, *_: Any) -> None:
-    stored_again(optimizer)
-
-
 @torch.no_grad()
-def stored_again(optimizer: Optimizer) -> None:
+def stored_again(optimizer: Optimizer, *_: Any) -> None:
     """Encode what was decoded for a step of an optimizer: after it, or after one that has raised."""
     names, STEP.parts = vars(optimizer), None
     if names.pop("_mezzo_shows", False) and not names["_mezzo_decoded"].store(

@@ -224,7 +224,7 @@ CHANGES = {
     load: ("adamw", r"where  state of AdamW, optimizer 0\n"),
     move: ("adamw", r"where  parameters and buffers of Sequential, model 0\n(?s:.*)once more"),
     swap: ("torch", r"where  parameters and buffers of Sequential, model 0\n"),
-    grow: ("adamw", r"where  parameters and buffers of Sequential, model 0\n(?s:.*)what AdamW, optimizer 0 updates\n"),
+    grow: ("adamw", r"where  parameters and buffers of Sequential, model 0\n(?s:.*)what optimizers update\n"),
     replace: ("adamw", r"where  hyper-parameters of AdamW, optimizer 0\n"),
     freeze: ("adamw", r"where  requires_grad of Sequential, model 0\n"),
     unclip: ("adamw", r"where  max_grad_norm 0\.5 → 0\.1\n"),

@@ -6,7 +6,6 @@ executors.
 """
 
 import dataclasses
-import functools
 import importlib
 import math
 from collections.abc import Callable
@@ -18,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mezzo.step.executors import cpp, portable
 from mezzo.step.executors.cpp import Cpp
-from mezzo.step.executors.portable import Compiled, Portable
+from mezzo.step.executors.portable import Portable
 from mezzo.step.moments import GROUP, decode, zeros
-from mezzo.step.passes import Bucket, counted, judge, scales_among, updated
 from mezzo.step.storage import PLAIN, SPLIT, encode_into, keys
 from mezzo.step.update import rule
+from mezzo.step.verdict import Bucket, counted, judge, scales_among, updated
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 INT16, INT8 = torch.int16, torch.int8
@@ -41,10 +40,6 @@ class Predicated(Portable):
         return update
 
 
-class CompiledHere(Compiled, Predicated):
-    """What torch.compile makes for such a device, on the CPU."""
-
-
 def triton():
     from mezzo.step.executors.triton import Triton
 
@@ -58,7 +53,7 @@ class Implementation(NamedTuple):
         make: Makes the executor.
         device: Where tensors are.
         is_exact: Whether its arithmetic is IEEE's in each element: torch's vectors take roots that are 1 unit in the
-            last place off on some processors, and its own kernels order operations otherwise.
+            last place off on some processors.
         is_costly: Whether a case takes tenths of a second, as where it is traced or interpreted.
         cases: Which cases of the table it runs by default.
     """
@@ -72,25 +67,19 @@ class Implementation(NamedTuple):
 
 RULES = ["adamw", "adamw amsgrad", "adam", "adam amsgrad maximize", "sgd maximize", "sgd momentum"]
 RULES += ["sgd momentum nesterov maximize", "lion", "lion maximize"]
-#: The first cases of the table: each rule once, storages by turns; and three of them, of which two round at random.
-ONCE, FEW = slice(len(RULES)), slice(1, len(RULES), 3)
+#: The first cases of the table: each rule once, storages by turns.
+ONCE = slice(len(RULES))
 IMPLEMENTATIONS = {
     "portable": Implementation(Portable),
     "predicated": Implementation(Predicated, cases=ONCE),
-    "compiled": Implementation(CompiledHere, is_costly=True, cases=FEW),
-    "inductor": Implementation(CompiledHere, is_costly=True, cases=FEW),
     "cpp": Implementation(Cpp, is_exact=True, cases=ONCE),
     "interpreted": Implementation(triton, is_exact=True, is_costly=True, cases=ONCE),
     "cuda": Implementation(triton, torch.device("cuda"), is_exact=True),
 }
 #: Elements that are read or written at a time.
 PART = 1 << 11
-#: What each way to compile has compiled, for all tests.
-KERNELS = {name: functools.cache(portable._kernel.__wrapped__) for name in ("compiled", "inductor")}
 #: As parameters of a fixture; what they need is put there by :func:`prepared`.
-PARAMETERS = [
-    pytest.param(name, marks=CUDA if name == "cuda" else ()) for name in IMPLEMENTATIONS if name != "inductor"
-]
+PARAMETERS = [pytest.param(name, marks=CUDA if name == "cuda" else ()) for name in IMPLEMENTATIONS]
 
 
 def prepared(request, monkeypatch):
@@ -103,10 +92,6 @@ def prepared(request, monkeypatch):
         tables = importlib.import_module("mezzo.step.executors.triton")
         monkeypatch.setattr(tables, "CHUNK", PART)
         monkeypatch.setattr(tables, "NORM_BLOCK", PART // 2)
-    if name in ("compiled", "inductor"):  # only the graphs that kernels are made of, or the kernels
-        monkeypatch.setattr(portable, "_kernel", KERNELS[name])
-        backend = "eager" if name == "compiled" else "inductor"
-        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     return IMPLEMENTATIONS[name]
 
 

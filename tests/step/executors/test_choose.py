@@ -1,7 +1,6 @@
 """Which executor is chosen, and that there always is one."""
 
 import logging
-from functools import partial
 
 import pytest
 import torch
@@ -10,13 +9,11 @@ from mezzo import UnsupportedError, compiled, launched
 from mezzo.step.executors import choose, cpp, triton
 from mezzo.step.executors.choose import executor_for, update_of
 from mezzo.step.executors.cpp import Cpp
-from mezzo.step.executors.portable import Compiled, Portable
-from mezzo.step.passes import judge
+from mezzo.step.executors.portable import Portable
 from mezzo.step.storage import PLAIN
+from mezzo.step.verdict import judge
 
 from .implementations import bucket_of
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
 
 CPU = torch.device("cpu")
 
@@ -49,41 +46,13 @@ def test_without_a_compiler_for_kernels_weights_are_updated_block_by_block(monke
     assert (bucket.weights[0] == 0.5).all()
 
 
-def refuse(*_, **__):
-    raise RuntimeError("No working C++ compiler found in torch._inductor.config.cpp.cxx")
-
-
-def test_accelerators_without_triton_take_torch_s_compiler(monkeypatch, caplog):
-    """As if the CPU were one of them."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    assert isinstance(choose._working("torch.compile", CPU), Compiled)
-    assert choose._working("torch.compile", CPU) is choose._working("torch.compile", CPU)
-    assert "block by block" not in caplog.text
-
-    caplog.clear()
-    choose._working.cache_clear()
-    monkeypatch.setattr(torch, "compile", lambda function, **_: refuse)
-    with caplog.at_level(logging.WARNING, logger="mezzo"):
-        assert type(choose._working("torch.compile", CPU)) is Portable
-    (record,) = caplog.records
-    assert "block by block" in record.getMessage()
-    assert "No working C++ compiler" in record.getMessage()
-    assert "apt install g++" in record.getMessage()
-    choose._working.cache_clear()
-    monkeypatch.undo()
-    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    assert type(choose._working("torch.compile", CPU)) is Portable
-    assert "unset TORCHDYNAMO_DISABLE" in caplog.text
-
-
 @pytest.mark.parametrize("built, found, triton_s", [("13.0", True, True), ("13.0", False, False), (None, True, False)])
 def test_each_device_takes_its_own_executor_and_keeps_it(monkeypatch, built, found, triton_s):
     monkeypatch.setattr(torch.version, "cuda", built)
     monkeypatch.setattr(launched.importlib.util, "find_spec", lambda name: found or None)
     monkeypatch.setattr(triton, "_is_capturing", lambda device: False)
-    for kind in (triton.Triton, Compiled):
-        monkeypatch.setattr(kind, "require", lambda self, device: None)
-    kinds = {"cuda": triton.Triton if triton_s else Compiled, "cpu": Cpp, "xpu": Compiled}
+    monkeypatch.setattr(triton.Triton, "require", lambda self, device: None)
+    kinds = {"cuda": triton.Triton if triton_s else Portable, "cpu": Cpp, "xpu": Portable}
     for device, kind in kinds.items():
         assert type(executor_for(torch.device(device))) is kind
         assert executor_for(torch.device(device)) is executor_for(torch.device(device))

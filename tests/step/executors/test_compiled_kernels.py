@@ -18,11 +18,9 @@ import pytest
 import torch
 
 from mezzo.launched import jitted
-from mezzo.scale import LossScale, scaler
-from mezzo.session import engine
-from mezzo.step import passes
+from mezzo.scale import LossScale, device_state
+from mezzo.step import verdict
 from mezzo.step.executors import cpp_source
-from mezzo.step.executors import triton as launch
 from mezzo.step.executors import triton as shared
 from mezzo.step.executors import triton as tables
 from mezzo.step.executors import triton_source as source_of
@@ -172,13 +170,13 @@ LOSS_SCALE = LossScale.dynamic()
 F32, F64, I64, FLAG = (FP32, 0), (torch.float64, 0), (torch.int64, 0), (torch.bool, 0)
 #: Functions of a few numbers: their first arguments, the kinds of the others, and the most registers, in eights.
 SHARED = {
-    "adamw's numbers": (launch._scalars, (rule("adamw"),), [I64, *[F64] * 5], 48),
-    "verdict": (passes.decided, (True, True), [(FP32, 1), F32, (FP32, None)], 80),
-    "counts": (passes.counted, (), [FLAG, I64, I64], 24),
-    "next scale": (scaler.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, FLAG, FLAG], 32),
-    "next scale of two optimizers": (scaler.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, *[FLAG] * 4], 32),
+    "adamw's numbers": (verdict.numbers_of_step, ((rule("adamw"),),), [FLAG, I64, *[F64] * 5], 48),
+    "verdict": (verdict.decided, (True, True), [(FP32, 1), F32, (FP32, None)], 80),
+    "counts": (verdict.counted, (), [FLAG, I64, I64], 24),
+    "next scale": (device_state.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, FLAG, FLAG], 32),
+    "next scale of two optimizers": (device_state.moved_on, (LOSS_SCALE,), [F32, I64, I64, I64, *[FLAG] * 4], 32),
     "verdict, told to a fused optimizer": (
-        engine.concluded,
+        verdict.concluded,
         (True, True, True, 0, 1),
         [(FP32, 1), F32, (FP32, None), F32, FLAG],
         80,

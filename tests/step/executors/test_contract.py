@@ -11,10 +11,10 @@ import torch
 
 from mezzo import UnsupportedError
 from mezzo.step import storage
-from mezzo.step.executors.portable import Compiled, Portable
-from mezzo.step.passes import Bucket, judge
+from mezzo.step.executors.portable import Portable
 from mezzo.step.storage import SPLIT
 from mezzo.step.update import rule
+from mezzo.step.verdict import Bucket, judge
 
 from .implementations import (
     BF16,
@@ -42,9 +42,6 @@ from .implementations import (
     tensors_of,
     values_of,
 )
-
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # inductor's own imports
-
 
 # The pure function ----------------------------------------------------------------------------------------
 
@@ -84,11 +81,6 @@ def test_so_are_those_of_the_cases_that_an_implementation_leaves_out(each):
 
 
 @pytest.mark.slow
-def test_so_are_those_of_kernels_that_torch_compiles(inductor):
-    for case in CASES[inductor.cases]:
-        check_case(inductor, *case)
-
-
 def test_weights_and_gradients_of_any_layout_are_updated_or_skipped(each):
     """Weights with gaps, and those whose states lie otherwise, go by torch's operations beside the others."""
     for turn, (kept, (_, dtypes)) in enumerate(WEIGHTS.items()):
@@ -308,14 +300,3 @@ def test_tensors_without_memory_are_refused_before_any_launch(each):
         with pytest.raises(UnsupportedError, match=r"cannot find a tensor\n  where  Wrapped of shape \(20,\)"):
             read()
     assert same_bits(before, tensors_of(bucket))
-
-
-def test_where_torch_cannot_compile_the_error_names_the_way_out(monkeypatch):
-    def refuse(*_, **__):
-        raise RuntimeError("backend='inductor' raised:\nNo working C++ compiler found\nand a page more")
-
-    monkeypatch.setattr(torch, "compile", lambda function, **_: refuse)
-    bucket = bucket_of("lion maximize", SPLIT, BF16, [(5,)])
-    with pytest.raises(UnsupportedError, match=r"torch \d.*, on cpu(?s:.*)No working C(?s:.*)apt install g") as caught:
-        take(Compiled(), bucket, Compiled().update_of(bucket), gradients_of(bucket, 0, BF16))
-    assert "page more" not in str(caught.value)

@@ -6,8 +6,8 @@ import torch
 from mezzo import compiled
 from mezzo.step.executors import cpp, cpp_source
 from mezzo.step.executors.cpp import Cpp
-from mezzo.step.passes import judge
 from mezzo.step.storage import PLAIN, SPLIT
+from mezzo.step.verdict import judge
 
 from .implementations import BF16, FP16, FP32, advance, bucket_of, clones, gradients_of, same_bits, take, tensors_of
 

@@ -23,7 +23,7 @@ def test_they_read_nothing_and_can_be_captured(gpu, lacking, caplog, state_dtype
         optimizer.step()
     with gpu.captured():
         optimizer.step()
-    assert not [name for name in names if "adamw" in name or "scalars" in name]
+    assert not [name for name in names if "adamw" in name]
     said = [each.getMessage() for each in caplog.records if each.name.startswith("mezzo")]
     assert [f"no Triton for aten.sqrt.default of torch {torch.__version__}" in text for text in said] == [True]
     if gpu.computes:

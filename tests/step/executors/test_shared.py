@@ -7,17 +7,15 @@ from itertools import product
 import pytest
 import torch
 
-from mezzo.scale import scaler
+from mezzo.scale import device_state
 from mezzo.scale.config import LossScale
-from mezzo.session import engine
-from mezzo.step import passes
-from mezzo.step.passes import NoKernel
+from mezzo.step import verdict
 from mezzo.step.update import rule
+from mezzo.step.verdict import NoKernel
 
 from .implementations import HYPERS
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-from mezzo.step.executors import triton as launch  # noqa: E402
 from mezzo.step.executors import triton as programs  # noqa: E402
 
 
@@ -46,9 +44,13 @@ def test_the_numbers_of_a_rule(interpreted, launched):
         rules, compute = rule(name), programs.Shared()
         hypers = [torch.tensor(HYPERS[name][each], dtype=torch.float64) for each in rules.hypers]
         for step in (1, 2, 999):
-            tensors = [torch.tensor(step), *hypers]
-            same(compute(launch._scalars, (rules,), tensors), launch._scalars(rules, *tensors))
-    assert launched == ["scalars"] * 12
+            for found_inf in (False, True):
+                tensors = [torch.tensor(found_inf), torch.tensor(step - 1), torch.tensor(step + 3), *hypers, *hypers]
+                same(
+                    compute(verdict.numbers_of_step, ((rules, rules),), tensors),
+                    verdict.numbers_of_step((rules, rules), *tensors),
+                )
+    assert launched == ["numbers_of_step"] * 24
 
 
 CONFIGS = [
@@ -69,8 +71,8 @@ def test_the_next_scale(interpreted, launched, config):
     outcomes = "....X.XhXX...Xh....."
     for mark in outcomes:
         tensors = [*state, torch.tensor(mark in "Xh"), torch.tensor(mark == "h")]
-        expected = scaler.moved_on(config, *tensors)
-        same(compute(scaler.moved_on, (config,), tensors), expected)
+        expected = device_state.moved_on(config, *tensors)
+        same(compute(device_state.moved_on, (config,), tensors), expected)
         state = expected
     assert launched == ["moved_on"] * len(outcomes)
 
@@ -79,8 +81,8 @@ def test_the_next_scale_after_several_steps(interpreted, launched):
     config, compute = LossScale.dynamic(init=1024, interval=2), programs.Shared()
     for flags in product((False, True), repeat=4):
         tensors = [*config.start().tensors(), *map(torch.tensor, flags)]
-        found = compute(scaler.moved_on, (config,), tensors)
-        same(found, scaler.moved_on(config, *tensors))
+        found = compute(device_state.moved_on, (config,), tensors)
+        same(found, device_state.moved_on(config, *tensors))
         counting = [flag for flag, hold in (flags[:2], flags[2:]) if not hold]
         assert [each.item() for each in found[:2]] == ([512.0, 0] if any(counting) else [1024.0, int(bool(counting))])
     assert {*launched} == {"moved_on"}
@@ -95,8 +97,8 @@ def test_a_verdict(interpreted, launched, scale, max_norm):
     numbers = [*([] if scale is None else [torch.tensor(scale)]), *([] if max_norm is None else [max_norm])]
     for norms in NORMS:
         tensors = [torch.tensor(norms), *numbers]
-        found = compute(passes.decided, given, tensors)
-        same(found, passes.decided(*given, *tensors))
+        found = compute(verdict.decided, given, tensors)
+        same(found, verdict.decided(*given, *tensors))
     assert launched == ["decided"] * len(NORMS)
 
 
@@ -107,10 +109,10 @@ def test_a_verdict_with_all_that_is_known_of_losses(interpreted, launched, inner
     for norms, flag in product(NORMS, (False, True)):
         tensors = [torch.tensor(norms), torch.tensor(1024.0), 7.3, *map(torch.tensor, (*inner, *losses, flag))]
         given = True, True, True, len(inner), len(losses)
-        found = compute(engine.concluded, given, tensors)
-        same(found, engine.concluded(*given, *tensors))
+        found = compute(verdict.concluded, given, tensors)
+        same(found, verdict.concluded(*given, *tensors))
         grad_norm, found_inf, multiplier, failed, *told = found
-        same([grad_norm, multiplier], passes.decided(True, True, *tensors[:3])[::2])
+        same([grad_norm, multiplier], verdict.decided(True, True, *tensors[:3])[::2])
         assert found_inf.item() == (not math.isfinite(grad_norm) or any(inner) or math.inf in losses or flag)
         assert failed.item() == (math.inf in losses or any(inner))
         same(told, [found_inf.float(), multiplier.reciprocal()])
@@ -119,14 +121,14 @@ def test_a_verdict_with_all_that_is_known_of_losses(interpreted, launched, inner
 
 def test_a_norm_of_more_numbers_than_a_block_holds(interpreted):
     norms = torch.rand(5000)
-    found, *_ = programs.Shared()(passes.decided, (False, False), [norms])
+    found, *_ = programs.Shared()(verdict.decided, (False, False), [norms])
     assert abs(found / norms.double().norm() - 1) < 1e-6
 
 
 def test_counts_of_steps(interpreted, launched):
     for skipped in (False, True):
         tensors = [torch.tensor(skipped), *(torch.tensor(count) for count in (0, 7, 1 << 40))]
-        counts = programs.Shared()(passes.counted, (), tensors)
+        counts = programs.Shared()(verdict.counted, (), tensors)
         assert [count.tolist() for count in counts] == [count.item() + (not skipped) for count in tensors[1:]]
     assert launched == ["counted"] * 2
 
@@ -175,7 +177,7 @@ def test_what_cannot_be_written_goes_by_torch_s_operations(interpreted, launched
                 same(compute(function, (), [tensor]), function(tensor))
         assert [said in each.getMessage() for each in caplog.records if each.name.startswith("mezzo")] == [True]
     found = programs.Shared()(
-        passes.counted, (), [torch.tensor(False), torch.tensor(1), torch.tensor(1, device="meta")]
+        verdict.counted, (), [torch.tensor(False), torch.tensor(1), torch.tensor(1, device="meta")]
     )
     assert (found[0], found[1].device.type) == (2, "meta")  # numbers on several devices
     assert launched == []

@@ -16,9 +16,9 @@ from mezzo import UnsupportedError
 from mezzo.step.executors import triton as tables
 from mezzo.step.executors import triton_source as source_of
 from mezzo.step.executors.triton import Triton
-from mezzo.step.passes import NoKernel, judge
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import rule
+from mezzo.step.verdict import NoKernel, judge
 
 from ...support.refusals import refused
 from .implementations import (

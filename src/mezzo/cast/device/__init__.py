@@ -13,7 +13,6 @@ from mezzo.cast.device.probing import (
     DeviceReport,
     FamilySupport,
     FormatSupport,
-    Kinds,
     default_kinds,
     devices,
     isa_setting,
@@ -31,5 +30,5 @@ __all__ = [
     "Family",
     "FamilySupport",
 ]
-__all__ += ["FormatSupport", "Kinds", "arithmetic", "default_kinds", "devices", "emulated_families", "fast_format"]
+__all__ += ["FormatSupport", "arithmetic", "default_kinds", "devices", "emulated_families", "fast_format"]
 __all__ += ["intended", "isa_setting", "probe", "processor"]

@@ -16,20 +16,18 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from mezzo import files
 from mezzo.cast.device import child, claims
 from mezzo.cast.device.child import FAMILIES, Family
 from mezzo.cast.device.claims import NOTHING, Claim
-from mezzo.compiling import constant_in_graphs
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError, UnsupportedError, nearest
 from mezzo.tensors import dtype_name
@@ -60,31 +58,6 @@ def devices() -> list[str]:
 def default_kinds() -> tuple[str, ...]:
     """Return the device types of a region that belongs to no model: the accelerator, or where there is none the CPU."""
     return (devices()[-1],)
-
-
-class Kinds:
-    """The device types that the regions of a model cover: those of its tensors, wherever these are by now.
-
-    A model without tensors is taken to be where new ones would be: on the accelerator, if there is one.
-
-    Args:
-        tensors: The model's, parameters before buffers: parameters stay the same objects when they move.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        examples: dict[str, Tensor] = {}
-        for tensor in tensors:
-            examples.setdefault(tensor.device.type, tensor)
-        self._examples = list(examples.values())
-        self._known: dict[tuple[str, ...], tuple[str, ...]] = {}
-
-    @constant_in_graphs
-    def __call__(self) -> tuple[str, ...]:
-        """Return them, the CPU first."""
-        now = tuple([example.device.type for example in self._examples])
-        if now not in self._known:
-            self._known[now] = tuple(kind for kind in devices() if kind in now) or default_kinds()
-        return self._known[now]
 
 
 def require_device(device_type: str) -> None:
@@ -300,7 +273,7 @@ def cpu_report(*, refresh: bool = False) -> DeviceReport:
     about = {**cpu, "torch": torch.__version__, "probe": _VERSION}
     file = f"device-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
     try:
-        stored = {} if refresh else json.loads(files.kept(file))
+        stored = {} if refresh else json.loads(files.kept(file).read_bytes())
         kept = {key: FormatSupport.told(said) for key, said in stored.items()}
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as fault:
         kept = {}

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from mezzo import sharded
+from mezzo.cast.device import default_kinds, devices
 from mezzo.cast.differences import Known
 from mezzo.cast.products import Memory, recipe_of
+from mezzo.compiling import constant_in_graphs
 from mezzo.errors import MezzoError, UnsupportedError, some_of
 from mezzo.hooks import with_gradient_hooks
 from mezzo.policy import Policy, Rule, Treatment
@@ -81,6 +83,38 @@ def region_paths(model: nn.Module, policy: Policy) -> dict[str, str]:
     return paths
 
 
+class Devices:
+    """The devices of a model's tensors, wherever these are by now: one tensor is asked for each type of device.
+
+    Args:
+        model: The model. One without tensors is taken to be where new ones would be: on the accelerator, if there is
+            one.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        examples: dict[str, tuple[nn.Module, str, str]] = {}
+        for table in ("_parameters", "_buffers"):  # parameters first: they stay the same objects when they move
+            for module in model.modules():
+                for name, tensor in vars(module)[table].items():
+                    if tensor is not None:
+                        examples.setdefault(tensor.device.type, (module, table, name))
+        self._examples = list(examples.values())
+
+    def now(self) -> list[torch.device]:
+        """Return the devices of these tensors; where one was taken away it counts no more."""
+        return [
+            tensor.device
+            for module, table, name in self._examples
+            if (tensor := vars(module)[table].get(name)) is not None
+        ]
+
+    @constant_in_graphs
+    def kinds(self) -> tuple[str, ...]:
+        """Return the types of devices that regions of the model cover, the CPU first."""
+        now = {device.type for device in self.now()}
+        return tuple(kind for kind in devices() if kind in now) or default_kinds()
+
+
 def _treatment(tensor: Tensor, rule: Rule) -> Treatment:
     """Return the treatment of ops that read a tensor; an FP32 buffer's is told from that of a parameter's."""
     is_buffer = not isinstance(tensor, nn.Parameter)
@@ -138,6 +172,18 @@ class RuledParams:
                 yield tensor, treatment
                 if tensor in self.gathered:
                     yield self.gathered[tensor], treatment
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a tensor that regions know of."""
+        return len(self.places) > 0 or self.memory is not None
+
+    def standing(self) -> list[Tensor | None]:
+        """Return the tensors by which what regions know was found: what changes it puts another one in a place."""
+        found = [owner._parameters.get(name, owner._buffers.get(name)) for owner, name, _ in self.places]
+        if self.memory is not None:
+            found += self.memory.standing()
+        return [*found, *self.gathered.values()] if self.gathered else found
 
     @classmethod
     def known_of(cls, each: Iterable[RuledParams]) -> Known:

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from mezzo import sharded
-from mezzo.cast.device import Kinds
-from mezzo.cast.model.calls import TakesIn, Within, keep_dtypes
+from mezzo.cast.model.boundaries import HeldRegion, TakesIn, Within, keep_dtypes
+from mezzo.cast.model.checks import changes_since, out_of_reach, require_module, wanted_storage
 from mezzo.cast.model.outputs import GivesOut
-from mezzo.cast.model.places import RuledParams, called, outermost, owned, region_paths, stored_tensors
-from mezzo.cast.model.refusals import changes_since, out_of_reach, require_module, wanted_storage
+from mezzo.cast.model.places import Devices, RuledParams, called, outermost, owned, region_paths, stored_tensors
 from mezzo.cast.pins import PIN
 from mezzo.cast.region import Region, autocast
 from mezzo.compiling import compiled_inside_alone, forget_compiled
@@ -91,7 +90,7 @@ class Prepared:
         policy: The policy it was prepared with, and what the model's classes add to it.
         asked: That policy, as it was given.
         in_session: Whether a session has the model, and is not closed yet.
-        kinds: The device types of its tensors, which its regions cover.
+        devices: The devices of its tensors, which its regions cover.
         params: The parameters that rules speak about.
     """
 
@@ -104,12 +103,15 @@ class Prepared:
         self._storage = wanted_storage(model, policy, converts=True, waits=waits)
         self._before: dict[Tensor, Tensor] = {}  # what O3 has rounded, until nothing can fail any more
         self._dtypes: dict[Tensor, torch.dtype] = {}  # that tensors go back to
+        self._dtypes_at: dict[str, torch.dtype] = {}  # and those that took their places: model.to() makes new buffers
         for line in out_of_reach(model, policy) if tells else ():
             logger.warning("%s", printable(line))
         self._hooks: list[RemovableHandle] = []
         # Planning the regions may find that the device cannot honour the policy: before anything is changed.
-        self.kinds = Kinds((*model.parameters(), *model.buffers()))
+        self.devices = Devices(model)
         self.params = RuledParams.of(model, policy)
+        self._with: tuple[Prepared, ...] = ()  # the models whose parameters its region knows as well
+        self._region = HeldRegion(policy, "", [self.params], [self.devices])
         self._regions = [*self._plan_regions()]
         self._undo = ExitStack()
         try:
@@ -136,6 +138,7 @@ class Prepared:
             if tensor.dtype != dtype:
                 self._before[tensor], self._dtypes[tensor] = tensor.data, tensor.dtype
                 give(tensor, tensor.data.to(dtype))
+        self._dtypes_at = {path: self._dtypes[it] for it, path, _ in stored_tensors(self.model) if it in self._before}
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
             self.params.find_gathered(self.model)
@@ -149,19 +152,19 @@ class Prepared:
         self._before.clear()
         if self.policy.halves:  # whose weights have more bits from here on than a model that came low
             self._dtypes.clear()
+            self._dtypes_at.clear()
 
     def _hook(self) -> None:
         policy, model = self.policy, self.model
         for module, within in self._regions:
-            self._hooks.append(module.register_forward_pre_hook(within.enter, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(within.exit, always_call=True))
+            within.hook(module)
         for module, dtype in self._taking_in() if policy.param_dtype != torch.float32 else ():
             self._hooks.append(module.register_forward_pre_hook(TakesIn(dtype).enter, with_kwargs=True))
         out = policy.output_dtype
         for module, last in () if out is None else ((module, GivesOut(out)) for module in outermost(model)):
             self._hooks.append(module.register_forward_pre_hook(last.enter, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(last.exit))
-        if self._hooks or self._storage.halves:
+        if self._hooks or self._regions or self._storage.halves:
             forget_compiled()
 
     def _plan_regions(self) -> Iterator[tuple[nn.Module, Within]]:
@@ -173,7 +176,7 @@ class Prepared:
             rule = self.policy.module_rule(path) if paths[path] else None
             dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
             within = Within(
-                self.policy, path, paths[path], self.params, self.kinds, is_own=is_own,
+                self.policy, path, paths[path], self.params, self.devices, is_own=is_own,
                 inputs=None if low or rule is None else dtype,
             )  # fmt: skip
             if within.is_needed:
@@ -197,14 +200,17 @@ class Prepared:
         Args:
             *others: Models prepared with the same policy, whose parameter rules the region knows as well.
         """
-        every = (self, *others)
-        kinds = tuple(dict.fromkeys(kind for each in every for kind in each.kinds()))
-        known = RuledParams.known_of([each.params for each in every])
         if torch.compiler.is_compiling():
+            kinds = tuple(dict.fromkeys(kind for each in (self, *others) for kind in each.devices.kinds()))
+            known = RuledParams.known_of([each.params for each in (self, *others)])
             if len(kinds) == 1 and not known.pinned and not known.memories:
                 return autocast(self.policy, kinds[0])  # which knows how to be traced
             return autocast.of(Region.inside(self.policy, "", known, kinds))
-        return autocast.of(Region.inside(self.policy, "", known, kinds))
+        if others != self._with:
+            every = (self, *others)
+            self._region = HeldRegion(self.policy, "", [e.params for e in every], [e.devices for e in every])
+            self._with = others
+        return autocast.of(self._region.now())
 
     def require_whole(self) -> None:
         """Refuse a session where the model is not what it was prepared to be.
@@ -260,16 +266,22 @@ class Prepared:
         self._undo.close()
         for hook in self._hooks:
             hook.remove()
-        if self._hooks or self._storage.halves:
+        for _, within in self._regions:
+            within.end()
+        if self._hooks or self._regions or self._storage.halves:
             forget_compiled()
         self._hooks.clear()
         if self._storage.halves:
             restore(self.model.parameters())
         for tensor, dtype in self._dtypes.items():
             give_back(tensor, self._before.get(tensor, tensor.data).to(dtype))
+        for tensor, path, _ in stored_tensors(self.model):
+            if tensor not in self._dtypes and tensor.dtype != (dtype := self._dtypes_at.get(path, tensor.dtype)):
+                give_back(tensor, tensor.data.to(dtype))
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
         self._dtypes.clear()
+        self._dtypes_at.clear()
 
 
 def _forget(module: nn.Module, handles: list[Prepared], mine: Prepared) -> None:

@@ -100,7 +100,7 @@ class Memory:
         Args:
             gathered: What stands in the places of sharded parameters while they are gathered, by their part.
         """
-        now = [module._parameters.get(name) for module, name in self._places]  # pruning takes weights away
+        now = self.standing()
         device = next((weight.device for weight in now if weight is not None), self.history.device)
         is_known = len(now) == len(self._known) and all(map(is_, now, self._known))
         if is_known and not gathered and device == self.history.device:
@@ -112,6 +112,10 @@ class Memory:
         if device != self.history.device:
             for name in ("history", "kept", "window"):
                 setattr(self, name, getattr(self, name).to(device))
+
+    def standing(self) -> list[nn.Parameter | None]:
+        """Return the weights that stand in its places now: pruning takes some away."""
+        return [module._parameters.get(name) for module, name in self._places]
 
     def knows(self, weight: Tensor) -> bool:
         """Whether a weight, or what it is a view of, is one of the model's."""

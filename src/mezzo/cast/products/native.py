@@ -16,7 +16,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.formats import BlockFormat, Quantized, quantized
-from mezzo.formats.table import E2M1
+from mezzo.formats.definitions import E2M1
 
 #: Of the operands that a product is tried with: the least that every kernel takes.
 _SIZE: Final = 128

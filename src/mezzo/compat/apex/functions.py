@@ -14,6 +14,7 @@ from mezzo.cast.device import default_kinds
 from mezzo.cast.pins import fp32, low
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, StateError, nearest, shown
+from mezzo.patches import patch
 from mezzo.policy import Policy
 from mezzo.policy.ops import functions, resolve
 from mezzo.tensors import CASTABLE, tensors
@@ -130,10 +131,9 @@ class Registered:
         """
         for place, name, decorator in self._all:
             if decorator not in _RULES or _op(place, name) is None:
-                plain = vars(place).get(name)  # as it is there: a static method is not what getattr returns
-                undo.callback(*((delattr, place, name) if plain is None else (setattr, place, name, plain)))
                 made = decorator(getattr(place, name))
-                setattr(place, name, staticmethod(made) if isinstance(plain, staticmethod) else made)
+                is_static = isinstance(vars(place).get(name), staticmethod)
+                undo.callback(patch(place, name, staticmethod(made) if is_static else made))
 
     def begin(self) -> None:
         """Take no more."""

@@ -18,12 +18,12 @@ from mezzo.interrupts import uninterrupted
 from mezzo.policy import Policy
 from mezzo.scale import LossScale
 from mezzo.scale.config import TORCHS_RULES, from_words
-from mezzo.scale.scaler import Scaler
+from mezzo.scale.device_state import Scaler
 from mezzo.session.engine import SCALERS_ORDER, Engine
-from mezzo.session.scaler import EngineScaler, has_gradient
-from mezzo.session.update import takes_flags
+from mezzo.session.grad_scaler import EngineScaler, has_gradient
 from mezzo.session.weights import Weights
 from mezzo.session.window import Window
+from mezzo.session.writers import takes_flags
 from mezzo.step.executors.choose import shared
 from mezzo.tensors import described, moved
 
@@ -126,17 +126,18 @@ class GradScaler(EngineScaler):
                 engine.waits = True
             # Those of earlier iterations may be gone.
             engine.weights.know([*(each for each in self._seen if each is not optimizer), optimizer])
-            engine.group()
+            engine.plan_anew()
             self._engine = engine
         return engine
 
     def _window(self, optimizer: Optimizer) -> Window:
         windows = self._engine_of(optimizer).windows
-        return next(window for window in windows if optimizer in window.optimizers)
+        return next(window for window in windows if optimizer in window.plan.optimizers)
 
     def _open(self, optimizer: Optimizer, *, again: bool = True) -> None:
+        self._engine_of(optimizer).follow()
         window = self._window(optimizer)
-        if self._given is None or window.passes or not window.has_gradients():
+        if self._given is None or window.now.passes or not window.has_gradients():
             return
         if again or not window.has_left_alone():
             if not takes_flags(optimizer):
@@ -215,14 +216,14 @@ class GradScaler(EngineScaler):
     @contextmanager
     def _once(self, optimizer: Optimizer) -> Iterator[None]:
         """Take note that an optimizer has stepped; one that raises before it has written may step again."""
-        found = self._window(optimizer).found
+        found = self._window(optimizer).now.found
         try:
             yield
         except BaseException:
-            if (window := self._window(optimizer)).passes:
+            if (window := self._window(optimizer)).now.passes:
                 if found is not None:
                     self._engine_of(optimizer).tell(found)
-                window.close(window.found)
+                window.close(window.now.found)
             raise
         self._seen[optimizer] = True
 
@@ -256,11 +257,12 @@ class GradScaler(EngineScaler):
         """Close windows that no step has taken; what unscaling has found in them counts, on all ranks alike."""
         for engine in [] if self._engine is None else [self._engine]:
             for window in engine.windows:
-                if window.passes and window.found is not None:
-                    no = torch.zeros_like(window.found)
-                    engine.tell(engine.ranks.agree(window.found, no, step=engine.account.begun + 1)[0])
-                if window.passes:
-                    window.close(window.found)
+                if not window.now.passes:
+                    continue
+                if (found := window.now.found) is not None:
+                    no = torch.zeros_like(found)
+                    engine.tell(engine.ranks.agree(found, no, step=engine.account.begun + 1)[0])
+                window.close(found)
 
     # State ------------------------------------------------------------------------------------------------
 

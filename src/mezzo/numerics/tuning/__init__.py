@@ -4,7 +4,7 @@ Policies are tried on a copy of the model and measured against its own FP32 grad
 rules do, carried out as in training.
 """
 
-from mezzo.numerics.tuning.run import tune
+from mezzo.numerics.tuning.search import tune
 from mezzo.numerics.tuning.tuned import Candidate, Tuned, TuningEvidence
 
 __all__ = ["Candidate", "Tuned", "TuningEvidence", "tune"]

@@ -18,7 +18,7 @@ from mezzo.numerics.tuning.trial import Outcome, Shadow, failure_text, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
 from mezzo.tensors import CASTABLE, tensors, tree_map_only, values_of
-from mezzo.trace.calls import LOSS, Decider, Place, Where, doing
+from mezzo.trace.function_calls import LOSS, Decider, Place, Where, doing
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import RandomStates
 

@@ -11,7 +11,7 @@ from mezzo.errors import printable, some_of
 from mezzo.explanation.rows import byte_text, counted, folded, scale_text
 from mezzo.numerics.tuning.trial import Outcome, ratio_text
 from mezzo.policy import Policy
-from mezzo.trace.calls import MODEL
+from mezzo.trace.function_calls import MODEL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -386,9 +386,9 @@ _ROWS: Final = (
         lu_unpack istft"""),
     _Rows("native", "gemm", "scaled_mm scaled_grouped_mm", note="the caller chooses the formats"),
     _Rows("native", "data movement", """
-        channel_shuffle clone combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud
+        channel_shuffle clone coalesce combinations constant_pad_nd diag diag_embed diagflat flip fliplr flipud
         gather im2col index_select masked_select msort narrow_copy native_channel_shuffle pixel_shuffle pixel_unshuffle
-        repeat repeat_interleave roll rot90 slice_inverse sort take take_along_dim tile topk tril triu unique
+        repeat repeat_interleave roll rot90 slice_inverse sort take take_along_dim tile to_dense topk tril triu unique
         unique_consecutive"""),
     _Rows("native", "data movement", "fft_fftshift fft_ifftshift"),
     _Rows("native", "data movement", " ".join(sorted(VIEWS))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -13,54 +13,29 @@ from torch import Tensor
 from mezzo.errors import UnsupportedError
 from mezzo.launched import has_triton
 from mezzo.step.executors.emit import Pure
-from mezzo.step.executors.portable import Compiled, Portable, tell
-from mezzo.step.passes import Bucket, BucketUpdate, Executor, NoKernel, Verdict
+from mezzo.step.executors.portable import Portable
+from mezzo.step.verdict import Bucket, BucketUpdate, Executor
 
 if TYPE_CHECKING:
-    from mezzo.step.executors.cpp import Cpp
-    from mezzo.step.executors.triton import Shared, Triton
+    from mezzo.step.executors.triton import Shared
 
 
 logger = logging.getLogger(__name__)
 
+_BLOCK_BY_BLOCK: Final = "optimizer steps on %s run block by block, since %s"
+
 
 def executor_for(device: torch.device) -> Executor:
-    """Return the executor of a device: C++ on the CPU, Triton on NVIDIA's GPUs, else torch's compiler.
+    """Return the executor of a device: C++ on the CPU, Triton on NVIDIA's GPUs, elsewhere torch's own operations.
 
-    Where a compiler is missing, the executor that needs none takes its place, and the log says so once.
+    Where a compiler is missing, torch's own operations take its place, too. The log says so once.
     """
-    if device.type == "cpu":
-        return _working("C++", torch.device("cpu"))
-    return _working("Triton" if device.type == "cuda" and has_triton() else "torch.compile", device)
+    return _working(torch.device("cpu") if device.type == "cpu" else device)
 
 
 def update_of(bucket: Bucket) -> BucketUpdate:
-    """Return pass 2 for a bucket by its device's executor, or by the one that needs no compiler.
-
-    The other one takes its place for good where a kernel cannot be built, now or for dtypes that a later step has.
-    """
-    return _Working(bucket)
-
-
-class _Working(BucketUpdate):
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        try:
-            self.update = executor_for(bucket.step.device).update_of(bucket)
-        except NoKernel as error:
-            self.update = portable(error).update_of(bucket)
-
-    def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
-        try:
-            return self.update.ready(gradients)
-        except NoKernel as error:
-            self.update = portable(error).update_of(self.bucket)
-            return self.update.ready(gradients)
-
-    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
-        self.update.write(gradients, verdict, step)
+    """Return pass 2 for a bucket by its device's executor."""
+    return executor_for(bucket.step.device).update_of(bucket)
 
 
 def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor | float]) -> Sequence[Tensor]:
@@ -77,33 +52,26 @@ def shared(function: Pure, given: tuple[Hashable, ...], tensors: Sequence[Tensor
     return function(*given, *tensors) if launched is None else launched(function, given, tensors)
 
 
-def portable(error: NoKernel) -> Executor:
-    """Return the executor that needs no compiler, in place of one that cannot build a kernel.
-
-    Args:
-        error: Why it cannot, for the log.
-    """
-    tell(str(error))
-    return Portable()
-
-
 @functools.cache
-def _working(kind: str, device: torch.device) -> Executor:
-    """Return an executor, or the one that needs no compiler where that cannot build its kernels."""
-    executor: Cpp | Triton | Compiled = Compiled()
-    if kind == "C++":
+def _working(device: torch.device) -> Executor:
+    """Return the executor that has kernels on a device, or the one that needs none."""
+    executor: Cpp | Triton
+    if device.type == "cpu":
         from mezzo.step.executors.cpp import Cpp
 
         executor = Cpp()
-    elif kind == "Triton":
+    elif device.type == "cuda" and has_triton():
         from mezzo.step.executors.triton import Triton, refuse_capture
 
         refuse_capture(device, "the first step of all")  # nothing can be tried in a graph, and nothing is remembered
         executor = Triton()
+    else:
+        logger.warning(_BLOCK_BY_BLOCK, device, "kernels are written for CPUs, and for NVIDIA's GPUs with Triton")
+        return Portable()
     try:
         executor.require(device)
     except UnsupportedError as error:
-        logger.warning("optimizer steps on %s run block by block, since %s", device, error)
+        logger.warning(_BLOCK_BY_BLOCK, device, error)
         return Portable()
     return executor
 

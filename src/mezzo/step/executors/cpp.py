@@ -12,9 +12,19 @@ from torch import Tensor
 from mezzo.compiled import CppKernel, built, threads
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.cpp_source import norm_source, update_source
-from mezzo.step.executors.portable import Rows, TabledUpdate, addresses, as_table, by_dtype, chunked, vectors
-from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict
+from mezzo.step.executors.portable import (
+    Portable,
+    Rows,
+    TabledUpdate,
+    as_table,
+    by_dtype,
+    chunked,
+    table_of,
+    tell,
+    vectors,
+)
 from mezzo.step.storage import keys
+from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict
 
 #: Elements that one thread takes at a time.
 CHUNK: Final = 1 << 14
@@ -48,16 +58,20 @@ class Cpp:
         Raises:
             UnsupportedError: There is no C++ compiler with OpenMP.
         """
-        self.norms([torch.ones(1, dtype=torch.float32, device=device)])
+        self._known((torch.float32,), (1,))
 
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See :class:`mezzo.step.passes.Executor`."""
+        """See :class:`mezzo.step.verdict.Executor`."""
         read, dtypes = vectors(gradients)
-        return self._known(tuple(dtypes), tuple(map(Tensor.numel, read)))(read)
+        try:
+            return self._known(tuple(dtypes), tuple(map(Tensor.numel, read)))(read)
+        except NoKernel as error:  # the compiler is gone since
+            tell(str(error))
+            return Portable().norms(gradients)
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
-        """See :class:`mezzo.step.passes.Executor`."""
+        """See :class:`mezzo.step.verdict.Executor`."""
         return _CppUpdate(bucket)
 
 
@@ -73,7 +87,7 @@ class _CppNorms:
         ]
 
     def __call__(self, vectors: Sequence[Tensor]) -> Tensor:
-        places = as_table(addresses(vectors))
+        places = table_of(vectors)
         squares = torch.zeros(len(vectors), dtype=torch.float64, device="cpu")
         for kernel, cut, owners, elements in self.launches:
             sums = torch.empty(len(cut), dtype=torch.float64, device="cpu")
@@ -89,9 +103,6 @@ class _CppUpdate(TabledUpdate):
         super().__init__(bucket)
         self.random = bucket.random
         self.no_keys = torch.zeros(1, dtype=torch.int32, device="cpu")
-        if bucket.weights:  # here nothing is updated yet; gradients have the weight's dtype, as a rule
-            targets = bucket.targets(0)
-            self.kernel((targets[0].dtype, *(target.dtype for target in targets)))
 
     def follow(self, rows: Rows) -> None:
         """See :class:`.tables.TabledUpdate`."""
@@ -104,14 +115,13 @@ class _CppUpdate(TabledUpdate):
     def follow_addresses(self, rows: Rows) -> None:
         """See :class:`.tables.TabledUpdate`. Each launch takes the rows as they are."""
 
-    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> Tensor:
+    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """See :class:`.tables.TabledUpdate`."""
-        scalars, places = self.bucket.rule.scalars(self.bucket.hypers, step), as_table(addresses(vectors))
+        places = table_of(vectors)
         seeds = keys(step, len(vectors), self.bucket.seed) if self.random else self.no_keys
         numbers = scalars, verdict.multiplier.to(torch.float32), verdict.found_inf.to(torch.bool), seeds
         for kernel, cut, elements in self.tables:
             kernel(places, self.rows.table, cut, len(cut), CHUNK, *numbers, threads(elements))
-        return scalars
 
     def kernel(self, dtypes: tuple[torch.dtype, ...]) -> CppKernel:
         """Return the kernel for a gradient, parts and states of these dtypes."""

@@ -1,6 +1,6 @@
 """Source of pure functions, operation by operation, in whatever language has a table of them.
 
-Pass 2 (:func:`mezzo.step.passes.updated`) and the few numbers that all of a step shares (its verdict, counts, a rule's
+Pass 2 (:func:`mezzo.step.verdict.updated`) and the few numbers that all of a step shares (its verdict, counts, a rule's
 numbers, the next loss scale) are pure functions. Each is traced to a graph of aten operations on 0-d tensors, and each
 operation becomes a line. What is written by hand is where elements lie (``cpp_source``, ``triton_source``), and nothing
 about rules, storages or rounding.
@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, fx
 
 from mezzo.step.moments import is_coded
-from mezzo.step.passes import NoKernel, updated
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
+from mezzo.step.verdict import NoKernel, updated
 
 #: From tensors to tensors: without side effects, and without a branch on values.
 Pure: TypeAlias = Callable[..., Sequence[Tensor]]

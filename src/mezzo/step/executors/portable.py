@@ -6,26 +6,24 @@ Below it are the tables of addresses that compiled executors read.
 from __future__ import annotations
 
 import logging
-import types
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache
 from operator import attrgetter
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mezzo.compiling import for_any_length
 from mezzo.errors import UnsupportedError
 from mezzo.step.moments import GROUP, elements, in_groups
-from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict, scales_among, updated
 from mezzo.step.storage import Storage, keys
-from mezzo.step.update import Scalars, States, UpdateRule
+from mezzo.step.update import UpdateRule
+from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict, scales_among, updated
 from mezzo.tensors import CASTABLE, flat, foreach_norm
 
 logger = logging.getLogger(__name__)
@@ -35,10 +33,6 @@ logger = logging.getLogger(__name__)
 CPU_BLOCK: Final = 1 << 17
 #: On other devices, where a block costs launches, and a few FP32 temporaries.
 DEVICE_BLOCK: Final = 1 << 24
-#: For a compiled kernel: what int32 element numbers can count.
-COMPILED_BLOCK: Final = 1 << 30
-#: Elements of the vectors that a kernel is compiled with, for any number.
-EXAMPLE: Final = 1 << 12
 
 
 @cache
@@ -54,16 +48,13 @@ def tell(why: str) -> None:
 class Portable:
     """Update block by block by the rule's and the storage's own operations.
 
-    On the CPU torch's fused kernel stands for the rule where there is one, unless anything is rounded at random: it
-    works on a copy of a block's FP32 values and states.
-
     **Cost**: per step the bytes of the stored tensors, once; some FP32 temporaries of a block, and 2 µs for each of
     some twenty operations on a block. No host sync on other devices than the CPU.
     """
 
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See :class:`mezzo.step.passes.Executor`.
+        """See :class:`mezzo.step.verdict.Executor`.
 
         On the CPU block by block: torch's own norm of a low-precision tensor is not vectorised there (2.1 ns an
         element, against 0.24, on one core of a Zen 4), and that of 30 million FP32 values is 0.17 % too small, against
@@ -76,41 +67,12 @@ class Portable:
         return torch.stack([_squares(gradient).sqrt() for gradient in gradients])
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
-        """See :class:`mezzo.step.passes.Executor`."""
+        """See :class:`mezzo.step.verdict.Executor`."""
         return _PortableUpdate(bucket)
 
 
-class Compiled(Portable):
-    """The same fused by ``torch.compile`` into one kernel for each rule, storage and set of dtypes: off the CPU.
-
-    Kernels take vectors of any length. Hyper-parameters, multiplier and step are tensors, so that neither a step nor a
-    schedule compiles again. One graph over all tensors would save 20 µs for each of them, and compile for minutes.
-
-    **Cost**: 2 to 10 s to compile a kernel, once a process. Per step the bytes of the stored tensors, once, and 30 µs
-    a tensor. No host sync.
-    """
-
-    def require(self, device: torch.device) -> None:
-        """Compile a little on a device.
-
-        Raises:
-            UnsupportedError: torch cannot: there is no C++ compiler, or compiling is switched off.
-        """
-        example = torch.zeros(2, device=device)
-        if not _compiled(_is_compiled, "check", example)(example).all():
-            raise UnsupportedError(
-                "torch.compile is switched off",
-                why="what it returns runs in Python",
-                write="unset TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE",
-            )
-
-    def update_of(self, bucket: Bucket) -> BucketUpdate:
-        """See :class:`mezzo.step.passes.Executor`."""
-        return _CompiledUpdate(bucket)
-
-
 class _PortableUpdate(BucketUpdate):
-    """Pass 2 by :func:`mezzo.step.passes.updated`, block by block."""
+    """Pass 2 by :func:`mezzo.step.verdict.updated`, block by block."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
@@ -118,31 +80,20 @@ class _PortableUpdate(BucketUpdate):
         self.size = CPU_BLOCK if self.on_cpu else DEVICE_BLOCK
 
     def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
+        """See :class:`mezzo.step.verdict.BucketUpdate`."""
         return [gradient.detach() for gradient in gradients]
 
-    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
+        """See :class:`mezzo.step.verdict.BucketUpdate`."""
         if self.on_cpu and verdict.found_inf:  # here the flag is host memory
             return
         bucket, rule = self.bucket, self.bucket.rule
-        is_native = self.on_cpu and rule.native is not None and not bucket.random
-        rule_of_vectors = _by_torch(rule, bucket.hypers, step) if is_native else rule
-        scalars = rule.scalars(bucket.hypers, step)
         seeds = keys(step, len(gradients), bucket.seed) if bucket.random else scalars.new_zeros((), dtype=torch.int32)
         for index, gradient in enumerate(gradients):
             for start, block in _blocks(bucket, gradient, bucket.targets(index), self.size):
                 key = seeds[index] + start if bucket.random else seeds
-                is_vectors = all(each.is_contiguous() for each in block)
-                self.write_block(rule_of_vectors if is_vectors else rule, block, scalars, verdict, key)
-
-    def write_block(
-        self, rule: UpdateRule, block: Sequence[Tensor], scalars: Tensor, verdict: Verdict, key: Tensor
-    ) -> None:
-        """Write a block's new values: of a gradient, and of what it is for."""
-        gradient, *targets = block
-        storage, predicated = self.bucket.storage, not self.on_cpu
-        write_elements(rule, storage, gradient, targets, scalars, verdict, key, predicated=predicated)
+                numbers = scalars, verdict, key
+                write_elements(rule, bucket.storage, block[0], block[1:], *numbers, predicated=not self.on_cpu)
 
 
 def write_elements(
@@ -199,19 +150,6 @@ def in_groups_of(storage: Storage, gradient: Tensor, targets: Sequence[Tensor]) 
     return found
 
 
-def _by_torch(rule: UpdateRule, hypers: Mapping[str, Tensor], step: Tensor) -> UpdateRule:
-    """Return a rule whose arithmetic is torch's own kernel for the CPU, on vectors."""
-    native: Any = rule.native
-    count, numbers = step.to(torch.float32), {name: hypers[name].item() for name in rule.hypers}
-
-    def apply(gradient: Tensor, weight: Tensor, states: States, _: Scalars) -> tuple[Tensor, States]:
-        weight, states = weight.clone(), tuple(state.clone() for state in states)  # which the kernel writes to
-        native(gradient, weight, states, numbers, count)
-        return weight, states
-
-    return replace(rule, apply=apply)
-
-
 def _blocks(
     bucket: Bucket, gradient: Tensor, targets: Sequence[Tensor], size: int
 ) -> Iterator[tuple[int, Sequence[Tensor]]]:
@@ -255,112 +193,6 @@ def _squares(gradient: Tensor) -> Tensor:
     (vector,) = flat(gradient) or (gradient.reshape(-1),)
     wide = (each.to(torch.float32) for each in torch.split(vector.detach(), CPU_BLOCK))
     return torch.stack([torch.dot(each, each) for each in wide]).sum()
-
-
-# torch.compile's ------------------------------------------------------------------------------------------------
-
-
-class _CompiledUpdate(_PortableUpdate):
-    """Pass 2 by a compiled :func:`mezzo.step.passes.updated`, with a flag that stays on the device."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        super().__init__(bucket)
-        self.size = COMPILED_BLOCK
-
-    def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Compile what is missing; see :class:`_PortableUpdate`."""
-        for index, gradient in enumerate(gradients):
-            targets = self.bucket.targets(index)
-            if gradient.numel() > 1 and _vectors(self.bucket.storage, targets) is not None:
-                self.kernel((gradient, *targets))
-        return super().ready(gradients)
-
-    def write_block(
-        self, rule: UpdateRule, block: Sequence[Tensor], scalars: Tensor, verdict: Verdict, key: Tensor
-    ) -> None:
-        """See :class:`_PortableUpdate`."""
-        gradient, *targets = block
-        if gradient.dim() != 1 or len(gradient) < 2:  # torch.compile would take a length of 0 or 1 for a constant
-            super().write_block(rule, block, scalars, verdict, key)
-        elif not scales_among(self.bucket.storage, targets):
-            self.kernel(block)(gradient, targets, scalars, verdict.multiplier, verdict.found_inf, key)
-        else:
-            for start, part in self.full_groups(block):
-                if start or len(part[0]) < 2 * GROUP:
-                    super().write_block(rule, part, scalars, verdict, key + start)
-                else:
-                    first, *others = in_groups_of(self.bucket.storage, part[0], part[1:])
-                    self.kernel(block)(first, others, scalars, verdict.multiplier, verdict.found_inf, key)
-
-    def full_groups(self, block: Sequence[Tensor]) -> Iterator[tuple[int, Sequence[Tensor]]]:
-        """Cut off the group that is not full, if there is one: each part with its first element's number."""
-        gradient, *targets = block
-        scales, count = scales_among(self.bucket.storage, targets), len(gradient)
-        for start, end in ((0, count // GROUP * GROUP), (count // GROUP * GROUP, count)):
-            if start < end:
-                groups = slice(start // GROUP, -(-end // GROUP))
-                own = [each[groups if place in scales else slice(start, end)] for place, each in enumerate(targets)]
-                yield start, [gradient[start:end], *own]
-
-    def kernel(self, block: Sequence[Tensor]) -> Callable[..., None]:
-        """Return the kernel for a gradient, parts and states of these dtypes."""
-        dtypes = tuple(each.dtype for each in block)
-        return _kernel(self.bucket.rule, self.bucket.storage, dtypes, self.bucket.step.device)
-
-
-@cache
-def _kernel(
-    rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> Callable[..., None]:
-    """Compile pass 2 for vectors, or groups where states are codes: of a gradient's dtype, then parts' and states'."""
-
-    def update(
-        gradient: Tensor, targets: Sequence[Tensor], scalars: Tensor, multiplier: Tensor, found_inf: Tensor, key: Tensor
-    ) -> None:
-        order = torch.arange(gradient.numel(), dtype=torch.int32, device=gradient.device).view(gradient.shape)
-        values = updated(rule, storage, gradient, targets, scalars, multiplier, key, order)
-        for target, value in zip(targets, values, strict=True):
-            if value is not target:
-                target.copy_(torch.where(found_inf, target, value))
-
-    gradient, *targets = (torch.zeros(EXAMPLE, dtype=dtype, device=device) for dtype in dtypes)
-    if scales := scales_among(storage, targets):
-        gradient, *targets = (each.view(-1, GROUP) for each in (gradient, *targets))
-        targets = [each[:, :1].contiguous() if place in scales else each for place, each in enumerate(targets)]
-    scalars, one = torch.ones(len(rule.numbers), device=device), torch.ones((), device=device)
-    examples = gradient, targets, scalars, one, one == 0, one.to(torch.int32)
-    return _compiled(update, f"{rule.name}_{storage.name}", *examples)
-
-
-def _is_compiled(example: Tensor) -> Tensor:
-    return example + torch.compiler.is_compiling()
-
-
-def _compiled(function: Callable[..., Any], name: str, *examples: Any) -> Callable[..., Any]:
-    """Compile a function of vectors for any length, by a call with some."""
-    # A code object of its own: torch counts recompilations by code object, and gives up after eight.
-    code = function.__code__.replace(co_name=name)
-    own = types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-    compiled: Callable[..., Any] = torch.compile(own, fullgraph=True)
-    for example in examples:
-        for tensor in example if isinstance(example, list) else (example,):
-            if tensor.numel() >= EXAMPLE // GROUP:
-                for_any_length(tensor)
-    try:
-        with torch.no_grad():
-            compiled(*examples)
-    except RuntimeError as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        reasons = [line for line in lines if line and not line.startswith(("backend=", "Explanation:"))]
-        # Dynamo's explanation ends with the operation that it cannot trace, and then its arguments.
-        reasons[1:] = [line.split("(")[0] for line in lines if line.startswith("Explanation:")]
-        raise NoKernel(
-            "torch.compile cannot make an optimizer kernel here",
-            where=f"torch {torch.__version__}, on {examples[0].device}",
-            why=", ".join(reasons) or type(error).__name__,
-            write="apt install g++ (or another C++ compiler), or CXX=its path",
-        ) from error
-    return compiled
 
 
 # Tensors as tables of addresses, for kernels that work on all of them at once.
@@ -434,6 +266,12 @@ class Rows:
         return replace(self, table=torch.cat([self.table[:, :1], there], 1))
 
 
+def table_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return where tensors begin, in host memory; see :func:`addresses`."""
+    found = list(map(Tensor.data_ptr, tensors))
+    return torch.from_numpy(np.array(addresses(tensors) if 0 in found else found, dtype=np.int64))
+
+
 def addresses(tensors: Sequence[Tensor]) -> list[int]:
     """Return where tensors begin.
 
@@ -485,9 +323,6 @@ def as_table(numbers: Sequence[object]) -> Tensor:
 
 def readable(gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[torch.dtype]]:
     """Return gradients that kernels can read, and their dtypes: any other is what an update rounds to FP32 first."""
-    dtypes = list(map(_DTYPE, gradients))
-    if _READABLE.issuperset(dtypes) and not any(map(Tensor.is_neg, gradients)):
-        return gradients, dtypes
     # The memory of a second derivative may hold it negated.
     resolved = [gradient.resolve_neg() for gradient in gradients]
     found = [each if each.dtype in CASTABLE else each.to(torch.float32) for each in resolved]
@@ -496,7 +331,10 @@ def readable(gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[torch.
 
 def vectors(gradients: Sequence[Tensor]) -> tuple[Sequence[Tensor], list[torch.dtype]]:
     """Return readable gradients as their elements in memory order, copied where they have gaps, and their dtypes."""
-    found, dtypes = readable(gradients)
+    dtypes = list(map(_DTYPE, gradients))
+    found = gradients
+    if not _READABLE.issuperset(dtypes) or any(map(Tensor.is_neg, gradients)):
+        found, dtypes = readable(gradients)
     if all(map(Tensor.is_contiguous, found)):
         return found, dtypes
     # Not reshape(-1) alone: every second column of a matrix is a view too, as a vector with steps of two.
@@ -512,7 +350,10 @@ def _layout(tensors: Sequence[Tensor]) -> tuple[object, ...]:
 
 
 class TabledUpdate(BucketUpdate):
-    """Pass 2 for one bucket: a launch for each set of dtypes in it, which is one unless gradients mix them."""
+    """Pass 2 for one bucket: a launch for each set of dtypes in it, which is one unless gradients mix them.
+
+    Where a kernel cannot be built, now or for dtypes that a later step has, torch's own operations do it from then on.
+    """
 
     rows: Rows
 
@@ -521,6 +362,7 @@ class TabledUpdate(BucketUpdate):
         self.tensors = [tensor for index in range(len(bucket.weights)) for tensor in bucket.targets(index)]
         self.seen: tuple[object, ...] = ()
         self.layout: tuple[object, ...] = ()
+        self.instead: BucketUpdate | None = None
 
     @abstractmethod
     def follow(self, rows: Rows) -> None:
@@ -531,20 +373,27 @@ class TabledUpdate(BucketUpdate):
         """Write the table of addresses anew: tensors lie elsewhere, and otherwise as they did."""
 
     @abstractmethod
-    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> Tensor:
-        """Update the weights that have no gaps, and return the rule's numbers in this step.
+    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
+        """Update the weights that have no gaps.
 
         Args:
             vectors: Gradients that lie as their weights do.
             verdict: On the step.
             step: Its count.
+            scalars: The rule's numbers in this step.
         """
 
     def ready(self, gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
-        bucket, (gradients, dtypes) = self.bucket, readable(gradients)
+        """See :class:`mezzo.step.verdict.BucketUpdate`."""
+        if self.instead is not None:
+            return self.instead.ready(gradients)
+        bucket, dtypes = self.bucket, list(map(_DTYPE, gradients))
+        if not _READABLE.issuperset(dtypes) or any(map(Tensor.is_neg, gradients)):
+            gradients, dtypes = readable(gradients)
         # Equal as long as nothing was given other memory or another dtype.
-        found = addresses(self.tensors)
+        found = list(map(Tensor.data_ptr, self.tensors))
+        if 0 in found:
+            found = addresses(self.tensors)
         have_no_gaps = all(map(Tensor.is_contiguous, bucket.weights))
         strides = None if have_no_gaps else list(map(Tensor.stride, bucket.weights))
         seen = found, strides, dtypes
@@ -557,7 +406,12 @@ class TabledUpdate(BucketUpdate):
             else:
                 self.layout = ()
                 self.rows = Rows.of(bucket, gradients)
-                self.follow(self.rows)
+                try:
+                    self.follow(self.rows)
+                except NoKernel as error:
+                    tell(str(error))
+                    self.instead = _PortableUpdate(bucket)
+                    return self.instead.ready(gradients)
             self.seen, self.layout = seen, layout
         if have_no_gaps and all(map(Tensor.is_contiguous, gradients)):
             return gradients
@@ -566,9 +420,13 @@ class TabledUpdate(BucketUpdate):
             for index, (gradient, weight) in enumerate(zip(gradients, bucket.weights, strict=True))
         ]
 
-    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
-        """See :class:`mezzo.step.passes.BucketUpdate`."""
-        scalars, bucket = self.launch(gradients, verdict, step), self.bucket
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
+        """See :class:`mezzo.step.verdict.BucketUpdate`."""
+        if self.instead is not None:
+            self.instead.write(gradients, verdict, step, scalars)
+            return
+        self.launch(gradients, verdict, step, scalars)
+        bucket = self.bucket
         if others := self.rows.others:
             seeds = keys(step, len(gradients), bucket.seed)
             for at, targets in others.items():

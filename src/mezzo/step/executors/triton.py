@@ -29,8 +29,7 @@ from mezzo.step.executors.portable import (
     vectors,
 )
 from mezzo.step.executors.triton_source import TRITON
-from mezzo.step.passes import Bucket, BucketUpdate, NoKernel, Verdict
-from mezzo.step.update import UpdateRule
+from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict
 
 # Functions of a step's few shared numbers as one launch each: from source that :mod:`.emit` spells.
 
@@ -257,7 +256,7 @@ class Triton:
 
     @torch.no_grad()
     def norms(self, gradients: Sequence[Tensor]) -> Tensor:
-        """See :class:`mezzo.step.passes.Executor`."""
+        """See :class:`mezzo.step.verdict.Executor`."""
         if not gradients:
             return torch.zeros(0, dtype=torch.float32, device="cpu")
         read, dtypes = vectors(gradients)
@@ -269,8 +268,8 @@ class Triton:
         return self._known[key](read)
 
     def update_of(self, bucket: Bucket) -> BucketUpdate:
-        """See :class:`mezzo.step.passes.Executor`."""
-        return _TritonUpdate(bucket, self.shared, self._kept, self._latest)
+        """See :class:`mezzo.step.verdict.Executor`."""
+        return _TritonUpdate(bucket, self._kept, self._latest)
 
 
 class _TritonNorms:
@@ -329,9 +328,9 @@ class _TritonNorms:
 class _TritonUpdate(TabledUpdate):
     """Pass 2 for one bucket."""
 
-    def __init__(self, bucket: Bucket, shared: Shared, kept: list[object], latest: _Latest) -> None:
+    def __init__(self, bucket: Bucket, kept: list[object], latest: _Latest) -> None:
         super().__init__(bucket)
-        self.shared, self.kept, self.device = shared, kept, bucket.step.device
+        self.kept, self.device = kept, bucket.step.device
         self.addresses = _Addresses(len(bucket.weights), self.device, kept, latest)
         self.table = torch.empty(0, dtype=torch.int64, device=self.device)
         self.kernels: list[tuple[Launch, Tensor]] = []
@@ -361,21 +360,15 @@ class _TritonUpdate(TabledUpdate):
         _release([self.table])
         self.table = _uploaded(rows.table, self.device)
 
-    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor) -> Tensor:
+    def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """See :class:`..tables.TabledUpdate`."""
         if _is_capturing(self.device):
             self.kept.append((self.table, self.kernels))
-        bucket, table = self.bucket, self.addresses.of(vectors)
-        if bucket.rule.numbers:
-            hypers = [bucket.hypers[name] for name in bucket.rule.hypers]
-            (scalars,) = self.shared(_scalars, (bucket.rule,), [step, *hypers])
-        else:  # not worth a launch
-            scalars = bucket.rule.scalars({}, step)
-        numbers = scalars, verdict.multiplier, verdict.found_inf, step, seeded(bucket.seed)
+        table = self.addresses.of(vectors)
+        numbers = scalars, verdict.multiplier, verdict.found_inf, step, seeded(self.bucket.seed)
         with on(self.device):
             for kernel, chunks in self.kernels:
                 kernel(len(chunks), self.device, table, self.table, chunks, *numbers)
-        return scalars
 
 
 class _Addresses:
@@ -453,10 +446,6 @@ class _Addresses:
     def release(self) -> None:
         """Let the memory of the table go, once kernels on their way have read it."""
         _release([self.table])
-
-
-def _scalars(rule: UpdateRule, step: Tensor, *hypers: Tensor) -> tuple[Tensor]:
-    return (rule.scalars(dict(zip(rule.hypers, hypers, strict=True)), step),)
 
 
 def _uploaded(table: Tensor, device: torch.device) -> Tensor:

@@ -81,6 +81,31 @@ class Verdict:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Judged:
+    """The gradients of one step with the verdict on them, before anything is written.
+
+    Attributes:
+        params: The models' parameters that have gradients.
+        gradients: Their gradients, dense, of the same order.
+        scale: 0-d float32: what they carry; ``None`` for plain ones.
+        verdict: Whether to update, and what to multiply them by.
+        is_clipped: Whether the verdict's multiplier clips.
+        is_alike: Whether all gradients are of one dtype on one device.
+        losses: What the backward passes have differentiated, in their order; 0-d.
+        failed: 0-d bool: whether a loss itself was not finite.
+    """
+
+    params: list[Tensor]
+    gradients: list[Tensor]
+    scale: Tensor | None
+    verdict: Verdict
+    is_clipped: bool
+    is_alike: bool
+    losses: list[Tensor]
+    failed: Tensor
+
+
 def judge(norms: Tensor, inverse_scale: Tensor | None, *, max_norm: float | Tensor | None = None) -> Verdict:
     r"""Finish pass 1: whether to update, and what to multiply gradients by.
 
@@ -151,14 +176,68 @@ def decided(is_scaled: bool, is_clipped: bool, norms: Tensor, *numbers: Any) -> 
     return verdict.grad_norm, verdict.found_inf, verdict.multiplier
 
 
+def concluded(
+    is_scaled: bool, is_clipped: bool, is_told: bool, num_inner: int, num_losses: int, total: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    """Return the verdict on a step, as one pure function of tensors and numbers.
+
+    Args:
+        is_scaled: Whether the gradients carry a scale.
+        is_clipped: Whether their norm is clipped.
+        is_told: Whether optimizers of torch's may be told it.
+        num_inner: How many flags there are of gradients that a loss was computed from: 0 or 1.
+        num_losses: How many losses were differentiated.
+        total: Norms whose own norm is that of all gradients.
+        *rest: The scale, where there is one; what to clip to; then these flags, these losses, and flags of gradients
+            that were not finite when they were unscaled.
+
+    Returns:
+        ``grad_norm``, ``found_inf`` and ``multiplier`` of a verdict; whether a loss itself was not finite, or what it
+        was computed from, so that the loss scale stays; and if need be the verdict's ``as_fused``.
+    """
+    numbers, flags = rest[: is_scaled + is_clipped], rest[is_scaled + is_clipped :]
+    inner, losses, flags = flags[:num_inner], flags[num_inner : num_inner + num_losses], flags[num_inner + num_losses :]
+    grad_norm, found_inf, multiplier = decided(is_scaled, is_clipped, total, *numbers)
+    failed = found_inf.ne(found_inf)  # no: in words that kernels are written from
+    for loss in losses:
+        failed = failed | not_finite(loss)
+    for flag in inner:  # which has moved a scale of its own
+        failed = failed | flag
+    found_inf = found_inf | failed
+    for flag in flags:
+        found_inf = found_inf | flag
+    verdict = grad_norm, found_inf, multiplier, failed
+    return (*verdict, *as_fused(found_inf, *([multiplier] if is_clipped else []))) if is_told else verdict
+
+
 def as_fused(found_inf: Tensor, *multiplier: Tensor) -> tuple[Tensor, ...]:
     """Return whether to skip as torch's fused optimizers take it, and what they divide gradients by, if anything."""
-    return found_inf.to(torch.float32), *(each.reciprocal() for each in multiplier)
+    return found_inf.to(torch.float32), *[each.reciprocal() for each in multiplier]
 
 
 def counted(found_inf: Tensor, *steps: Tensor) -> tuple[Tensor, ...]:
     """Return how many updates there were, given how many there were before this step. No host sync."""
-    return tuple(step + ~found_inf for step in steps)
+    return tuple([step + ~found_inf for step in steps])
+
+
+def numbers_of_step(rules: tuple[UpdateRule, ...], found_inf: Tensor, *numbers: Tensor) -> tuple[Tensor, ...]:
+    """Return how many updates there are, and what elements share: a function of which executors write one kernel.
+
+    Args:
+        rules: A rule for each of several counts.
+        found_inf: 0-d bool: whether the step is skipped.
+        *numbers: How many updates there were before this step, one for each rule; then the hyper-parameters of each.
+
+    Returns:
+        How many updates there are, for each rule; and then :meth:`UpdateRule.scalars` of each. No host sync.
+    """
+    place = len(rules)
+    after, scalars = counted(found_inf, *numbers[:place]), []
+    for rule, step in zip(rules, after, strict=True):
+        end = place + len(rule.hypers)
+        scalars.append(rule.scalars(dict(zip(rule.hypers, numbers[place:end], strict=True)), step))
+        place = end
+    return (*after, *scalars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -233,22 +312,24 @@ class BucketUpdate(ABC):
         """
 
     @abstractmethod
-    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor) -> None:
+    def write(self, gradients: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
         """Update every weight, extra and state in place.
 
         Gradients are multiplied by ``verdict.multiplier`` on the way, and never written. With ``verdict.found_inf``
-        nothing at all is written. Every hyper-parameter is read from its tensor now.
+        nothing at all is written.
 
         Args:
             gradients: What :meth:`ready` returned.
             verdict: On them.
             step: 0-d int64 on the device: the count of updates with this one in it.
+            scalars: Of the bucket's rule in this step.
         """
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor], verdict: Verdict) -> None:
         """Make ready and write, where ``bucket.step`` counts this step."""
-        self.write(self.ready(gradients), verdict, self.bucket.step)
+        bucket = self.bucket
+        self.write(self.ready(gradients), verdict, bucket.step, bucket.rule.scalars(bucket.hypers, bucket.step))
 
 
 class Executor(Protocol):

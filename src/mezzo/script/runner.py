@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from mezzo import sharded
 from mezzo.cast import prepare
-from mezzo.cast.model.refusals import preparations_in
-from mezzo.compiling import INSIDE
+from mezzo.cast.model.checks import preparations_in
+from mezzo.compiling import INSIDE, is_scripted
 from mezzo.errors import MezzoError, PolicyError, StateError, raise_together
 from mezzo.explanation.rows import counted
 from mezzo.policy import Policy
@@ -31,9 +31,9 @@ from mezzo.script.program import Enough, Program, Seams, StepRecord, is_script, 
 from mezzo.script.report import NOT_HELD, NOT_STEPPED, REFUSED, ScriptReport, StepLog
 from mezzo.session.attach import CARRIED, AttachedPrecision, attach
 from mezzo.session.calls import methods_of
+from mezzo.session.closures import closure_of
 from mezzo.session.refusals import wrong_options
 from mezzo.session.stats import Stats
-from mezzo.session.update import closure_of
 from mezzo.tensors import LOW, tensors
 
 # The optimizers that a script makes, the modules that hold what they update, and one session over all of them.
@@ -95,7 +95,9 @@ class Gathering:
 
     def is_apart(self) -> bool:
         """Whether an optimizer steps now, and does not evaluate a closure for the session."""
-        return bool(self._stepping) and (not self._stepping[-1] or self.amp is None or self.amp.engine.is_stepping)
+        return bool(self._stepping) and (
+            not self._stepping[-1] or self.amp is None or self.amp.engine.writes.is_stepping
+        )
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Go on with the loss scale of a checkpoint: now, or when the session begins.
@@ -236,8 +238,7 @@ class Gathering:
     def _may_begin(self) -> bool:
         """Whether a forward pass may begin a session; not one that an optimizer asks for in its step."""
         waits = bool(self._old or self._new) and not self._stepping
-        is_traced = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-        return waits and torch.is_grad_enabled() and not is_traced
+        return waits and torch.is_grad_enabled() and not is_scripted()
 
     def _trains(self, module: nn.Module) -> bool:
         if module in self._known_not or not self._may_begin():

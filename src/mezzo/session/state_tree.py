@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from mezzo.cast.products import ROLES, Memory
 from mezzo.errors import MezzoError, StateError, UnsupportedError, shown, some_of
 from mezzo.optim.optimizer import as_one_pass
-from mezzo.optim.state import with_spread_scales
+from mezzo.optim.state_dicts import with_spread_scales
 from mezzo.policy import Policy
 from mezzo.policy.rules import both
 from mezzo.scale import LossScale
@@ -49,7 +49,7 @@ def require_between_steps(engine: Engine, what: str) -> None:
     Raises:
         StateError: A backward pass has been made since the last step.
     """
-    passes = max((window.passes for window in engine.windows if window.has_gradients()), default=0)
+    passes = max((window.now.passes for window in engine.windows if window.has_gradients()), default=0)
     if passes:
         raise StateError(
             f"{what} inside an accumulation window",
@@ -74,7 +74,7 @@ def save(engine: Engine, policy: Policy, *, in_window: bool = False) -> dict[str
     """
     if not in_window:
         require_between_steps(engine, "state_dict()")
-    engine.commit()
+    engine.next_scale()  # a step may have left it open
     named = list(engine.weights.named_params())
     memories = engine.weights.memories()
     return {
@@ -106,7 +106,7 @@ def load(engine: Engine, policy: Policy, state: Any) -> None:
         StateError: It is none, damaged, of another model or of another release; or inside an accumulation window.
             Nothing was loaded.
     """
-    if not engine.broken:
+    if not engine.writes.broken:
         require_between_steps(engine, "load_state_dict()")
     if (other := _of_another_system(state)) is not None:
         if policy.loss_scale.mode == "dynamic":
@@ -123,7 +123,7 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
     if changes := saved.differences(policy):
         logger.info("the state was saved under another policy: %s", "; ".join(changes))
     engine.clear()
-    engine.broken = ""
+    engine.writes.broken = ""
     engine.ranks.is_behind = False
     named = dict(engine.weights.named_params())
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
@@ -362,7 +362,7 @@ class Stateful:
                 stores, or none at all; nothing was loaded.
         """
         engine, weights = self._engine, self._engine.weights
-        if not engine.broken:
+        if not engine.writes.broken:
             require_between_steps(engine, "stateful().load_state_dict()")
         session = dict(_session_of(state_dict))
         model, states, rests = state_dict["model"], state_dict.get("optimizers", {}), session.pop("optimizers")

@@ -77,38 +77,19 @@ def check_state(state_dict: Mapping[str, Any], name: str) -> None:
 
 
 def _malformed(state_dict: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """Yield what no optimizer has written: containers, counts and moments of another kind."""
-    state, groups = state_dict["state"], state_dict["param_groups"]
-    yield from _no_mapping("state", state)
-    yield from _no_list("param_groups", groups)
-    for number, group in enumerate(groups if isinstance(groups, (list, tuple)) else ()):
-        at = f"param_groups[{number}]"
-        yield from _no_mapping(at, group)
-        if not isinstance(group, Mapping):
-            continue
-        params = group.get("params")
-        yield from _no_list(f"{at}.params", params, (int, str))
-        for index in params if isinstance(params, (list, tuple)) and isinstance(state, Mapping) else ():
-            if isinstance(index, (int, str)) and index in state:
-                yield from _malformed_entry(state[index], f"state[{index!r}]", names)
-
-
-def _no_mapping(at: str, value: Any) -> Iterator[str]:
-    if not isinstance(value, Mapping):
-        yield f"{at} is {in_words(value)}, not a mapping"
-
-
-def _no_list(at: str, value: Any, kinds: tuple[type, ...] = (object,)) -> Iterator[str]:
-    if not isinstance(value, (list, tuple)):
-        yield f"{at} is {in_words(value)}, not a list"
-    elif wrong := [each for each in value if not isinstance(each, kinds)]:
-        yield f"{at} has {in_words(wrong[0])}"
+    """Yield what no optimizer has written of a parameter; of containers of another kind Python says it."""
+    for group in state_dict["param_groups"]:
+        for index in group["params"]:
+            if index in state_dict["state"]:
+                yield from _malformed_entry(state_dict["state"][index], f"state[{index!r}]", names)
 
 
 def _malformed_entry(entry: Any, at: str, names: Sequence[str]) -> Iterator[str]:
-    yield from _no_mapping(at, entry)
+    if not isinstance(entry, Mapping):
+        yield f"{at} is {in_words(entry)}, not a mapping"
+        return
     numbers = {*names, *map(moments.name_of_codes, names)}
-    for name, value in entry.items() if isinstance(entry, Mapping) else ():
+    for name, value in entry.items():
         if name == "step" and not _is_count(value):
             yield f"{at}.step is {in_words(value)}, not a count"
         # torch's SGD has kept None for a momentum that is yet to come.

@@ -6,7 +6,8 @@ import sys
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any, Final
 
 import torch
@@ -19,11 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from mezzo.backward import runs_backward
 from mezzo.cast.casts import any_off, cast_floating
-from mezzo.cast.device import Kinds
 from mezzo.cast.mode import acting_modes, acts_here
-from mezzo.cast.model.places import RuledParams
+from mezzo.cast.model.places import Devices, RuledParams
 from mezzo.cast.region import Region, autocast
-from mezzo.compiling import compiled_inside_alone, is_exporting, never_compiled
+from mezzo.compiling import compiled_inside_alone, constant_in_graphs, is_exporting, never_compiled
 from mezzo.dispatch import DisableTorchFunction, num_function_modes
 from mezzo.errors import MezzoError
 from mezzo.policy import Policy
@@ -56,6 +56,56 @@ class TakesIn:
         return cast_floating((args, kwargs), self.dtype) if is_off else None
 
 
+class HeldRegion:
+    """The region of some prepared models, or of one module: resolved once, and again when what it depends on changed.
+
+    That is where the models' tensors are, and which tensors stand in the places of ruled ones, where
+    ``torch.func.functional_call`` puts others for one call. Both are compared at each entry: a device for each type of
+    these, and the ruled tensors by identity.
+
+    Args:
+        policy: The models' policy.
+        path: The path of the module whose region it is.
+        params: The parameters of each model that rules speak about.
+        devices: The devices of each model.
+    """
+
+    def __init__(self, policy: Policy, path: str, params: Sequence[RuledParams], devices: Sequence[Devices]) -> None:
+        self.policy, self.path, self._params, self._devices = policy, path, params, devices
+        self._ruled = [each for each in params if each.has_any]
+        self._found: tuple[Region, list[torch.device], list[Tensor | None]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_found": None}  # a region is resolved where it is entered, in a copy too
+
+    def now(self) -> Region:
+        """Return the region."""
+        devices = [device for each in self._devices for device in each.now()]
+        standing = [tensor for each in self._ruled for tensor in each.standing()]
+        if self._found is not None:
+            region, on, ruled = self._found
+            if devices == on and len(standing) == len(ruled) and all(map(is_, standing, ruled)):
+                return region
+        region = self.resolved()
+        self._found = region, devices, standing
+        return region
+
+    def resolved(self) -> Region:
+        """Resolve the region anew."""
+        kinds = tuple(dict.fromkeys(kind for each in self._devices for kind in each.kinds()))
+        return Region.inside(self.policy, self.path, RuledParams.known_of(self._params), kinds)
+
+    @constant_in_graphs
+    def kinds(self) -> tuple[str, ...]:
+        """Return the types of devices that the region covers."""
+        return self.now().device_types
+
+    @constant_in_graphs
+    def keys(self) -> tuple[str, ...]:
+        """Return the keys of the region's differences, by which a mode is known to be that of an equal region."""
+        return self.now().keys
+
+
 class Within:
     """Have a module run in its policy's region, whatever calls it: a pair of hooks.
 
@@ -63,14 +113,14 @@ class Within:
     there; then it is entered for the call. A region that is there is left alone, but by a module that rules treat
     otherwise than what is around it, or by a part of such a one that is called by itself.
 
-    Between calls it holds no region, so that a prepared model can be copied and pickled.
+    A copy and a pickle of a prepared model have no region: it is resolved where one is entered.
 
     Args:
         policy: The model's policy.
         name: The path of the module itself, for errors.
         path: The path of the module whose region it is.
         params: The parameters that rules speak about.
-        kinds: The devices that its regions cover.
+        devices: The devices that its regions cover.
         is_own: Whether rules treat the module otherwise than what is around it, or it is the model, and rules speak
             about parameters.
         inputs: What floating inputs are cast to where the region is entered.
@@ -84,37 +134,60 @@ class Within:
         name: str,
         path: str,
         params: RuledParams,
-        kinds: Kinds,
+        devices: Devices,
         *,
         is_own: bool,
         inputs: torch.dtype | None = None,
     ) -> None:
-        self.policy, self.name, self.path, self.params, self.kinds = policy, name, path, params, kinds
+        self.policy, self.name, self.path, self.params = policy, name, path, params
+        self.region = HeldRegion(policy, path, [params], [devices])
         self.is_own, self.inputs = is_own, inputs
         self._place = id(params), path
         # One stack for each thread, since threads may run one model at the same time.
         self._entered: defaultdict[int, list[autocast | None]] = defaultdict(list)
-        self._keys: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._handles: tuple[RemovableHandle, ...] = ()
+        self._has_ended = False
 
-    def region(self) -> Region:
-        """Return the region of this module."""
-        return Region.inside(self.policy, self.path, RuledParams.known_of([self.params]), self.kinds())
+    def hook(self, module: nn.Module) -> None:
+        """Enter and leave the region with each call of a module, by hooks before its others; never again once ended."""
+        if self._has_ended or self._handles:
+            return
+        before = module.register_forward_pre_hook(self.enter, with_kwargs=True, prepend=True)
+        self._handles = before, module.register_forward_hook(self.exit, always_call=True)
+
+    def unhook(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+
+    def end(self) -> None:
+        """Take the hooks off for good."""
+        self._has_ended = True
+        self.unhook()
+
+    def run(self, function: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Call a module's own function as with hooks around it."""
+        args, kwargs = self.enter(module, args, kwargs) or (args, kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.exit(module, args, None)
 
     @property
     def is_needed(self) -> bool:
         """Whether the region would do anything that is not done without it."""
-        self._keys_on(self.kinds())  # known before anything is traced
         own, around = (self.policy.module_rule(path) for path in (self.path, self.path.rpartition(".")[0]))
         # Functions in a low part of a module in FP32 are not to be cast to FP32 by the region of that module.
         parts = own is not None and around is not None and (own.treatment, around.treatment) == ("low", "fp32")
-        return self.region().has_differences or (self.path != "" and (self.policy.casts or parts))
+        return self.region.now().has_differences or (self.path != "" and (self.policy.casts or parts))
 
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Enter the region if it is not there: a forward pre-hook."""
         if not self.is_own and not self._entered and not torch.compiler.is_compiling() and self._is_there():
             return None  # as it is in nearly all calls
-        if self._is_idle():
+        if self.is_idle():
             if self._entered and not torch.compiler.is_compiling():
                 self._skip()
             return None
@@ -125,31 +198,26 @@ class Within:
         """Whether the region of what is around the module is there."""
         return self._place in getattr(self._inside, "places", ()) if self.path else acts_here()
 
-    def _is_idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether the region is there, or is not to be there: in a program that is exported there is none."""
         if is_exporting():
             return True
         modes = acting_modes()
         is_own = self.is_own or (self.path != "" and not torch.compiler.is_compiling() and not self._is_there())
         if not is_own and len(modes) > 0:  # torch 2.11 traces no bool(list)
-            return not modes[-1].recomputing or modes[-1].keys == self._keys_on(self.kinds())
-        kinds = self.kinds()
+            return not modes[-1].recomputing or modes[-1].keys == self.region.keys()
+        kinds = self.region.kinds()
         if self.policy.casts and not any(torch.is_autocast_enabled(kind) for kind in kinds):
             # Outside any region FP32 weights compute in FP32. But in a part that is kept in FP32 autocast is off, too.
             return not is_own or not (getattr(self._inside, "places", ()) or runs_backward())
         # Whichever tensors stand in the places of ruled ones now, the region is to know them.
-        return len(modes) > 0 and len(self.params) == 0 and modes[-1].keys == self._keys_on(kinds)
-
-    def _keys_on(self, kinds: tuple[str, ...]) -> tuple[str, ...]:
-        if kinds not in self._keys:
-            self._keys[kinds] = self.region().keys
-        return self._keys[kinds]
+        return len(modes) > 0 and len(self.params) == 0 and modes[-1].keys == self.region.keys()
 
     # A region cannot be entered in one compiled frame and left in another: these calls stay in Python.
     # (torch.compiler.disable is the public name, and costs a second of imports where it is only mentioned.)
     @never_compiled
     def _enter_region(self) -> None:
-        region = autocast.of(self.region())
+        region = autocast.of(self.region.now())
         region.__enter__()
         self._entered[threading.get_ident()].append(region)
         if self.is_own or self.path:
@@ -166,10 +234,10 @@ class Within:
         if self._entered:  # not in a graph
             self._leave_region()
         if output is None and not torch.compiler.is_compiling():
-            self._add_place(sys.exception())
+            self.add_place(sys.exception())
 
-    def _add_place(self, error: BaseException | None) -> None:
-        """Tell an error that leaves the module where it was raised, if nothing has told it."""
+    def add_place(self, error: BaseException | None) -> None:
+        """Add the module to an error that leaves it, if it has no place yet."""
         if isinstance(error, MezzoError) and error.awaits_place:
             error.happened_in(f"module {self.name}" if self.name else "the model's own forward")
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.cast.notes import LISTENERS, ProductCall
+from mezzo.cast.products.linear import differentiable, not_transformed
 from mezzo.cast.products.memory import Memory
 from mezzo.cast.products.operands import Quantiser
-from mezzo.cast.products.passes import differentiable, not_transformed
 from mezzo.cast.products.recipes import Recipe
 from mezzo.compiling import never_compiled
 from mezzo.dispatch import DisableTorchFunction, is_transformed

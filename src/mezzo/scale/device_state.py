@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import reduce
-from operator import and_, invert, or_
+from operator import and_, invert, not_, or_
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from mezzo.scale.config import LossScale
-from mezzo.scale.rules import next_numbers, next_scale_on_host
 from mezzo.scale.state import ScaleState
+from mezzo.scale.transition import next_numbers, next_scale_on_host
 from mezzo.tensors import LOW, moved
 
 Pure: TypeAlias = Callable[..., Sequence[Tensor]]
@@ -93,8 +93,8 @@ class Scaler:
         if self.in_graph or before.scale.device.type != "cpu":
             self.state = ScaleState(*self._compute(moved_on, (self.config,), [*before.tensors(), *told]))
             return
-        values = [flag.numpy().item() for flag in told]  # numpy asks nothing of a device
-        overflowed, held = _as_one_step(values, lambda hold: not hold)
+        values = list(map(bool, map(Tensor.numpy, told)))  # numpy asks nothing of a device
+        overflowed, held = _as_one_step(values, not_)
         after = before if held else next_scale_on_host(before, overflowed, self.config)
         self.state = replace(after, scale=before.scale.clone()) if after.scale is before.scale else after
 

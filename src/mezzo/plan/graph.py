@@ -25,8 +25,8 @@ from torch.fx import Node
 from mezzo.cast.device import Family, emulated_families
 from mezzo.cast.differences import find_differences
 from mezzo.cast.emulate import COMPOSED, EMULATED, REACHED, RECURRENT, family_of
+from mezzo.cast.model.checks import wanted_storage
 from mezzo.cast.model.prepare import as_named, with_low_ends
-from mezzo.cast.model.refusals import wanted_storage
 from mezzo.cast.products import Operands, Recipe, asked, recipe_on
 from mezzo.compiling import ENTER_AUTOCAST, EXIT_AUTOCAST, as_given, capture_errors, require_switches
 from mezzo.dispatch import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -35,7 +35,7 @@ from mezzo.policy import Decision, Policy
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED
 from mezzo.policy.rules import both
 from mezzo.tensors import CASTABLE, dtype_name, values_of
-from mezzo.trace.calls import op_name
+from mezzo.trace.function_calls import op_name
 
 #: What an op may be: ``source``: a parameter, a buffer, an input, a constant; ``low``, ``fp32``: in this precision, by
 #: a rule or a list; ``free``: in either; ``follow``: in either, but low only where all that it reads is; ``asked``: a

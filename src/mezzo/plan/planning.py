@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, require_extra, shown
-from mezzo.explanation.run import arguments
+from mezzo.explanation.explaining import arguments
 from mezzo.plan import heuristics
 from mezzo.plan.balance import balance_of
-from mezzo.plan.capture import Graph, GraphOp, capture, require_choice, value_of
 from mezzo.plan.costs import Costs, Crossing
 from mezzo.plan.cut import place
 from mezzo.plan.export import rules_for
+from mezzo.plan.graph import Graph, GraphOp, capture, require_choice, value_of
 from mezzo.plan.planned import Decider, Plan, PlannedCast, PlannedOp
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS

@@ -6,7 +6,8 @@ The reference is plain Python in tests/scale/test_rules.py; other executors must
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from operator import methodcaller
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from torch import Tensor
 from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale, as_float32
 from mezzo.scale.state import ScaleState
+
+_ITEM: Final = methodcaller("item")
 
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
 ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
@@ -93,7 +96,7 @@ def next_scale_on_host(state: ScaleState, found_inf: bool, config: LossScale) ->
     """
     if config.mode != "dynamic":
         return next_scale(state, torch.tensor(found_inf), config)
-    values = [tensor.numpy().item() for tensor in state.tensors()]  # numpy asks nothing of a device
+    values = list(map(_ITEM, map(Tensor.numpy, state.tensors())))  # numpy asks nothing of a device
     scale, *counts = _moved(values, found_inf, config)
     return ScaleState.made(scale, counts, "cpu")
 
@@ -110,8 +113,9 @@ def _moved(values: Sequence[Any], found: Any, config: LossScale) -> tuple[Any, A
         The four values after the step.
     """
     scale, clean_steps, budget, floor_overflows = values
+    at_least, at_most = (torch.clamp_min, torch.clamp_max) if isinstance(found, Tensor) else (max, min)
     fewer = torch.add(budget, found, alpha=-1) if isinstance(budget, Tensor) else budget - found
-    budget = _at_least(fewer, 0)
+    budget = at_least(fewer, 0)
     backs_off = found & (budget == 0)
     clean_steps = _chosen(found, -config.growth_offset, clean_steps + 1)
     grows = clean_steps >= config.interval  # an overflow leaves at most 0, and the interval is at least 1
@@ -119,11 +123,11 @@ def _moved(values: Sequence[Any], found: Any, config: LossScale) -> tuple[Any, A
     for name in config.refill.split("+"):
         budget = _chosen(found == 0 if name == "clean" else events[name], config.hysteresis, budget)
 
-    lower, higher = _at_least(scale * config.backoff, config.floor), scale * config.growth
+    lower, higher = at_least(scale * config.backoff, config.floor), scale * config.growth
     if config.ceiling is None:
         higher = _chosen(higher < ROUNDS_TO_INFINITY, higher, scale)
     else:
-        higher = _at_most(higher, config.ceiling)
+        higher = at_most(higher, config.ceiling)
     stuck = found & (scale <= as_float32(config.floor))
     scale = _chosen(backs_off, lower, _chosen(grows, higher, scale))
     return scale, _chosen(grows, 0, clean_steps), budget, (floor_overflows + backs_off) * stuck
@@ -134,14 +138,6 @@ def _chosen(condition: Any, one: Any, other: Any) -> Any:
         return one if condition else other
     # Numbers enter through kernel arguments: torch.where would copy them from host memory to the device.
     return torch.where(condition, one, other) if isinstance(one, Tensor) else other.masked_fill(condition, one)
-
-
-def _at_least(value: Any, least: float) -> Any:
-    return value.clamp_min(least) if isinstance(value, Tensor) else max(value, least)
-
-
-def _at_most(value: Any, most: float) -> Any:
-    return value.clamp_max(most) if isinstance(value, Tensor) else min(value, most)
 
 
 def _check(found_inf: object, state: ScaleState) -> None:

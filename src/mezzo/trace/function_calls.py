@@ -429,7 +429,7 @@ class Where:
     """The place of a pass, and of the forward pass that its backward nodes come from.
 
     Args:
-        until: The frame beyond which no line is the model's; see :func:`~mezzo.trace.calls.user_line`.
+        until: The frame beyond which no line is the model's; see :func:`~mezzo.trace.function_calls.user_line`.
         instead: The line to name where there is none.
 
     Attributes:

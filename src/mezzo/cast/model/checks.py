@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.jit import ScriptModule
 
-from mezzo.cast.model.calls import Within
+from mezzo.cast.model.boundaries import Within
 from mezzo.cast.model.outputs import GivesOut
 from mezzo.cast.model.places import NORM, is_large, sharded_otherwise, stored_tensors
 from mezzo.errors import (
@@ -37,7 +37,7 @@ from mezzo.weights.models import of_halves
 
 # The autograd nodes that add up a parameter's gradients, and whether anything but the parameter keeps one.
 
-_MARK: Final = "mezzo.cast.model.refusals"
+_MARK: Final = "mezzo.cast.model.checks"
 
 
 def marks(leaf: Tensor) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from mezzo.errors import PolicyError, raise_together
 from mezzo.interrupts import uninterrupted
 from mezzo.scale import LossScale
 from mezzo.scale.config import TORCHS_WORDS, from_words
-from mezzo.scale.scaler import Scaler
+from mezzo.scale.device_state import Scaler
+from mezzo.session.closures import closure_of, evaluated, evaluates_once, handing_on
 from mezzo.session.engine import Engine
 from mezzo.session.stats import Step
-from mezzo.session.update import closure_of, evaluates_once, handing_on
 
 if TYPE_CHECKING:
     from mezzo.session.session import MixedPrecision
@@ -148,7 +148,7 @@ class EngineScaler(torch.amp.GradScaler):
         self._engine_of(optimizer)
         self._check(optimizer, "step")
         engine, closure = self._engine_of(optimizer), closure_of(args, kwargs)
-        asked = handing_on(engine.steps_by.get(optimizer, optimizer.step), args, kwargs)
+        asked = handing_on(engine.writes.step_of(optimizer), args, kwargs)
         if closure is None:
             return self._take(optimizer, asked)
         if evaluates_once(optimizer):
@@ -156,7 +156,7 @@ class EngineScaler(torch.amp.GradScaler):
                 loss = closure()
             self._take(optimizer, partial(asked, None))
             return loss
-        with engine.stepping_by(optimizer, asked):
+        with engine.writes.stepping_by(optimizer, asked):
             return self._evaluate(optimizer, closure)
 
     def _take(self, optimizer: Optimizer, step: Callable[..., Any]) -> Any:
@@ -166,7 +166,7 @@ class EngineScaler(torch.amp.GradScaler):
         if self._idles(optimizer, "step"):
             self.last_step = _unchecked()
             return step()
-        with engine.stepping_by(optimizer, step) as returned:
+        with engine.writes.stepping_by(optimizer, step) as returned:
             self.last_step = engine.step([optimizer])
         return returned[0] if returned else None
 
@@ -180,7 +180,7 @@ class EngineScaler(torch.amp.GradScaler):
             return losses[-1]
 
         self._open(optimizer, again=False)  # SAM begins with these
-        self.last_step = self._engine_of(optimizer).step([optimizer], evaluate)
+        self.last_step = evaluated(self._engine_of(optimizer), [optimizer], evaluate)
         return losses[0] if losses else None
 
     # What torch's own methods ask for ---------------------------------------------------------------------
@@ -208,6 +208,7 @@ class SessionScaler(EngineScaler):
         super().__init__(amp.engine.device.type, amp.engine.scaler)
         self.amp = amp
         amp.engine.waits = True
+        amp.engine.plan_anew()
 
     def _engine_of(self, optimizer: Optimizer) -> Engine:
         return self.amp.engine

@@ -22,7 +22,7 @@ from mezzo.explanation.rows import Cast, Emulated, Misaligned, Product, Row
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISED
 from mezzo.tensors import LOW, each_tensor, tree_leaves, tree_map_only
-from mezzo.trace.calls import Decider, Where, here
+from mezzo.trace.function_calls import Decider, Where, here
 from mezzo.trace.measure import LostIntegers, lost_integers
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python, require_scalar

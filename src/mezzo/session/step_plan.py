@@ -1,0 +1,261 @@
+"""What a session is made of: one value, planned when it begins, and again when something of it has changed.
+
+A pass and a step ask :meth:`StepPlan.is_current` once each, and nothing else of that kind. What is not in the plan
+cannot be out of date there: whether a parameter requires a gradient, hooks of tensors, where memory lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import accumulate, chain
+from operator import is_
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.cast.products import Memory
+from mezzo.distributed.exchange import Ranks, Shards
+from mezzo.optim.optimizer import as_one_pass
+from mezzo.session.weights import Weights
+from mezzo.session.writers import Writer, deciding, writer_of
+from mezzo.tensors import LOW
+from mezzo.weights.halves import Halves
+
+#: Which gradients of parameters of 16 bits are FP32: all; sums, from the second pass on; or none, as the buckets of
+#: ``DistributedDataParallel`` have the parameters' dtypes.
+WideGradients: TypeAlias = Literal["all", "sums", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class WindowPlan:
+    """One optimizer, or several that share parameters: the gradients of all of them carry one scale.
+
+    Attributes:
+        optimizers: Those optimizers.
+        leaves: Their parameters, each once.
+        of: The parameters of each optimizer.
+        ids: The ``id`` of each parameter.
+        writers: What updates the parameters of each optimizer.
+        low: The parameters of 16 bits.
+        wide: Which of their gradients are FP32.
+        halves: The parameters in halves whose first gradients may have 16 bits: see :func:`may_narrow`.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+    leaves: list[Tensor]
+    of: Mapping[Optimizer, list[Tensor]]
+    ids: frozenset[int]
+    writers: Mapping[Optimizer, Writer]
+    low: list[Tensor]
+    wide: WideGradients
+    halves: list[Halves]
+
+    def leaves_of(self, optimizers: Collection[Optimizer]) -> list[Tensor]:
+        """Return the parameters of some optimizers, each once."""
+        if set(self.optimizers).issubset(optimizers):
+            return self.leaves
+        return _once(self.of[each] for each in self.optimizers if each in optimizers)
+
+    def writers_of(self, optimizers: Collection[Optimizer], *, asked: bool = False) -> list[Writer]:
+        """Return what updates the parameters of some optimizers in the step that is being taken.
+
+        Args:
+            optimizers: The optimizers.
+            asked: Whether the host decides if they step.
+        """
+        found = []
+        for each, writer in self.writers.items():
+            if each in optimizers:
+                found.append(writer.now(asked=asked))
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepPlan:
+    """What a session is made of.
+
+    Attributes:
+        optimizers: The optimizers.
+        params: The parameters of each optimizer, group by group.
+        ends: Where those of each optimizer end.
+        deciding: What of them decides about writers, and nothing tells of: see :func:`mezzo.session.writers.deciding`.
+        kinds: The class of each of these parameters.
+        sizes: The bytes of an element of them, which tell those in 16 bits.
+        windows: The optimizers by what their gradients have in common.
+        ids: The ``id`` of each parameter.
+        units: The modules that ``fully_shard`` has sharded.
+        is_driven: Whether the loop is the user's own, or a ``GradScaler``'s.
+        is_wrapped: Whether a model runs in ``DistributedDataParallel``.
+        shards: Over which ranks parameters are sharded.
+        memories: What products below sixteen bits remember.
+    """
+
+    optimizers: tuple[Optimizer, ...]
+    params: list[Tensor]
+    ends: list[int]
+    deciding: list[Any]
+    kinds: list[type]
+    sizes: list[int]
+    windows: tuple[WindowPlan, ...]
+    ids: frozenset[int]
+    units: list[Any]
+    is_driven: bool
+    is_wrapped: bool
+    shards: Shards
+    memories: tuple[Memory, ...]
+
+    def is_current(self, optimizers: list[Optimizer], *, is_wrapped: bool, writes: bool) -> bool:
+        """Whether the session is still made of this.
+
+        Asked are the parameters that stand in the optimizers' groups, whoever has put them there, and their classes;
+        before a pass whether they are in 16 bits, which ``param.data = …`` changes; before a step hooks of the
+        optimizers' steps.
+
+        Args:
+            optimizers: The session's.
+            is_wrapped: As in the plan.
+            writes: Whether optimizers are about to step, and not a pass to begin.
+
+        **Cost**: 0.1 µs a parameter before a pass, 0.04 µs before a step: of 600 tensors 55 and 25 µs, of 2,000 some
+        200 and 80 µs.
+        """
+        params, ends, before = list[Tensor](), list[int](), self.params
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                params += group["params"]
+            ends.append(len(params))
+        return (
+            ends == self.ends
+            and all(map(is_, params, before))
+            and list(map(type, params)) == self.kinds
+            and is_wrapped is self.is_wrapped
+            and len(optimizers) == len(self.optimizers)
+            and all(map(is_, optimizers, self.optimizers))
+            and (
+                deciding(optimizers) == self.deciding
+                if writes
+                else list(map(Tensor.element_size, params)) == self.sizes
+            )
+        )
+
+    def differences(self, other: StepPlan) -> list[str]:
+        """Return in words in what another plan of the same session differs; nothing where it says the same."""
+        return list(_differences(self, other, ""))
+
+
+def planned(
+    weights: Weights, ranks: Ranks, *, is_plain: bool, is_driven: bool, is_wrapped: bool, num_hooks: int
+) -> StepPlan:
+    """Plan a session from what it is made of now; nothing is changed.
+
+    Args:
+        weights: The models and optimizers.
+        ranks: The ranks that step together.
+        is_plain: Whether gradients are FP32 and plain when a backward pass ends.
+        is_driven: Whether the loop is the user's own, or a ``GradScaler``'s.
+        is_wrapped: Whether a model runs in ``DistributedDataParallel``.
+        num_hooks: How many hooks before an optimizer's step are the session's.
+
+    Raises:
+        MezzoError: Parameters that these ranks cannot step with: see :meth:`Ranks.shards_of`.
+
+    **Cost**: some 2 µs of host time a parameter.
+    """
+    optimizers, units = tuple(weights.optimizers), weights.units
+    of = {each: weights.leaves(each) for each in optimizers}
+    params = list(chain.from_iterable(of.values()))
+    wide: WideGradients = "none" if is_wrapped else "all" if is_plain and not units else "sums"
+    windows = []
+    for sharing in _sharing(of):
+        leaves = _once(of[each] for each in sharing)
+        narrows = may_narrow(sharing, ranks, is_driven=is_driven, is_split=is_wrapped or len(units) > 0)
+        windows.append(
+            WindowPlan(
+                optimizers=sharing,
+                leaves=leaves,
+                of={each: of[each] for each in sharing},
+                ids=frozenset(map(id, leaves)),
+                writers={each: writer_of(each, is_shared=len(sharing) > 1, num_hooks=num_hooks) for each in sharing},
+                low=[leaf for leaf in leaves if leaf.dtype in LOW],
+                wide=wide,
+                halves=[leaf for leaf in leaves if type(leaf) is Halves] if narrows else [],
+            )
+        )
+    return StepPlan(
+        optimizers=optimizers,
+        params=params,
+        ends=list(accumulate(map(len, of.values()))),
+        deciding=deciding(optimizers),
+        kinds=list(map(type, params)),
+        sizes=list(map(Tensor.element_size, params)),
+        windows=tuple(windows),
+        ids=frozenset(map(id, params)),
+        units=units,
+        is_driven=is_driven,
+        is_wrapped=is_wrapped,
+        shards=ranks.shards_of(params, weights.name_of),
+        memories=tuple(weights.memories()),
+    )
+
+
+def may_narrow(optimizers: Iterable[Optimizer], ranks: Ranks, *, is_driven: bool, is_split: bool) -> bool:
+    """Whether gradients of weights in halves may have 16 bits, which saves 2 bytes a parameter and loses nothing.
+
+    It is one special case: the five lines, mezzo's optimizers, and one rank. There a weight that products alone read,
+    once, in the first pass of a step, has the gradient that autograd computes; see :meth:`Window.begin`.
+
+    Args:
+        optimizers: Those of one window.
+        ranks: The ranks that step together.
+        is_driven: Whether the loop is the user's own, or a ``GradScaler``'s.
+        is_split: Whether wrappers reduce gradients, or models are sharded.
+    """
+    return not is_driven and not is_split and ranks.size == 1 and all(map(as_one_pass, optimizers))
+
+
+def _sharing(of: Mapping[Optimizer, list[Tensor]]) -> list[tuple[Optimizer, ...]]:
+    """Return the optimizers by the parameters that they share, in their order."""
+    found: list[tuple[list[Optimizer], set[int]]] = []
+    for optimizer, leaves in of.items():
+        mine, ids = [optimizer], set(map(id, leaves))
+        apart = []
+        for others, theirs in found:
+            if ids.isdisjoint(theirs):
+                apart.append((others, theirs))
+            else:
+                mine, ids = [*others, *mine], ids | theirs
+        found = [*apart, (mine, ids)]
+    places = {optimizer: place for place, optimizer in enumerate(of)}
+    sharing = [tuple(sorted(each, key=places.__getitem__)) for each, _ in found]
+    return sorted(sharing, key=lambda each: places[each[0]])
+
+
+def _once(lists: Iterable[list[Tensor]]) -> list[Tensor]:
+    """Return the tensors of several lists, each once."""
+    return list({id(tensor): tensor for tensor in chain.from_iterable(lists)}.values())
+
+
+def _differences(one: Any, other: Any, path: str) -> Iterator[str]:
+    """Yield where two values of one form differ: tensors, modules and optimizers are told by which they are."""
+    if isinstance(one, StepPlan | WindowPlan | Shards | Writer) and type(one) is type(other):
+        for field in fields(one):
+            yield from _differences(getattr(one, field.name), getattr(other, field.name), f"{path}.{field.name}")
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):
+        for number, pair in enumerate(zip(one, other, strict=True)):
+            yield from _differences(*pair, f"{path}[{number}]")
+    elif isinstance(one, Mapping) and isinstance(other, Mapping) and one.keys() == other.keys():
+        for key, value in one.items():
+            yield from _differences(value, other[key], f"{path}[{type(key).__name__}]")
+    elif one is not other and (isinstance(one, Tensor | Optimizer | Memory | torch.nn.Module) or one != other):
+        yield f"{path.removeprefix('.')}: {_shown(one)} → {_shown(other)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{type(value).__name__} {list(value.shape)}"
+    if isinstance(value, list | tuple | Mapping | frozenset):
+        return f"{len(value)} of them"
+    return type(value).__name__ if isinstance(value, Optimizer | Memory | torch.nn.Module) else str(value)

@@ -1,0 +1,574 @@
+"""The writes of a step: each kind of optimizer does what the verdict says, or skips."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from operator import attrgetter, ne
+from typing import Any, ClassVar, Final, Protocol, cast
+
+import numpy
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mezzo.errors import PolicyError, StateError
+from mezzo.hooks import before_every_step, has_hooks_of_every_step, hooks_of_every_step, step_hooks
+from mezzo.interrupts import Members
+from mezzo.optim.groups import changes_nothing
+from mezzo.optim.optimizer import OnePassOptimizer, as_one_pass
+from mezzo.session.weights import Weights
+from mezzo.sharded import is_distributed
+from mezzo.step.executors.choose import shared
+from mezzo.step.gradients import dense, multiply
+from mezzo.step.verdict import Judged, Verdict, as_fused
+from mezzo.tensors import LOW, tensors, versions
+from mezzo.weights.stepping import in_memory, stored_again
+
+_WAITS: Final = attrgetter("waits")
+_IS_PLAIN: Final = attrgetter("is_plain")
+_DIVIDES: Final = attrgetter("divides")
+#: Where optimizers are that a program has not written.
+_OWN: Final = ("torch.optim.", "mezzo.optim.")
+_FLOATS: Final = {float, numpy.float64}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Writer:
+    """What updates the parameters of one optimizer as a verdict says: of any optimizer whose kernels are not told it.
+
+    The host asks whether to skip, once for all such optimizers of a step; gradients are multiplied in place before it.
+
+    Attributes:
+        optimizer: The optimizer.
+        is_shown: Whether a program's code looks at gradients in its step: a hook, or a class with another step.
+        is_plain: Whether the gradients are multiplied in place before the step, and not by the optimizer's kernels.
+        waits: Whether the host asks for the verdict before the step.
+        has_low: Whether it has parameters in 16 bits, which want gradients of their dtype.
+        divides: Whether its kernels leave gradients without the scale, where they multiply.
+    """
+
+    divides: ClassVar[bool] = False
+    optimizer: Optimizer
+    is_shown: bool = False
+    is_plain: bool = True
+    waits: bool = True
+    has_low: bool = False
+
+    def now(self, *, asked: bool) -> Writer:
+        """Return what writes in a step that is about to be judged.
+
+        Args:
+            asked: Whether the host decides, as where something is called in place of the optimizer's step.
+        """
+        return self
+
+    def ready(self, verdict: Verdict) -> None:
+        """Raise all that the optimizer could refuse; nothing is written."""
+
+    def before(self, judged: Judged, step: Callable[..., Any], *, is_new: bool) -> Before:
+        """Note what is there before a step, which may raise."""
+        of_torch = getattr(step, "__module__", "").startswith("torch.optim.")
+        is_orderly = of_torch and judged.is_alike and not self.is_shown
+        return _Stood(self.optimizer, is_orderly=is_orderly, is_new=is_new and not of_torch)
+
+    def write(self, judged: Judged, step: Callable[..., Any]) -> None:
+        """Update, or skip where the verdict says so.
+
+        Args:
+            judged: The gradients, with the verdict.
+            step: What steps with the optimizer.
+        """
+        step()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OnePass(Writer):
+    """What updates the parameters of one of mezzo's optimizers, which take a verdict."""
+
+    optimizer: OnePassOptimizer
+
+    def now(self, *, asked: bool) -> Writer:
+        """See :meth:`Writer.now`."""
+        return replace(self, is_plain=True, waits=True) if asked else self
+
+    def ready(self, verdict: Verdict) -> None:
+        """See :meth:`Writer.ready`."""
+        self.optimizer.make_ready(verdict.applied() if self.is_plain else verdict, keep=not self.is_plain)
+
+    def before(self, judged: Judged, step: Callable[..., Any], *, is_new: bool) -> Before:
+        """See :meth:`Writer.before`."""
+        return _Updates(self.optimizer)
+
+    def write(self, judged: Judged, step: Callable[..., Any]) -> None:
+        """See :meth:`Writer.write`."""
+        self.optimizer.update(judged.verdict.applied() if self.is_plain else judged.verdict, step)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fused(Writer):
+    """What updates the parameters of a fused optimizer of torch's, whose kernels are told to skip, and the scale."""
+
+    divides: ClassVar[bool] = True
+
+    def now(self, *, asked: bool) -> Writer:
+        """See :meth:`Writer.now`."""
+        if asked or not _has_begun(self.optimizer):
+            return Writer(self.optimizer, is_shown=self.is_shown, has_low=self.has_low)
+        return replace(self, is_plain=True) if self.has_low and _narrows(self.optimizer) else self
+
+    def write(self, judged: Judged, step: Callable[..., Any]) -> None:
+        """See :meth:`Writer.write`. Gradients are left without the scale."""
+        verdict, told = judged.verdict, cast(Any, self.optimizer)
+        numbers = [verdict.found_inf, *([verdict.multiplier] if judged.is_clipped else [])]
+        found_inf, *divisor = verdict.as_fused or shared(as_fused, (), numbers)
+        # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
+        grad_scale = None if self.is_plain else divisor[0] if divisor else judged.scale
+        if (own_scale := getattr(told, "grad_scale", None)) is not None:  # a user's counts besides, as in torch
+            grad_scale = own_scale if grad_scale is None else grad_scale * own_scale
+        told.found_inf, told.grad_scale = found_inf, grad_scale
+        try:
+            step()
+        finally:
+            del told.found_inf, told.grad_scale
+
+
+def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Writer:
+    """Return what updates the parameters of an optimizer.
+
+    It holds as long as :func:`deciding` returns the same of the optimizer, and its parameters have these dtypes.
+
+    Args:
+        optimizer: The optimizer.
+        is_shared: Whether another one updates parameters of it, and reads the same gradients.
+        num_hooks: How many hooks before its step are a session's, which raise and write nothing there.
+    """
+    is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
+    is_shown = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
+    is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or has_hooks_of_every_step()
+    is_plain, own = is_shared or is_shown, as_one_pass(optimizer)
+    if own is not None:
+        return OnePass(own, is_shown=is_shown, is_plain=is_plain, waits=False)
+    has_low = any(param.dtype in LOW for group in optimizer.param_groups for param in group["params"])
+    if _is_told(optimizer):
+        return Fused(optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, has_low=has_low)
+    return Writer(optimizer, is_shown=is_shown, has_low=has_low)
+
+
+def deciding(optimizers: Iterable[Optimizer]) -> list[Any]:
+    """Return what of optimizers decides who writes, and what nothing tells of: to be compared with what it was.
+
+    Hooks before steps, a ``step`` that was replaced, groups that are no longer fused.
+
+    **Cost**: 1 µs an optimizer.
+    """
+    found: list[Any] = hooks_of_every_step()
+    for each in optimizers:
+        found += each.step, *step_hooks(each)
+        for group in each.param_groups:
+            found.append(group.get("fused"))
+    return found
+
+
+def takes_flags(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's kernels are told on the device to skip; a loaded state may have turned that off.
+
+    Those of torch's fused SGD are once there are momentum buffers: what a skipped first step leaves was never written.
+    """
+    return _is_told(optimizer) and _has_begun(optimizer)
+
+
+def _is_told(optimizer: Optimizer) -> bool:
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or _asks_for_scaler(type(optimizer).step):
+        return False
+    return all(group.get("fused", True) for group in optimizer.param_groups)
+
+
+@functools.cache
+def _asks_for_scaler(step: Callable[..., Any]) -> bool:
+    """Whether an optimizer's step is of the older contract: it is given a scaler, and reads no flags."""
+    return "grad_scaler" in inspect.signature(step).parameters
+
+
+def _has_begun(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's first step may be skipped on the device: SGD leaves momentum there that it never wrote."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return True
+    return all(
+        optimizer.state.get(param, {}).get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if group["momentum"] and param.grad is not None
+    )
+
+
+def _narrows(optimizer: Optimizer) -> bool:
+    """Whether there are FP32 gradients of low weights, of which a policy keeps no FP32 values."""
+    low = (param for group in optimizer.param_groups for param in group["params"] if param.dtype in LOW)
+    return any(param.grad is not None and param.grad.dtype not in LOW for param in low)
+
+
+def _narrow(params: Any) -> None:
+    """Give low weights gradients of their own dtype, as torch's optimizers want them."""
+    for param in params:
+        if param.dtype in LOW and param.grad is not None and param.grad.dtype not in LOW:
+            wide, param.grad, param.grad_dtype = param.grad, None, param.dtype
+            param.grad = wide.to(param.dtype)
+
+
+class Carries(Protocol):
+    """What knows which scale the gradients of some optimizers carry: a window."""
+
+    def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
+        """Know that the gradients of some optimizers, if any are here, carry no scale any more, and what was found."""
+
+
+# The writes of an engine --------------------------------------------------------------------------------------
+
+
+class Writes:
+    """The writes of an engine: which optimizer has which writer, what steps with it, and whether all is whole.
+
+    Args:
+        weights: The models and optimizers.
+
+    Attributes:
+        weights: The models and optimizers.
+        steps_by: What steps with an optimizer whose ``step`` is taken over.
+        is_stepping: Whether optimizers step on the engine's behalf now.
+        broken: The optimizer that has raised in the middle of an update; empty where none has.
+        num_hooks: How many hooks before an optimizer's step are the engine's, which raise and write nothing there.
+    """
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.steps_by: dict[Optimizer, Callable[..., Any]] = {}
+        self.is_stepping, self.broken, self.num_hooks = False, "", 0
+        self._strangers: weakref.WeakKeyDictionary[Optimizer, list[int]] = weakref.WeakKeyDictionary()
+        self._counted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    def shares_nothing(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer updates no parameter of the models; asked anew where it was given further groups.
+
+        **Cost**: Python for each parameter of both, once.
+        """
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if self._strangers.get(optimizer) == sizes:
+            return True
+        known = {id(param) for model in self.weights.models for param in model.parameters()}
+        if any(id(param) in known for group in optimizer.param_groups for param in group["params"]):
+            return False
+        self._strangers[optimizer] = sizes
+        return True
+
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Whether an optimizer is one of these, inside of one as SAM's is, or around one, whose step it calls."""
+        known = self.weights.optimizers
+        return (
+            optimizer in known
+            or optimizer in self.steps_by
+            or any(each in known for each in inner_optimizers(optimizer))
+            or any(optimizer in inner_optimizers(each) for each in known)
+        )
+
+    def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Return what steps with an optimizer."""
+        return self.steps_by.get(optimizer) or optimizer.step
+
+    @contextmanager
+    def stepping_by(self, optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[list[Any]]:
+        """Have an optimizer step by this call meanwhile; yield where what the call returns is noted."""
+        returned = list[Any]()
+
+        @functools.wraps(step.func if isinstance(step, functools.partial) else step)  # whose it is, is asked later
+        def call(*args: Any) -> Any:
+            returned.append(step(*args))
+            return returned[-1]
+
+        before, self.steps_by[optimizer] = self.steps_by.get(optimizer), call
+        try:
+            yield returned
+        finally:
+            del self.steps_by[optimizer]
+            if before is not None:
+                self.steps_by[optimizer] = before
+
+    @contextmanager
+    def stepping(self, is_stepping: bool = True) -> Iterator[None]:
+        """Let optimizers step on the engine's behalf in the block, or not where a program's closure runs in there."""
+        before, self.is_stepping = self.is_stepping, is_stepping
+        try:
+            yield
+        finally:
+            self.is_stepping = before
+            torch.clear_autocast_cache()  # a region may be around the loop: model.fit(x)
+
+    def require_whole(self) -> None:
+        """Refuse to go on from an update that an optimizer has ended in its middle.
+
+        Raises:
+            StateError: With the optimizer, and what to write.
+        """
+        if self.broken:
+            raise StateError(
+                "an update was ended half-way",
+                where=self.broken,
+                why="some weights and moments are those of the next step, and some are not",
+                write="load_state_dict(…) of model, optimizer and session, from the last checkpoint",
+            )
+
+    def write(
+        self, writers: Sequence[Writer], windows: Sequence[Carries], judged: Judged, by: Callable[..., Any] | None
+    ) -> None:
+        """Update, or skip.
+
+        Args:
+            writers: Of the optimizers that step: what :meth:`Writer.now` has returned.
+            windows: The gradients' windows.
+            judged: The gradients, with the verdict.
+            by: Called in place of the one optimizer's step, if it is not skipped.
+        """
+        verdict = judged.verdict
+        for each in writers:  # what one refuses is refused before another has stepped
+            each.ready(verdict)
+        if any(map(_WAITS, writers)) and bool(verdict.found_inf):
+            writers = [each for each in writers if not each.waits]
+        if any(map(_IS_PLAIN, writers)):
+            self._multiply([each for each in writers if each.is_plain], windows, verdict)
+        self._step_all(writers, judged, by)
+        if any(map(_DIVIDES, writers)):
+            divided = [each.optimizer for each in writers if each.divides and not each.is_plain]
+            for window in windows if divided else ():
+                window.lost_scale(divided)
+
+    def _multiply(self, writers: list[Writer], windows: Sequence[Carries], verdict: Verdict) -> None:
+        """Make the gradients plain that optimizers read as they are."""
+        optimizers = [each.optimizer for each in writers]
+        if not verdict.is_one:
+            params = {id(param): param for each in optimizers for param in self.weights.updated(each)}
+            multiply(dense(list(params.values()))[1], verdict.multiplier)
+            for window in windows:
+                window.lost_scale(optimizers, verdict.found_inf)  # should a hook raise, so that the step is taken again
+        for each in writers:
+            if each.has_low:
+                _narrow(self.weights.updated(each.optimizer))
+
+    def _step_all(self, writers: Sequence[Writer], judged: Judged, by: Callable[..., Any] | None) -> None:
+        begun: list[tuple[Writer, Before]] = []
+        self.is_stepping = True
+        try:
+            for writer in writers:
+                optimizer, step = writer.optimizer, by or self.step_of(writer.optimizer)
+                is_new = optimizer not in self._counted
+                before = writer.before(judged, step, is_new=is_new)
+                begun.append((writer, before))
+                writer.write(judged, step)
+                if is_new and before.is_counted():
+                    self._counted.add(optimizer)
+        except BaseException:
+            for each in writers:
+                stored_again(each.optimizer)
+            if any(before.was_written() for _, before in begun):
+                self.broken = f"{type(begun[-1][0].optimizer).__name__}.step()"
+            else:
+                for _, before in begun:
+                    before.restore()
+            raise
+        finally:
+            self.is_stepping = False
+            torch.clear_autocast_cache()  # a region may be around the loop: model.fit(x)
+
+
+# What a step that raises has done -----------------------------------------------------------------------------
+
+#: By the bytes of an element: the whole numbers of its bits, and what they are added up in.
+_WHOLE: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SUMMED: Final = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64}
+
+
+class Before(Protocol):
+    """What was there before a step of an optimizer: should the step raise, whether it has written that."""
+
+    def is_counted(self) -> bool:
+        """Whether the step, which has not raised, has shown that torch counts the optimizer's writes."""
+
+    def was_written(self) -> bool:
+        """Whether the step has written what was there before it."""
+
+    def restore(self) -> None:
+        """Take away what the step has made, and put numbers back."""
+
+
+class _Updates:
+    """How many updates one of mezzo's optimizers had: they refuse before they write, and count themselves."""
+
+    def __init__(self, optimizer: OnePassOptimizer) -> None:
+        self._optimizer, self._updates = optimizer, optimizer.updates
+
+    def is_counted(self) -> bool:
+        """See :class:`Before`."""
+        return True
+
+    def was_written(self) -> bool:
+        """See :class:`Before`."""
+        return self._optimizer.updates != self._updates
+
+    def restore(self) -> None:
+        """See :class:`Before`: there is nothing."""
+
+
+class _Stood:
+    """What stood before a step of another optimizer.
+
+    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted there
+    or in groups are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of
+    parameters are added up until a step of the optimizer has shown that its writes are counted.
+
+    Args:
+        optimizer: The optimizer.
+        is_orderly: Whether it is known to write parameters and state alone, and those of a group in their order, or all
+            at once, as torch's do: then the first one tells.
+        is_new: Whether no step of it has shown yet that its writes are counted.
+
+    **Cost**: 5 µs a group where it is orderly, else 1 µs a parameter; of a new one a pass over its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, is_orderly: bool, is_new: bool) -> None:
+        self.is_new = is_new
+        if is_orderly:
+            self._params, state = _firsts(optimizer), optimizer.state
+            inner = [state[param] for param in self._params if param in state]
+            outer = [state]
+        else:
+            family = [optimizer, *inner_optimizers(optimizer)]
+            groups = [group for each in family for group in each.param_groups]
+            self._params = [param for group in groups for param in group["params"]]
+            inner = [*groups, *(kept for each in family for kept in each.state.values() if isinstance(kept, dict))]
+            outer = [each.state for each in family]
+        self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(each, dict(each)) for each in (*outer, *inner)]
+        values = [value for each in inner for name, value in each.items() if name != "params"]
+        others = [value for value in values if not isinstance(value, Tensor)]
+        self._tensors = [*self._params, *values]
+        if others:
+            self._tensors = [*self._params, *(value for value in values if isinstance(value, Tensor)), *tensors(others)]
+        self._versions = versions(self._tensors)
+        self._bits = _bits(self._params) if self.is_new else []
+
+    def is_counted(self) -> bool:
+        """See :class:`Before`."""
+        return self.is_new and any(map(ne, versions(self._params), self._versions))
+
+    def was_written(self) -> bool:
+        """See :class:`Before`."""
+        if versions(self._tensors) != self._versions or any(map(is_distributed, self._params)):
+            return True  # of shards torch counts nothing, and other ranks may have written
+        now = _bits(self._params) if self.is_new else []
+        return len(now) != len(self._bits) or not all(map(torch.equal, self._bits, now))
+
+    def restore(self) -> None:
+        """See :class:`Before`."""
+        for mapping, held in self._held:
+            mapping.clear()
+            mapping.update(held)
+
+
+def _firsts(optimizer: Optimizer) -> list[Tensor]:
+    """Return the first parameter of each group that has a gradient."""
+    found = []
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                found.append(param)
+                break
+    return found
+
+
+def _bits(params: list[Tensor]) -> list[Tensor]:
+    """Return sums of the bits of parameters, wherever they lie: whatever writes one of them changes its sum."""
+    lying = [each.detach() for each in in_memory(params) if each.layout == torch.strided]
+    whole = [torch.view_as_real(each) if each.is_complex() else each for each in lying]
+    # Sums of 32 bits wrap around, and cost no copy of 64 bits.
+    return [each.view(_WHOLE[each.element_size()]).sum(dtype=_SUMMED[each.element_size()]) for each in whole]
+
+
+# Optimizers that nobody has told of ---------------------------------------------------------------------------
+
+#: What each session that lives writes with.
+_LIVE: Final[Members[weakref.ref[Writes]]] = Members()
+
+
+def guarded(writes: Writes) -> Callable[[], None]:
+    """Refuse steps of optimizers over the models' parameters that a session does not know; return what ends it."""
+    here = weakref.ref(writes, _LIVE.remove)
+    _LIVE.add(here)
+    before_every_step(_refuse_unknown)
+    return functools.partial(_LIVE.remove, here)
+
+
+def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
+    """Refuse a step that a session should have been told of: a hook before each step of any optimizer.
+
+    Raises:
+        StateError: It would update parameters of a session's models, which are checked for others.
+    """
+    for here in _LIVE.now:
+        if (
+            (writes := here()) is None
+            or writes.is_stepping
+            or writes.shares_nothing(optimizer)
+            or writes.knows(optimizer)
+        ):
+            continue
+        known = {id(param) for model in writes.weights.models for param in model.parameters()}
+        params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
+        if not any(id(param) in known for param in params) or changes_nothing(
+            optimizer.param_groups, [param.grad for param in params if param.grad is not None]
+        ):
+            continue
+        taken_over = "amp.add(optimizer), where it is made; or amp.detach(), and mezzo.attach("
+        begin = taken_over if writes.steps_by else "MixedPrecision("
+        raise StateError(
+            "an optimizer that the session does not know updates parameters of its models",
+            where=f"{type(optimizer).__name__}.step()",
+            why="their gradients were not checked for it, and may carry the loss scale",
+            write=f"{begin}model, [optimizer, other], policy)",
+        )
+
+
+def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
+    """Return the optimizers that one has as its attributes, as SAM wraps one, and those that these have."""
+    found = [optimizer]
+    for each in found:  # those that are found meanwhile, too
+        found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and inner not in found]
+    return found[1:]
+
+
+def check_numbers(optimizer: Optimizer) -> None:
+    """Refuse hyper-parameters of torch's and mezzo's own that are not finite; tensors are not looked at.
+
+    What other classes keep in their groups is their business: to some, infinity means no limit.
+
+    Raises:
+        PolicyError: With the optimizer, the group and the name.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if type(value) not in _FLOATS or value - value == 0:
+                continue
+            if name in inspect.signature(_own_class(type(optimizer).__mro__)).parameters:
+                raise PolicyError(
+                    f"{name} is {value}",
+                    where=f"{type(optimizer).__name__}, group {number}",
+                    why="every weight would be NaN after this step",
+                    write=f'optimizer.param_groups[{number}]["{name}"] = …, a finite number',
+                )
+
+
+@functools.cache
+def _own_class(kinds: tuple[type, ...]) -> type:
+    """Return the first of an optimizer's classes that is torch's or mezzo's: ``Optimizer`` of most others."""
+    return next(each for each in kinds if each.__module__.startswith(_OWN))
