@@ -156,10 +156,8 @@ class PolicyMode(TorchFunctionMode):
                         return _IN_FULL
             elif type(each) not in _HOLDS_NONE and not (type(each) is tuple and {*map(type, each)} <= _INTS):
                 return _IN_FULL
-        for (
-            place,
-            is_plain,
-        ) in others:  # once it is known that the call is carried out here: uses of weights are counted
+        # Once it is known that the call is carried out here: uses of weights are counted.
+        for place, is_plain in others:
             each = args[place]
             operands[place] = each.to(target) if is_plain else self.casts.cast(each, target, is_plain=True)
         torch.set_autocast_enabled(kind, False)

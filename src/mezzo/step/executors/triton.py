@@ -336,7 +336,7 @@ class _TritonUpdate(TabledUpdate):
         self.kernels: list[tuple[Launch, Tensor]] = []
 
     def follow(self, rows: Rows) -> None:
-        """See :class:`..tables.TabledUpdate`."""
+        """See :class:`mezzo.step.executors.portable.TabledUpdate`."""
         self.follow_addresses(rows)
         _release([chunks for _, chunks in self.kernels])
         rule, storage, name = self.bucket.rule, self.bucket.storage, update_name(self.bucket.rule, self.bucket.storage)
@@ -355,13 +355,13 @@ class _TritonUpdate(TabledUpdate):
             _prepare(kernel, self.device, *_UPDATED, 0)
 
     def follow_addresses(self, rows: Rows) -> None:
-        """See :class:`..tables.TabledUpdate`."""
+        """See :class:`mezzo.step.executors.portable.TabledUpdate`."""
         refuse_capture(self.device, "weights or states that were given other memory, or gradients of another dtype")
         _release([self.table])
         self.table = _uploaded(rows.table, self.device)
 
     def launch(self, vectors: Sequence[Tensor], verdict: Verdict, step: Tensor, scalars: Tensor) -> None:
-        """See :class:`..tables.TabledUpdate`."""
+        """See :class:`mezzo.step.executors.portable.TabledUpdate`."""
         if _is_capturing(self.device):
             self.kept.append((self.table, self.kernels))
         table = self.addresses.of(vectors)
