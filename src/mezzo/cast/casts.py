@@ -196,9 +196,9 @@ class WeightCasts:
         if isinstance(param, Halves):  # the cast is there already
             return _unseen(param.low, dtype)
         is_kept = self.keeps and param.requires_grad
-        if not is_kept or param.is_inference() or torch.is_inference_mode_enabled() or is_scripted():
+        if not is_kept or param.is_inference() or torch.is_inference_mode_enabled():
             return _unseen(param.to, dtype)
-        if not is_plain and is_transformed():
+        if not is_plain and (is_transformed() or is_scripted()):
             return _unseen(param.to, dtype)
         with_gradients = torch.is_grad_enabled()
         trains = with_gradients and param.requires_grad
