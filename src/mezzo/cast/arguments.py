@@ -43,7 +43,6 @@ _RUNNING_GRADIENT: Final = Instead("fp32_math", "its gradient is added up elemen
 _BATCHED: Final = Instead("fp32_math", "under torch.func its arithmetic is written out, and takes one dtype")
 
 STRIDED: Final = torch.strided  # named once: each product asks
-_ONE: Final = torch.Size([1])
 SPARSE_LAYOUTS: Final = frozenset(
     {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 )
@@ -109,7 +108,7 @@ def _inner(place: int, names: str) -> Callable[[Any, Any], bool]:
             return True
         if torch.compiler.is_dynamo_compiling():
             return x.is_nested or len(x.shape) == 0 or not is_one(x.shape[-1])
-        return x.is_nested or x.shape[-1:] != _ONE
+        return x.is_nested or x.dim() == 0 or x.size(-1) != 1
 
     return contracts
 

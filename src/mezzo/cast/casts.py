@@ -179,7 +179,7 @@ class WeightCasts:
 
     def __init__(self, *, keeps: bool = True) -> None:
         self.keeps = keeps
-        self._casts: dict[tuple[int, torch.dtype, bool, bool], _Cast] = {}
+        self._casts: dict[tuple[int, torch.dtype, bool], _Cast] = {}
 
     def cast(self, param: nn.Parameter, dtype: torch.dtype, *, is_plain: bool = False) -> Tensor:
         """Return the parameter in another dtype, connected to it for gradients.
@@ -193,16 +193,16 @@ class WeightCasts:
             return param
         if not is_plain and torch.compiler.is_compiling():
             return param.to(dtype)
-        if isinstance(param, Halves):  # the cast is there already
+        # Asking whether a plain Parameter is one of halves is a Python call.
+        if type(param) is not nn.Parameter and isinstance(param, Halves):  # the cast is there already
             return _unseen(param.low, dtype)
         is_kept = self.keeps and param.requires_grad
         if not is_kept or param.is_inference() or torch.is_inference_mode_enabled():
             return _unseen(param.to, dtype)
         if not is_plain and (is_transformed() or is_scripted()):
             return _unseen(param.to, dtype)
-        with_gradients = torch.is_grad_enabled()
-        trains = with_gradients and param.requires_grad
-        key = (id(param), dtype, with_gradients, trains)
+        trains = torch.is_grad_enabled()
+        key = id(param), dtype, trains
         found, now = self._casts.get(key), mark(param)
         if found is None or found.mark != now:
             made = param.to(dtype) if is_plain else _unseen(param.to, dtype)
