@@ -198,7 +198,6 @@ _FIELDS: Final[Fields] = {
         f"stats.{field.name}": (is_count, "a count") if isinstance(field.default, int) else (_is_number, "a number")
         for field in fields(Stats)
     },
-    "stats.recent": (lambda value: isinstance(value, str) and set(value) <= {"X", "."}, "a text of X and ."),
     "products": (_is_remembered, "histories and draws"),
     "inner_scales": (_are_rows, "two numbers for each"),
 }
