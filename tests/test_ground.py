@@ -3,23 +3,27 @@
 import json
 import math
 import pickle
-from collections import OrderedDict
+from collections import OrderedDict, UserDict
 from dataclasses import dataclass
 from importlib import metadata
+from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import register_pytree_node
 
 import mezzo
 from mezzo import DistributedError, MezzoError, NumericsError, PolicyError, ScaleCollapsed, StateError, UnsupportedError
+from mezzo.cast.casts import cast_floating
 from mezzo.compat import paddle
 from mezzo.compat import torch as torch_like
 from mezzo.compat.apex import frontend
 from mezzo.errors import message, nearest, printable, require_extra, shown, some_of
 from mezzo.files import jsonable
-from mezzo.tensors import each_tensor, mark, moved, tensors
+from mezzo.tensors import Frame, each_tensor, leaves, mapped, mark, moved, tensors
 
 # Errors -------------------------------------------------------------------------------------------------
 
@@ -145,8 +149,8 @@ def test_without_metadata_no_package_is_too_old(monkeypatch):
 
 # Values as JSON -----------------------------------------------------------------------------------------
 
-leaves = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats()
-values = st.recursive(leaves, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner), max_leaves=9)
+plain = st.none() | st.booleans() | st.integers() | st.text(max_size=5) | st.floats()
+values = st.recursive(plain, lambda inner: st.lists(inner) | st.dictionaries(st.text(max_size=5), inner), max_leaves=9)
 
 
 def alike(value, read):
@@ -189,15 +193,72 @@ class Point:
     rest: list
 
 
-def test_tensors_in_containers():
-    a, b, c, d = (torch.tensor(float(number)) for number in range(4))
-    value = (a, {"b": [b, None, 3]}, Point(c, [d]), OrderedDict(e=a), "text", Point)
-    assert [(path, int(tensor)) for path, tensor in each_tensor(value)] == [
-        ("[0]", 0), ("[1]['b'][0]", 1), ("[2].x", 2), ("[2].rest[0]", 3), ("[3]['e']", 0),
-    ]  # fmt: skip
-    assert [path for path, _ in each_tensor(a)] == [""]
-    found = tensors(({"b": [b, (None, a)]}, "text", Point(c, [d]), OrderedDict(e=c)))
-    assert [int(tensor) for tensor in found] == [1, 0, 2]
+class Pair(NamedTuple):
+    one: torch.Tensor
+    other: object
+
+
+class Words(tuple):
+    """A tuple of a program's own class."""
+
+
+class Row(list):
+    """A list of a program's own class."""
+
+
+class Bag(dict):
+    """A dict of a program's own class."""
+
+
+class Registered:
+    def __init__(self, inner):
+        self.inner = inner
+
+
+register_pytree_node(Registered, lambda each: ([each.inner], None), lambda items, _: Registered(*items))
+
+#: Each makes a container of two items, and says the paths to them.
+CONTAINERS = {
+    "tuple": (lambda one, other: (one, other), "[0]", "[1]"),
+    "list": (lambda one, other: [one, other], "[0]", "[1]"),
+    "dict": (lambda one, other: {"a": one, 2: other}, "['a']", "[2]"),
+    "ordered": (lambda one, other: OrderedDict(b=one, a=other), "['b']", "['a']"),
+    "named": (Pair, "[0]", "[1]"),
+    "dataclass": (Point, ".x", ".rest"),
+    "own tuple": (lambda one, other: Words((one, other)), "[0]", "[1]"),
+    "own list": (lambda one, other: Row([one, other]), "[0]", "[1]"),
+    "own dict": (lambda one, other: Bag(a=one, b=other), "['a']", "['b']"),
+    "mapping": (lambda one, other: UserDict(a=one, b=other), "['a']", "['b']"),
+    "registered": (lambda one, other: Registered([one, other]), "[0][0]", "[0][1]"),
+}
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_tensors_are_found_and_changed_in_every_container(name):
+    """Iteration, paths, change and frames say the same of each kind, alone and inside of another."""
+    make, first, second = CONTAINERS[name]
+    one, other = torch.ones(2), torch.zeros(3)
+    for value, ends in ((make(one, other), ("", "")), (make(one, [other, "text", None]), ("", "[0]"))):
+        assert list(map(id, tensors(value))) == [id(one), id(other)]
+        assert [path for path, _ in each_tensor(value)] == [first + ends[0], second + ends[1]]
+        for made in (mapped(value, lambda each: each + 1), Frame(value).filled([one + 1, other + 1])):
+            assert type(made) is type(value)
+            assert made is not value
+            assert [each.tolist() for each in tensors(made)] == [[2, 2], [1, 1, 1]]
+            assert [path for path, _ in leaves(made)] == [path for path, _ in leaves(value)]
+        assert list(map(id, tensors(value))) == [id(one), id(other)]  # what was given is as it was
+
+
+def test_a_containers_other_items_stay_the_same_objects():
+    opaque, batch = object(), Bag(x=torch.ones(1), note="text")
+    assert list(tensors([opaque, Point, "text", 3, None])) == []
+    assert mapped((opaque, Point), lambda each: each)[0] is opaque
+    assert mapped(batch, lambda each: each) is batch  # an object of a program's own, in which nothing is another
+    assert mapped([torch.ones(1), 3], str, int) == [torch.ones(1), "3"]
+    assert [(path, leaf) for path, leaf in leaves({"a": [], "b": (1,)})] == [("['a']", []), ("['b'][0]", 1)]
+    packed = pack_sequence([torch.ones(2), torch.ones(1)])
+    assert cast_floating(packed, torch.bfloat16).data.dtype == torch.bfloat16
+    assert cast_floating(packed, torch.bfloat16).batch_sizes is packed.batch_sizes
 
 
 def test_marks_tell_writing_and_other_memory():

@@ -218,7 +218,7 @@ PLANTED = """
         "torch._ops.HigherOrderOperator": lambda: isinstance(1, dispatch.HigherOrderOperator),
         "torch.nn.modules.batchnorm._NormBase": lambda: isinstance(1, NORM),
         **{f"torch.utils._pytree.{name}": getattr(tensors, name) for name in (
-            "tree_flatten", "tree_is_leaf", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten")},
+            "tree_flatten", "tree_is_leaf", "tree_unflatten")},
         **{f"torch._{name}": getattr(tensors, name) for name in (
             "foreach_copy_", "foreach_mul", "foreach_mul_", "foreach_norm", "foreach_zero_")},
     }

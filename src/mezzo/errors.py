@@ -11,9 +11,9 @@ import difflib
 import importlib
 import re
 import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 #: Characters of a line, beyond which its middle is left out, and problems of one input, beyond which they are counted.
 _LONGEST_LINE: Final = 2000
@@ -22,6 +22,9 @@ MOST_PROBLEMS: Final = 20
 _LONGEST_WORD: Final = 200
 #: Words of a vocabulary, beyond which they are counted.
 _MOST_WORDS: Final = 20
+
+#: What fits each field of a value, and that in words: see :func:`misfits`.
+Fields: TypeAlias = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 
 def message(what: str, *, where: str = "", why: str = "", write: str = "") -> str:
@@ -210,6 +213,26 @@ def not_switches(**switches: object) -> list[PolicyError]:
     """Return an error for each argument that is neither True nor False."""
     odd = {name: value for name, value in switches.items() if not isinstance(value, bool)}
     return [PolicyError(f"{n} is {shown(v)}", why="it is True or False", write=f"{n}=True") for n, v in odd.items()]
+
+
+def misfits(value: Mapping[str, Any], fields: Fields) -> Iterator[str]:
+    """Yield each field of a saved value that is missing, or does not fit.
+
+    Args:
+        value: The value.
+        fields: What fits each field, and that in words. A field with a dot stands in the mapping that is named before.
+
+    Example:
+        >>> list(misfits({"a": {"x": 1.5}}, {"a.x": (lambda x: isinstance(x, int), "a count"), "b": (bool, "true")}))
+        ['a.x is 1.5, not a count', 'b is missing']
+    """
+    for path, (fits, words) in fields.items():
+        folder, _, name = path.rpartition(".")
+        there = value.get(folder) if folder else value
+        if not isinstance(there, Mapping) or name not in there:
+            yield f"{path} is missing"
+        elif not fits(there[name]):
+            yield f"{path} is {shown(there[name])}, not {words}"
 
 
 def some_of(names: Sequence[str], limit: int = 5) -> str:

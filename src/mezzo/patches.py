@@ -25,10 +25,8 @@ def patch(place: Any, name: str, value: Any) -> Callable[[], None]:
         name: The name.
         value: What it is from now on.
     """
-    has, before = (
-        name in vars(place),
-        vars(place).get(name),
-    )  # as it stands: a static method is not what getattr returns
+    has = name in vars(place)
+    before = vars(place).get(name)  # as it stands: a static method is not what getattr returns
     _bind(place, name, value)
 
     def put_back() -> None:

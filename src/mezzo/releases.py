@@ -169,9 +169,6 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     "tensors.py": {
         "torch.utils._pytree.tree_flatten": "walk through nested containers",
         "torch.utils._pytree.tree_is_leaf": "walk through nested containers",
-        "torch.utils._pytree.tree_leaves": "walk through nested containers",
-        "torch.utils._pytree.tree_map": "walk through nested containers",
-        "torch.utils._pytree.tree_map_only": "walk through nested containers",
         "torch.utils._pytree.tree_unflatten": "walk through nested containers",
         "torch._foreach_copy_": "copy many tensors at once",
         "torch._foreach_mul": "multiply many tensors at once",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from operator import attrgetter
-from typing import Any, Final
+import operator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from types import EllipsisType, FunctionType, NoneType
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,14 +26,11 @@ DTYPES: Final[dict[str, Any]] = {
     "float32": torch.float32, "fp32": torch.float32, "float": torch.float32,
 }  # fmt: skip
 
-_VERSION: Final = attrgetter("_version")
+_VERSION: Final = operator.attrgetter("_version")
 
-#: torch's own functions of nested containers, also of those that programs have registered.
+#: torch's own functions of containers, also of those that programs have registered.
 tree_flatten: Final[Callable[..., tuple[list[Any], Any]]] = private("torch.utils._pytree.tree_flatten")
 tree_is_leaf: Final[Callable[..., bool]] = private("torch.utils._pytree.tree_is_leaf")
-tree_leaves: Final[Callable[..., list[Any]]] = private("torch.utils._pytree.tree_leaves")
-tree_map: Final[Callable[..., Any]] = private("torch.utils._pytree.tree_map")
-tree_map_only: Final[Callable[..., Any]] = private("torch.utils._pytree.tree_map_only")
 tree_unflatten: Final[Callable[..., Any]] = private("torch.utils._pytree.tree_unflatten")
 
 #: torch's own functions of many tensors at once, as few kernels as there are devices and dtypes.
@@ -90,31 +89,132 @@ def described(tensor: Tensor) -> str:
 # Containers -------------------------------------------------------------------------------------------
 
 
+#: What holds no tensor, of the arguments that functions and modules are called with most.
+HOLDS_NONE: Final = frozenset(
+    {NoneType, bool, int, float, complex, str, slice, EllipsisType, FunctionType}
+    | {torch.Size, torch.device, torch.dtype, torch.layout, torch.memory_format}
+)
+
+#: A container, opened: the way to each of its items, the items, and what makes the container anew of other ones.
+_Opened: TypeAlias = tuple[Iterable[str], Sequence[Any], Callable[[list[Any]], Any]]
+
+
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested lists, tuples and dicts, such as a call's arguments, in order."""
+    """Yield the tensors in nested containers, such as a call's arguments, in order.
+
+    Containers are tuples, lists, dicts, named tuples, dataclasses, mappings, packed sequences, and whatever programs
+    have registered with ``torch.utils._pytree``; here, in :func:`leaves` and in :func:`mapped`.
+    """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
+        return
+    kind = type(value)
+    if kind is tuple or kind is list:
+        items = value
+    elif kind is dict:
+        items = value.values()
+    else:
+        opened = None if kind in HOLDS_NONE else _opened(value)
+        items = () if opened is None else opened[1]
+    for item in items:  # a generator for each would cost more than all the rest
+        if isinstance(item, Tensor):
+            yield item
+        elif type(item) not in HOLDS_NONE:
             yield from tensors(item)
 
 
-def each_tensor(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested containers and dataclasses, such as a model's output, in order, with their paths."""
-    if isinstance(value, Tensor):
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield all that is no container, and containers that are empty, in order, with the paths to them."""
+    opened = None if isinstance(value, Tensor) or type(value) in HOLDS_NONE else _opened(value)
+    if opened is None or not opened[1]:
         yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from each_tensor(item, f"{path}[{key!r}]")
-    elif isinstance(value, (tuple, list)):
-        for number, item in enumerate(value):
-            yield from each_tensor(item, f"{path}[{number}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from each_tensor(getattr(value, field.name, None), f"{path}.{field.name}")
+        return
+    for way, item in zip(*opened[:2], strict=True):
+        yield from leaves(item, path + way)
+
+
+def each_tensor(value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in nested containers, such as a model's output, in order, with their paths."""
+    return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, Tensor))
+
+
+def mapped(value: Any, change: Callable[[Any], Any], kinds: type | tuple[type, ...] = Tensor) -> Any:
+    """Change each tensor in nested containers.
+
+    Args:
+        value: The containers, as for :func:`tensors`.
+        change: Returns what stands for one.
+        kinds: What is changed in the place of tensors.
+
+    Returns:
+        Containers of the same types. Dataclasses, mappings and sequences of a program's own classes are copied, and
+        only where something in them is another; other leaves are the same objects.
+    """
+    if isinstance(value, kinds):
+        return change(value)
+    kind = type(value)
+    if kind in HOLDS_NONE or isinstance(value, Tensor):
+        return value
+    if kind is tuple or kind is list:
+        return kind([mapped(item, change, kinds) for item in value])
+    if kind is dict:
+        return {key: mapped(item, change, kinds) for key, item in value.items()}
+    if (opened := _opened(value)) is None:
+        return value
+    _, items, anew = opened
+    return anew([mapped(item, change, kinds) for item in items])
+
+
+class Frame:
+    """Nested containers without their tensors, to be filled with others.
+
+    Args:
+        value: The containers, as for :func:`tensors`.
+
+    Example:
+        >>> Frame(([torch.ones(2)], {"bias": None})).filled([torch.zeros(1)])
+        ([tensor([0.])], {'bias': None})
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._frame = mapped(value, lambda _: _NO_TENSOR)
+
+    def filled(self, tensors: Iterable[Tensor]) -> Any:
+        """Return the containers anew with one tensor in each place, in the order of :func:`tensors`."""
+        following = iter(tensors)
+        return mapped(self._frame, lambda _: next(following))
+
+
+_NO_TENSOR: Final = torch.empty(0)
+
+
+def _opened(value: Any) -> _Opened | None:
+    """Open a container; ``None`` for what is none. This function alone says what a container is."""
+    if not tree_is_leaf(value):  # Python's own, named tuples, and what programs have registered
+        items, nest = tree_flatten(value, lambda each: each is not value)
+        keys: Iterable[Any] = value if isinstance(value, dict) else range(len(items))
+        return [f"[{key!r}]" for key in keys], items, lambda new: tree_unflatten(new, nest)
+    if isinstance(value, tuple):
+        return [f"[{number}]" for number in range(len(value))], value, lambda new: tuple.__new__(type(value), new)
+    if isinstance(value, (MutableMapping, list)):
+        keys = list(value) if isinstance(value, MutableMapping) else range(len(value))
+        items = [value[key] for key in keys]
+        return [f"[{key!r}]" for key in keys], items, lambda new: _copy(value, keys, items, new, operator.setitem)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        items = [getattr(value, name) for name in names]
+        # Frozen ones cannot be assigned to, nor always be constructed anew.
+        return [f".{name}" for name in names], items, lambda new: _copy(value, names, items, new, object.__setattr__)
+    return None
+
+
+def _copy(value: Any, keys: Iterable[Any], before: list[Any], now: list[Any], write: Callable[..., None]) -> Any:
+    """Return a container with other items: a copy, or itself where there are none."""
+    changed = [(key, new) for key, old, new in zip(keys, before, now, strict=True) if new is not old]
+    out = copy.copy(value) if changed else value
+    for key, new in changed:
+        write(out, key, new)
+    return out
 
 
 # Memory -----------------------------------------------------------------------------------------------

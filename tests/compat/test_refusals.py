@@ -119,7 +119,7 @@ TORCH = [
     (loaded(lambda s: {}), StateError, ["  where  it is empty, as a disabled GradScaler's is"]),
     (loaded(lambda s: {"scale": 1.0}), StateError, ["it lacks growth_factor, backoff_factor"]),
     (loaded(lambda s: [1]), StateError, ["this is not the state of a GradScaler"]),
-    (loaded(lambda s: s | {"scale": "x"}), StateError, ["scale cannot be 'x'"]),
+    (loaded(lambda s: s | {"scale": "x"}), StateError, ["scale is 'x', not a positive"]),
     (loaded(lambda s: s | {"growth_factor": 0.1}), PolicyError, ["growth_factor is 0.1"]),
     (lambda g: g.scaler.unscale_(g.optimizer) or copy.copy(g.scaler), StateError, ["in the middle of an iteration"]),
     (lambda g: GradScaler("cpu", growth_factor=1.0), PolicyError, ["growth_factor is 1.0\n  where  GradScaler"]),

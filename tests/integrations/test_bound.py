@@ -91,12 +91,14 @@ def test_methods_of_an_accelerator_get_what_they_are_given(hf):
 
 def test_a_strategy_s_optimizers_are_set_up_with_what_it_is_given(monkeypatch):
     lightning = pytest.importorskip("mezzo.integrations.lightning", reason="needs lightning")
-    told = []
-    around = lightning._telling(recorder(told))
+    told, plugin = [], lightning.MezzoPrecision("O1,dtype=bfloat16")
+    monkeypatch.setattr(lightning.Strategy, "setup_optimizer", recorder(told))
+    plugin.convert_module(net())
     strategy = lightning.Strategy.__new__(lightning.DataParallelStrategy)
     strategy._precision = None
     for given in ODD[:4]:
-        assert around(strategy, *given[0], **given[1]) == "result"
+        assert strategy.setup_optimizer(*given[0], **given[1]) == "result"
+    plugin.teardown()
     assert told == ODD[:4]
 
 

@@ -1,6 +1,7 @@
 """`MezzoPrecision` in Lightning's Fabric: FP32's losses with low kernels, and all that a program does with it."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from .programs import CASES, OPTIMIZERS, assert_alike, batches, ends, flat, loss
 
 L = pytest.importorskip("lightning", reason="needs lightning")
 from lightning.fabric import Fabric  # noqa: E402
+from lightning.fabric.strategies.strategy import Strategy  # noqa: E402
 
 from mezzo.integrations.lightning import MezzoPrecision  # noqa: E402
 
@@ -247,6 +249,22 @@ def test_a_model_without_an_optimizer_and_an_optimizer_that_comes_later():
     late = net()
     with pytest.raises(StateError, match="a model is set up for training after the first step"):
         fabric.setup(late, torch.optim.SGD(late.parameters(), lr=0.1))
+
+
+def test_what_tells_the_plugin_of_optimizers_ends_with_it():
+    """Of two plugins each is told of its own, the first to end leaves the other's, and the last puts torch's back."""
+    gc.collect()  # what other tests have left
+    plain = vars(Strategy)["setup_optimizer"]
+    fabrics = [fabric_of("O1,dtype=bfloat16") for _ in range(2)]
+    models = [fabric.setup_module(net()) for fabric in fabrics]
+    assert vars(Strategy)["setup_optimizer"] is not plain
+    fabrics[0].strategy.precision.teardown()
+    optimizer = fabrics[1].setup_optimizers(torch.optim.SGD(models[1].parameters(), lr=0.1))
+    assert fabrics[0].strategy.precision.session is None
+    assert fabrics[1].strategy.precision.session.weights.optimizers == [optimizer.optimizer]
+    del fabrics, models, optimizer  # without a teardown
+    gc.collect()
+    assert vars(Strategy)["setup_optimizer"] is plain
 
 
 class Marked(nn.Module):

@@ -453,8 +453,8 @@ STATES = {
     "other parameters": (changed(parameters={"else": "float32 [3]"}), O2, ANOTHER,
                          "parameter else: float32 [3] → missing", "parameter 0.weight: missing → float32 [16, 8]"),
     "other shapes": (changed(parameters=all_of("float32 [1, 2]")), O2, ANOTHER, "float32 [1, 2] → float32 [16, 8]"),
-    "a GradScaler's scale below zero": (lambda _: {**SCALER, "scale": -8.0}, O2, "scale cannot be -8.0"),
-    "a GradScaler's word for a count": (lambda _: {**SCALER, "_growth_tracker": "no"}, O2, "clean_steps cannot be"),
+    "a GradScaler's scale below zero": (lambda _: {**SCALER, "scale": -8.0}, O2, "scale is -8.0, not"),
+    "a GradScaler's word for a count": (lambda _: {**SCALER, "_growth_tracker": "no"}, O2, "clean_steps is 'no', not"),
 }  # fmt: skip
 
 

@@ -249,11 +249,9 @@ class Book:
         self.lowest, self.highest = min(self.lowest, self.scale), max(self.highest, self.scale)
 
     def stats(self):
-        recent = self.skips[-self.interval :]
         return {
             "steps": len(self.skips),
             "skipped": sum(self.skips),
-            "skip_rate": sum(recent) / len(recent) if recent else 0.0,
             "growths": self.growths,
             "backoffs": self.backoffs,
             "scale": self.scale,

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
-from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
-from types import NoneType
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from mezzo.backward import node_of
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.compiling import is_scripted
 from mezzo.dispatch import is_transformed, num_dispatch_modes, unseen_by_checkpoints
-from mezzo.tensors import CASTABLE, mark, tree_is_leaf, tree_map
+from mezzo.tensors import CASTABLE, HOLDS_NONE, mapped, mark
 from mezzo.weights.halves import Halves
 
-# Casting what a user passes around: tensors in nested containers, dataclasses and mappings.
+# Casting what a user passes around: tensors in nested containers.
 
 T = TypeVar("T")  # Python 3.11 has no `def f[T]`
-
-#: What holds no tensor, of the arguments that modules are called with most.
-_HOLDS_NONE: Final = frozenset({NoneType, bool, int, float, str})
 
 
 def widest(each: Iterable[Tensor]) -> torch.dtype | None:
@@ -37,7 +30,7 @@ def widest(each: Iterable[Tensor]) -> torch.dtype | None:
 def any_off(values: Iterable[Any], dtypes: Container[torch.dtype]) -> bool:
     """Whether there is a tensor in one of some dtypes, or what may hold tensors: of that it is not known."""
     for each in values:  # noqa: SIM110 - a generator would cost as much again
-        if each.dtype in dtypes if isinstance(each, Tensor) else type(each) not in _HOLDS_NONE:
+        if each.dtype in dtypes if isinstance(each, Tensor) else type(each) not in HOLDS_NONE:
             return True
     return False
 
@@ -46,7 +39,7 @@ def cast_floating(value: T, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> 
     """Cast every floating tensor in nested containers, but float64; other leaves stay the same objects.
 
     Args:
-        value: Tensors in tuples, lists, dicts, named tuples, dataclasses, mappings and packed sequences, nested.
+        value: Tensors in nested containers, as for :func:`mezzo.tensors.tensors`.
         dtype: The target.
         kept: Tensors that stay the same objects, too.
 
@@ -62,8 +55,7 @@ def cast_floating(value: T, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> 
     made: list[tuple[Any, Any]] = [(each, each) for each in kept]
 
     def changed(each: Any) -> Any:
-        now = (each.data if isinstance(each, PackedSequence) else each).dtype
-        if now == dtype or now not in CASTABLE:
+        if each.dtype == dtype or each.dtype not in CASTABLE:
             return each
         for seen, found in made:
             if seen is each:
@@ -75,44 +67,7 @@ def cast_floating(value: T, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> 
     return out
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Change each tensor and packed sequence in nested containers.
-
-    Args:
-        value: As of :func:`cast_floating`.
-        change: Returns what stands for one.
-    """
-    kind = type(value)
-    if isinstance(value, Tensor | PackedSequence):
-        return change(value)
-    if kind in _HOLDS_NONE:
-        return value
-    if kind is tuple or kind is list:
-        return kind([mapped(item, change) for item in value])
-    if kind is dict:
-        return {key: mapped(item, change) for key, item in value.items()}
-    if not tree_is_leaf(value):  # named tuples, and what programs have registered
-        return tree_map(lambda leaf: mapped(leaf, change), value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        given = {name: getattr(value, name) for name in names}
-    elif isinstance(value, MutableMapping):
-        given = dict(value)
-    else:
-        return value
-    changed = {key: new for key, item in given.items() if (new := mapped(item, change)) is not item}
-    if not changed:
-        return value
-    out = copy.copy(value)
-    for key, new in changed.items():
-        if isinstance(value, MutableMapping):
-            out[key] = new
-        else:  # frozen ones cannot be assigned to, nor always be constructed anew
-            object.__setattr__(out, key, new)
-    return out
-
-
-def _to(value: Any, dtype: torch.dtype) -> Any:
+def _to(value: Tensor, dtype: torch.dtype) -> Tensor:
     return during("cast", dtype, value.to, dtype) if WATCHERS else value.to(dtype)
 
 

@@ -24,7 +24,7 @@ from mezzo.cast.device import Family
 from mezzo.cast.notes import WATCHERS, during
 from mezzo.compiling import is_scripted
 from mezzo.dispatch import DisableTorchFunction, is_transformed
-from mezzo.tensors import LOW, tensors, tree_flatten, tree_map_only, tree_unflatten
+from mezzo.tensors import LOW, Frame, mapped, tensors
 
 
 def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -351,8 +351,8 @@ def _batched(dims: int, x: Tensor, weight: Tensor, bias: Tensor | None, options:
 def _in_steps(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Widen, compute, round: for torch.func and torch.compile, which differentiate and save as they see fit."""
     args, kwargs, dtype = _result_dtype(args, kwargs)
-    wide_args, wide_kwargs = tree_map_only(Tensor, _widen, (args, kwargs))
-    return tree_map_only(Tensor, lambda x: _narrow(x, dtype), function(*wide_args, **wide_kwargs))
+    wide_args, wide_kwargs = mapped((args, kwargs), _widen)
+    return mapped(function(*wide_args, **wide_kwargs), lambda x: _narrow(x, dtype))
 
 
 def _result_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype]:
@@ -368,25 +368,19 @@ def _rerun(function: Callable[..., Any], *args: Any, draws: bool = False, **kwar
     if torch.compiler.is_compiling():
         return _in_steps(function, args, kwargs)
     args, kwargs, dtype = _result_dtype(args, kwargs)
-    leaves, layout = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    shape: list[Any] = []
-
-    def run(*operands: Tensor) -> list[Any]:
-        filled = list(leaves)
-        for place, operand in zip(places, operands, strict=True):
-            filled[place] = operand
-        now_args, now_kwargs = tree_unflatten(filled, layout)
-        outputs, spec = tree_flatten(function(*now_args, **now_kwargs))
-        shape[:] = [spec]
-        return outputs
-
-    operands = [leaves[place] for place in places]
-    for place in places:
-        leaves[place] = None  # only the autograd node keeps operands alive
+    operands = list(tensors((args, kwargs)))
     state = _RandomState.now(operands[0].device) if draws and _drops(args, kwargs) else None
+    call, returned = Frame((args, kwargs)), list[Frame]()  # only the autograd node keeps operands alive
+    del args, kwargs
+
+    def run(*operands: Tensor) -> list[Tensor]:
+        now_args, now_kwargs = call.filled(operands)
+        out = function(*now_args, **now_kwargs)
+        returned[:] = [Frame(out)]
+        return list(tensors(out))
+
     outputs = _Recomputed.apply(run, state, dtype, *operands)  # type: ignore[no-untyped-call]
-    return tree_unflatten(list(outputs), shape[0])
+    return returned[0].filled(outputs)
 
 
 def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -488,4 +482,4 @@ def with_dtypes_of_states(op: str, args: tuple[Any, ...], out: Any, low: torch.d
     if op == "lstm" and not packed:
         projects = states[0].shape[-1] != states[1].shape[-1]
         return (*out[:-1], out[-1].float()) if projects else out
-    return tree_map_only(Tensor, lambda x: x.float() if x.dtype == low else x, out)
+    return mapped(out, lambda x: x.float() if x.dtype == low else x)

@@ -16,7 +16,7 @@ from mezzo.dispatch import OpOverload, OpOverloadPacket
 from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.policy.ops import VIEWS, is_in_place, resolve
 from mezzo.policy.rules import both
-from mezzo.tensors import LOW, dtype_name, tensors, tree_map_only
+from mezzo.tensors import LOW, dtype_name, mapped, tensors
 
 #: How torch, and those who write operators for it, say that there is no kernel for a dtype; and what they say of
 #: arguments that do not go together, or are to be integers.
@@ -69,7 +69,7 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
     writes = (name.endswith("_") and not name.endswith("__")) or is_in_place(name) or bool(kwargs.get("inplace"))
     if writes and "without overflow" in str(error):
         raise error  # a number that what is written to cannot hold: -1e9 would be written as minus infinity
-    wide_args, wide_kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+    wide_args, wide_kwargs = mapped((args, kwargs), _widened)
     try:
         with without_autocast([device_type]):
             if WATCHERS:

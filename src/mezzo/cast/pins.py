@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any, Final, Literal, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mezzo.cast.casts import cast_floating
 from mezzo.cast.region import autocast, emulates_here
 from mezzo.errors import PolicyError
 from mezzo.policy import Policy, Rule
-from mezzo.tensors import CASTABLE, tree_leaves
+from mezzo.tensors import CASTABLE, tensors
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -81,7 +81,7 @@ def _pin(target: Target, treatment: Literal["low", "fp32"]) -> Target:
 def _pinned(function: Callable[..., Any], treatment: Literal["low", "fp32"]) -> Callable[..., Any]:
     @functools.wraps(function)
     def pinned(*args: Any, **kwargs: Any) -> Any:
-        floats = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dtype in CASTABLE]
+        floats = [x for x in tensors((args, kwargs)) if x.dtype in CASTABLE]
         kind = floats[0].device.type if floats else "cpu"
         if treatment == "low":
             if not torch.is_autocast_enabled(kind):

@@ -21,7 +21,7 @@ from mezzo.explanation.findings import findings
 from mezzo.explanation.rows import Cast, Emulated, Misaligned, Product, Row
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISED
-from mezzo.tensors import LOW, each_tensor, tree_leaves, tree_map_only
+from mezzo.tensors import LOW, mapped, tensors
 from mezzo.trace.function_calls import Decider, Where, here
 from mezzo.trace.measure import LostIntegers, lost_integers
 from mezzo.trace.modes import hooked, watching
@@ -89,7 +89,7 @@ def explain(
     args, kwargs = arguments(inputs, "mezzo.explain")
     if not isinstance(model, nn.Module):
         raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="mezzo.explain(model, …)")
-    given = (leaf.device for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    given = (tensor.device for tensor in tensors((args, kwargs)))
     devices = list(dict.fromkeys((*devices_of([model]), *given)))
     _check_runs(model, devices)
     # A region that is active where explain is called would act on top of the policy's.
@@ -175,7 +175,7 @@ def own(inputs: Any) -> Any:
     def copy(tensor: Tensor) -> Tensor:
         return known.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
-    return tree_map_only(Tensor, copy, inputs)
+    return mapped(inputs, copy)
 
 
 def _check_runs(model: nn.Module, devices: list[torch.device]) -> None:
@@ -213,7 +213,7 @@ def _rounded_buffers(model: nn.Module, policy: Policy) -> dict[str, LostIntegers
 
 
 def _starts(output: Any) -> list[Tensor]:
-    found = {id(x): x for _, x in each_tensor(output) if x.is_floating_point()}
+    found = {id(x): x for x in tensors(output) if x.is_floating_point()}
     if not found:
         raise PolicyError(
             "the model's output holds no floating tensor to start a backward pass from",

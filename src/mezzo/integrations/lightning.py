@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal
@@ -15,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from mezzo.cast import Prepared, autocast, prepare
 from mezzo.cast.model.outputs import given_out
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
+from mezzo.patches import Binding
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
@@ -110,6 +112,9 @@ class MezzoPrecision(Precision):
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Store a model as the policy says, before it is moved, wrapped and given optimizers."""
         if module not in self._converted:
+            if not self._converted:  # no hook of a plugin's is told of the optimizers that Fabric sets up
+                end = Binding.join(Strategy, "setup_optimizer", weakref.ref(self), _set_up)
+                self._undo.callback(weakref.finalize(self, end))
             self._converted[module] = prepared = prepare(_parts_of(module), self.policy)
             if prepared.model is not module:  # which is what is saved, copied, and trained by the session
                 vars(module)["_mezzo_prepared"] = [prepared]
@@ -118,9 +123,12 @@ class MezzoPrecision(Precision):
                 if _is_the_trainers(module):
                     self._calls = Calls([module], self.policy, self._region, methods=False)
                     self._undo.callback(self._calls.close)
-        if not hasattr(Strategy.setup_optimizer, "__wrapped__"):
-            Strategy.setup_optimizer = _telling(Strategy.setup_optimizer)  # type: ignore[method-assign]
         return module
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no model is stored as the policy says."""
+        return not self._converted
 
     def connect(self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]) -> Any:
         """Begin the session, if the Trainer is about to fit."""
@@ -282,20 +290,15 @@ def _parts_of(module: nn.Module) -> nn.Module:
     return parts
 
 
-def _telling(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Have Fabric's strategies tell a plugin of ours of the optimizers that they set up: no hook of a plugin's does."""
-
-    @functools.wraps(plain)
-    def setup_optimizer(strategy: Strategy, /, *args: Any, **kwargs: Any) -> Optimizer:
-        made: Optimizer = plain(strategy, *args, **kwargs)
-        if isinstance(strategy.precision, MezzoPrecision):
-            if isinstance(strategy, DataParallelStrategy):
-                raise UnsupportedError(
-                    'Fabric runs with strategy="dp"',
-                    why="it copies the model for each batch, without what the session has made of it",
-                    write='Fabric(strategy="ddp", plugins=…)',
-                )
-            strategy.precision.take(made)
-        return made
-
-    return setup_optimizer
+def _set_up(plugin: MezzoPrecision, plain: Callable[..., Any], strategy: Strategy, /, *args: Any, **kwargs: Any) -> Any:
+    """Set an optimizer up, and tell the plugin whose strategy does."""
+    made = plain(strategy, *args, **kwargs)
+    if strategy.precision is plugin:
+        if isinstance(strategy, DataParallelStrategy):
+            raise UnsupportedError(
+                'Fabric runs with strategy="dp"',
+                why="it copies the model for each batch, without what the session has made of it",
+                write='Fabric(strategy="ddp", plugins=…)',
+            )
+        plugin.take(made)
+    return made

@@ -29,7 +29,7 @@ from mezzo.hooks import OwnHook
 from mezzo.overflow.diagnose import Changed, Context, Overflow, diagnose, highest_scale, outside_models
 from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
-from mezzo.tensors import LOW, dtype_name, each_tensor, mark, tree_map
+from mezzo.tensors import LOW, dtype_name, mapped, mark, tensors
 from mezzo.trace.function_calls import Where, here, user_line
 from mezzo.trace.measure import is_finite, named_inputs, numbered, shape_text
 from mezzo.trace.modes import after_forward, before_forward, hooked, is_watched, watching
@@ -101,7 +101,7 @@ def locate(
     search = Search(Context(models, policy, scale))
     backward: Backward = torch.autograd.backward if policy is None else autocast(policy).run_backward
     with untouched(models), search.hooked():
-        ends = [tensor for _, tensor in each_tensor(search.forward(fn)) if tensor.is_floating_point()]
+        ends = [tensor for tensor in tensors(search.forward(fn)) if tensor.is_floating_point()]
         if not ends:
             raise PolicyError(
                 "fn returned no floating tensor",
@@ -322,7 +322,7 @@ class CallKeeper:
         if opened or not torch.is_grad_enabled() or is_watched():
             opened.append(None)
             return
-        args, kwargs = tree_map(lambda leaf: leaf, (args, kwargs))
+        args, kwargs = mapped((args, kwargs), lambda tensor: tensor)
         inputs = [Kept.of(tensor, name) for name, tensor in named_inputs(args, kwargs)]
         opened.append(KeptCall(module, args, kwargs, inputs, RandomStates.now(self._devices), user_line()))
 
@@ -331,7 +331,7 @@ class CallKeeper:
             return
         opened = self._open[threading.get_ident()]
         call = opened.pop() if opened else None
-        outputs = [tensor for _, tensor in each_tensor(output) if tensor.requires_grad]
+        outputs = [tensor for tensor in tensors(output) if tensor.requires_grad]
         if call is None or not outputs:
             return
         graph = _Graph()
@@ -465,11 +465,11 @@ class _Replayed:
 
     def _forward(self, search: Search, call: KeptCall) -> list[Tensor]:
         """Run a call on its inputs as new leaves, and return the outputs in the order in which they were kept."""
-        args, kwargs = tree_map(_leaf, (call.args, call.kwargs))
+        args, kwargs = mapped((call.args, call.kwargs), _leaf)
         call.states.restore()
         with self.region():
             output = search.forward(lambda: call.module(*args, **kwargs))
-        return [tensor for _, tensor in each_tensor(output) if tensor.requires_grad]
+        return [tensor for tensor in tensors(output) if tensor.requires_grad]
 
     def _begins_forward(self, search: Search, call: KeptCall, outputs: list[Tensor]) -> Overflow | None:
         """Report a forward pass that was non-finite, if the gradients that came back say that it mattered."""
@@ -498,5 +498,5 @@ def _called(model: nn.Module) -> Iterator[nn.Module]:
         yield from _called(part)
 
 
-def _leaf(value: Any) -> Any:
-    return value.detach().requires_grad_() if isinstance(value, Tensor) and value.requires_grad else value
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor

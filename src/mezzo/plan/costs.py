@@ -22,7 +22,7 @@ from mezzo.plan.balance import Balance
 from mezzo.plan.cut import Edge, Problem, cost
 from mezzo.plan.graph import Graph, GraphOp, hint, is_floating, memory_of, num_elements, trains, value_of
 from mezzo.policy.ops import OPS
-from mezzo.tensors import tensors, tree_map
+from mezzo.tensors import mapped, tensors
 from mezzo.trace.kernels import is_allocation, is_view
 
 #: What the other of time and memory counts for, where one alone is asked for: it decides between what is equal.
@@ -207,16 +207,16 @@ def _run(node: Node, made: Mapping[Node, Any], rounds_to: torch.dtype | None) ->
     """Run a call; in FP32 from rounded operands, with what it gives rounded, where a dtype is named."""
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: made[each])
 
-    def widened(value: Any, dtype: torch.dtype) -> Any:
-        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+    def widened(value: Tensor, dtype: torch.dtype) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
 
     if rounds_to is not None:
-        args, kwargs = tree_map(functools.partial(widened, dtype=torch.float32), (args, kwargs))
+        args, kwargs = mapped((args, kwargs), functools.partial(widened, dtype=torch.float32))
     if node.op == "call_method":
         out = getattr(args[0], str(node.target))(*args[1:], **kwargs)
     else:
         out = node.target(*args, **kwargs)  # type: ignore[operator]
-    return out if rounds_to is None else tree_map(functools.partial(widened, dtype=rounds_to), out)
+    return out if rounds_to is None else mapped(out, functools.partial(widened, dtype=rounds_to))
 
 
 # The problem ---------------------------------------------------------------------------------------------------------

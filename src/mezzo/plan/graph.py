@@ -12,7 +12,7 @@ import logging
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +34,7 @@ from mezzo.errors import MezzoError, PolicyError, UnsupportedError
 from mezzo.policy import Decision, Policy
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED
 from mezzo.policy.rules import both
-from mezzo.tensors import CASTABLE, dtype_name, values_of
+from mezzo.tensors import CASTABLE, dtype_name, tensors, values_of
 from mezzo.trace.function_calls import op_name
 
 #: What an op may be: ``source``: a parameter, a buffer, an input, a constant; ``low``, ``fp32``: in this precision, by
@@ -202,7 +202,7 @@ def num_elements(node: Node) -> int:
 
 def trains(node: Node) -> bool:
     """Whether a call is differentiated; weights need gradients also where none are taken."""
-    return any(isinstance(each, Tensor) and each.requires_grad for each in _leaves(value_of(node)))
+    return any(each.requires_grad for each in tensors(value_of(node)))
 
 
 def is_floating(node: Any) -> bool:
@@ -426,7 +426,7 @@ class _Reader:
         """Read a call: a new op, more work on one that there is, or a view of it."""
         value, name, makers = value_of(node), _name(node), self.graph.makers
         given = [each for each in node.all_input_nodes if each in makers]
-        results = [each for each in _leaves(value) if isinstance(each, Tensor)]
+        results = list(tensors(value))
         if node.target is operator.getitem and not isinstance(value_of(node.args[0]), Tensor):
             if is_floating(node) and (whole := makers.get(cast(Node, node.args[0]))) is not None:  # of several results
                 makers[node] = whole
@@ -453,7 +453,7 @@ class _Reader:
 
     def _begin(self, node: Node, kind: Kind, name: str, decision: Decision | None = None, reason: str = "") -> GraphOp:
         value = value_of(node)
-        floats = [each for each in _leaves(value) if isinstance(each, Tensor) and each.is_floating_point()]
+        floats = [each for each in tensors(value) if each.is_floating_point()]
         module = name.rpartition(".")[0] if kind == "source" else self._module_path(node)
         made = GraphOp(
             index=len(self.graph.ops), name=name, kind=kind, module=module,
@@ -506,7 +506,7 @@ class _Reader:
 
     def _decided(self, node: Node, name: str, given: list[Node]) -> tuple[Kind, str, Decision | None, str]:
         """Say what a new op may be, and why."""
-        results = [each for each in _leaves(value_of(node)) if isinstance(each, Tensor)]
+        results = list(tensors(value_of(node)))
         floats = [each for each in results if each.is_floating_point()]
         if node.op != "call_method" and not given:
             return "source", name, None, "it makes a tensor of numbers of its own"
@@ -621,17 +621,9 @@ _VARIABLE: Final = re.compile(r"^[A-Z]\['(\w+)'\]")
 _PARTS: Final = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, tuple | list):
-        for each in value:
-            yield from _leaves(each)
-    else:
-        yield value
-
-
 def _shares(node: Node, result: Tensor) -> bool:
     """Whether a node and a result are of one memory."""
-    return any(memory_of(each) == memory_of(result) for each in _leaves(value_of(node)) if isinstance(each, Tensor))
+    return any(memory_of(each) == memory_of(result) for each in tensors(value_of(node)))
 
 
 def _is_in_place(target: Any) -> bool:

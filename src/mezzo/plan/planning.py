@@ -24,7 +24,7 @@ from mezzo.plan.planned import Decider, Plan, PlannedCast, PlannedOp
 from mezzo.policy import Policy
 from mezzo.policy.ops import OPS
 from mezzo.policy.rules import format_rules
-from mezzo.tensors import dtype_name, each_tensor
+from mezzo.tensors import dtype_name, tensors
 
 Objective = Literal["time", "memory"] | float
 
@@ -235,4 +235,4 @@ def _weights(model: nn.Module) -> str:
 
 
 def _described(inputs: Any) -> tuple[str, ...]:
-    return tuple(f"{dtype_name(each.dtype)} {tuple(each.shape)}" for _, each in each_tensor(inputs))
+    return tuple(f"{dtype_name(each.dtype)} {tuple(each.shape)}" for each in tensors(inputs))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import torch
 from torch import Tensor
 
-from mezzo.errors import StateError, nearest, raise_together, shown
+from mezzo.errors import Fields, StateError, misfits, shown
 
-COUNTERS = ("clean_steps", "budget", "floor_overflows")
-KEYS = ("scale", *COUNTERS)
+COUNTERS: Final = ("clean_steps", "budget", "floor_overflows")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +101,15 @@ class ScaleState:
         Raises:
             StateError: Keys are missing or unknown, or a value cannot be a state's. One message lists all.
         """
-        raise_together(_problems(state))
+        wrong = [*misfits(state, FIELDS), *(f"{shown(key)} is none of its fields" for key in state.keys() - FIELDS)]
+        if wrong:
+            what = "this is not the state of a loss scale"
+            raise StateError(what, where="\n".join(wrong), write="what state_dict() has returned")
+        return cls.checked(state, device)
+
+    @classmethod
+    def checked(cls, state: Mapping[str, Any], device: torch.device | str) -> Self:
+        """Return the state of plain values in which :func:`mezzo.errors.misfits` has found nothing."""
         return cls.made(state["scale"], [state[key] for key in COUNTERS], device)
 
 
@@ -122,19 +129,6 @@ def inverse(scale: Tensor) -> Tensor:
     return scale.double().reciprocal().float()
 
 
-def _problems(state: Mapping[str, Any]) -> Iterator[StateError]:
-    where = "state of a loss scale"
-    if missing := [key for key in KEYS if key not in state]:
-        write = "ScaleState.from_state_dict(saved.state_dict())"
-        yield StateError(f"missing keys: {', '.join(missing)}", where=where, write=write)
-    for key in state:
-        if key not in KEYS:
-            yield StateError(f"unknown key {shown(key)}", where=where, why=nearest(shown(key), KEYS))
-    for key, (fits, why) in VALUES.items():
-        if key in state and not fits(state[key]):
-            yield StateError(f"{key} cannot be {shown(state[key])}", where=where, why=f"it is {why}")
-
-
 def _is_scale(value: Any) -> bool:
     """Whether a value is a number that is neither 0 nor infinity once it is a float32."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -151,8 +145,8 @@ def is_count(value: Any) -> bool:
     return is_whole(value) and value >= 0
 
 
-#: What each key of a saved state can be.
-VALUES: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+#: What each field of a saved state can be.
+FIELDS: Final[Fields] = {
     "scale": (_is_scale, "a positive float32 number"),
     "clean_steps": (is_whole, "a whole number"),
     **dict.fromkeys(("budget", "floor_overflows"), (is_count, "a whole number from 0")),

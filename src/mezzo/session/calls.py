@@ -23,7 +23,7 @@ from mezzo.errors import MezzoError
 from mezzo.hooks import owner_of
 from mezzo.patches import patch
 from mezzo.policy import Policy
-from mezzo.tensors import each_tensor, tensors
+from mezzo.tensors import tensors
 
 K = TypeVar("K")  # Python 3.11 has no `def f[K]`
 
@@ -196,7 +196,7 @@ class Calls:
             return torch.is_grad_enabled() and any(
                 not isinstance(each, nn.Parameter) for each in tensors((args, kwargs))
             )
-        given = [each if each._base is None else each._base for _, each in each_tensor((args, kwargs))]
+        given = [each if each._base is None else each._base for each in tensors((args, kwargs))]
         own = {id(each) for table in self._own for each in table.values()} if given else ()
         return any(id(each) not in own for each in given)
 

@@ -27,7 +27,7 @@ from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.portable import uploaded_once
 from mezzo.step.verdict import Judged
-from mezzo.tensors import addresses, described, tensors, tree_flatten, tree_map, tree_unflatten
+from mezzo.tensors import Frame, addresses, described, leaves, mapped, tensors
 from mezzo.weights.stepping import in_memory, keep_memory
 
 R = TypeVar("R")
@@ -170,7 +170,7 @@ class Captured(Generic[R]):
         if difference := batch.difference(args, kwargs):
             self._warn(difference)
             engine.scaler.leave()
-            placed = tree_map(batch.placed, (args, kwargs))
+            placed = mapped((args, kwargs), batch.placed)
             return graph.run(lambda: self._run(placed))
         batch.take(args, kwargs)
         waits = self._recorded is None and (
@@ -279,7 +279,7 @@ class Captured(Generic[R]):
 
 
 def _detached(output: R) -> R:
-    found: R = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
+    found: R = mapped(output, Tensor.detach)
     return found
 
 
@@ -442,35 +442,35 @@ class _Batch:
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> None:
         self._device = device
-        leaves, self._nest = tree_flatten((args, kwargs))
-        self._leaves = [_empty(leaf, device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self._frame, batch = Frame((args, kwargs)), leaves((args, kwargs))
+        self._leaves = {path: _empty(leaf, device) if isinstance(leaf, Tensor) else leaf for path, leaf in batch}
+        self._tensors = list(tensors(self._leaves))
 
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that the train step is given, with no gradients to add to."""
-        for mine in self._leaves:
-            if isinstance(mine, Tensor):
-                mine.grad = None
-        found: tuple[tuple[Any, ...], dict[str, Any]] = tree_unflatten(self._leaves, self._nest)
+        for mine in self._tensors:
+            mine.grad = None
+        found: tuple[tuple[Any, ...], dict[str, Any]] = self._frame.filled(self._tensors)
         return found
 
-    def placed(self, leaf: Any) -> Any:
+    def placed(self, tensor: Tensor) -> Tensor:
         """Return what the train step is given of another batch."""
-        return leaf.to(self._device, non_blocking=True) if isinstance(leaf, Tensor) else leaf
+        return tensor.to(self._device, non_blocking=True)
 
     @torch.no_grad()
     def take(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy the tensors of a batch here, without waiting."""
-        for mine, given in zip(self._leaves, tree_flatten((args, kwargs))[0], strict=True):
-            if isinstance(mine, Tensor):
-                mine.copy_(given, non_blocking=True)
+        for mine, given in zip(self._tensors, tensors((args, kwargs)), strict=True):
+            mine.copy_(given, non_blocking=True)
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return in which a batch is unlike the first one; empty where it is like it."""
-        leaves, nest = tree_flatten((args, kwargs))
-        if nest != self._nest:
+        batch = dict(leaves((args, kwargs)))
+        if list(batch) != list(self._leaves):
             return "the structure of its arguments"
-        unlike = ((mine, given) for mine, given in zip(self._leaves, leaves, strict=True) if not _alike(mine, given))
+        pairs = zip(self._leaves.values(), batch.values(), strict=True)
+        unlike = ((mine, given) for mine, given in pairs if not _alike(mine, given))
         return next((f"{_shown(mine)} → {_shown(given)}" for mine, given in unlike), "")
 
 

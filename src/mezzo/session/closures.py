@@ -20,7 +20,7 @@ from mezzo.session.stats import Step
 from mezzo.session.writers import check_numbers, inner_optimizers
 from mezzo.step.gradients import multiply
 from mezzo.step.verdict import Judged
-from mezzo.tensors import tree_map
+from mezzo.tensors import tensors
 from mezzo.weights.stepping import stored_again
 
 
@@ -187,4 +187,4 @@ def _remembering(optimizer: Optimizer) -> Callable[[], None]:
 
 def _copied(value: Any) -> Any:
     """Copy a tensor, any plain value, and whatever containers hold them."""
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf), value)
+    return copy.deepcopy(value, {id(each): each.detach().clone() for each in tensors(value)})

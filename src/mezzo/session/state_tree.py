@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo.cast.products import ROLES, Memory
-from mezzo.errors import MezzoError, StateError, UnsupportedError, shown, some_of
+from mezzo.errors import Fields, MezzoError, StateError, UnsupportedError, misfits, shown, some_of
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.optim.state_dicts import with_spread_scales
 from mezzo.policy import Policy
 from mezzo.policy.rules import both
 from mezzo.scale import LossScale
 from mezzo.scale.config import one_number
-from mezzo.scale.state import VALUES, is_count
+from mezzo.scale.state import FIELDS, ScaleState, is_count
 from mezzo.session.stats import Stats
 from mezzo.sharded import local, placed
 from mezzo.tensors import LOW, described, dtype_name, overflows, tensors
@@ -110,7 +110,7 @@ def load(engine: Engine, policy: Policy, state: Any) -> None:
         require_between_steps(engine, "load_state_dict()")
     if (other := _of_another_system(state)) is not None:
         if policy.loss_scale.mode == "dynamic":
-            _load_scale(engine, other)
+            engine.scaler.load_state_dict({**engine.scaler.state_dict(), **other})
         engine.account.load_state_dict(engine.account.state_dict(), float(engine.scaler.state.scale))
         return
     check(engine, state)
@@ -119,7 +119,7 @@ def load(engine: Engine, policy: Policy, state: Any) -> None:
 
 def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> None:
     """Load a state in which :func:`check` has found nothing."""
-    saved = Policy.parse(state["policy"])
+    state, saved = {**_ABSENT, **state}, Policy.parse(state["policy"])
     if changes := saved.differences(policy):
         logger.info("the state was saved under another policy: %s", "; ".join(changes))
     engine.clear()
@@ -127,18 +127,15 @@ def load_checked(engine: Engine, policy: Policy, state: Mapping[str, Any]) -> No
     engine.ranks.is_behind = False
     named = dict(engine.weights.named_params())
     if saved.loss_scale.mode == policy.loss_scale.mode == "dynamic":
-        _load_scale(engine, _within(state["loss_scale"], policy.loss_scale))
-        engine.inner_scales.load(state.get("inner_scales", ()), engine.device)
-    remembered = state.get("products", {"histories": {}, "draws": []})  # without them all begins anew
+        numbers = _within(state["loss_scale"], policy.loss_scale)
+        engine.scaler.hold(ScaleState.checked(numbers, engine.device), in_graph=False)
+        engine.inner_scales.load(state["inner_scales"], engine.device)
+    remembered = state["products"]
     histories = {id(named[name]): history for name, history in remembered["histories"].items() if name in named}
     memories = engine.weights.memories()
     for memory, draws in zip(memories, [*remembered["draws"], *[0] * len(memories)], strict=False):
         memory.load(histories, draws)
     engine.account.load_state_dict(state["stats"], float(engine.scaler.state.scale))
-
-
-def _load_scale(engine: Engine, numbers: Mapping[str, Any]) -> None:
-    engine.scaler.load_state_dict({**engine.scaler.state_dict(), **numbers})
 
 
 def _within(saved: Mapping[str, Any], now: LossScale) -> dict[str, Any]:
@@ -165,16 +162,44 @@ def _by_name(kind: type) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, Mapping) and all(isinstance(each, kind) for each in value.values())
 
 
-#: Each field of a state, with what stands before the dot as the mapping that it is in: what fits it, and in words.
-_FIELDS: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
+def _is_history(value: Tensor) -> bool:
+    """Whether a tensor holds the largest values of some steps."""
+    is_read = value.dtype == torch.float32 and value.layout == torch.strided and not value.is_meta
+    if not is_read or value.dim() != 2 or value.shape[0] != len(ROLES) or not value.shape[1]:
+        return False
+    return bool((value.isfinite() & (value >= 0)).all())
+
+
+def _is_remembered(value: Any) -> bool:
+    """Whether something is what :func:`_remembered` returns."""
+    return (
+        isinstance(value, Mapping)
+        and _by_name(Tensor)(value.get("histories"))
+        and all(map(_is_history, value["histories"].values()))
+        and isinstance(value.get("draws"), list)
+        and all(map(is_count, value["draws"]))
+    )
+
+
+def _are_rows(value: Any) -> bool:
+    """Whether something is what ``InnerScales.rows`` returns."""
+    rows = value if isinstance(value, list) else [None]
+    return all(isinstance(row, list) and len(row) == 2 and all(map(FIELDS["scale"][0], row)) for row in rows)
+
+
+#: What a state need not have: without it all begins anew.
+_ABSENT: Final[Mapping[str, Any]] = {"products": {"histories": {}, "draws": []}, "inner_scales": []}
+#: Each field of a state: what fits it, and in words.
+_FIELDS: Final[Fields] = {
     "policy": (_is_policy, "the text of a policy"),
     "parameters": (_by_name(str), "texts by name"),
-    **{f"loss_scale.{name}": field for name, field in VALUES.items()},
+    **{f"loss_scale.{name}": field for name, field in FIELDS.items()},
     **{
         f"stats.{field.name}": (is_count, "a count") if isinstance(field.default, int) else (_is_number, "a number")
         for field in fields(Stats)
     },
-    "stats.recent": (lambda value: isinstance(value, str) and set(value) <= {"X", "."}, "a text of X and ."),
+    "products": (_is_remembered, "histories and draws"),
+    "inner_scales": (_are_rows, "two numbers for each"),
 }
 
 
@@ -199,8 +224,7 @@ def check(engine: Engine, state: Any, others: list[str] | None = None) -> None:
             why=f"this mezzo reads versions {_READ[0]} and {VERSION}, and no others",
             write="the release that has written it; or the model's and optimizer's own states, without the session's",
         )
-    damaged = [*_damages(state)]
-    if damaged:
+    if damaged := [*misfits({**_ABSENT, **state}, _FIELDS)]:
         raise StateError(
             "the state of the session is damaged", where="\n".join(damaged[:5]), write="an older checkpoint"
         )
@@ -217,7 +241,7 @@ def check(engine: Engine, state: Any, others: list[str] | None = None) -> None:
 
 def _check_histories(engine: Engine, state: Mapping[str, Any]) -> None:
     """Refuse amax histories of another length."""
-    lengths = {history.shape[-1] for history in state.get("products", {}).get("histories", {}).values()}
+    lengths = {history.shape[-1] for history in state.get("products", _ABSENT["products"])["histories"].values()}
     here = next((memory.history.shape[-1] for memory in engine.weights.memories() if memory.names), None)
     for length in [*lengths - {here}][:1] if here is not None else ():
         raise StateError(
@@ -226,45 +250,6 @@ def _check_histories(engine: Engine, state: Mapping[str, Any]) -> None:
             why="the largest value of other steps would set the scales",
             write=both(f"fp8_history={length}"),
         )
-
-
-def _is_history(value: Tensor) -> bool:
-    """Whether a tensor holds the largest values of some steps."""
-    is_read = value.dtype == torch.float32 and value.layout == torch.strided and not value.is_meta
-    if not is_read or value.dim() != 2 or value.shape[0] != len(ROLES) or not value.shape[1]:
-        return False
-    return bool((value.isfinite() & (value >= 0)).all())
-
-
-def _is_remembered(value: Any) -> bool:
-    """Whether something is what :func:`_remembered` returns."""
-    return (
-        isinstance(value, Mapping)
-        and _by_name(Tensor)(value.get("histories"))
-        and all(map(_is_history, value["histories"].values()))
-        and isinstance(value.get("draws"), list)
-        and all(map(is_count, value["draws"]))
-    )
-
-
-def _are_rows(value: Any) -> bool:
-    """Whether something is what ``InnerScales.rows`` returns."""
-    rows = value if isinstance(value, list) else [None]
-    return all(isinstance(row, list) and len(row) == 2 and all(map(VALUES["scale"][0], row)) for row in rows)
-
-
-def _damages(state: Mapping[str, Any]) -> Iterator[str]:
-    if not _are_rows(state.get("inner_scales", [])):
-        yield f"inner_scales is {shown(state['inner_scales'])}, not two numbers for each"
-    if "products" in state and not _is_remembered(state["products"]):
-        yield f"products is {shown(state['products'])}, not histories and draws"
-    for path, (fits, words) in _FIELDS.items():
-        folder, _, name = path.rpartition(".")
-        there = state.get(folder) if folder else state
-        if not isinstance(there, Mapping) or name not in there:
-            yield f"{path} is missing"
-        elif not fits(there[name]):
-            yield f"{path} is {shown(there[name])}, not {words}"
 
 
 def _differences(engine: Engine, state: Mapping[str, Any]) -> Iterator[str]:

@@ -31,7 +31,6 @@ class Stats:
     Attributes:
         steps: Steps, skipped ones included.
         skipped: How many of them updated nothing.
-        skip_rate: Share of skipped steps among the last ``interval`` of the loss scale.
         growths: How often the loss scale rose.
         backoffs: How often it fell.
         scale: The loss scale now.
@@ -42,7 +41,6 @@ class Stats:
 
     steps: int = 0
     skipped: int = 0
-    skip_rate: float = 0.0
     growths: int = 0
     backoffs: int = 0
     scale: float = 1.0
@@ -128,7 +126,6 @@ class StepAccount:
     def __init__(self, config: LossScale, scale: Tensor, name_of: Callable[[Tensor], str], ranks: Ranks) -> None:
         self._config, self._name_of, self._ranks = config, name_of, ranks
         self.kept: list[tuple[StepOutcome, Tensor]] | None = None
-        self._recent: deque[bool] = deque(maxlen=config.interval)
         self.warning, self._has_warned = "", False
         first = float(scale.cpu().numpy())
         self._follow(Stats(scale=first, lowest_scale=first, highest_scale=first, ranks=ranks.size))
@@ -207,13 +204,11 @@ class StepAccount:
     def _count(self, outcome: StepOutcome, numbers: list[float], norms: Tensor) -> None:
         skipped, failed, scale, floor_overflows, *absent = numbers
         old, step = self._stats, self._stats.steps + 1
-        self._recent.append(bool(skipped))
         self._failures = self._failures + 1 if failed and not any(absent) else 0
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped and not any(absent) else 0
         self._stats = Stats(
             steps=step,
             skipped=old.skipped + bool(skipped),
-            skip_rate=sum(self._recent) / len(self._recent),
             growths=old.growths + (scale > old.scale),
             backoffs=old.backoffs + (scale < old.scale),
             scale=scale,
@@ -279,8 +274,7 @@ class StepAccount:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as plain values, waiting for what is on its way."""
-        recent = "".join("X" if skipped else "." for skipped in self._recent)
-        return {**asdict(self.stats()), "recent": recent}
+        return asdict(self.stats())
 
     def load_state_dict(self, state: Mapping[str, Any], scale: float) -> None:
         """Go on from what :meth:`state_dict` returned.
@@ -294,8 +288,6 @@ class StepAccount:
         if state["scale"] != scale:
             now |= {"lowest_scale": scale, "highest_scale": scale}
         self._follow(Stats(**counts | now))
-        self._recent.clear()
-        self._recent.extend(mark == "X" for mark in state["recent"])
 
 
 def _vector(*numbers: Tensor) -> tuple[Tensor]:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mezzo import sharded
+from mezzo.cast.casts import cast_floating
 from mezzo.cast.model.checks import preparations_in
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.products import Memory
@@ -198,14 +199,7 @@ def widen_states(optimizers: Iterable[Optimizer]) -> None:
     """Make the state of weights FP32 that were low, and are FP32 again; that of mezzo's optimizers has its own."""
     for key, state in (item for each in optimizers if as_one_pass(each) is None for item in each.state.items()):
         if isinstance(key, Tensor) and key.dtype not in LOW and isinstance(state, dict):
-            state.update({name: widened(value) for name, value in state.items()})
-
-
-def widened(value: Any) -> Any:
-    """Return optimizer state in FP32, which is exact; LBFGS has lists of it."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype in LOW else value
-    return list(map(widened, value)) if type(value) is list else value
+            state.update(cast_floating(dict(state), torch.float32))  # exact; LBFGS has lists of tensors
 
 
 def _plain_name(model: nn.Module, name: str) -> str:

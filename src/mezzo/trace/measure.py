@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.cast.casts import is_further_use
-from mezzo.tensors import COMPRESSED, dtype_name, each_tensor, has_fraction, tensors, tree_leaves, tree_map, values_of
+from mezzo.tensors import COMPRESSED, dtype_name, each_tensor, has_fraction, leaves, mapped, tensors, values_of
 
 #: In-place kernels that do not read what they write to, which may be memory that nothing was written to before.
 _OVERWRITING: Final = frozenset(
@@ -201,7 +201,7 @@ def operands(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
 
 def has_literal(args: Any, kwargs: Any) -> bool:
     """Whether the call itself names an infinity or NaN, as ``masked_fill(mask, -inf)`` does."""
-    return any(isinstance(leaf, float) and not math.isfinite(leaf) for leaf in tree_leaves((args, kwargs)))
+    return any(isinstance(leaf, float) and not math.isfinite(leaf) for _, leaf in leaves((args, kwargs)))
 
 
 def largest_in(
@@ -226,13 +226,15 @@ def largest_in(
         return None
     before = {id(operand.argument): operand.tensor for operand in read}
 
-    def widen(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and leaf.dtype.is_floating_point:
-            return before.get(id(leaf), leaf).to(dtype)
-        return dtype if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
+    kinds = Tensor, torch.dtype
+
+    def widen(leaf: Tensor | torch.dtype) -> Tensor | torch.dtype:
+        if isinstance(leaf, Tensor):
+            return before.get(id(leaf), leaf).to(dtype) if leaf.dtype.is_floating_point else leaf
+        return dtype if leaf.is_floating_point else leaf
 
     try:
-        results = kernel(*tree_map(widen, args), **tree_map(widen, kwargs))
+        results = kernel(*mapped(args, widen, kinds), **mapped(kwargs, widen, kinds))
         result = [each for each in tensors(results) if has_fraction(each.dtype)][position]
     except Exception:  # a user's kernel refuses a format in its own way, an assert or a KeyError; the report goes on
         return None

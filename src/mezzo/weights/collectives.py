@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mezzo.dispatch import OpOverload
 from mezzo.releases import private
-from mezzo.tensors import tree_map
+from mezzo.tensors import mapped
 
 _FINISHED_WORK: Final = private("torch._C._distributed_c10d._create_work_from_future")
 
@@ -45,14 +45,12 @@ def ended(out: Any) -> Any:
     Returns:
         The same, with work that is done: gloo waits for ever where a receive is waited for again.
     """
-    return tree_map(_ended, out)
+    return mapped(out, _ended, (Tensor, torch.ScriptObject))
 
 
 def _ended(each: Any) -> Any:
     if isinstance(each, Tensor):
         return torch.ops._c10d_functional.wait_tensor(each)
-    if not isinstance(each, torch.ScriptObject):
-        return each
     torch.distributed.Work.unbox(each).wait()
     future: Any = torch.futures.Future()
     future.set_result([])

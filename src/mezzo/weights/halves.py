@@ -21,7 +21,7 @@ from mezzo.policy.rules import both, exact
 from mezzo.releases import private
 from mezzo.sharded import local, locals_of
 from mezzo.step.storage import encode
-from mezzo.tensors import tree_leaves, tree_map_only
+from mezzo.tensors import mapped, tensors
 from mezzo.weights.cell import STEP, Cell, lies_alone, no_memory
 from mezzo.weights.codec import decoded, get_ready, store_in
 from mezzo.weights.collectives import ended, is_collective, writes_first
@@ -500,8 +500,7 @@ def _as_unknown(func: Any, args: Any, kwargs: Any) -> Any:
     Raises:
         UnsupportedError: Always.
     """
-    found: list[Halves] = []
-    tree_map_only(Halves, found.append, (args, kwargs))
+    found = [each for each in tensors((args, kwargs)) if isinstance(each, Halves)]
     raise no_memory(found[0].path if found else "", str(func))
 
 
@@ -551,7 +550,7 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
         given = [value(each) if isinstance(each, Halves) else each for each in args]
         named = {name: value(each) if isinstance(each, Halves) else each for name, each in kwargs.items()}
     else:
-        given, named = tree_map_only(Halves, value, (args, kwargs))
+        given, named = mapped((args, kwargs), value, Halves)
     writes, kind = _written(func), next((each.device.type for each, _ in seen.values()), "cpu")
     if writes and may_alias and len({id(each.cell) for each, _ in seen.values()}) < len(seen):
         return _as_aliases(func, args, kwargs, [each for each, _ in seen.values()])
@@ -569,7 +568,7 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
     for place, name in writes:
         target = args[place] if place < len(args) else kwargs.get(name)
         many = isinstance(target, list | tuple)
-        written = [each for each in (tree_leaves(target) if many else [target]) if isinstance(each, Tensor)]
+        written = list(tensors(target))
         for each in [one for one in written if isinstance(one, Halves)]:
             wide = seen[id(each)][1]
             back[id(wide)] = each
@@ -579,7 +578,7 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
             increment_version(counted)
     if isinstance(out, Tensor):
         return back.get(id(out), out)
-    return tree_map_only(Tensor, lambda each: back.get(id(each), each), out) if back else out
+    return mapped(out, lambda each: back.get(id(each), each)) if back else out
 
 
 def _as_aliases(func: Any, args: Any, kwargs: Any, weights: list[Halves]) -> Any:

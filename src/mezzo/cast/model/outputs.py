@@ -11,10 +11,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from mezzo.backward import number_of, runs_backward
-from mezzo.cast.casts import cast_floating, mapped
+from mezzo.cast.casts import cast_floating
 from mezzo.compiling import compiled_inside_alone
 from mezzo.dispatch import DisableTorchFunction, is_transformed
-from mezzo.tensors import CASTABLE, LOW, each_tensor
+from mezzo.tensors import CASTABLE, LOW, mapped, tensors
 
 
 def given_out(output: Any, dtype: torch.dtype) -> Any:
@@ -34,7 +34,7 @@ def given_out(output: Any, dtype: torch.dtype) -> Any:
     if isinstance(output, Tensor) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return cast_floating(output, dtype)
     with DisableTorchFunction():  # a region's mode is asked for each attribute that is read, too
-        kept = _made_use_of([each for _, each in each_tensor(output) if each.requires_grad], dtype)
+        kept = _made_use_of([each for each in tensors(output) if each.requires_grad], dtype)
         for each in kept:
             if dtype == torch.float32 and each.dtype in LOW:
                 each.__class__ = ReadInFP32
@@ -82,7 +82,7 @@ class ReadInFP32(Tensor):
                 return func(*args, **kwargs)
             if func.__name__ in ("__get__", "__set__", "__delete__"):
                 return torch.float32 if func == _DTYPE else _in_fp32(func(*args, **kwargs))
-            read, named = mapped((args, kwargs), _copied)
+            read, named = mapped((args, kwargs), Tensor.float, ReadInFP32)
             if _WRITES(func.__name__):
                 return func(args[0], *read[1:], **named)
         if func.__name__ == "data_ptr":
@@ -92,7 +92,7 @@ class ReadInFP32(Tensor):
 
 def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a backward pass, in which a tensor is itself; gradients that are returned for it are in FP32."""
-    here = [each for _, each in each_tensor((args, kwargs)) if isinstance(each, ReadInFP32)]
+    here = [each for each in tensors((args, kwargs)) if isinstance(each, ReadInFP32)]
     for each in here:
         each.__class__ = Tensor  # type: ignore[assignment]
     try:
@@ -105,10 +105,6 @@ def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
     by = kwargs["inputs"] if "inputs" in kwargs else args[1]
     pairs = zip(found, [by] if isinstance(by, Tensor) else by, strict=False)  # an edge may be alone, too
     return tuple([_in_fp32(each) if isinstance(one, ReadInFP32) else each for each, one in pairs])
-
-
-def _copied(value: Any) -> Any:
-    return value.float() if isinstance(value, ReadInFP32) else value
 
 
 def _in_fp32(value: Any) -> Any:
@@ -148,14 +144,12 @@ class GivesOut:
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Put what was given out back to what it was."""
-        if torch.compiler.is_compiling() or not any(each in self._given for _, each in each_tensor((args, kwargs))):
+        if torch.compiler.is_compiling() or not any(each in self._given for each in tensors((args, kwargs))):
             return None
         before: tuple[Any, Any] = mapped((args, kwargs), self._as_it_was)
         return before
 
-    def _as_it_was(self, each: Any) -> Any:
-        if not isinstance(each, Tensor):
-            return each
+    def _as_it_was(self, each: Tensor) -> Any:
         low, version = self._given.get(each, (each, _version(each)))
         return low if version == _version(each) else each
 
@@ -168,7 +162,7 @@ class GivesOut:
         """Cast what is given out, and remember what it was."""
         wide = given_out(output, self.dtype)
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            for (_, low), (_, given) in zip(each_tensor(output), each_tensor(wide), strict=True):
+            for low, given in zip(tensors(output), tensors(wide), strict=True):
                 if given is not low:
                     self._given[given] = low, _version(given)
         return wide

@@ -17,7 +17,7 @@ from mezzo.errors import PolicyError
 from mezzo.numerics.tuning.trial import Outcome, Shadow, failure_text, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
-from mezzo.tensors import CASTABLE, tensors, tree_map_only, values_of
+from mezzo.tensors import CASTABLE, mapped, tensors, values_of
 from mezzo.trace.function_calls import LOSS, Decider, Place, Where, doing
 from mezzo.trace.modes import hooked, watching
 from mezzo.trace.sandbox import RandomStates
@@ -242,7 +242,7 @@ def _replayed(call: Call, region: autocast, dtype: torch.dtype) -> tuple[list[Te
             operands.append(own)
         return own
 
-    args, kwargs = tree_map_only(Tensor, operand, (call.args, call.kwargs))
+    args, kwargs = mapped((call.args, call.kwargs), operand)
     assert call.function is not None
     with region:
         results = list(_castable(call.function(*args, **kwargs)))
