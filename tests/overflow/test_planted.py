@@ -131,7 +131,13 @@ class Planter(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
         first = out[0] if isinstance(out, tuple) else out
-        if not self.is_on or name in NOT_PLANTED or func.is_view or not isinstance(first, torch.Tensor) or not first.is_floating_point():
+        if (
+            not self.is_on
+            or name in NOT_PLANTED
+            or func.is_view
+            or not isinstance(first, torch.Tensor)
+            or not first.is_floating_point()
+        ):
             return out
         is_gradient = self.is_backward and len(self.running) == 1
         place = ("backward", self.gradient_of) if is_gradient else ("forward", self.running[-1])
