@@ -147,8 +147,7 @@ def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Write
         is_shared: Whether another one updates parameters of it, and reads the same gradients.
         num_hooks: How many hooks before its step are a session's, which raise and write nothing there.
     """
-    is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
-    is_shown = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
+    is_shown = not is_own(optimizer) and _own_class(type(optimizer).__mro__) is not Optimizer
     is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or has_hooks_of_every_step()
     is_plain, own = is_shared or is_shown, as_one_pass(optimizer)
     if own is not None:
@@ -157,6 +156,11 @@ def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Write
     if _is_told(optimizer):
         return Fused(optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, has_low=has_low)
     return Writer(optimizer, is_shown=is_shown, has_low=has_low)
+
+
+def is_own(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's step is torch's or mezzo's, and not a program's."""
+    return getattr(optimizer.step, "__module__", "").startswith(_OWN)
 
 
 def deciding(optimizers: Iterable[Optimizer]) -> list[Any]:

@@ -258,6 +258,7 @@ class Bucket:
             state, laid out so, and then its scales (:mod:`mezzo.step.moments`). What is not float32 is rounded at
             random: to nearest, a second moment could never shrink (0.999 of it rounds to itself).
         seed: For random rounding; ranks that hold different weights give different ones.
+        only_move: Whether of all these tensors, and of gradients, nothing changes for life but where they lie.
     """
 
     rule: UpdateRule
@@ -268,6 +269,7 @@ class Bucket:
     extras: Sequence[Tensor | None]
     states: Sequence[States]
     seed: int = 0
+    only_move: bool = False
 
     def targets(self, index: int) -> tuple[Tensor, ...]:
         """Return the tensors that an update of a weight writes: the weight's parts, then its states."""
