@@ -129,6 +129,7 @@ class StepAccount:
         self._config, self._name_of, self._ranks = config, name_of, ranks
         self.kept: list[tuple[StepOutcome, Tensor]] | None = None
         self._recent: deque[bool] = deque(maxlen=config.interval)
+        self._num_recent = 0  # skipped ones of them
         self.warning, self._has_warned = "", False
         first = float(scale.cpu().numpy())
         self._follow(Stats(scale=first, lowest_scale=first, highest_scale=first, ranks=ranks.size))
@@ -207,13 +208,16 @@ class StepAccount:
     def _count(self, outcome: StepOutcome, numbers: list[float], norms: Tensor) -> None:
         skipped, failed, scale, floor_overflows, *absent = numbers
         old, step = self._stats, self._stats.steps + 1
+        if len(self._recent) == self._recent.maxlen:
+            self._num_recent -= self._recent[0]
         self._recent.append(bool(skipped))
+        self._num_recent += self._recent[-1]
         self._failures = self._failures + 1 if failed and not any(absent) else 0
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped and not any(absent) else 0
         self._stats = Stats(
             steps=step,
             skipped=old.skipped + bool(skipped),
-            skip_rate=sum(self._recent) / len(self._recent),
+            skip_rate=self._num_recent / len(self._recent),
             growths=old.growths + (scale > old.scale),
             backoffs=old.backoffs + (scale < old.scale),
             scale=scale,
@@ -296,6 +300,7 @@ class StepAccount:
         self._follow(Stats(**counts | now))
         self._recent.clear()
         self._recent.extend(mark == "X" for mark in state["recent"])
+        self._num_recent = sum(self._recent)
 
 
 def _vector(*numbers: Tensor) -> tuple[Tensor]:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import accumulate, chain
 from operator import is_
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,12 +20,9 @@ from mezzo.cast.products import Memory
 from mezzo.distributed.exchange import Ranks, Shards
 from mezzo.optim.optimizer import as_one_pass
 from mezzo.session.weights import Weights
-from mezzo.session.writers import Writer, deciding, is_own, writer_of
+from mezzo.session.writers import Writer, deciding, writer_of
 from mezzo.tensors import LOW
 from mezzo.weights.halves import Halves
-
-#: The classes of parameters whose functions are torch's own.
-_OF_TORCH: Final = frozenset({Tensor, torch.nn.Parameter, Halves})
 
 #: Which gradients of parameters of 16 bits are FP32: all; sums, from the second pass on; or none, as the buckets of
 #: ``DistributedDataParallel`` have the parameters' dtypes.
@@ -72,7 +69,7 @@ class WindowPlan:
         found = []
         for each, writer in self.writers.items():
             if each in optimizers:
-                found.append(writer.now(asked=asked))
+                found.append(writer.now(asked=asked) if asked or writer.divides else writer)
         return found
 
 
@@ -94,7 +91,6 @@ class StepPlan:
         is_wrapped: Whether a model runs in ``DistributedDataParallel``.
         shards: Over which ranks parameters are sharded.
         memories: What products below sixteen bits remember.
-        is_own: Whether a step runs none of a program's code, nor of a class of tensors, but torch's and mezzo's.
     """
 
     optimizers: tuple[Optimizer, ...]
@@ -110,7 +106,6 @@ class StepPlan:
     is_wrapped: bool
     shards: Shards
     memories: tuple[Memory, ...]
-    is_own: bool
 
     def is_current(self, optimizers: list[Optimizer], *, is_wrapped: bool, writes: bool) -> bool:
         """Whether the session is still made of this.
@@ -203,9 +198,6 @@ def planned(
         is_wrapped=is_wrapped,
         shards=ranks.shards_of(params, weights.name_of),
         memories=tuple(weights.memories()),
-        is_own=_OF_TORCH.issuperset(map(type, params))
-        and all(map(is_own, optimizers))
-        and not any(writer.is_shown for window in windows for writer in window.writers.values()),
     )
 
 

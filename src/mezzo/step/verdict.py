@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any, Protocol
 
 import torch
@@ -198,13 +200,9 @@ def concluded(
     numbers, flags = rest[: is_scaled + is_clipped], rest[is_scaled + is_clipped :]
     inner, losses, flags = flags[:num_inner], flags[num_inner : num_inner + num_losses], flags[num_inner + num_losses :]
     grad_norm, found_inf, multiplier = decided(is_scaled, is_clipped, total, *numbers)
-    failed = found_inf.ne(found_inf)  # no: in words that kernels are written from
-    for loss in losses:
-        failed = failed | not_finite(loss)
-    for flag in inner:  # which has moved a scale of its own
-        failed = failed | flag
-    found_inf = found_inf | failed
-    for flag in flags:
+    wrong = [*map(not_finite, losses), *inner]  # an inner one has moved a scale of its own
+    failed = reduce(or_, wrong) if wrong else found_inf.ne(found_inf)  # no: in words that kernels are written from
+    for flag in (*wrong, *flags):
         found_inf = found_inf | flag
     verdict = grad_norm, found_inf, multiplier, failed
     return (*verdict, *as_fused(found_inf, *([multiplier] if is_clipped else []))) if is_told else verdict

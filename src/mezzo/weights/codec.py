@@ -159,7 +159,14 @@ class Exchange:
 
         def bucket(rule: UpdateRule, storage: Storage, states: Sequence[States]) -> Bucket:
             return Bucket(
-                rule=rule, storage=storage, hypers={}, step=step, weights=high, extras=low, states=states, only_move=True
+                rule=rule,
+                storage=storage,
+                hypers={},
+                step=step,
+                weights=high,
+                extras=low,
+                states=states,
+                only_move=True,
             )
 
         self._high = high

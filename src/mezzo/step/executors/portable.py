@@ -360,7 +360,7 @@ class TabledUpdate(BucketUpdate):
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.tensors = [tensor for index in range(len(bucket.weights)) for tensor in bucket.targets(index)]
-        self.seen: tuple[list[int], list[Any] | None, list[torch.dtype]] | None = None
+        self.seen: tuple[list[int], list[tuple[int, ...]] | None, list[torch.dtype]] | None = None
         self.layout: tuple[object, ...] = ()
         self.instead: BucketUpdate | None = None
 
