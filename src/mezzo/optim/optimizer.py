@@ -464,12 +464,10 @@ class OnePassOptimizer(Optimizer):
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
-        options = list[tuple[Any, ...]]()
-        for group in groups:
-            switches = map(bool, map(group.__getitem__, self._switches))
-            options.append((len(group["params"]), group["state_dtype"], *switches))
         return _Stands(
-            options=options,
+            options=[
+                (len(g["params"]), g["state_dtype"], *map(bool, map(g.__getitem__, self._switches))) for g in groups
+            ],
             every=every,
             have=have,
             gradients=gradients,
