@@ -14,10 +14,10 @@ from torch import Tensor
 
 from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale, as_float32
-from mezzo.scale.state import KEYS, ScaleState
+from mezzo.scale.state import FIELDS, ScaleState
 
 _ITEM: Final = methodcaller("item")
-_NUMBERS: Final = attrgetter(*KEYS)
+_NUMBERS: Final = attrgetter(*FIELDS)
 
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
 ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
