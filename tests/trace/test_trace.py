@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.cast.casts import WeightCasts
-from mezzo.trace.function_calls import LOSS, Where, around, here
+from mezzo.trace.function_calls import LOSS, around
 from mezzo.trace.measure import Names, edges, has_literal, is_finite, largest_in, needed, operands, range_of
 from mezzo.trace.recording import KernelTeller, PassRecorder
 from mezzo.trace.sandbox import leaves_of, untouched
@@ -33,7 +33,7 @@ class Net(nn.Module):
 
 
 def test_each_kernel_belongs_to_the_module_that_runs_or_whose_backward_pass_runs():
-    model, recorder = Net(), PassRecorder(where=Where(until=here()))
+    model, recorder = Net(), PassRecorder()
     with recorder.hooked([model]):
         with recorder.watching():
             loss = model(torch.ones(3, 4)).sum()

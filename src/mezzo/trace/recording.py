@@ -68,6 +68,7 @@ class PassRecorder:
 
     Attributes:
         recorded: The table as it is now, in which no probe is fetched yet.
+        kernel_mode: What sees kernels; entered by itself, no calls are seen.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class PassRecorder:
         self.recorded = WatchedPass()
         self.recorded.modules_run = self.where.modules_run
         self._decider, self._dtype = Decider(policy, ruled), policy.dtype
+        self.kernel_mode = modes.KernelMode(self._before, self._kernel)
         self._probes, self._called, self._ran = probes, called, ran
         self._open: dict[int, Callable[[Any], None] | None] = {}  # what is told of a call's result
         self._numbers, self._count = Storages[_Numbers](), 0
@@ -120,7 +122,7 @@ class PassRecorder:
     def watching(self, *, backward: bool = False) -> Iterator[None]:
         """Record a pass inside the block; a forward pass lies inside the policy's region."""
         self.where.is_backward = backward
-        with modes.KernelMode(self._before, self._kernel), nullcontext() if backward else self._call_mode():
+        with self.kernel_mode, nullcontext() if backward else self._call_mode():
             yield
 
     def _call_mode(self) -> modes.CallMode:
