@@ -94,6 +94,12 @@ def tensors_in(*values: Any) -> list[Tensor]:
     return [leaf for leaf in flat(*values) if isinstance(leaf, Tensor)]
 
 
+def read_bytes(tensor: Tensor) -> int:
+    """Return what there is to read of a tensor: of an expanded one, what is in memory."""
+    storage, whole = _storage(tensor), tensor.numel() * tensor.element_size()
+    return whole if storage is None else min(whole, storage.nbytes())
+
+
 def moved_bytes(kernel: Any, given: Sequence[Tensor], results: Sequence[Tensor], emulated: torch.dtype | None) -> int:
     """Count what a kernel reads and writes, each tensor once.
 
@@ -105,10 +111,7 @@ def moved_bytes(kernel: Any, given: Sequence[Tensor], results: Sequence[Tensor],
     """
 
     def size(tensor: Tensor) -> int:
-        """Of an expanded tensor there is to read what is in memory."""
-        storage = _storage(tensor)
-        whole = tensor.numel() * tensor.element_size()
-        read = whole if storage is None else min(whole, storage.nbytes())
+        read = read_bytes(tensor)
         return read * emulated.itemsize // 4 if emulated is not None and tensor.dtype == torch.float32 else read
 
     if bare_name(kernel) in _LOOKS_UP:
