@@ -74,14 +74,15 @@ class RoundedIntegers:
         values = values_of(tensor)
         if not (type(tensor) in (Tensor, nn.Parameter) or tensor.is_nested) or not is_measurable(values):
             return None
-        number = LOW.index(dtype)
         highest = 1 / torch.finfo(values.dtype).eps if values.is_floating_point() else 2.0**53
         values = values.double() if not values.is_floating_point() or values.element_size() == 1 else values
+        low, high = values.aminmax()
+        largest = torch.maximum(-low, high)
+        if values.device.type == "cpu" and not 2 / torch.finfo(dtype).eps < float(largest) <= highest:
+            return None  # most casts are of small numbers, and here they are known at once
         rounded = values.to(dtype).to(values.dtype)
-        known = values.new_tensor([values.numel(), highest, number], dtype=torch.float64)
-        return torch.cat([
-            _row(values.abs().amax(), (values != values.trunc()).sum(), (rounded != values).sum()), known
-        ])  # fmt: skip
+        known = values.new_tensor([values.numel(), highest, LOW.index(dtype)], dtype=torch.float64)
+        return torch.cat([_row(largest, (values != values.trunc()).sum(), (rounded != values).sum()), known])
 
     @staticmethod
     def read(numbers: list[float]) -> LostIntegers | None:
