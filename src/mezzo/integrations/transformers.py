@@ -21,12 +21,12 @@ from transformers import Trainer  # noqa: E402
 from mezzo.integrations.accelerate import AcceleratedPrecision, attach, refuse  # noqa: E402
 
 T = TypeVar("T", bound=Trainer)  # Python 3.11 has no `def f[T]`
-if TYPE_CHECKING:  # what the mixin stands before
+if TYPE_CHECKING:  # what it stands before
     _Trainer = Trainer
 else:
     _Trainer = object
 
-__all__ = ["MezzoMixin", "MezzoTrainer", "plug"]
+__all__ = ["plug"]
 
 
 def plug(
@@ -48,7 +48,7 @@ def plug(
     - checkpoints and ``save_model()`` hold FP32 weights, in O3 those of 16 bits.
 
     Args:
-        trainer: The Trainer. Its class becomes one that derives from :class:`MezzoMixin` and its own.
+        trainer: The Trainer, of whatever class; it becomes one of a class that derives from its own.
         policy: A policy, its text, or the path of a policy file.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
 
@@ -66,18 +66,11 @@ def plug(
     Example:
         ``trainer = plug(Trainer(model, args, train_dataset=data), "O2,dtype=bfloat16")``, then ``trainer.train()``.
     """
-    if not isinstance(trainer, Trainer) or isinstance(trainer, MezzoMixin):
-        what = "has a policy already" if isinstance(trainer, MezzoMixin) else f"is {shown(trainer)}"
+    if not isinstance(trainer, Trainer) or isinstance(trainer, _Plugged):
+        what = "has a policy already" if isinstance(trainer, _Plugged) else f"is {shown(trainer)}"
         raise PolicyError(f"the trainer {what}", write="plug(Trainer(model, args, …), policy), once")
-    _begin(trainer, policy, on_overflow)
-    kind = type(trainer)
-    trainer.__class__ = type(f"Mezzo{kind.__name__}", (MezzoMixin, kind), {"__module__": kind.__module__})
-    return trainer
-
-
-def _begin(trainer: Any, policy: Any, on_overflow: Any) -> None:
-    """Note the policy, unless something stands against it."""
-    args, policy = trainer.args, Policy.of(policy)
+    plugged: Any = trainer
+    args, policy = plugged.args, Policy.of(policy)
     raise_together(wrong_options(on_overflow=on_overflow))
     for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):
@@ -86,24 +79,21 @@ def _begin(trainer: Any, policy: Any, on_overflow: Any) -> None:
                 why="its casts would stand around the policy's",
                 write=f"TrainingArguments(…) without {name}",
             )
-    refuse(trainer.accelerator, [trainer.model] if isinstance(trainer.model, torch.nn.Module) else [])
+    refuse(plugged.accelerator, [plugged.model] if isinstance(plugged.model, torch.nn.Module) else [])
     if args.n_gpu > 1:
         raise UnsupportedError(
             f"the Trainer runs on {args.n_gpu} GPUs in one process",
             why="torch.nn.DataParallel copies the model for each batch, without what the session has made of it",
             write="torchrun --nproc-per-node N script.py; or CUDA_VISIBLE_DEVICES=0",
         )
-    trainer.policy, trainer._on_overflow = policy, on_overflow
+    kind = type(trainer)
+    plugged.__class__ = type(f"Mezzo{kind.__name__}", (_Plugged, kind), {"__module__": kind.__module__})
+    plugged.policy, plugged._on_overflow = policy, on_overflow
+    return trainer
 
 
-class MezzoMixin(_Trainer):
-    """Stand before a Trainer in the bases of a class: ``class Mine(MezzoMixin, Seq2SeqTrainer)``; see :func:`plug`.
-
-    Args:
-        *args: The Trainer's.
-        policy: See :func:`plug`.
-        on_overflow: See there.
-        **kwargs: The Trainer's.
+class _Plugged(_Trainer):
+    """What a Trainer is once it is plugged in, before its own class in the order of methods.
 
     Attributes:
         policy: The policy.
@@ -114,16 +104,6 @@ class MezzoMixin(_Trainer):
     session: AcceleratedPrecision | None = None
     model: Any
     _on_overflow: Any
-
-    def __init__(
-        self,
-        *args: Any,
-        policy: Policy | str | os.PathLike[str] = "O1",
-        on_overflow: Literal["skip", "explain", "raise"] = "skip",
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        _begin(self, policy, on_overflow)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer, and the session over it; before the model is wrapped."""
@@ -162,14 +142,3 @@ class MezzoMixin(_Trainer):
         if self.session is not None and not {"loss", "train_loss"}.isdisjoint(logs):
             logs |= self.session.metrics()
         super().log(logs, *args, **kwargs)
-
-
-class MezzoTrainer(MezzoMixin, Trainer):
-    """A Trainer under a policy: ``MezzoTrainer(model, args, train_dataset=data, policy="O2,dtype=bfloat16")``.
-
-    Args:
-        *args: The Trainer's.
-        policy: See :func:`plug`.
-        on_overflow: See there.
-        **kwargs: The Trainer's.
-    """
