@@ -224,6 +224,8 @@ def test_more_observations_than_there_is_memory_for_are_refused(monkeypatch):
     with pytest.raises(PolicyError, match="40 observations are too many") as caught:
         Recorder(compiled).__enter__()
     assert 'modules=["layers.0"' in str(caught.value)
+    with pytest.raises(PolicyError, match="too many"):
+        Recorder(by_blocks(net(), "eager")).__enter__()
     Recorder(compiled, modules="blocks.0").__enter__().__exit__(None, None, None)
     Recorder(net()).__enter__().__exit__(None, None, None)  # eager mode makes memory for what is called
 
