@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -33,7 +33,8 @@ class Subject:
         paths: The path that each watched module is recorded at.
         params: The module's path and the parameter's name that each watched parameter is recorded at.
         modules: What is said of the modules.
-        is_compiled: Whether the model was given as what ``torch.compile`` returns; it is the one inside here.
+        is_compiled: Whether the model, or a part of it, is compiled; of what ``torch.compile`` returns this is the one
+            inside.
     """
 
     model: nn.Module
@@ -116,15 +117,23 @@ class Subject:
                     tied=tied,
                 )
             )
+        was_compiled |= any(is_compiled(module) for module in model.modules())
         return cls(model, paths, params, tuple(modules), was_compiled)
 
-    def hidden(self) -> tuple[str, str] | None:
-        """Return which modules are compiled, so that their hooks may not run, and by what; ``None`` for none."""
-        compiled = [path or type(module).__name__ for path, module in self.model.named_modules() if is_compiled(module)]
-        if compiled or self.is_compiled:
-            return some_of(compiled) or type(self.model).__name__, "torch.compile"
+    def scripted(self) -> str | None:
+        """Return which modules ``torch.jit`` has compiled, which no hook looks into; ``None`` for none."""
         scripted = [path or type(m).__name__ for m, path in self.paths.items() if isinstance(m, torch.jit.ScriptModule)]
-        return (some_of(scripted), "torch.jit") if scripted else None
+        return some_of(scripted) if scripted else None
+
+    def inner_first(self) -> list[str]:
+        """Return the paths, those of modules inside of another one before its own."""
+
+        def walk(module: nn.Module) -> Iterator[nn.Module]:
+            for child in module.children():
+                yield from walk(child)
+            yield module
+
+        return list(dict.fromkeys(self.paths[module] for module in walk(self.model) if module in self.paths))
 
     def ordered(self, called: Iterable[str]) -> tuple[RecordedModule, ...]:
         """Return the modules in the order of their first calls; those without come last."""
