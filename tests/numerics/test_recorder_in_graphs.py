@@ -234,7 +234,7 @@ def test_the_steps_between_are_not_counted():
     torch.compiler.reset()
     model = net()
     called, optimizer = whole(model, Counting()), adamw(model)
-    with Recorder(model, optimizer, every=3) as recorder:
+    with Recorder(model, optimizer, every=4) as recorder:
         for number, x in enumerate(batches(3)):
             called(x).sum().backward()
             optimizer.step()

@@ -36,14 +36,26 @@ from mezzo.numerics.evidence import (
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.numerics.quantised import OperandWatch
 from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, updated_by
-from mezzo.numerics.watches import FIELDS, Doors, Places, Returned, Tally, WeightWatch, swallowed_of
+from mezzo.numerics.watches import (
+    FIELDS,
+    Counted,
+    Doors,
+    Place,
+    Places,
+    Returned,
+    Tally,
+    WeightWatch,
+    summed,
+    swallowed_of,
+)
 from mezzo.policy import Policy
 from mezzo.scale.state import inverse
 from mezzo.session.observers import Watched, watching
 from mezzo.session.stats import Step
+from mezzo.sharded import is_distributed
 from mezzo.step.verdict import Judged
 from mezzo.tensors import dtype_name
-from mezzo.trace.observe import CALLS, COUNTABLE, DTYPE, ROW, WIDTH
+from mezzo.trace.observe import CALLS, COUNTABLE, DTYPE, LARGEST, ROW, WIDTH
 
 # One step that is being recorded, and who tells of it: the hooks of a loop without a session, or the session.
 
@@ -58,18 +70,26 @@ class Recording:
         choices: What the recorder was asked for.
         factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
         doors: What counts where modules end; ``None`` where that is not asked for, or cannot be.
+        group: Returns the ranks whose counts are added up; ``None`` for this one's.
 
     Attributes:
         weights: What is told of the parameters.
         called: The paths of the modules, in the order in which their calls ended, once it is finished.
     """
 
-    def __init__(self, choices: Choices, factor: Callable[[], Tensor | None], doors: Doors | None) -> None:
+    def __init__(
+        self,
+        choices: Choices,
+        factor: Callable[[], Tensor | None],
+        doors: Doors | None,
+        group: Callable[[], Any],
+    ) -> None:
+        self._group = group
         self.called: list[str] = []
         self._subject, self._formats, self._doors = choices.subject, choices.formats, doors
         self._tally = Tally(FIELDS + len(choices.formats))
         self._places: Places = {}
-        self.weights = WeightWatch(choices.subject, choices.kinds, choices.formats, self._tally, self._places)
+        self.weights = WeightWatch(choices.subject, choices.kinds, choices.formats, self._tally, self._places, group)
         if doors is not None:
             doors.open()
         self._operands = OperandWatch(choices.subject, choices.kinds, self._tally, factor)
@@ -88,7 +108,7 @@ class Recording:
             loss_scales: 0-d: the scale of each loss.
             skipped: Whether the weights were left alone, or 0-d tensors of which one says so.
 
-        **Cost**: one transfer from each device.
+        **Cost**: one transfer from each device; with several ranks one reduction, and before it the names of tensors.
         """
         self.weights.rest()
         flags = [] if isinstance(skipped, bool) else skipped
@@ -99,12 +119,17 @@ class Recording:
         end = len(loss_scales) + len(flags)
         is_skipped = skipped is True or any(numbers[len(loss_scales) : end])
         order = {each.path: place for place, each in enumerate(self._subject.ordered(self.called))}
-        places = sorted(self._places, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
+        counted = {place: self._counted(place, rows) for place in self._places}
+        if (group := self._group()) is not None:
+            counted = summed(counted, group, next(self._subject.model.parameters()).device)
+        places = sorted(counted, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
         return RecordedStep(
             step=step,
             loss_scales=tuple(numbers[: len(loss_scales)]),
             skipped=is_skipped,
-            tensors=tuple(self._tensor(place, rows) for place in places if not (is_skipped and place[0] == "updates")),
+            tensors=tuple(
+                self._tensor(place, *counted[place]) for place in places if not (is_skipped and place[0] == "updates")
+            ),
             operands=self._operands.found(rows, numbers[end:], WIDTH),
         )
 
@@ -120,17 +145,22 @@ class Recording:
             self.called = [path for path in self._subject.inner_first() if path in counted or path in doors.called]
             doors.stay()
 
-    def _tensor(self, place: tuple[str, str, str], rows: list[Tensor]) -> RecordedTensor:
-        kind, module, name = place
+    def _counted(self, place: Place, rows: list[Tensor]) -> Counted:
+        """Return the dtype of a tensor, and its row."""
         dtype, numbers = self._places[place]
-        parts = [ExponentHistogram(rows[number][:ROW]) for number in numbers]
+        row = torch.stack([rows[number] for number in numbers]).sum(0)
+        row[LARGEST] = max(int(rows[number][LARGEST]) for number in numbers)
+        return dtype or dtype_name(COUNTABLE[int(rows[numbers[0]][DTYPE]) - 1]), row
+
+    def _tensor(self, place: Place, dtype: str, row: Tensor) -> RecordedTensor:
+        kind, module, name = place
         return RecordedTensor(
             kind=kind,
             module=module,
             name=name,
-            dtype=dtype or dtype_name(COUNTABLE[int(rows[numbers[0]][DTYPE]) - 1]),
-            histogram=parts[0] if len(parts) == 1 else ExponentHistogram.total_of(parts),
-            swallowed=swallowed_of(rows[numbers[0]][WIDTH:].tolist(), self._formats) if kind == "updates" else None,
+            dtype=dtype,
+            histogram=ExponentHistogram(row[:ROW]),
+            swallowed=swallowed_of(row[WIDTH:].tolist(), self._formats) if kind == "updates" else None,
         )
 
 
@@ -193,7 +223,11 @@ class PlainLoop:
         found_inf = getattr(optimizer, "found_inf", None)  # torch's scaler tells it so to fused optimizers
         if isinstance(found_inf, Tensor):
             self._flags.append(found_inf.detach().reshape(()).clone())
-        self._weights.before(updated_by(optimizer))
+        updated = updated_by(optimizer)
+        for param in filter(is_distributed, updated):  # whose gradients fully_shard puts there
+            if param.grad is not None:
+                self._weights.gradient(param, param.grad, self._factor())
+        self._weights.before(updated)
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
@@ -215,6 +249,7 @@ class SessionSide:
     Attributes:
         recording: What is told of the step; ``None`` where it is not recorded.
         policy: That of the first session that updates the model; ``None`` as long as there is none.
+        group: The ranks that such a session steps with; ``None`` for one.
     """
 
     def __init__(
@@ -228,6 +263,7 @@ class SessionSide:
     ) -> None:
         self.recording: Recording | None = None
         self.policy: Policy | None = None
+        self.group: Any = None
         self._owner, self._choices, self._scale = owner, choices, scale
         self._scaled, self._joined, self._advance = scaled, joined, advance
         self._ours: list[Watched] = []
@@ -249,6 +285,7 @@ class SessionSide:
                 )
             self._ours.append(engine)
             self.policy = self.policy or engine.weights.policy
+            self.group = engine.ranks.group if engine.ranks.size > 1 else None
             self._joined()
         self._scale.told(scale)
         self._scaled()
@@ -447,10 +484,14 @@ class Recorder:
 
     def _arm(self) -> None:
         self._scale.told(None)
-        self._session.recording = Recording(self._choices, self._scale.factor, self._doors)
+        self._session.recording = Recording(self._choices, self._scale.factor, self._doors, self._ranks)
         self._scale.told(None)  # which graphs were told of now, and a scaler may change until gradients come
         if self._session.policy is None:
             self._loop = PlainLoop(self._session.recording, self._choices, self._scale.factor)
+
+    def _ranks(self) -> Any:
+        """Return the ranks that train the model; ``None`` for one."""
+        return self._session.group or self._choices.subject.group()
 
     def _say_scale(self) -> None:
         if self._doors is not None:

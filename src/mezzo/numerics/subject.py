@@ -9,16 +9,19 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mezzo.compiling import INSIDE, inside, is_compiled
+from mezzo.distributed.exchange import Ranks
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.formats import Format
 from mezzo.numerics.evidence import RecordedModule, kind_of
 from mezzo.numerics.histogram import standing_alone
 from mezzo.policy.rules import as_named, lies_in
 from mezzo.scale.state import inverse
+from mezzo.sharded import units
 from mezzo.tensors import dtype_name
 
 WHY_UNSEEN: Final = "compiled code does not call the modules, and keeps few of the tensors between them"
@@ -134,6 +137,12 @@ class Subject:
             yield module
 
         return list(dict.fromkeys(self.paths[module] for module in walk(self.model) if module in self.paths))
+
+    def group(self) -> Any:
+        """Return the ranks that a wrapped or sharded model is trained on; ``None`` where it is neither."""
+        if isinstance(self.model, DistributedDataParallel) or units(self.model):
+            return Ranks.of().group if Ranks.of().size > 1 else None
+        return None
 
     def ordered(self, called: Iterable[str]) -> tuple[RecordedModule, ...]:
         """Return the modules in the order of their first calls; those without come last."""

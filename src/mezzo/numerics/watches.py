@@ -8,7 +8,9 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.backward import runs_backward
@@ -20,9 +22,10 @@ from mezzo.hooks import OwnHook
 from mezzo.numerics.evidence import SwallowedUpdates
 from mezzo.numerics.histogram import standing_alone
 from mezzo.numerics.subject import Subject
-from mezzo.tensors import dtype_name, each_tensor, foreach_zero_, leaves, moved
+from mezzo.sharded import is_distributed, local
+from mezzo.tensors import dtype_name, each_tensor, foreach_zero_, leaves, mapped, moved
 from mezzo.trace.modes import is_watched
-from mezzo.trace.observe import COUNTABLE, WIDTH, observe
+from mezzo.trace.observe import COUNTABLE, LARGEST, WIDTH, observe
 from mezzo.weights import Halves
 
 # Updates that vanish: added to a weight in some storage format, they round away.
@@ -166,6 +169,8 @@ def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format)
 _TOGETHER: Final = 64
 #: What modules return is recorded in graphs up to so many tensors: the one that is returned, or the first of others.
 IN_GRAPHS: Final = 5
+#: Whether torch.compile traces hooks of tensors as it does in 2.13.
+TRACES_HOOKS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 #: Observations that there can be in graphs: kinds of what modules return, times modules.
 MOST: Final = 1 << 12
 
@@ -276,11 +281,44 @@ class Tally:
         return found, read
 
 
-#: The rows of each tensor, by kind, module and name, with its dtype where that is not the one of what was counted.
-Places = dict[tuple[str, str, str], tuple[str | None, list[int]]]
-
+#: What tells a tensor from others: kind, module and name.
+Place = tuple[str, str, str]
+#: The rows of each tensor, with its dtype where that is not the one of what was counted.
+Places = dict[Place, tuple[str | None, list[int]]]
 #: Of rows that modules fill: the place, the number, and that of another row; it counts only if that was counted in.
-Returned = tuple[tuple[str, str, str], int, int | None]
+Returned = tuple[Place, int, int | None]
+#: A tensor's dtype, and its row on the host.
+Counted = tuple[str, Tensor]
+
+
+def summed(counted: dict[Place, Counted], group: Any, device: torch.device) -> dict[Place, Counted]:
+    """Add up what several ranks have counted.
+
+    Args:
+        counted: What this one has; others may have counted other tensors.
+        group: Their process group.
+        device: One that it reduces on.
+
+    **Cost**: a reduction, and before it one of the names.
+    """
+    known: list[Any] = [None] * group.size()
+    dist.all_gather_object(known, {place: (dtype, len(row)) for place, (dtype, row) in counted.items()}, group=group)
+    every = {place: told for each in known for place, told in each.items()}
+    if not every:
+        return counted
+    width = next(iter(every.values()))[1]
+    table = torch.zeros(len(every), width + len(known), dtype=torch.int64)
+    for number, place in enumerate(every):
+        if place in counted:
+            row = counted[place][1]
+            table[number, :width] = row
+            table[number, width + group.rank()] = row[LARGEST]  # a column for each rank: a sum keeps all of them
+    table = table.to(device)
+    dist.all_reduce(table, group=group)
+    table = table.cpu()
+    table[:, LARGEST] = table[:, width:].max(1).values
+    return {place: (every[place][0], table[number, :width]) for number, place in enumerate(every)}
+
 
 # What modules return ------------------------------------------------------------------------------------------
 
@@ -308,6 +346,25 @@ class _Pair:
         torch.ops.mezzo.observe(gradient, self.gradient, self.flag, self.factor)
 
 
+class _Arrival(Function):
+    """Counts a gradient in graphs of torch 2.11, where hooks of tensors lose what is used outside of them too.
+
+    A copy: a tensor that is handed on as it is could not be changed in place.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, row: Tensor, flag: Tensor, factor: Tensor) -> Tensor:
+        """Return a copy."""
+        ctx.save_for_backward(row, flag, factor)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """Count the gradient, and hand it on."""
+        torch.ops.mezzo.observe(gradient, *ctx.saved_tensors)
+        return gradient, None, None, None
+
+
 class Door(OwnHook):
     """A forward hook: counts what a module returns, and the gradients that come back to it.
 
@@ -331,17 +388,17 @@ class Door(OwnHook):
         self.late: list[_Pair] = []
 
     @compiled_inside_alone
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Count, but in passes that no backward pass can follow."""
         if torch.compiler.is_compiling():
-            if torch.is_grad_enabled():
-                self._traced(output)
-        elif self._doors.is_open and torch.is_grad_enabled() and not is_watched():
+            return self._traced(output) if torch.is_grad_enabled() else None
+        if self._doors.is_open and torch.is_grad_enabled() and not is_watched():
             self._doors.called[self.path] = None
             with DisableTorchFunction():
                 for place, tensor in each_tensor(output):
                     if is_countable(tensor) and tensor.numel():
                         self._count(tensor, f"output{place}")
+        return None
 
     def make_ready(self) -> None:
         """Make the rows that a graph counts in, which it cannot make itself."""
@@ -354,18 +411,28 @@ class Door(OwnHook):
             for number, pair in enumerate(pairs):
                 yield pair.name or f"output{f'[{number - 1}]' if number else ''}", pair, pairs is self.late
 
-    def _traced(self, output: Any) -> None:
+    def _traced(self, output: Any) -> Any:
         counts = self._doors.model.training and not runs_backward()
         pairs = self.pairs if counts else self.late
         number = 0 if isinstance(output, Tensor) else 1
+        through: list[Tensor] = []
         for _, tensor in leaves(output):
             if number < len(pairs) and isinstance(tensor, Tensor) and self._is_plain(tensor):
                 pair = pairs[number]
                 if self._doors.has_values:
                     torch.ops.mezzo.observe(tensor, pair.values, pair.flag, None)
                 if tensor.requires_grad and (self._doors.has_gradients or not counts):
-                    tensor.register_hook(pair.arrived)  # type: ignore[no-untyped-call]
+                    if TRACES_HOOKS:
+                        tensor.register_hook(pair.arrived)  # type: ignore[no-untyped-call]
+                    else:
+                        tensor = _Arrival.apply(tensor, pair.gradient, pair.flag, pair.factor)  # type: ignore[no-untyped-call]
             number += 1
+            if isinstance(tensor, Tensor):
+                through.append(tensor)
+        if TRACES_HOOKS:
+            return None
+        following = iter(through)
+        return mapped(output, lambda _: next(following))
 
     def _is_plain(self, tensor: Tensor) -> bool:
         """Whether graphs count a tensor: what :func:`is_countable` asks besides cannot be traced."""
@@ -533,14 +600,22 @@ class WeightWatch:
         formats: The storage formats that updates are rounded to.
         tally: What counts.
         places: What is told of the rows.
+        group: Returns the ranks whose counts are added up; ``None`` for this one's.
 
     Attributes:
         has_gradients: Whether a parameter has had a gradient.
     """
 
     def __init__(
-        self, subject: Subject, kinds: Iterable[str], formats: Sequence[Format], tally: Tally, places: Places
+        self,
+        subject: Subject,
+        kinds: Iterable[str],
+        formats: Sequence[Format],
+        tally: Tally,
+        places: Places,
+        group: Callable[[], Any],
     ) -> None:
+        self._group = group
         self._subject, self._kinds, self._formats = subject, frozenset(kinds), formats
         self._tally, self._places = tally, places
         self._before: dict[Tensor, tuple[Tensor, torch.dtype]] = {}
@@ -553,7 +628,8 @@ class WeightWatch:
         Args:
             updated: The parameters that the step is one of.
         """
-        moving = (param for param in self._subject.params if param.requires_grad and param in updated)
+        mine = filter(self._is_mine, self._subject.params)
+        moving = (param for param in mine if param.requires_grad and param in updated)
         for param, value in _values(moving):
             if "weights" in self._kinds:
                 self._put("weights", param, None, self._tally.count(value))
@@ -568,6 +644,7 @@ class WeightWatch:
         """Count the weights that no step has moved."""
         places = self._subject.params if "weights" in self._kinds else {}
         others = [param for param, place in places.items() if ("weights", *place) not in self._places]
+        others = [*filter(self._is_mine, others)]
         for param, value in _values(others):
             self._put("weights", param, None, self._tally.count(value))
 
@@ -579,9 +656,11 @@ class WeightWatch:
             gradient: Its gradient.
             factor: What to multiply it by; ``None`` for 1.
         """
-        if param not in self._subject.params or not is_countable(gradient):
+        if param not in self._subject.params or not is_countable(gradient := local(gradient)):
             return
         self.has_gradients = True
+        if not self._is_mine(param):
+            return
         if "updates" in self._kinds:
             self._gradients[param] = gradient
         if "weight_gradients" in self._kinds:
@@ -605,14 +684,25 @@ class WeightWatch:
         for device in dict.fromkeys(move.update.device for move in moves):
             count_moves([move for move in moves if move.update.device == device], self._formats)
 
+    def _is_mine(self, param: Any) -> bool:
+        """Whether this rank counts a parameter, or its shard of it: of ranks that hold the same, the first does."""
+        group = self._group()
+        if group is None:
+            return True
+        if not is_distributed(param):
+            return bool(group.rank() == 0)
+        places = zip(param.placements, param.device_mesh.get_coordinate(), strict=True)
+        return all(number == 0 for placement, number in places if placement.is_replicate())
+
     def _put(self, kind: str, param: Tensor, dtype: torch.dtype | None, row: int) -> None:
         self._places[kind, *self._subject.params[param]] = None if dtype is None else dtype_name(dtype), [row]
 
 
 def _values(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the parameters whose values can be counted, each with them."""
+    """Yield the parameters whose values can be counted, each with those that this rank holds."""
     for param in params:
-        value = param.value() if isinstance(param, Halves) else param.detach()  # halves are decoded once
+        held = local(param.detach())
+        value = held.value() if isinstance(held, Halves) else held  # halves are decoded once
         if is_countable(value):
             yield param, value
 
