@@ -305,7 +305,7 @@ class Ratio:
     wanted: Wanted
     most: int = 2**12
     name: str = "ratio"
-    _casts: Storages[_Cast] = field(default_factory=Storages)
+    _casts: Storages[_KeptCast] = field(default_factory=Storages)
 
     def begin(self, kernel: Any, args: Any, kwargs: Any) -> None:
         """Need nothing before: a kernel that writes to what it reads is not run again."""
@@ -330,7 +330,7 @@ class Ratio:
                     [*(each.sum().reshape(1) for each in places), *(places if size <= self.most else ())]
                 )
         if record.kind == "cast" and is_measurable(args[0]) and is_measurable(out):
-            self._casts.put([out], _Cast(args[0], args[0]._version, out.detach(), out._version))
+            self._casts.put([out], _KeptCast(args[0], args[0]._version, out.detach(), out._version))
         return numbers
 
     def _exact(self, tensor: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ class Ratio:
         return RatioOf(_decibel(*numbers[:2]), tuple(ratios))
 
 
-class _Cast(NamedTuple):
+class _KeptCast(NamedTuple):
     before: Tensor
     before_version: int
     after: Tensor
