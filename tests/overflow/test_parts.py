@@ -99,6 +99,16 @@ def test_the_first_of_several_is_blamed(watch):
     assert watch.first([b]).kernel == "aten::reciprocal"
 
 
+def test_memory_that_is_written_to_in_part_has_the_origin_of_what_was_there(watch):
+    x = torch.zeros(3)
+    with watch.recorder.kernel_mode:
+        y = x.log()
+        y[1] = 1.0
+        z = y.add_(1).neg().mul(2)
+    assert sources(watch) == ["made"]
+    assert watch.first([z, y]).kernel == "aten::log"
+
+
 def test_what_is_meant_is_blamed_last(watch):
     x = torch.zeros(3)
     with watch.recorder.kernel_mode:

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo.overflow import locate
 
-WIDTH = 8
+WIDTH = 32  # a block of MXFP8
 #: What a search runs itself to look at numbers; casts, which are blamed with what they cast; memory and views.
 NOT_PLANTED = ("abs", "clone", "detach", "_to_copy", "copy_", "new_empty_strided", "empty_like", "_unsafe_view")
-POLICIES = (None, "O1,bf16,emulate=true", "O1,fp16,emulate=true,norms=fp32_math")
+POLICIES = (None, "O1,bf16,emulate=true", "O1,fp16,emulate=true,norms=fp32_math", "O1,bf16,mxfp8=linear,emulate=true")
 
 
 def scaled(x):
