@@ -346,8 +346,10 @@ class Recorder:
     A session tells of its steps by itself. In a loop without one call :meth:`step`.
 
     Args:
-        model: The model. Functions that use parameters directly are not seen. Of a compiled model weights, weight
-            gradients and updates are recorded; its activations need eager mode, which one warning says.
+        model: The model. Functions that use parameters directly are not seen. Where it is compiled, whole or in parts,
+            graphs count: in tuples and dicts the first four tensors, by their number. Where another model of its class
+            was compiled without what counts, torch may run that one's graph, which a warning says. Under DDP and
+            ``fully_shard``, and in sessions on several ranks, each rank makes a recorder, and all have the same counts.
         optimizer: What updates it, or several. In a session it may be left out; in a loop without one there are then
             no updates, and weights are those that :meth:`step` finds.
         every: Steps from one recorded step to the next. Where two optimizers take turns, an odd number, or only one of
@@ -369,8 +371,10 @@ class Recorder:
 
     **Cost**: on recorded steps a pass over everything that is recorded, one transfer from the device, and with
     ``updates`` a copy of the weights while the step runs. Of each product below sixteen bits two more products in FP32,
-    each of its operands in FP32 twice, and two FP32 values for each element of its weight. On other steps nothing:
-    there are hooks only in recorded ones. In memory 4.5 KB for each tensor of a recorded step.
+    each of its operands in FP32 twice, and two FP32 values for each element of its weight. On other steps nothing in
+    eager mode: there are hooks only in recorded ones. In graphs a call for each tensor, 4 to 9 µs on a CPU, which ends
+    fusions; entering and leaving the block has torch.compile forget what it has made. On several ranks one reduction a
+    recorded step. In memory 4.5 KB for each tensor, in graphs 90 KB for each module.
 
     Example:
         >>> import torch
