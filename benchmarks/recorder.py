@@ -26,10 +26,11 @@ ELEMENTS = 1 << 22
 
 
 class Run:
-    """The model of ``lm.py``, step by step."""
+    """The model of ``lm.py``, step by step, compiled whole or not."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, *, compiled: bool = False) -> None:
         self.model = lm.build(0).to(DEVICE)
+        self._called = torch.compile(self.model, fullgraph=True) if compiled else self.model
         self.optimizer = torch.optim.AdamW(lm.groups(self.model), lr=2.5e-3, betas=(0.9, 0.99))
         self._amp = mezzo.MixedPrecision(self.model, self.optimizer, policy, max_grad_norm=1.0)
         self._batches = lm.batches(0)
@@ -37,16 +38,17 @@ class Run:
     def step(self) -> None:
         inputs, targets = (each.to(DEVICE) for each in next(self._batches))
         with self._amp.autocast():
-            loss = lm.loss(self.model(inputs), targets)
+            loss = lm.loss(self._called(inputs), targets)
         self._amp.backward(loss)
         self._amp.step()
         self._amp.zero_grad()
 
 
-def recorded(policy: str, every: int, steps: int, stack: ExitStack) -> tuple[Loop, Loop]:
+def recorded(policy: str, every: int, steps: int, stack: ExitStack, *, compiled: bool) -> tuple[Loop, Loop]:
     """Return so many steps with a recorder, and without."""
-    mine, rival = Run(policy), Run(policy)
+    mine, rival = Run(policy, compiled=compiled), Run(policy, compiled=compiled)
     stack.enter_context(Recorder(mine.model, mine.optimizer, every=every))
+    mine.step()  # the recorded one; and where it is compiled, before the rival is: a graph of that would count nothing
 
     def loop(run: Run) -> Loop:
         def step() -> None:
@@ -74,15 +76,16 @@ def main() -> None:
         timed = paired(*counted(torch.randn(ELEMENTS, device=DEVICE).to(dtype)), options.repetitions)
         name = str(dtype).removeprefix("torch.")
         rows.append(Row(name=f"histogram of 4 M {name}", against="x.abs().max()", **timed))
-    for policy in ("O0", "O1,dtype=bfloat16"):
+    for policy, compiled in (("O0", False), ("O1,dtype=bfloat16", False), ("O0", True)):
         for name, every, steps in (
             ("a recorded step, five kinds", 1, 1),
             ("a step not recorded", 10**9, 1),
             (f"{options.steps} steps, one of them recorded", options.steps, options.steps),
         ):
             with ExitStack() as stack:
-                timed = paired(*recorded(policy, every, steps, stack), options.repetitions)
-            rows.append(Row(name=f"six layers, {policy}: {name}", against="no recorder", **timed))
+                timed = paired(*recorded(policy, every, steps, stack, compiled=compiled), options.repetitions)
+            how = f"{policy}, compiled" if compiled else policy
+            rows.append(Row(name=f"six layers, {how}: {name}", against="no recorder", **timed))
     show(rows, "what recording costs, with / without")
     write(options.out, "recorder", rows, repetitions=options.repetitions, steps=options.steps)
 

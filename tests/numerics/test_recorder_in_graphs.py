@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mezzo import MixedPrecision, Policy, PolicyError
 from mezzo.numerics import KINDS, Recorder, exponent_histogram
-from mezzo.numerics.watches import Door
+from mezzo.numerics.doors import Door
 
 from ..support.releases import torchscript
 
@@ -219,7 +219,7 @@ def test_inductor_counts_as_many_values():
 
 
 def test_more_observations_than_there_is_memory_for_are_refused(monkeypatch):
-    monkeypatch.setattr("mezzo.numerics.watches.MOST", 30)
+    monkeypatch.setattr("mezzo.numerics.doors.MOST", 30)
     compiled = torch.compile(net(), backend="eager")
     with pytest.raises(PolicyError, match="40 observations are too many") as caught:
         Recorder(compiled).__enter__()

@@ -1,30 +1,23 @@
-"""What is counted of one step: what modules return, gradients that come back, weights, and by how much they move."""
+"""What is counted of one step: rows of counts, weights, their gradients, and by how much they move."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd import Function
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
-from mezzo.backward import runs_backward
-from mezzo.compiling import compiled_inside_alone, is_imported
-from mezzo.dispatch import DisableTorchFunction, holds_tensors, is_wrapped
+from mezzo.dispatch import holds_tensors, is_wrapped
 from mezzo.errors import PolicyError, shown
 from mezzo.formats import Format
-from mezzo.hooks import OwnHook
 from mezzo.numerics.evidence import SwallowedUpdates
 from mezzo.numerics.histogram import standing_alone
 from mezzo.numerics.subject import Subject
 from mezzo.sharded import is_distributed, local
-from mezzo.tensors import dtype_name, each_tensor, foreach_zero_, leaves, mapped, moved
-from mezzo.trace.modes import is_watched
+from mezzo.tensors import dtype_name, moved
 from mezzo.trace.observe import COUNTABLE, LARGEST, WIDTH, observe
 from mezzo.weights import Halves
 
@@ -167,12 +160,6 @@ def swallowed(weight: Tensor, update: Tensor, dtype: str | torch.dtype | Format)
 
 #: Rows that are allocated together.
 _TOGETHER: Final = 64
-#: What modules return is recorded in graphs up to so many tensors: the one that is returned, or the first of others.
-IN_GRAPHS: Final = 5
-#: Whether torch.compile traces hooks of tensors as it does in 2.13.
-TRACES_HOOKS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-#: Observations that there can be in graphs: kinds of what modules return, times modules.
-MOST: Final = 1 << 12
 
 
 def is_countable(tensor: Tensor) -> bool:
@@ -320,277 +307,6 @@ def summed(counted: dict[Place, Counted], group: Any, device: torch.device) -> d
     return {place: (every[place][0], table[number, :width]) for number, place in enumerate(every)}
 
 
-# What modules return ------------------------------------------------------------------------------------------
-
-
-class _Pair:
-    """The rows of one tensor that a module returns, and of the gradient that comes back to it.
-
-    Attributes:
-        name: What it is called; ``None`` for one of those that graphs count in, which are called by their place.
-        values: The row of its values.
-        gradient: That of its gradient.
-        flag: Whether anything is counted.
-        factor: What graphs multiply the gradient by.
-        late: Rows of tensors that turned out to be part of training only when their gradients came.
-    """
-
-    def __init__(self, doors: Doors, device: torch.device, name: str | None) -> None:
-        self.name = name
-        self.values, self.gradient = doors.new_row(device), doors.new_row(device)
-        self.flag, self.factor = doors.of_device(device)
-        self.late: list[Tensor] = []
-
-    def arrived(self, gradient: Tensor) -> None:
-        """Count a gradient in a graph."""
-        torch.ops.mezzo.observe(gradient, self.gradient, self.flag, self.factor)
-
-
-class _Arrival(Function):
-    """Counts a gradient in graphs of torch 2.11, where hooks of tensors lose what is used outside of them too.
-
-    A copy: a tensor that is handed on as it is could not be changed in place.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, row: Tensor, flag: Tensor, factor: Tensor) -> Tensor:
-        """Return a copy."""
-        ctx.save_for_backward(row, flag, factor)
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Count the gradient, and hand it on."""
-        torch.ops.mezzo.observe(gradient, *ctx.saved_tensors)
-        return gradient, None, None, None
-
-
-class Door(OwnHook):
-    """A forward hook: counts what a module returns, and the gradients that come back to it.
-
-    torch.compile traces it. But for tensors it reads nothing there that differs between modules which share a graph.
-
-    Args:
-        doors: All of them.
-        path: Where the module is recorded.
-        device: The module's.
-
-    Attributes:
-        path: As given.
-        pairs: The rows of each tensor that it returns.
-        late: Those in graphs of passes that are training only if gradients come back, as evaluation is.
-    """
-
-    def __init__(self, doors: Doors, path: str, device: torch.device) -> None:
-        super().__init__()
-        self.path, self._doors, self._device = path, doors, device
-        self.pairs: list[_Pair] = []
-        self.late: list[_Pair] = []
-
-    @compiled_inside_alone
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Count, but in passes that no backward pass can follow."""
-        if torch.compiler.is_compiling():
-            return self._traced(output) if torch.is_grad_enabled() else None
-        if self._doors.is_open and torch.is_grad_enabled() and not is_watched():
-            self._doors.called[self.path] = None
-            with DisableTorchFunction():
-                for place, tensor in each_tensor(output):
-                    if is_countable(tensor) and tensor.numel():
-                        self._count(tensor, f"output{place}")
-        return None
-
-    def make_ready(self) -> None:
-        """Make the rows that a graph counts in, which it cannot make itself."""
-        for pairs in (self.pairs, self.late):
-            pairs += [_Pair(self._doors, self._device, None) for _ in range(len(pairs), IN_GRAPHS)]
-
-    def named(self) -> Iterator[tuple[str, _Pair, bool]]:
-        """Yield the rows of each tensor, its name before them, and whether they count only if gradients came."""
-        for pairs in (self.pairs, self.late):
-            for number, pair in enumerate(pairs):
-                yield pair.name or f"output{f'[{number - 1}]' if number else ''}", pair, pairs is self.late
-
-    def _traced(self, output: Any) -> Any:
-        counts = self._doors.model.training and not runs_backward()
-        pairs = self.pairs if counts else self.late
-        number = 0 if isinstance(output, Tensor) else 1
-        through: list[Tensor] = []
-        for _, tensor in leaves(output):
-            if number < len(pairs) and isinstance(tensor, Tensor) and self._is_plain(tensor):
-                pair = pairs[number]
-                if self._doors.has_values:
-                    torch.ops.mezzo.observe(tensor, pair.values, pair.flag, None)
-                if tensor.requires_grad and (self._doors.has_gradients or not counts):
-                    if TRACES_HOOKS:
-                        tensor.register_hook(pair.arrived)  # type: ignore[no-untyped-call]
-                    else:
-                        tensor = _Arrival.apply(tensor, pair.gradient, pair.flag, pair.factor)  # type: ignore[no-untyped-call]
-            number += 1
-            if isinstance(tensor, Tensor):
-                through.append(tensor)
-        if TRACES_HOOKS:
-            return None
-        following = iter(through)
-        return mapped(output, lambda _: next(following))
-
-    def _is_plain(self, tensor: Tensor) -> bool:
-        """Whether graphs count a tensor: what :func:`is_countable` asks besides cannot be traced."""
-        is_here = tensor.device == self._device and tensor.layout == torch.strided
-        return is_here and tensor.dtype in COUNTABLE and not tensor.is_nested
-
-    def _count(self, tensor: Tensor, name: str) -> None:
-        # Evaluation without no_grad, and what checkpointing runs again, get no gradients.
-        doors, counts = self._doors, self._doors.model.training and not runs_backward()
-        if not counts and not tensor.requires_grad:
-            return
-        pair, late = self._pair(name, tensor.device), None
-        if doors.has_values:
-            row = pair.values if counts else doors.new_row(tensor.device)
-            late = None if counts else row
-            count(tensor, row, pair.flag)
-        if tensor.requires_grad and (doors.has_gradients or not counts):
-            hook = OwnHook(partial(self._arrived, pair, late, doors.step))
-            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-
-    def _pair(self, name: str, device: torch.device) -> _Pair:
-        """Return the rows of a tensor by its name: those that graphs count in where there are some."""
-        for each, pair, is_late in self.named():
-            if each == name and not is_late and pair.values.device == device:
-                return pair
-        self.pairs.append(_Pair(self._doors, device, name))
-        return self.pairs[-1]
-
-    def _arrived(self, pair: _Pair, late: Tensor | None, step: int, gradient: Tensor) -> None:
-        """Count the gradient of an output, which then has been part of training."""
-        doors = self._doors
-        if not doors.is_open or doors.step != step or gradient is None or is_watched():
-            return
-        with DisableTorchFunction():
-            if late is not None and all(late is not each for each in pair.late):
-                pair.late.append(late)
-            if doors.has_gradients and is_countable(gradient) and gradient.numel():
-                count(gradient, pair.gradient, pair.flag, doors.factor())
-
-
-class Doors:
-    """Counts where modules end, in recorded steps: hooks on the modules of a model.
-
-    Once graphs of torch.compile count, hooks stay between these steps too: torch guards no hooks, and would take a
-    graph that was made without them. There a flag in the device's memory turns counting on and off.
-
-    Args:
-        subject: What is watched.
-        kinds: ``activations``, ``activation_gradients`` or both.
-        width: Numbers of a row.
-        factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
-
-    Attributes:
-        model: What trains.
-        is_open: Whether a step is recorded.
-        step: How many were.
-        called: The paths of modules that Python called in it, in the order in which their calls ended.
-        has_values: Whether activations are counted.
-        has_gradients: Whether their gradients are.
-        stays: Whether hooks stay on between recorded steps.
-        factor: As given.
-    """
-
-    def __init__(
-        self, subject: Subject, kinds: Collection[str], width: int, factor: Callable[[], Tensor | None]
-    ) -> None:
-        self.model, self.factor = subject.model, factor
-        self.has_values, self.has_gradients = (kind in kinds for kind in ("activations", "activation_gradients"))
-        self.is_open, self.step, self.called = False, 0, dict[str, None]()
-        self.stays, self._width = False, width
-        self._shared: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        first = next(subject.model.parameters()).device
-        self._doors = {
-            module: Door(self, path, next((param.device for param in module.parameters()), first))
-            for module, path in subject.paths.items()
-        }
-        self._handles: list[RemovableHandle] = []
-
-    def new_row(self, device: torch.device) -> Tensor:
-        """Return zeros to count in, in a storage of their own: a graph is made for tensors, not for places in one."""
-        return torch.zeros(self._width, dtype=torch.int64, device=device)
-
-    def of_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return a device's flag, and its factor of gradients in graphs."""
-        if device not in self._shared:
-            flag = torch.full((1,), int(self.is_open), dtype=torch.int32, device=device)
-            self._shared[device] = flag, torch.ones((), device=device)
-        return self._shared[device]
-
-    def stay(self) -> None:
-        """Leave the hooks on between recorded steps, for graphs.
-
-        Raises:
-            PolicyError: They would be too many.
-        """
-        number = len(self._doors) * (self.has_values + self.has_gradients)
-        if number > MOST:
-            raise PolicyError(
-                f"{number} observations are too many for graphs of torch.compile",
-                where=f"{len(self._doors)} modules of {type(self.model).__name__}",
-                why=f"{MOST} at most: the memory of each is made before the model is compiled, and stays",
-                write='Recorder(…, modules=["layers.0", "layers.31"]), or fewer kinds=',
-            )
-        self.stays = True
-
-    def open(self) -> None:
-        """Count from here on, anew."""
-        self.is_open, self.step = True, self.step + 1
-        self.called.clear()
-        if self.stays or is_imported():
-            for door in self._doors.values():
-                door.make_ready()
-        pairs = [pair for door in self._doors.values() for _, pair, _ in door.named()]
-        if pairs:
-            foreach_zero_([row for pair in pairs for row in (pair.values, pair.gradient)])
-        for pair in pairs:
-            pair.late.clear()
-        for flag, _ in self._shared.values():
-            flag.fill_(1)
-        self.scaled()
-        if not self._handles:
-            self._handles = [module.register_forward_hook(door) for module, door in self._doors.items()]
-
-    def close(self) -> None:
-        """Count no more."""
-        self.is_open = False
-        for flag, _ in self._shared.values():
-            flag.zero_()
-        if not self.stays:
-            self.remove()
-
-    def remove(self) -> None:
-        """Take all hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def scaled(self) -> None:
-        """Let graphs know by what to multiply the gradients that come now. No host sync."""
-        for _, known in self._shared.values() if self.is_open and is_imported() else ():
-            factor = self.factor()
-            memory = known.data  # a graph has it from the forward pass, and torch would refuse what was written since
-            memory.fill_(1.0) if factor is None else memory.copy_(factor, non_blocking=known.device.type != "cpu")
-
-    def found(self, tally: Tally) -> list[Returned]:
-        """Hand on all rows."""
-        made: list[Returned] = []
-        for door in self._doors.values():
-            for name, pair, is_late in door.named():
-                gradient = tally.take(pair.gradient)
-                if self.has_gradients:
-                    made.append((("activation_gradients", door.path, name), gradient, None))
-                if self.has_values:
-                    values = (tally.take(row) for row in (pair.values, *pair.late))
-                    made += [(("activations", door.path, name), row, gradient if is_late else None) for row in values]
-        return made
-
-
 class WeightWatch:
     """Counts what one step does to the parameters.
 
@@ -666,6 +382,10 @@ class WeightWatch:
         if "weight_gradients" in self._kinds:
             _, known = self._places.get(("weight_gradients", *self._subject.params[param]), (None, [None]))
             self._put("weight_gradients", param, None, self._tally.count(gradient, factor, known[0]))
+
+    def counted(self, param: Tensor, row: Tensor) -> None:
+        """Take in a gradient that was counted in a graph."""
+        self._put("weight_gradients", param, None, self._tally.take(row))
 
     def after(self) -> None:
         """Count the updates of the weights that were copied, and let go of the copies."""

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, message, raise_together, shown
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.engine import Engine
-from mezzo.session.observers import Watched, observing, watching
+from mezzo.session.observers import GraphObserver, StepObserver, Watched, observing, watching
 from mezzo.session.session import MixedPrecision
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.portable import uploaded_once
@@ -139,6 +139,7 @@ class Captured(Generic[R]):
         self._batch: _Batch | None = None
         self._recorded: _Recorded[R] | None = None
         self._rehearsed: dict[str, Any] | None = None  # what the last step without a graph had of the session
+        self._observers: list[StepObserver] = []  # which own memory that the graph writes
         self._calls, self._has_warned = 0, False
         if graph is not None:
             raise_together(_problems(amp.engine))
@@ -166,6 +167,27 @@ class Captured(Generic[R]):
         engine.writes.require_whole()
         engine.account.check()
         _require_no_window(engine)
+        observers = [each for each in observing() if isinstance(each, GraphObserver)]
+        if self._recorded is not None and (late := [each for each in observers if each not in self._observers]):
+            raise StateError(
+                "a recorder was put on after the graph was captured",
+                where=repr(late[0]),
+                why="a graph counts what it was captured with",
+                write="with Recorder(…) as recorder: around all calls of captured = mezzo.capture(…), once more",
+            )
+        for each in observers:
+            each.enters(engine)
+        is_done = False
+        try:
+            output = self._call(graph, args, kwargs)
+            is_done = True
+        finally:
+            for each in observers:
+                each.leaves(engine, is_done)
+        return output
+
+    def _call(self, graph: CudaGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        engine = self._amp.engine
         batch = self._batch = self._batch or _Batch(args, kwargs, engine.device)
         if difference := batch.difference(args, kwargs):
             self._warn(difference)
@@ -186,6 +208,7 @@ class Captured(Generic[R]):
         if self._recorded is None:
             with _noting():
                 self._recorded = self._record(graph, batch)
+            self._observers = [*observing()]
         else:
             _refuse_changes(self._recorded.holds, _held(engine))
             engine.update()  # what a step outside has left to the next loss
@@ -275,7 +298,7 @@ class Captured(Generic[R]):
                 why="a graph is captured for one structure, shape and dtype; all but tensors is part of it",
                 write="DataLoader(…, drop_last=True); a tensor for a number that changes; or mezzo.capture(…) for each",
             )
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, stacklevel=4)
 
 
 def _detached(output: R) -> R:
@@ -359,12 +382,13 @@ def _require_no_window(engine: Engine) -> None:
 def _looked_at(engine: Engine) -> Iterator[MezzoError]:
     """Yield what looks at each step by Python, of which a replay has none."""
     for observer in (*engine.observers, *observing()):
+        if isinstance(observer, GraphObserver):
+            continue
         yield UnsupportedError(
             "a captured step where each step is looked at",
             where=repr(observer),
             why="it looks by Python, of which a replayed graph runs none",
-            write='on_overflow="skip", and mezzo.overflow.locate(fn, model) once amp.stats() shows skipped steps; '
-            "the train step itself in a recorder's block",
+            write='on_overflow="skip", and mezzo.overflow.locate(fn, model) once amp.stats() shows skipped steps',
         )
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,8 +34,10 @@ class Watched(Protocol):
         scaler: The loss scale.
         account: The steps so far.
         ranks: Those that step together.
+        is_captured: Whether calls are part of a captured step: see :class:`GraphObserver`.
     """
 
+    is_captured: bool
     ranks: Ranks
     weights: Weights
     windows: list[Window]
@@ -54,6 +56,17 @@ class StepObserver(Protocol):
 
     def stepped(self, engine: Watched, step: Step) -> None:
         """A step is over: it has updated, or skipped."""
+
+
+@runtime_checkable
+class GraphObserver(StepObserver, Protocol):
+    """One that sees the replays of a captured step too: what it does meanwhile is part of the graph."""
+
+    def enters(self, engine: Watched) -> None:
+        """A call of a captured step is about to begin: it runs Python, records it, or replays what it did."""
+
+    def leaves(self, engine: Watched, is_done: bool) -> None:
+        """The call is over, if it has not raised as a step, and numbers may be asked of the device."""
 
 
 _WATCHING: Final[ContextVar[tuple[StepObserver, ...]]] = ContextVar("mezzo.session.watching", default=())

@@ -6,7 +6,6 @@ from torch import nn
 
 import mezzo
 from mezzo import PolicyError, StateError, UnsupportedError
-from mezzo.numerics import Recorder
 
 from ...support.refusals import bits
 from .loops import Loop, batch, batches
@@ -150,17 +149,3 @@ def test_asking_the_device_is_explained_and_the_session_goes_on(ask, late):
         loop.train_step(*data)
         twin.train_step(*data)
     assert bits(loop.state()) == bits(twin.state())
-
-
-def test_recorders_are_refused_before_and_between_replays():
-    loop = Loop()
-    captured = loop.captured()
-    for calls in (FIRST, 1):
-        with Recorder(loop.model, loop.optimizer) as recorder:
-            match = r"(?s)where each step is looked at.*where  Recorder\(Sequential.*in a recorder's block"
-            with pytest.raises(UnsupportedError, match=match):
-                captured(*batch(0))
-            loop.train_step(*batch(0))
-        assert recorder.evidence.num_steps == 1
-        for number in range(calls):
-            captured(*batch(number))
