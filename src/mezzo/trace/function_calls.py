@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +28,9 @@ from mezzo.policy import Decision, Policy, Rule, Treatment
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, is_in_place, out_of_place, resolve
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
 from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
+from mezzo.trace.table import CallRecord, Doing
 
 # Who asked: the op behind a torch function or kernel, the line of the user's code, mezzo's own casts.
-
-Doing = Literal["emulation", "cast", "region", "other"]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -101,16 +100,30 @@ def here() -> int:
     return id(sys._getframe(1))
 
 
-def doing() -> Doing:
-    """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
+def around() -> tuple[Doing, tuple[str, ...], bool]:
+    """Say what mezzo does around a function or kernel.
+
+    Returns:
+        Whether it emulates, casts (the rotation before an operand is quantised belongs to it), computes a product
+        below sixteen bits, widens a buffer, only decides, or does nothing; the formats of the quantised operands of
+        the product that runs, of which there are none elsewhere; and whether an op without a low kernel runs in FP32.
+    """
     taken = notes()
     inner = next((note for note in reversed(taken) if note.kind not in ("op", "widened")), None)
+    quantised = next((note.about for note in reversed(taken) if note.kind == "quantised"), None)
+    formats: tuple[str, ...] = () if quantised is None else quantised.formats
+    is_widened = any(note.kind == "widened" for note in taken)
     if inner is None or inner.kind == "op":
-        return "region" if taken else "other"
-    if inner.kind == "quantised":
-        return "emulation" if inner.about.emulated else "cast"
-    kind: Doing = inner.kind
-    return kind
+        return "region" if taken else "other", formats, is_widened
+    if inner.kind == "quantised" and inner.about.emulated:
+        return "emulation", formats, is_widened
+    return inner.kind, formats, is_widened
+
+
+def doing() -> Doing:
+    """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
+    by = around()[0]
+    return "cast" if by == "quantised" else by
 
 
 def casting() -> bool:
@@ -129,7 +142,6 @@ def is_from(name: str, package: str) -> bool:
 
 
 _CASTABLE: Final = frozenset(map(dtype_name, CASTABLE))
-_CONVERSIONS: Final = frozenset("to float half bfloat16 double type type_as to_copy _to_copy".split())
 
 
 class Decider:
@@ -196,34 +208,16 @@ class Decider:
         return self._decisions[key]
 
 
-@dataclass(slots=True)
-class OpCall:
+@dataclass(slots=True, eq=False, kw_only=True)
+class OpCall(CallRecord):
     """What is known of one call, growing while it runs.
 
     Attributes:
-        op: The op's base name.
-        decision: What the policy decided.
-        low: Name of the policy's compute dtype.
-        given: Names of the dtypes of the arguments that hold fractions.
-        goes_back: Whether FP32 results go back to the compute dtype: of a parameter with a rule, without autocast.
-        cause: Why the policy would not reach this call, should it turn out so.
-        written: Names of the dtypes of what it writes to, which keeps them; ``None`` where it returns new tensors.
-        line: The user's line.
-        hidden: Whether mezzo itself made the call: a cast, and no op of the model's.
         has_run: Whether any kernel computed or converted something.
         emulated: Whether a product was computed in FP32 from rounded operands.
         kernels: Base names of the kernels that ran.
     """
 
-    op: str
-    decision: Decision
-    low: str
-    given: tuple[str, ...]
-    goes_back: bool
-    cause: str
-    written: tuple[str, ...] | None = None
-    line: str | None = None
-    hidden: bool = False
     has_run: bool = False
     emulated: bool = False
     kernels: set[str] = field(default_factory=set)
@@ -232,16 +226,6 @@ class OpCall:
     _inputs: dict[str, None] = field(default_factory=dict)
     _converted: dict[str, None] = field(default_factory=dict)
     _made_here: Storages[bool] = field(default_factory=Storages)
-
-    @property
-    def why(self) -> str:
-        """What decided about the call, in a few words."""
-        return f"rule {self.decision.rule}" if self.decision.rule else self.cause or self.decision.reason
-
-    @property
-    def is_conversion(self) -> bool:
-        """Whether the call is there to convert: ``x.float()``."""
-        return self.op in _CONVERSIONS
 
     def asks_for(self, before: Tensor, after: Tensor) -> bool:
         """Whether a cast of an argument is what the policy's decision about this call asks for."""
@@ -434,6 +418,7 @@ class Where:
 
     Attributes:
         is_backward: Whether the backward pass has begun: calls are recomputation.
+        is_inner: Whether ``torch.autograd.grad`` runs inside the forward pass.
         modules_run: Paths of the modules that have been called.
     """
 
@@ -443,13 +428,13 @@ class Where:
         self._until, self._instead = until, instead
         self._places = [Place(LOSS)]
         self._level = 1  # how many places there were when the backward pass began
-        self._is_inner = False
+        self.is_inner = False
         self._timeline: list[tuple[int, Place]] = []
         self._owners: dict[int, str] = {}
 
     def learn_owners(self, model: nn.Module) -> None:
         """Learn to which module each parameter belongs, whose gradient may be cast where it is accumulated."""
-        self._owners = {id(p): n.rpartition(".")[0] for n, p in model.named_parameters()}
+        self._owners.update((id(p), n.rpartition(".")[0]) for n, p in model.named_parameters())
 
     @property
     def now(self) -> Place:
@@ -482,18 +467,18 @@ class Where:
     @contextmanager
     def inner_backward(self) -> Iterator[None]:
         """Watch ``torch.autograd.grad`` inside the forward pass, a gradient penalty's for example."""
-        before = self.is_backward, self._level, self._is_inner
-        self.is_backward, self._level, self._is_inner = True, len(self._places), True
+        before = self.is_backward, self._level, self.is_inner
+        self.is_backward, self._level, self.is_inner = True, len(self._places), True
         try:
             yield
         finally:
-            self.is_backward, self._level, self._is_inner = before
+            self.is_backward, self._level, self.is_inner = before
 
     @property
     def is_gradient(self) -> bool:
         """Whether gradients are computed: in the backward pass, but not where a checkpoint recomputes inside it."""
         # A graph made of an inner backward pass needs gradients too, and is none.
-        recomputes = len(self._places) > self._level or (torch.is_grad_enabled() and not self._is_inner)
+        recomputes = len(self._places) > self._level or (torch.is_grad_enabled() and not self.is_inner)
         return self.is_backward and not recomputes
 
     def place(self) -> Place:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import torch
@@ -204,6 +205,40 @@ def has_literal(args: Any, kwargs: Any) -> bool:
     return any(isinstance(leaf, float) and not math.isfinite(leaf) for _, leaf in leaves((args, kwargs)))
 
 
+def widened(
+    dtype: torch.dtype, kernel: Any, args: Any, kwargs: Any, before: Mapping[int, Tensor] = MappingProxyType({})
+) -> list[Tensor] | None:
+    """Run a kernel again in a wider format.
+
+    Args:
+        dtype: The wider format.
+        kernel: The kernel.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        before: What to read instead of a tensor among them, by its ``id``.
+
+    Returns:
+        Its results that hold fractions; ``None`` where the kernel draws random numbers or has no such form.
+    """
+    if torch.Tag.nondeterministic_seeded in kernel.tags or any(
+        argument.is_out for argument in kernel._schema.arguments
+    ):
+        return None
+
+    kinds = Tensor, torch.dtype
+
+    def widen(leaf: Tensor | torch.dtype) -> Tensor | torch.dtype:
+        if isinstance(leaf, Tensor):
+            return before.get(id(leaf), leaf).to(dtype) if leaf.dtype.is_floating_point else leaf
+        return dtype if leaf.is_floating_point else leaf
+
+    try:
+        results = kernel(*mapped(args, widen, kinds), **mapped(kwargs, widen, kinds))
+        return [each for each in tensors(results) if has_fraction(each.dtype)]
+    except Exception:  # a user's kernel refuses a format in its own way, an assert or a KeyError; the report goes on
+        return None
+
+
 def largest_in(
     dtype: torch.dtype, kernel: Any, args: Any, kwargs: Any, read: list[Operand], position: int
 ) -> float | None:
@@ -218,27 +253,12 @@ def largest_in(
         position: Which of its results with fractions.
 
     Returns:
-        The magnitude, which may be inf or NaN; ``None`` where the kernel draws random numbers or has no such form.
+        The magnitude, which may be inf or NaN; ``None`` where there is no such result.
     """
-    if torch.Tag.nondeterministic_seeded in kernel.tags or any(
-        argument.is_out for argument in kernel._schema.arguments
-    ):
+    found = widened(dtype, kernel, args, kwargs, {id(operand.argument): operand.tensor for operand in read})
+    if found is None or position >= len(found):
         return None
-    before = {id(operand.argument): operand.tensor for operand in read}
-
-    kinds = Tensor, torch.dtype
-
-    def widen(leaf: Tensor | torch.dtype) -> Tensor | torch.dtype:
-        if isinstance(leaf, Tensor):
-            return before.get(id(leaf), leaf).to(dtype) if leaf.dtype.is_floating_point else leaf
-        return dtype if leaf.is_floating_point else leaf
-
-    try:
-        results = kernel(*mapped(args, widen, kinds), **mapped(kwargs, widen, kinds))
-        result = [each for each in tensors(results) if has_fraction(each.dtype)][position]
-    except Exception:  # a user's kernel refuses a format in its own way, an assert or a KeyError; the report goes on
-        return None
-    values = _values(result)
+    values = _values(found[position])
     return float(values.abs().amax()) if values.numel() else None
 
 

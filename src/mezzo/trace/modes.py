@@ -190,6 +190,21 @@ class KernelMode(KernelWatch):  # type: ignore[no-untyped-call]
         return out
 
 
+class ShallowMode(KernelWatch):  # type: ignore[no-untyped-call]
+    """See every kernel once it has run, and nothing else of a pass: it is not watched."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        before = self._observer.before(func, args, kwargs)
+        out = func(*args, **kwargs)
+        self._observer.kernel(func, args, kwargs, out, before)
+        return out
+
+
 # Which share of the work of matrix products ran low: counted at the kernels, forward and backward.
 
 

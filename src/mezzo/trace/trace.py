@@ -14,9 +14,10 @@ from mezzo.backward import current_node, next_number, number_of
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.tensors import LOW, dtype_name, has_fraction, tensors
 from mezzo.trace import kernels
-from mezzo.trace.function_calls import Decider, Doing, Place, Where, casting, doing, kernel_name, quantised_formats
+from mezzo.trace.function_calls import Decider, Place, Where, casting, doing, kernel_name, quantised_formats
 from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import LostIntegers, lost_integers
+from mezzo.trace.table import Doing
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,328 @@
+"""What fills the table of a pass: told of calls and kernels as they happen, it asks for numbers and waits for none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from mezzo.backward import current_node, next_number, number_of
+from mezzo.cast.notes import notes
+from mezzo.dispatch import DisableTorchFunction
+from mezzo.policy import Decision, Policy, Rule
+from mezzo.tensors import dtype_name, each_tensor, leaves, tensors, values_of
+from mezzo.trace import kernels, measure, modes
+from mezzo.trace.function_calls import Decider, Place, Where, around, kernel_name
+from mezzo.trace.kernels import Storages
+from mezzo.trace.measure import Operand
+from mezzo.trace.probes import Probe
+from mezzo.trace.table import CallRecord, KernelKind, KernelPhase, KernelRecord, NodeName, Value, WatchedPass
+
+_NOTHING: Final[Mapping[int, tuple[Rule, str]]] = MappingProxyType({})
+
+#: Is told of a call before it runs: its record, the function, its arguments; may return what is told of the result.
+Called = Callable[[CallRecord, Any, Any, Any], Callable[[Any], None] | None]
+
+
+@dataclass(slots=True)
+class Held:
+    """The tensors of a kernel that has just run, for who looks at them now: the table keeps none.
+
+    Attributes:
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        before: What it read, as it was before: copies of what it writes to.
+        out: What it returned.
+    """
+
+    args: Any
+    kwargs: Any
+    before: list[Operand]
+    out: Any
+
+
+class _Numbers(NamedTuple):
+    """What a storage holds now: the value's number, its role, and the number that names the memory."""
+
+    number: int
+    role: str
+    memory: int
+
+
+class PassRecorder:
+    """Fill a table: of a forward pass, and of backward passes from it.
+
+    Args:
+        policy: The policy that decides about calls.
+        ruled: Rule and path of each parameter and buffer that a rule speaks about, by ``id``.
+        where: Where the pass is.
+        probes: What is measured at kernels.
+        called: Is told of each call.
+        ran: Is told of each kernel, with its tensors; the tensors that kernels write to are copied for it.
+        is_deep: Whether calls, modules, lines and values are recorded. Otherwise a kernel is no more than its name,
+            its formats, its bytes and its operations, and compiled code goes on.
+
+    Attributes:
+        recorded: The table as it is now, in which no probe is fetched yet.
+        kernel_mode: What sees kernels, for those who enter and leave it by hand.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        ruled: Mapping[int, tuple[Rule, str]] = _NOTHING,
+        *,
+        where: Where | None = None,
+        probes: Sequence[Probe] = (),
+        called: Called | None = None,
+        ran: Callable[[KernelRecord, Held], None] | None = None,
+        is_deep: bool = True,
+    ) -> None:
+        policy = policy or Policy.O0()
+        self.where = where or Where()
+        self.recorded = WatchedPass()
+        self.recorded.modules_run = self.where.modules_run
+        self.kernel_mode = modes.KernelMode(self) if is_deep else modes.ShallowMode(self)
+        self._decider, self._dtype = Decider(policy, ruled), policy.dtype
+        self._probes, self._called, self._ran, self._is_deep = probes, called, ran, is_deep
+        native = Decision(treatment="native", rule=None, reason="", source="op table")
+        self._no_call = CallRecord(op="", decision=native, low=dtype_name(policy.dtype), hidden=True)
+        self._open: dict[int, Callable[[Any], None] | None] = {}  # what is told of a call's result
+        self._numbers, self._count = Storages[_Numbers](), 0
+        self._measured: list[tuple[KernelRecord, Probe, Tensor]] = []
+
+    # The pass -----------------------------------------------------------------------------------------
+
+    def learn(self, model: nn.Module, inputs: Any = (), prefix: str = "") -> None:
+        """Learn what parameters, buffers and inputs are, before a forward pass.
+
+        Args:
+            model: The model.
+            inputs: What it is given.
+            prefix: What its paths begin with in names.
+        """
+        self.where.learn_owners(model)
+        named: list[tuple[str, str, Tensor]] = [
+            ("parameter", prefix + path, each) for path, each in model.named_parameters()
+        ]
+        named += [("buffer", prefix + path, each) for path, each in model.named_buffers()]
+        named += [("input", f"input {path}", each) for path, each in each_tensor(inputs)]
+        for role, name, tensor in named:
+            if self._numbers.get(tensor) is None:
+                self._count += 1
+                self._numbers.put([tensor], _Numbers(self._count, role, self._count))
+                self.recorded.names[self._count] = name
+
+    def hooked(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Know inside the block which module of the models runs."""
+        return modes.hooked(self, models)
+
+    def watching(self, *, backward: bool = False) -> AbstractContextManager[Any]:
+        """Record a pass inside the block; a forward pass lies inside the policy's region."""
+        return modes.watching(self, backward=backward) if self._is_deep else self.kernel_mode
+
+    def table(self) -> WatchedPass:
+        """Return the table, with what was measured: one transfer from each device."""
+        of_devices: dict[torch.device, list[tuple[KernelRecord, Probe, Tensor]]] = {}
+        for each in self._measured:
+            of_devices.setdefault(each[2].device, []).append(each)
+        for measured in of_devices.values():
+            numbers = torch.cat([numbers for *_, numbers in measured]).tolist()
+            place = 0
+            for record, probe, held in measured:
+                record.probes[probe.name] = probe.read(numbers[place : place + held.numel()])
+                place += held.numel()
+        self._measured.clear()
+        return self.recorded
+
+    def value(self, tensor: Tensor) -> Value:
+        """Return the value that a tensor holds now."""
+        known = self._numbers.get(tensor)
+        if known is None:
+            self._count += 1
+            known = _Numbers(self._count, "", self._count)
+            self._numbers.put([tensor], known)
+        return Value(known.number, tensor.dtype, _shape(tensor), known.role, known.memory)
+
+    # Calls --------------------------------------------------------------------------------------------
+
+    def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
+        """Count what happens from now on to one call, until it is left."""
+        with DisableTorchFunction():
+            before = self.where.now
+            # A region above the mode that tells may have taken apart what the user's code calls.
+            by, asked = around()[0], [note.about for note in notes() if note.kind == "op"]
+            call = self._decider.call(asked[-1] if asked else function, args, kwargs, before.path)
+            call.hidden = by in ("cast", "quantised")
+            if by == "region":  # one that the model's code entered, and which lies above the mode that tells
+                call.cause = "a region that the model's own code enters decides here"
+            self._enter(call, before.module)
+            place = Place(before.module, call)
+            self.where.enter(place)
+            if self._called is not None:
+                self._open[id(place)] = self._called(call, function, args, kwargs)
+        return place
+
+    def _enter(self, call: CallRecord, module: str) -> None:
+        call.number, call.module, call.is_backward = len(self.recorded.calls), module, self.where.is_backward
+        call.line = self.where.line()
+        self.recorded.calls.append(call)
+
+    def finish(self, place: Place, out: Any) -> None:
+        """Take note of what a call returns."""
+        call = place.call
+        assert call is not None
+        with DisableTorchFunction():
+            self._leave(call, out)
+            told = self._open.pop(id(place), None)
+            if told is not None:
+                told(out)
+
+    @staticmethod
+    def _leave(call: CallRecord, out: Any) -> None:
+        call.has_returned = True
+        call.returns = tuple(dict.fromkeys(dtype_name(tensor.dtype) for tensor in tensors(out)))
+
+    # Kernels ------------------------------------------------------------------------------------------
+
+    def before(self, kernel: Any, args: Any, kwargs: Any) -> Any:
+        """Keep what a kernel is about to read, where it is asked for."""
+        if self._ran is None and not self._probes:
+            return None
+        with DisableTorchFunction():
+            begun = [probe.begin(kernel, args, kwargs) for probe in self._probes]
+            return begun, [] if self._ran is None else measure.operands(kernel, args, kwargs)
+
+    def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: Any) -> None:
+        """Record a kernel."""
+        with DisableTorchFunction():
+            if not kernels.is_free_cast(kernel, args, out):
+                if kernels.is_view(kernel) or kernel.namespace == "prim":  # which asks fake tensors for their device
+                    return
+                if kernels.is_allocation(kernel):
+                    for tensor in tensors(out):
+                        self.recorded.allocated[self._renewed(tensor).memory] = self.where.now.call or self._no_call
+                    return
+            record = self._record(kernel, args, kwargs, out)
+            if not self._is_deep:
+                self.recorded.kernels.append(record)
+            else:
+                self.recorded.add(record)
+            if before is None:
+                return
+            begun, read = before
+            for probe, what in zip(self._probes, begun, strict=True):
+                if probe.wants(record) and (numbers := probe.measure(record, args, kwargs, out, what)) is not None:
+                    self._measured.append((record, probe, numbers))
+            if self._ran is not None:
+                self._ran(record, Held(args, kwargs, read, out))
+
+    def _record(self, kernel: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord:
+        by, formats, is_widened = around()
+        flops, product = kernels.flops(kernel, args, kwargs, out), kernels.product(kernel, args)
+        phase: KernelPhase = "forward"
+        call, module, node = self._no_call, "", None
+        if self._is_deep:
+            if self.where.is_backward:
+                phase = "backward" if self.where.is_gradient else "recomputed"
+                running = current_node() if phase == "backward" else None
+                if running is not None:
+                    node = NodeName(running.name(), number_of(running), isinstance(running, BackwardCFunction))
+            place = self._place()
+            module = place.module
+            if place.call is not None:
+                call = place.call
+            elif phase == "forward" and by in ("region", "other"):
+                # No torch function stands above: a C++ extension, or a scripted function.
+                call = self._decider.call(kernel, args, kwargs, place.path)
+                self._enter(call, module)
+                call.op = kernel_name(kernel)
+                self._leave(call, out)
+            if is_widened and call is not self._no_call:
+                reason = f"no kernel in {call.low} here"
+                call.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
+        reads, gives = self._values(kernel, args, kwargs, out)
+        return KernelRecord(
+            number=len(self.recorded.kernels),
+            phase=phase,
+            is_inner=self.where.is_inner,
+            call=call,
+            module=module,
+            kernel=kernel,
+            name=kernel_name(kernel),
+            kind=_kind(kernel, args, out, is_product=flops is not None or product is not None),
+            reads=reads,
+            gives=gives,
+            constants=tuple(leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, (int, float))),
+            by=by,
+            formats=formats,
+            node=node,
+            next_node=next_number(),
+            num_bytes=kernels.moved_bytes(kernel, args, kwargs, out, self._dtype if by == "emulation" else None),
+            flops=flops,
+            sizes=None if product is None else product[0],
+        )
+
+    def _place(self) -> Place:
+        """Return where a kernel belongs; emulation runs backward passes inside its own, whose kernels belong to it."""
+        nodes = (note.about for note in reversed(notes()) if isinstance(note.about, BackwardCFunction))
+        node = next(nodes, None) if self.where.is_backward else None
+        return self.where.place() if node is None else self.where.of_node(node)
+
+    def _values(self, kernel: Any, args: Any, kwargs: Any, out: Any) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+        """Return what a kernel reads, and what it writes, under new numbers."""
+        given, results = list(tensors((args, kwargs))), list(tensors(out))
+        if not self._is_deep:
+            return tuple(map(_unnumbered, given)), tuple(map(_unnumbered, results))
+        reads = tuple(map(self.value, given))
+        written = _written(kernel, args, kwargs) if kernel._schema.is_mutable else []
+        first, gives = self._count, dict[int, Value]()
+        for tensor in (*written, *results):
+            known = self._numbers.get(tensor)
+            if known is None or known.number <= first:
+                self._renewed(tensor, None if known is None or not written else known)
+            value = self.value(tensor)
+            gives[value.number] = value
+        return reads, tuple(gives.values())
+
+    def _renewed(self, tensor: Tensor, before: _Numbers | None = None) -> _Numbers:
+        """Give what a tensor holds a new number; of memory that was written to, it stays the same memory."""
+        self._count += 1
+        numbers = _Numbers(self._count, "", self._count) if before is None else before._replace(number=self._count)
+        self._numbers.put([tensor], numbers)
+        return numbers
+
+
+def _kind(kernel: Any, args: Any, out: Any, *, is_product: bool) -> KernelKind:
+    if kernels.is_free_cast(kernel, args, out):
+        return "free cast"
+    if kernels.is_cast(kernel, args, out):
+        return "cast"
+    if kernels.is_rounding(kernel, args, out):
+        return "rounding"
+    if kernels.is_rearranging(kernel):
+        return "rearranging"
+    return "product" if is_product else "other"
+
+
+def _written(kernel: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """Return what a kernel writes to."""
+    found: list[Tensor] = []
+    for position, argument in enumerate(kernel._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found += tensors(args[position] if position < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple((values_of(tensor) if tensor.is_nested else tensor).shape)
+
+
+def _unnumbered(tensor: Tensor) -> Value:
+    return Value(0, tensor.dtype, _shape(tensor))

@@ -1,0 +1,260 @@
+"""A watched pass as a table: a record for each call of a torch function, and one for each kernel, in their order.
+
+Each write makes a new value, which has a number of its own. What became of a number is a question about records
+therefore, asked once the pass is over: :func:`flow`, :meth:`WatchedPass.maker`, :meth:`WatchedPass.readers`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple, TypeVar
+
+import torch
+
+from mezzo.policy import Decision
+from mezzo.tensors import dtype_name
+from mezzo.trace.kernels import Shape
+
+#: ``recomputed``: a checkpoint runs a part of the forward pass again, inside the backward pass.
+KernelPhase = Literal["forward", "recomputed", "backward"]
+#: A view, and memory that nothing has been written to, make no record. ``free cast``: the high half of a weight in
+#: halves is read, which moves nothing. ``rounding``: integers become low numbers. ``rearranging``: what is read is put
+#: elsewhere, and nothing computed.
+KernelKind = Literal["cast", "free cast", "rounding", "rearranging", "product", "other"]
+#: What mezzo does around a kernel: see :func:`~mezzo.trace.function_calls.around`.
+Doing = Literal["emulation", "cast", "quantised", "buffer", "region", "other"]
+
+#: What hands on the numbers that it reads, rounded at most.
+HANDS_ON: Final[frozenset[KernelKind]] = frozenset({"cast", "free cast", "rearranging"})
+
+Label = TypeVar("Label")
+
+
+class Value(NamedTuple):
+    """The numbers of a tensor, from one write to the next.
+
+    Attributes:
+        number: Its own; views share their base's.
+        dtype: The format in which they are read or given.
+        shape: The shape in which they are.
+        role: What the pass did not make: ``parameter``, ``buffer``, ``input``, written to or not; the path is in
+            :attr:`WatchedPass.names`.
+        memory: Names the memory, which in-place kernels do not change.
+    """
+
+    number: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    role: str = ""
+    memory: int = 0
+
+
+class NodeName(NamedTuple):
+    """An autograd node.
+
+    Attributes:
+        name: The name of its class.
+        number: Its sequence number.
+        is_custom: Whether a program's ``autograd.Function`` made it.
+    """
+
+    name: str
+    number: int
+    is_custom: bool
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CallRecord:
+    """What is known of one call of a torch function.
+
+    Attributes:
+        op: The op's base name.
+        decision: What the policy decided.
+        low: Name of the policy's compute dtype.
+        given: Names of the dtypes of the arguments that hold fractions.
+        goes_back: Whether FP32 results go back to the compute dtype: of a parameter with a rule, without autocast.
+        cause: Why the policy would not reach this call, should it turn out so.
+        written: Names of the dtypes of what it writes to, which keeps them; ``None`` where it returns new tensors.
+        number: Which call of the pass it is; -1 where there is no call.
+        module: The module that calls.
+        line: The user's line.
+        hidden: Whether mezzo itself made the call: a cast, and no op of the model's.
+        is_backward: Whether the backward pass had begun: it is recomputed, or of a gradient.
+        has_returned: Whether it has returned, and did not fail.
+        returns: Names of the dtypes of the tensors that it returned.
+    """
+
+    op: str
+    decision: Decision
+    low: str
+    given: tuple[str, ...] = ()
+    goes_back: bool = False
+    cause: str = ""
+    written: tuple[str, ...] | None = None
+    number: int = -1
+    module: str = ""
+    line: str | None = None
+    hidden: bool = False
+    is_backward: bool = False
+    has_returned: bool = False
+    returns: tuple[str, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """What decided about the call, in a few words."""
+        return f"rule {self.decision.rule}" if self.decision.rule else self.cause or self.decision.reason
+
+    @property
+    def is_conversion(self) -> bool:
+        """Whether the call is there to convert: ``x.float()``."""
+        return self.op in _CONVERSIONS
+
+
+_CONVERSIONS: Final = frozenset("to float half bfloat16 double type type_as to_copy _to_copy".split())
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class KernelRecord:
+    """One kernel that has run.
+
+    Attributes:
+        number: Which kernel of the pass it is.
+        phase: When it ran.
+        is_inner: Whether ``torch.autograd.grad`` ran it inside the forward pass.
+        call: The call that it belongs to, in the backward pass that of its autograd node; where no torch function
+            stands above, a C++ extension's kernel has a call of its own, and others share one without a name.
+        module: Where it belongs; in the backward pass the module of its node.
+        kernel: The kernel itself, of ``torch.ops``.
+        name: Its base name: ``softmax`` for ``aten::_softmax``.
+        kind: What it does.
+        reads: The tensors that it is given, in their order.
+        gives: The tensors that it writes to, and those that it returns beside them.
+        constants: Its numbers and truth values that are no tensors, in their order.
+        by: What mezzo does around it.
+        formats: Formats of the quantised operands of the product around it.
+        node: The autograd node that runs, if one does.
+        next_node: The number of the next node that is made.
+        num_bytes: What it reads and writes; under emulation as if FP32 were the format that it stands for.
+        flops: A product's operations, and the format that it reads.
+        sizes: A product's dimensions by name.
+        probes: What was measured, by the name of the probe, once it is fetched.
+    """
+
+    number: int
+    phase: KernelPhase
+    is_inner: bool
+    call: CallRecord
+    module: str
+    kernel: Any
+    name: str
+    kind: KernelKind
+    reads: tuple[Value, ...]
+    gives: tuple[Value, ...]
+    constants: tuple[int | float | bool, ...]
+    by: Doing
+    formats: tuple[str, ...]
+    node: NodeName | None
+    next_node: int
+    num_bytes: int
+    flops: tuple[int, torch.dtype] | None
+    sizes: Shape | None
+    probes: dict[str, Any] = field(default_factory=dict)
+
+
+class WatchedPass:
+    """The table of a pass.
+
+    Attributes:
+        calls: The calls, in the order in which they began.
+        kernels: The kernels, in their order.
+        names: What the values are called that the pass did not make: a parameter's path, ``input 0``.
+        allocated: The call in which memory was allocated, by :attr:`Value.memory`.
+        modules_run: Paths of the modules that have been called.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[CallRecord] = []
+        self.kernels: list[KernelRecord] = []
+        self.names: dict[int, str] = {}
+        self.allocated: dict[int, CallRecord] = {}
+        self.modules_run: set[str] = set()
+        self._of: dict[CallRecord, list[KernelRecord]] = {}
+        self._makers: dict[int, KernelRecord] = {}
+        self._readers: dict[int, list[KernelRecord]] = {}
+
+    def add(self, record: KernelRecord) -> None:
+        """Append a kernel."""
+        self.kernels.append(record)
+        self._of.setdefault(record.call, []).append(record)
+        self._makers.update((value.number, record) for value in record.gives)
+        for number in {value.number for value in record.reads}:
+            self._readers.setdefault(number, []).append(record)
+
+    def of(self, call: CallRecord) -> list[KernelRecord]:
+        """Return the kernels of a call, of every phase."""
+        return self._of.get(call, [])
+
+    def maker(self, value: Value) -> KernelRecord | None:
+        """Return the kernel that wrote a value; ``None`` where it was there before."""
+        return self._makers.get(value.number)
+
+    def readers(self, value: Value) -> list[KernelRecord]:
+        """Return the kernels that read a value, or a view of it."""
+        return self._readers.get(value.number, [])
+
+    def what(self, value: Value) -> str:
+        """Say what a value holds: a ``parameter``, a ``buffer``, an ``activation`` or a ``gradient``.
+
+        A cast of a parameter counts as one; so does a buffer that was written to.
+        """
+        maker = self.maker(value)
+        while not value.role and maker is not None and maker.kind in ("cast", "free cast"):
+            value = maker.reads[0]
+            maker = self.maker(value)
+        if value.role:
+            return "activation" if value.role == "input" else value.role
+        return "gradient" if maker is not None and maker.phase == "backward" else "activation"
+
+
+def flow(
+    table: WatchedPass, starts: Mapping[int, Label], through: Collection[KernelKind] = HANDS_ON
+) -> dict[int, Label]:
+    """Follow values through the kernels that hand on what they read.
+
+    Args:
+        table: The pass.
+        starts: A label for each value to follow, by its number.
+        through: The kinds of these kernels.
+
+    Returns:
+        The label of each value that holds numbers of one of them, by its number; of several the first.
+    """
+    found = dict(starts)
+    for record in table.kernels:
+        if record.kind in through:
+            label = next((found[value.number] for value in record.reads if value.number in found), None)
+            if label is not None:
+                for value in record.gives:
+                    found.setdefault(value.number, label)
+    return found
+
+
+def flops_by_format(kernels: Iterable[KernelRecord]) -> Counter[str]:
+    """Add up the operations of products by the format that they read.
+
+    Those that were computed in FP32 from rounded operands stand under ``emulated``; what a cast multiplies, such as
+    the rotation before an operand is quantised, is no product of the model's.
+    """
+    found = Counter[str]()
+    for record in kernels:
+        if record.flops is not None and record.by != "cast":
+            found["emulated" if record.by == "emulation" else dtype_name(record.flops[1])] += record.flops[0]
+    return found
+
+
+def low_share(flops: Mapping[str, int], low: Iterable[torch.dtype]) -> float:
+    """Return the share of the low formats, emulation in them included; 0 where there was no product."""
+    names = {"emulated", *map(dtype_name, low)}
+    return sum(amount for name, amount in flops.items() if name in names) / max(1, sum(flops.values()))

@@ -1,0 +1,152 @@
+"""What is measured at kernels, against NumPy in float64; and nothing waits for the device before the end."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mezzo.trace.measure import lost_integers
+from mezzo.trace.probes import Distinct, Extent, Ratio, RoundedIntegers, Total
+from mezzo.trace.recording import PassRecorder
+from mezzo.trace.table import KernelRecord
+
+
+def measured(run, *probes):
+    """Run something under probes; the probes of each kernel that has some, in their order."""
+    recorder = PassRecorder(probes=probes)
+    with recorder.watching():
+        run()
+    assert not any(record.probes for record in recorder.recorded.kernels)
+    return [record.probes for record in recorder.table().kernels if record.probes]
+
+
+def of(name):
+    return lambda record: record.name == name
+
+
+def test_integers_that_a_cast_rounds():
+    for values in (
+        torch.arange(300.0), torch.arange(300), torch.arange(256.0), torch.tensor([0.5, 299.0]),
+        torch.tensor([-5000.0]),
+        torch.tensor([torch.nan, 299.0]), torch.tensor([torch.inf]), torch.tensor([2.0**30 + 2**10]), torch.zeros(0),
+        torch.arange(300.0, dtype=torch.float64), torch.tensor([2**52 + 2]),
+    ):  # fmt: skip
+        for dtype in (torch.bfloat16, torch.float16):
+            found = measured(lambda x=values, to=dtype: x.to(to), RoundedIntegers())
+            assert [each["integers"] for each in found] == [lost_integers(values, dtype)] * bool(values.numel())
+            wide, high = (
+                values.double().numpy(),
+                2.0**53 if not values.is_floating_point() else 1 / torch.finfo(values.dtype).eps,
+            )
+            low = values.to(dtype).double().numpy()
+            largest = np.abs(wide).max(initial=0.0)
+            is_lost = (
+                2 / torch.finfo(dtype).eps < largest <= high and (wide == np.trunc(wide)).all() and (low != wide).any()
+            )
+            assert (lost_integers(values, dtype) is not None) == is_lost
+            if is_lost:
+                lost = lost_integers(values, dtype)
+                assert (lost.largest, lost.num_changed, lost.num_all) == (largest, (low != wide).sum(), wide.size)
+    assert measured(lambda: torch.arange(300.0).double(), RoundedIntegers()) == []
+
+
+def test_an_extent():
+    x = torch.tensor([0.0, -3.0, 0.25, torch.inf, torch.nan, -torch.inf])
+    for run in (lambda: x * 1.0, lambda: x.half().mul(1.0)):
+        assert measured(run, Extent(of("mul"))) == [{"extent": (2, 1, 1, 0.25, 3.0)}]
+    (found,) = measured(
+        lambda: torch.tensor([300.7, -2.0]).long(),
+        Extent(lambda record: record.gives[0].dtype == torch.int64, of_operand=True),
+    )
+    assert found["extent"] == (0, 0, 0, 2.0, pytest.approx(300.7))
+    (found,) = measured(lambda: torch.zeros(2) * 1.0, Extent(of("mul")))
+    assert found["extent"] == (0, 0, 2, math.inf, 0.0)
+    assert measured(lambda: torch.zeros(0) * 1.0, Extent(of("mul"))) == []
+
+
+def test_sums_of_what_an_addition_reads_before_it_writes():
+    generator = np.random.default_rng(0)
+    x, y = (torch.from_numpy(generator.standard_normal(100)).bfloat16() for _ in range(2))
+    wide = [each.double().numpy() for each in (x, y)]
+    total = lambda: Total(of("add"), lambda kernel: kernel._schema.name.startswith("aten::add"))  # noqa: E731
+    for run in (lambda: x + y, lambda: x.clone().add_(y)):
+        (found,) = measured(run, total())
+        assert found["total"].terms == pytest.approx([each.sum() for each in wide])
+        assert found["total"].magnitudes == pytest.approx([np.abs(each).sum() for each in wide])
+        assert found["total"].result == pytest.approx((x + y).double().numpy().sum())
+    (found,) = measured(lambda: x + 1.0, total())
+    assert len(found["total"].terms) == 1
+
+
+def test_positions_that_fall_together():
+    (found,) = measured(lambda: torch.arange(512, dtype=torch.bfloat16), Distinct(of("arange")))
+    exact = np.arange(512.0)
+    ours = torch.arange(512).bfloat16().double().numpy()
+    assert found["distinct"] == (len(np.unique(ours)), 512, np.abs(exact - ours).max(), 1.0, 512)
+    (found,) = measured(lambda: torch.linspace(-1, 1, 640, dtype=torch.bfloat16), Distinct(of("linspace")))
+    assert (found["distinct"].exact, found["distinct"].num_all) == (640, 640)
+    assert found["distinct"].step == pytest.approx(2 / 639)
+    assert found["distinct"].given < 640
+    assert measured(lambda: torch.arange(512, dtype=torch.bfloat16), Distinct(of("arange"), most=500)) == []
+
+
+def test_a_ratio_against_operands_before_they_were_rounded():
+    generator = np.random.default_rng(0)
+    a, b = generator.standard_normal((6, 8)), generator.standard_normal((5, 8)) * np.array([[1], [1e-3], [1], [1], [1]])
+    low = [torch.from_numpy(each).float().bfloat16() for each in (a, b)]
+
+    def expected(x, y, out):
+        right = x @ y.T
+        signal, noise = np.square(right), np.square(out - right)
+        return [
+            10 * np.log10(s / n)
+            for s, n in ((signal.sum(), noise.sum()), *zip(signal.sum(0), noise.sum(0), strict=True))
+        ]
+
+    out = (low[0] @ low[1].mT).double().numpy()
+    wide = [torch.from_numpy(each).float() for each in (a, b)]
+    (rounded,) = measured(lambda: low[0] @ low[1].mT, Ratio(of("mm")))
+    (cast,) = measured(lambda: wide[0].bfloat16() @ wide[1].bfloat16().mT, Ratio(of("mm")))
+    for found, operands in ((rounded, low), (cast, wide)):
+        ratios = expected(*(each.double().numpy() for each in operands), out)
+        assert [found["ratio"].whole, *found["ratio"].places] == pytest.approx(ratios, rel=1e-6)
+    (few,) = measured(lambda: low[0] @ low[1].mT, Ratio(of("mm"), most=4))
+    assert few["ratio"] == (rounded["ratio"].whole, ())
+    (exact,) = measured(lambda: low[0] + low[0], Ratio(of("add")))
+    assert exact["ratio"].whole == math.inf
+
+    def written():
+        x = wide[0].clone()
+        y = x.bfloat16()
+        x.zero_()  # what the cast read is gone
+        return y @ low[1].mT
+
+    (found,) = measured(written, Ratio(of("mm")))
+    assert found == rounded
+    assert measured(lambda: low[0].clone().add_(1.0), Ratio(of("add"))) == []
+
+
+class Counted:
+    """A probe that gives the numbers 1, 2, … one after the other."""
+
+    name, count = "counted", 0
+
+    def begin(self, kernel, args, kwargs):
+        self.count += 1
+        return self.count
+
+    def wants(self, record: KernelRecord):
+        return record.name != "add"
+
+    def measure(self, record, args, kwargs, out, begun) -> Tensor:
+        return torch.full((begun,), float(begun), dtype=torch.float64)
+
+    def read(self, numbers):
+        return numbers
+
+
+def test_numbers_come_back_to_their_kernels():
+    found = measured(lambda: (torch.ones(2).mul(2.0) + 1).exp(), Counted())
+    assert [each["counted"] for each in found] == [[n] * int(n) for n in (1.0, 2.0, 4.0)]

@@ -1,0 +1,185 @@
+"""The table of a watched pass: values that writes renew, calls, phases, modules, casts and products."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mezzo
+from mezzo.policy import Policy
+from mezzo.trace.function_calls import LOSS, Where, here
+from mezzo.trace.recording import PassRecorder
+from mezzo.trace.table import flops_by_format, flow, low_share
+
+
+def recorded(run, *, model=None, inputs=(), policy="O0", **options):
+    """Run something under a recorder, and return its table."""
+    recorder = PassRecorder(Policy.of(policy), where=Where(until=here()), **options)
+    models = [] if model is None else [model]
+    for each in models:
+        recorder.learn(each, inputs)
+    with recorder.hooked(models), recorder.watching():
+        run()
+    return recorder.table()
+
+
+def named(table, name):
+    return [record for record in table.kernels if record.name == name]
+
+
+def test_each_write_makes_a_new_value():
+    x, y = torch.ones(4), torch.ones(2, 2)
+
+    def run():
+        z = x + 1  # read through a view, and written to through one
+        z.view(2, 2)[0].mul_(2)
+        torch.cat([z, y.flatten()])
+        torch.add(y, y, out=torch.empty(2, 2))
+
+    table = recorded(run)
+    add, mul, cat, out = table.kernels
+    assert [each.name for each in table.kernels] == ["add", "mul", "cat", "add"]
+    (made,), (written,) = add.gives, mul.gives
+    assert made.number != written.number
+    assert made.memory == written.memory
+    assert mul.reads[0].number == made.number
+    assert mul.reads[0].shape == (2,)
+    assert [each.number for each in cat.reads] == [written.number, out.reads[0].number]
+    assert table.maker(written) is mul
+    assert table.maker(add.reads[0]) is None
+    assert table.readers(made) == [mul]
+    assert table.readers(written) == [cat]
+    assert cat.kind == "rearranging"
+    assert [each.constants for each in (add, mul)] == [(1,), (2,)]
+    memory = out.gives[0].memory
+    assert [call.op for call in table.calls if call is table.allocated[memory]] == ["empty"]
+    assert flow(table, {made.number: "a"}) == {made.number: "a"}
+    assert flow(table, {written.number: "b"}) == {written.number: "b", cat.gives[0].number: "b"}
+
+
+class Net(nn.Module):
+    def __init__(self, *, use_reentrant):
+        super().__init__()
+        self.first, self.second, self.use_reentrant = nn.Linear(4, 4, bias=False), nn.Linear(4, 2), use_reentrant
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        x = checkpoint(lambda y: self.first(y).sigmoid(), x, use_reentrant=self.use_reentrant)
+        return self.second(x + self.shift)
+
+
+def test_phases_modules_and_calls_of_both_checkpoints():
+    for use_reentrant in (False, True):
+        model, x = Net(use_reentrant=use_reentrant), torch.ones(3, 4, requires_grad=True)
+        recorder = PassRecorder(where=Where(until=here()))
+        recorder.learn(model, (x,))
+        with recorder.hooked([model]):
+            with recorder.watching():
+                loss = model(x).sum()
+            with recorder.watching(backward=True):
+                loss.backward()
+        table = recorder.table()
+        products = [(each.phase, each.module, each.call.op) for each in table.kernels if each.kind == "product"]
+        backward = [("backward", "second", "linear")] * 2
+        assert products[:4] == [("forward", "first", "linear"), ("forward", "second", "linear"), *backward]
+        assert products[4] == ("recomputed", "first", "linear")
+        assert [each[:2] for each in products[5:]] == [("backward", "first")] * 2
+        assert {each.op for each in table.calls if each.is_backward} == {"linear"}  # those that modules make
+        assert all(each.line.startswith(__file__) for each in table.calls if each.module == "")
+        assert [(each.op, each.returns) for each in table.calls if each.module == LOSS] == [("sum", ("float32",))]
+        assert table.modules_run >= {"", "first", "second"}
+        (add,) = [each for each in named(table, "add") if each.phase == "forward"]
+        assert table.names[add.reads[1].number] == "shift"
+        assert [table.what(value) for value in add.reads] == ["activation", "buffer"]
+        first = next(each for each in table.kernels if each.kind == "product")
+        assert {table.names[each.number] for each in first.reads} == {"input [0]", "first.weight"}
+        node = next(each.node for each in table.kernels if each.phase == "backward" and each.kind == "product")
+        assert node.name == "AddmmBackward0"
+        assert first.flops == (2 * 3 * 4 * 4, torch.float32)
+        assert first.sizes == (("M", 3), ("N", 4), ("K", 4))
+
+
+def test_a_derivative_in_the_forward_pass():
+    x = torch.ones(3, 4, requires_grad=True)
+    table = recorded(lambda: torch.autograd.grad((x * x).sum(), x, create_graph=True)[0].exp())
+    assert [(each.name, each.phase, each.is_inner) for each in table.kernels if each.name in ("sum", "mul", "exp")] == [
+        ("mul", "forward", False), ("sum", "forward", False), ("mul", "backward", True), ("mul", "backward", True),
+        ("exp", "forward", False),
+    ]  # fmt: skip
+
+
+@torch.library.custom_op("mezzo_tests::tripled", mutates_args=())
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+def test_a_kernel_of_an_extension_has_a_call_of_its_own():
+    x = torch.ones(3)
+    table = recorded(lambda: torch.add(tripled(x), 1))
+    assert [(each.op, each.has_returned, each.returns) for each in table.calls] == [
+        ("mezzo_tests::tripled", True, ("float32",)), ("add", True, ("float32",)),
+    ]  # fmt: skip
+    assert [len(table.of(call)) for call in table.calls] == [1, 1]
+
+
+def test_who_casts_and_what_runs_low():
+    model, x = nn.Linear(8, 4), torch.ones(2, 8)
+    for emulate, by in (("true", "emulation"), ("false", "other")):
+        handle = mezzo.prepare(model, policy := f"O1,dtype=bfloat16,emulate={emulate}")
+        recorder = PassRecorder(Policy.of(policy), where=Where(until=here()))
+        recorder.learn(model, (x,))
+        with recorder.hooked([model]), handle.autocast(), recorder.watching():
+            model(x).float()
+        table = recorder.table()
+        handle.remove()
+        casts = [each for each in table.kernels if each.kind == "cast" and each.reads[0].role == "parameter"]
+        assert {table.names[each.reads[0].number] for each in casts} == {"weight", "bias"}
+        assert all(each.by == "cast" for each in casts)
+        (product,) = [each for each in table.kernels if each.kind == "product"]
+        assert product.by == by or (by == "other" and product.by == "region")
+        assert {table.what(each) for each in product.reads} == {"parameter", "activation"}
+        flops = flops_by_format(table.kernels)
+        assert flops == {"emulated" if by == "emulation" else "bfloat16": 2 * 2 * 8 * 4}
+        assert low_share(flops, [torch.bfloat16]) == 1.0
+        (call,) = [each for each in table.calls if each.op == "float"]
+        assert (call.given, call.returns, call.is_conversion) == (("bfloat16",), ("float32",), True)
+
+
+def test_a_call_is_told_before_and_after_and_a_kernel_with_what_it_read():
+    told, held = [], []
+
+    def called(call, function, args, kwargs):
+        told.append((call.op, args[0].tolist()))
+        return lambda out: told.append((call.op, out.tolist(), call.has_returned))
+
+    def run():
+        torch.ones(2).mul_(3.0)
+
+    recorded(run, called=lambda *call: called(*call) if call[0].op == "mul_" else None,
+             ran=lambda record, each: held.append((record.name, [o.tensor.tolist() for o in each.before])))  # fmt: skip
+    assert told == [("mul_", [1.0, 1.0]), ("mul_", [3.0, 3.0], True)]
+    assert held == [("ones", []), ("mul", [[1.0, 1.0]])]
+
+    def fails():
+        torch.ones(2) @ torch.ones(3)
+
+    table = None
+    recorder = PassRecorder()
+    with recorder.watching():
+        try:
+            fails()
+        except RuntimeError:
+            table = recorder.table()
+    assert [(each.op, each.has_returned) for each in table.calls] == [("ones", True), ("ones", True), ("matmul", False)]
+
+
+def test_a_shallow_recorder_knows_kernels_and_formats_alone():
+    recorder = PassRecorder(is_deep=False)
+    model, x = nn.Linear(8, 4).bfloat16(), torch.ones(2, 8, dtype=torch.bfloat16)
+    with recorder.watching():
+        model(x).sum().backward()
+    table = recorder.table()
+    assert table.calls == []
+    assert not mezzo.trace.modes.is_watched()
+    assert flops_by_format(table.kernels) == {"bfloat16": 2 * 2 * 2 * 8 * 4}
+    product = next(each for each in table.kernels if each.kind == "product")
+    assert [value.shape for value in product.gives] == [(2, 4)]
