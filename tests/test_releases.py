@@ -202,6 +202,7 @@ PLANTED = """
         "torch._C._autograd._top_saved_tensors_default_hooks": backward.innermost_saving_hooks,
         "torch._C._will_engine_execute_node": backward.will_run,
         "torch._C.DisableTorchFunction": lambda: dispatch.DisableTorchFunction(),
+        "torch._C.DisableTorchFunctionSubclass": lambda: dispatch.DisableTorchFunctionSubclass(),
         "torch._C._len_torch_function_stack": dispatch.innermost_function_mode,
         "torch.overrides._get_current_function_mode_stack": dispatch.function_modes,
         "torch._C._len_torch_dispatch_stack": dispatch.num_dispatch_modes,

@@ -17,6 +17,7 @@ from mezzo.releases import missing, private, require
 
 if TYPE_CHECKING:
     from torch._C import DisableTorchFunction as DisableTorchFunction
+    from torch._C import DisableTorchFunctionSubclass as DisableTorchFunctionSubclass
     from torch._ops import HigherOrderOperator as HigherOrderOperator
     from torch._ops import OpOverload as OpOverload
     from torch._ops import OpOverloadPacket as OpOverloadPacket
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 else:
     DisableTorchFunction = private("torch._C.DisableTorchFunction")
+    DisableTorchFunctionSubclass = private("torch._C.DisableTorchFunctionSubclass")
     HigherOrderOperator = private("torch._ops.HigherOrderOperator")
     OpOverload, OpOverloadPacket = type(torch.ops.aten.add.Tensor), type(torch.ops.aten.add)
     FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode")

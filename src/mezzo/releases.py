@@ -79,6 +79,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "dispatch.py": {
         "torch._C.DisableTorchFunction": "compute without asking function modes",
+        "torch._C.DisableTorchFunctionSubclass": "read attributes of parameters in halves as fast as of others",
         "torch._C._len_torch_function_stack": "tell whether a region's mode is active",
         "torch._C._get_function_stack_at": "tell whether a region's mode is the innermost",
         "torch.overrides._get_current_function_mode_stack": "find the regions that are active",

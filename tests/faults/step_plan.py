@@ -40,7 +40,7 @@ FAULTS = (
          "gradients of a framework's loop would have 16 bits"),
     ),
     *in_file("compat/torch/grad_scaler.py",
-        ("plan: a scaler does not ask whether it is current", "        self._engine_of(optimizer).follow()\n", "",
+        ("plan: a scaler does not ask whether it is current", "        engine.follow()\n", "",
          "tests/compat/test_torch_faults.py", "a parameter that took another's place would have scaled gradients"),
     ),
 )

@@ -1,10 +1,12 @@
 """Optimizers of other libraries: wrappers that have not called ``super().__init__``, and numbers of their own."""
 
 import contextlib
+from typing import ClassVar
 
 import pytest
 import pytorch_optimizer
 import torch
+from torch import nn
 
 import mezzo
 from mezzo import PolicyError
@@ -88,3 +90,36 @@ def test_of_torchs_own_options_alone_it_is_known_what_infinity_does(options):
     amp.backward(loss_of(model, 0, amp))
     with pytest.raises(PolicyError, match="every weight would be NaN") if options else contextlib.nullcontext():
         amp.step()
+
+
+class Asked(torch.Tensor):
+    """A class of a program's that is asked for each function of torch's."""
+
+    functions: ClassVar[set] = set()
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        cls.functions.add(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_asks_a_class_of_parameters_for_its_functions_as_torch_does(fused):
+    found = []
+    for has_session in (False, True):
+        model = nn.Linear(3, 2)
+        for name, param in [*model.named_parameters()]:
+            setattr(model, name, nn.Parameter(param.detach().as_subclass(Asked)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        amp = mezzo.MixedPrecision(model, optimizer, "O0") if has_session else None
+        for _ in range(2):
+            loss = model(torch.ones(4, 3)).as_subclass(torch.Tensor).sum()
+            amp.backward(loss) if has_session else loss.backward()
+            Asked.functions.clear()
+            (amp or optimizer).step()
+            found.append({*Asked.functions})
+            optimizer.zero_grad()
+    plain, plain_again, first, again = found
+    assert torch.is_complex in plain_again
+    assert plain <= first
+    assert plain_again <= again

@@ -141,14 +141,16 @@ def test_a_fused_kernel_updates_a_part_at_a_time_bit_for_bit(monkeypatch, kind, 
         optimizer = getattr(optim, kind)(params, lr=0.0123, weight_decay=0.01, fused=True, **options)
         generator = torch.Generator().manual_seed(1)
         versions = {param: param._version for param in params}
-        for number in range(4):
+        for number in range(8):
             for param in params:
                 param.grad = torch.randn(param.shape, generator=generator)
             if number == 2:
                 params[0].grad = torch.randn(11, 7, generator=generator).t()
+            if number == 5:
+                params[4].grad = torch.randn(12, 12, generator=generator).t()
             if number == 3:
                 params[4].grad = None
-                optimizer.found_inf = torch.ones(())  # which skips
+            optimizer.found_inf = torch.tensor(float(number == 3))  # which skips
             optimizer.step()
         if in_halves:
             assert all(param._version > versions[param] for param in chosen)

@@ -669,15 +669,22 @@ def test_programs(program, kind):
 #: Alone: in a test process others have built kernels before.
 FIRST = """
 import torch, mezzo
+from mezzo.weights import codec
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 amp = mezzo.MixedPrecision(model, optimizer, "O2,bf16,emulate=true")
-for _ in range(2):
+for number in range(4):
+    if number == 2:  # as if the weights had come from a device that has had none
+        codec._BUILT.clear()
+        optimizer._mezzo_parts._plans.clear()
     with amp.autocast():
         loss = model(torch.ones(2, 8)).square().mean()
     amp.backward(loss)
+    before = model.weight.clone()
     amp.step()
     amp.zero_grad()
+    assert len(optimizer._mezzo_parts._plans) == (number != 2)
+    assert not torch.equal(before, model.weight)
 """
 
 

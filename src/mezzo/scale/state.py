@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self
 
 import torch
@@ -37,8 +38,8 @@ class ScaleState:
     @classmethod
     def made(cls, scale: float, counts: Sequence[int], device: torch.device | str) -> Self:
         """Return the state of these numbers on a device."""
-        counters = [torch.full((), count, dtype=torch.int64, device=device) for count in counts]
-        return cls(torch.full((), scale, dtype=torch.float32, device=device), *counters)
+        counter = partial(torch.full, (), dtype=torch.int64, device=device)
+        return cls(torch.full((), scale, dtype=torch.float32, device=device), *map(counter, counts))
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that hold the state, in the order of the fields."""

@@ -6,7 +6,7 @@ The reference is plain Python in tests/scale/test_rules.py; other executors must
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any, Final
 
 import torch
@@ -14,9 +14,10 @@ from torch import Tensor
 
 from mezzo.errors import PolicyError
 from mezzo.scale.config import LossScale, as_float32
-from mezzo.scale.state import ScaleState
+from mezzo.scale.state import FIELDS, ScaleState
 
 _ITEM: Final = methodcaller("item")
+_NUMBERS: Final = attrgetter(*FIELDS)
 
 #: The midpoint between the largest float32 and 2^128: from here on float32 rounds to infinity.
 ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
@@ -96,7 +97,7 @@ def next_scale_on_host(state: ScaleState, found_inf: bool, config: LossScale) ->
     """
     if config.mode != "dynamic":
         return next_scale(state, torch.tensor(found_inf), config)
-    values = list(map(_ITEM, map(Tensor.numpy, state.tensors())))  # numpy asks nothing of a device
+    values = list(map(_ITEM, map(Tensor.numpy, _NUMBERS(state))))  # numpy asks nothing of a device
     scale, *counts = _moved(values, found_inf, config)
     return ScaleState.made(scale, counts, "cpu")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,7 +105,7 @@ class _Evaluations:
         assert self._last is not None, "an optimizer that was not asked raises"
         with uninterrupted():
             judged, absent, made_with = self._last
-            self._window.now = replace(self._window.now, made_with=made_with)
+            self._window.now = self._window.now._replace(made_with=made_with)
             return engine.finish([self._window], judged, absent)
 
     def _evaluate(self) -> Any:
@@ -146,6 +145,8 @@ def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[],
 
 def handing_on(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
     """Return a step that hands on what it was given: called with a closure it has that one in the place of its own."""
+    if not args and not kwargs:
+        return step
 
     @functools.wraps(step)
     def call(*closure: Any) -> Any:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from operator import attrgetter
 from typing import Any, Final
@@ -20,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mezzo import sharded
-from mezzo.dispatch import is_batch_of_gradients
+from mezzo.dispatch import DisableTorchFunctionSubclass, is_batch_of_gradients
 from mezzo.distributed.exchange import Ranks, Wrappers
 from mezzo.errors import StateError, UnsupportedError, message, some_of
 from mezzo.hooks import with_accumulation_hooks, with_backward_hooks, with_tensor_hooks
@@ -43,6 +42,8 @@ from mezzo.tensors import foreach_norm, moved
 
 #: How a loop with a ``GradScaler`` calls it.
 _DEVICE: Final = attrgetter("device")
+_DIVIDES: Final = attrgetter("divides")
+_IS_OWN: Final = attrgetter("is_own")
 SCALERS_ORDER: Final = "scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()"
 
 
@@ -139,7 +140,7 @@ class Engine:
             for leaf in was | now:
                 carry_over(leaf, was.get(leaf), now.get(leaf))
             for window in windows:
-                window.now = replace(window.now, marks=window.marks())
+                window.now = window.now._replace(marks=window.marks())
         self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
 
     def follow(self, *, writes: bool = False) -> None:
@@ -284,7 +285,7 @@ class Engine:
             window.end(losses[window], unscales=self.plain)
         if self.plan.is_wrapped:
             self.wrappers.end_pass()
-        self.inner_scales.begin_again()
+        self.inner_scales.place = 0
 
     def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
         # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
@@ -436,14 +437,16 @@ class Engine:
             writers += window.plan.writers_of(optimizers, asked=by is not None)
         for each in writers:
             check_numbers(each.optimizer)
-        judged, absent = self.judge(windows, writers)
-        try:
-            self.writes.write(writers, windows, judged, by)
-        except BaseException as error:
-            if not self.writes.broken:
-                self.ranks.fall_behind(error)
-            raise
-        return self.finish(windows, judged, absent)
+        # An attribute of a parameter in halves costs thrice that of others unless no class is asked for its functions.
+        with DisableTorchFunctionSubclass() if by is None and all(map(_IS_OWN, writers)) else nullcontext():
+            judged, absent = self.judge(windows, writers)
+            try:
+                self.writes.write(writers, windows, judged, by)
+            except BaseException as error:
+                if not self.writes.broken:
+                    self.ranks.fall_behind(error)
+                raise
+            return self.finish(windows, judged, absent)
 
     def refuse_capture(self) -> None:
         """Refuse a step that is captured in a graph of the user's own."""
@@ -495,8 +498,9 @@ class Engine:
         for window in windows:
             if not window.now.passes and not self.plain:
                 self._takes(window, optimizers, "step")
-            leaves += window.plan.leaves_of(optimizers)
-            is_plain = is_plain or window.now.scale is not scale or not optimizers.issuperset(window.plan.optimizers)
+            are_all = optimizers.issuperset(window.plan.optimizers)
+            leaves += window.plan.leaves if are_all else window.plan.leaves_of(optimizers)
+            is_plain = is_plain or window.now.scale is not scale or not are_all
         if is_plain:
             for window in windows:
                 window.rescale(None)
@@ -517,7 +521,8 @@ class Engine:
         numbers: list[Tensor | float] = [] if scale is None else [scale]
         numbers += [] if self.max_grad_norm is None else [float(self.max_grad_norm)]
         inner, self._inner = [] if self._inner is None else [self._inner], None
-        given = scale is not None, self.max_grad_norm is not None, not is_own, len(inner), len(losses)
+        is_told = any(map(_DIVIDES, writers))
+        given = scale is not None, self.max_grad_norm is not None, is_told, len(inner), len(losses)
         found = shared(concluded, given, [sizes, *numbers, *inner, *losses, *flags])
         grad_norm, found_inf, multiplier, failed, *fused = found
         absent = None
@@ -551,7 +556,7 @@ class Engine:
     def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
         """End a step whose writes are done: adapt the scale, and account for it."""
         verdict, now = judged.verdict, self.scaler.state.scale
-        self.inner_scales.begin_again()
+        self.inner_scales.place = 0
         made_with = windows[0].now.made_with
         for window in windows:
             window.close(verdict.found_inf if self.plan.is_driven else None)
@@ -617,7 +622,7 @@ class Engine:
             for memory in self.plan.memories:
                 memory.forget()
             self._inner = None
-            self.inner_scales.begin_again()
+            self.inner_scales.place = 0
             sharded.forget_gradients(self.plan.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Any, ...]:
@@ -630,7 +635,7 @@ class Engine:
         asked = set(map(id, inputs))
         for window in self.windows:
             if not window.plan.ids.isdisjoint(asked):
-                window.now = replace(window.now, given=True)
+                window.now = window.now._replace(given=True)
         return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
 
     def differentiated(

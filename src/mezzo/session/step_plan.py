@@ -69,7 +69,7 @@ class WindowPlan:
         found = []
         for each, writer in self.writers.items():
             if each in optimizers:
-                found.append(writer.now(asked=asked))
+                found.append(writer.now(asked=asked) if asked or writer.divides else writer)
         return found
 
 

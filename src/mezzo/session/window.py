@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, compress, repeat
 from operator import attrgetter, is_
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +18,18 @@ from mezzo.session.step_plan import WindowPlan
 from mezzo.session.weights import Weights
 from mezzo.sharded import is_distributed
 from mezzo.step.executors.choose import shared
-from mezzo.step.gradients import Stale, alike, any_gradient, dense, is_left, left_over, multiply, norms, with_gradients
+from mezzo.step.gradients import (
+    Stale,
+    alike,
+    any_gradient,
+    dense,
+    gradient_values,
+    is_left,
+    left_over,
+    multiply,
+    norms,
+    with_gradients,
+)
 from mezzo.step.verdict import not_finite
 from mezzo.tensors import LOW, foreach_copy_, marks, moved
 from mezzo.weights.halves import Halves
@@ -32,10 +42,10 @@ _LOW: Final = frozenset(LOW)
 _DTYPE: Final = attrgetter("dtype")
 _GRADIENT: Final = attrgetter("grad")
 _CELL: Final = attrgetter("cell")
+_NOTHING: Final[Stale] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Carried:
+class Carried(NamedTuple):
     """What the gradients of a window carry, and what the last step has left there: one value, which events move on.
 
     Attributes:
@@ -59,17 +69,17 @@ class Carried:
     passes: int = 0
     marks: tuple[tuple[int, int], ...] = ()
     given: bool | None = None
-    left: Stale = field(default_factory=dict)
+    left: Stale = _NOTHING
     left_scale: Tensor | None = None
     skipped: Tensor | None = None
 
     def begun(self, scale: Tensor | None) -> Carried:
         """Return it in a pass whose gradients will carry a scale."""
-        return replace(self, scale=scale, made_with=scale, passes=self.passes + 1, left={})
+        return self._replace(scale=scale, made_with=scale, passes=self.passes + 1, left=_NOTHING)
 
     def cleared(self) -> Carried:
         """Return it once all gradients were cleared; what the last step has left stays known."""
-        return replace(self, scale=None, made_with=None, found=None, losses=(), passes=0, marks=())
+        return self._replace(scale=None, made_with=None, found=None, losses=(), passes=0, marks=())
 
 
 class Window:
@@ -183,13 +193,13 @@ class Window:
 
         A loop that clears only after steps that were taken would else skip for ever.
         """
-        skipped, self.now = self.now.skipped, replace(self.now, skipped=None)
+        skipped, self.now = self.now.skipped, self.now._replace(skipped=None)
         if skipped is None or not self.now.left:
             return
         stale = self._left()
         for gradient in dense(stale)[1]:
             gradient.masked_fill_(moved(skipped, gradient.device), 0)
-        self.now = replace(self.now, left=left_over(with_gradients(stale)[1]))
+        self.now = self.now._replace(left=left_over(with_gradients(stale)[1]))
 
     def _left(self, optimizers: Collection[Optimizer] | None = None) -> list[Tensor]:
         """Return the parameters that have a gradient which the last step has left, unwritten since."""
@@ -218,7 +228,7 @@ class Window:
             stays = torch.linalg.vector_norm(norms(gradients, device)) != 0
             found = None if now.found is None else moved(now.found, device) & stays
             losses = tuple(moved(loss, device).masked_fill(~stays, 0) for loss in now.losses)
-            self.now = replace(now, found=found, losses=losses)
+            self.now = now._replace(found=found, losses=losses)
 
     # A backward pass ------------------------------------------------------------------------------------
 
@@ -237,13 +247,13 @@ class Window:
         if gradients:
             self.drop_skipped()
             if self.has_left_alone():
-                self.now = replace(self.now, scale=self.now.left_scale)
+                self.now = self.now._replace(scale=self.now.left_scale)
             self.rescale(scale)
             self.now = self.now.begun(scale)
         else:
             now = self.now
-            self.now = replace(
-                now, scale=scale, made_with=scale, found=None, losses=(), passes=1, marks=(), left={}, skipped=None
+            self.now = now._replace(
+                scale=scale, made_with=scale, found=None, losses=(), passes=1, marks=(), left=_NOTHING, skipped=None
             )
         if plan.wide == "none":
             _have_dtypes_of_parameters(plan.low)
@@ -276,7 +286,7 @@ class Window:
         if left:  # beside new ones
             found = now.skipped
             multiply(left, scale if now.left_scale is None else scale * inverse(now.left_scale))
-        self.now = replace(now, scale=carried, made_with=carried, found=found, passes=1)
+        self.now = now._replace(scale=carried, made_with=carried, found=found, passes=1)
         self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.plan.low}
 
     def end(self, losses: Iterable[Tensor], *, unscales: bool) -> None:
@@ -292,13 +302,13 @@ class Window:
             elif leaf.grad.dtype != leaf.dtype:
                 leaf.grad_dtype = None
         now = self.now
-        self.now = replace(now, losses=(*now.losses, *losses))
+        self.now = now._replace(losses=(*now.losses, *losses))
         if unscales:
             self.rescale(None, checks=True)
         else:
-            self.now = replace(self.now, marks=self.marks())
+            self.now = self.now._replace(marks=self.marks())
         if self.now.marks:
-            self.now = replace(self.now, given=True)
+            self.now = self.now._replace(given=True)
 
     # What they carry ------------------------------------------------------------------------------------
 
@@ -315,11 +325,12 @@ class Window:
         scale, found = self.now.scale, self.now.found
         if scale is to and not checks:
             return
-        params, gradients = dense(self.plan.leaves)
+        params, there = with_gradients(self.plan.leaves)
         if params:
-            if not _LOW.isdisjoint(map(_DTYPE, gradients)):
+            if not _LOW.isdisjoint(map(_DTYPE, there)):
                 _widen(params)
-                params, gradients = dense(params)
+                there = with_gradients(params)[1]
+            gradients = gradient_values(params, there)
             places = alike(gradients)
             back: Tensor | None = None
             if scale is not None or checks:
@@ -334,7 +345,9 @@ class Window:
             for leaf in self.plan.low:
                 if leaf.grad is not None:
                     leaf.grad_dtype = None  # so that any may be assigned
-        self.now = replace(self.now, scale=to, found=found, marks=tuple(marks(with_gradients(self.plan.leaves)[1])))
+            if gradients is not there:
+                there = with_gradients(params)[1]
+        self.now = self.now._replace(scale=to, found=found, marks=tuple(marks(there)))
 
     def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
         """Know that the gradients of some optimizers, if any are these, carry no scale any more.
@@ -344,7 +357,7 @@ class Window:
             found: Whether they were finite, where they have been multiplied because of that.
         """
         if not set(self.plan.optimizers).isdisjoint(optimizers):
-            self.now = replace(self.now, scale=None, found=self.now.found if found is None else found)
+            self.now = self.now._replace(scale=None, found=self.now.found if found is None else found)
 
     @property
     def was_edited(self) -> bool:
@@ -362,13 +375,16 @@ class Window:
         Args:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
-        _let_go((*self.plan.low, *self.plan.halves))
-        _count_anew(self.plan.halves)
+        there, gradients = with_gradients(self.plan.leaves)
+        if len(there) < len(self.plan.leaves):
+            _let_go((*self.plan.low, *self.plan.halves))
+        if self.plan.halves:
+            _count_anew(self.plan.halves)
         for leaf, dtype in self._grad_dtypes.items():
             if leaf.grad is None or leaf.grad.dtype == dtype:  # unscale_() lets any be assigned, until here
                 leaf.grad_dtype = dtype
         self._grad_dtypes = {}
-        left = left_over(with_gradients(self.plan.leaves)[1])
+        left = left_over(gradients)
         self.now = Carried(left=left, left_scale=self.now.scale, skipped=skipped)
 
     def clear(self, *, to_zeros: bool) -> None:
@@ -384,7 +400,7 @@ class Window:
             if leaf.grad is None:
                 leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
         given = self.now.given if self.now.scale is None else False
-        self.now = replace(self.now.cleared(), given=given, left={}, marks=self.marks() if to_zeros else ())
+        self.now = self.now.cleared()._replace(given=given, left=_NOTHING, marks=self.marks() if to_zeros else ())
 
 
 @torch.no_grad()

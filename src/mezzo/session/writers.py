@@ -27,6 +27,7 @@ from mezzo.step.executors.choose import shared
 from mezzo.step.gradients import dense, multiply
 from mezzo.step.verdict import Judged, Verdict, as_fused
 from mezzo.tensors import LOW, tensors, versions
+from mezzo.weights.halves import Halves
 from mezzo.weights.stepping import in_memory, stored_again
 
 _WAITS: Final = attrgetter("waits")
@@ -35,6 +36,8 @@ _DIVIDES: Final = attrgetter("divides")
 #: Where optimizers are that a program has not written.
 _OWN: Final = ("torch.optim.", "mezzo.optim.")
 _FLOATS: Final = {float, numpy.float64}
+#: The classes of parameters whose functions are torch's own.
+_OF_TORCH: Final = frozenset({Tensor, torch.nn.Parameter, Halves})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,6 +52,7 @@ class Writer:
         is_plain: Whether the gradients are multiplied in place before the step, and not by the optimizer's kernels.
         waits: Whether the host asks for the verdict before the step.
         has_low: Whether it has parameters in 16 bits, which want gradients of their dtype.
+        is_own: Whether its step runs none of a program's code, nor of a class of tensors, but torch's and mezzo's.
         divides: Whether its kernels leave gradients without the scale, where they multiply.
     """
 
@@ -58,9 +62,10 @@ class Writer:
     is_plain: bool = True
     waits: bool = True
     has_low: bool = False
+    is_own: bool = False
 
     def now(self, *, asked: bool) -> Writer:
-        """Return what writes in a step that is about to be judged.
+        """Return what writes in a step that is about to be judged; itself, unless the host decides, or it divides.
 
         Args:
             asked: Whether the host decides, as where something is called in place of the optimizer's step.
@@ -72,7 +77,7 @@ class Writer:
 
     def before(self, judged: Judged, step: Callable[..., Any], *, is_new: bool) -> Before:
         """Note what is there before a step, which may raise."""
-        of_torch = getattr(step, "__module__", "").startswith("torch.optim.")
+        of_torch = _module_of(step).startswith("torch.optim.")
         is_orderly = of_torch and judged.is_alike and not self.is_shown
         return _Stood(self.optimizer, is_orderly=is_orderly, is_new=is_new and not of_torch)
 
@@ -118,7 +123,7 @@ class Fused(Writer):
     def now(self, *, asked: bool) -> Writer:
         """See :meth:`Writer.now`."""
         if asked or not _has_begun(self.optimizer):
-            return Writer(self.optimizer, is_shown=self.is_shown, has_low=self.has_low)
+            return Writer(self.optimizer, is_shown=self.is_shown, has_low=self.has_low, is_own=self.is_own)
         return replace(self, is_plain=True) if self.has_low and _narrows(self.optimizer) else self
 
     def write(self, judged: Judged, step: Callable[..., Any]) -> None:
@@ -147,16 +152,23 @@ def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Write
         is_shared: Whether another one updates parameters of it, and reads the same gradients.
         num_hooks: How many hooks before its step are a session's, which raise and write nothing there.
     """
-    is_other = not getattr(optimizer.step, "__module__", "").startswith(_OWN)
-    is_shown = is_other and _own_class(type(optimizer).__mro__) is not Optimizer
+    is_own = _module_of(optimizer.step).startswith(_OWN)
+    is_shown = not is_own and _own_class(type(optimizer).__mro__) is not Optimizer
     is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or has_hooks_of_every_step()
     is_plain, own = is_shared or is_shown, as_one_pass(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    is_own = is_own and not is_shown and _OF_TORCH.issuperset(map(type, params))
     if own is not None:
-        return OnePass(own, is_shown=is_shown, is_plain=is_plain, waits=False)
-    has_low = any(param.dtype in LOW for group in optimizer.param_groups for param in group["params"])
+        return OnePass(own, is_shown=is_shown, is_plain=is_plain, waits=False, is_own=is_own)
+    has_low = any(param.dtype in LOW for param in params)
     if _is_told(optimizer):
-        return Fused(optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, has_low=has_low)
-    return Writer(optimizer, is_shown=is_shown, has_low=has_low)
+        return Fused(optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, has_low=has_low, is_own=is_own)
+    return Writer(optimizer, is_shown=is_shown, has_low=has_low, is_own=is_own)
+
+
+def _module_of(step: Callable[..., Any]) -> str:
+    """Return where what steps is written: of a partial call of a function that is the function's."""
+    return getattr(step.func if isinstance(step, functools.partial) else step, "__module__", None) or ""
 
 
 def deciding(optimizers: Iterable[Optimizer]) -> list[Any]:
@@ -284,11 +296,11 @@ class Writes:
         """Have an optimizer step by this call meanwhile; yield where what the call returns is noted."""
         returned = list[Any]()
 
-        @functools.wraps(step.func if isinstance(step, functools.partial) else step)  # whose it is, is asked later
         def call(*args: Any) -> Any:
             returned.append(step(*args))
             return returned[-1]
 
+        call.__module__ = _module_of(step)
         before, self.steps_by[optimizer] = self.steps_by.get(optimizer), call
         try:
             yield returned
@@ -335,22 +347,27 @@ class Writes:
         verdict = judged.verdict
         for each in writers:  # what one refuses is refused before another has stepped
             each.ready(verdict)
+        num_writers = len(writers)
         if any(map(_WAITS, writers)) and bool(verdict.found_inf):
             writers = [each for each in writers if not each.waits]
         if any(map(_IS_PLAIN, writers)):
-            self._multiply([each for each in writers if each.is_plain], windows, verdict)
+            plain = [each for each in writers if each.is_plain]
+            self._multiply(plain, windows, judged, are_all=len(plain) == num_writers)
         self._step_all(writers, judged, by)
         if any(map(_DIVIDES, writers)):
             divided = [each.optimizer for each in writers if each.divides and not each.is_plain]
             for window in windows if divided else ():
                 window.lost_scale(divided)
 
-    def _multiply(self, writers: list[Writer], windows: Sequence[Carries], verdict: Verdict) -> None:
-        """Make the gradients plain that optimizers read as they are."""
-        optimizers = [each.optimizer for each in writers]
+    def _multiply(self, writers: list[Writer], windows: Sequence[Carries], judged: Judged, *, are_all: bool) -> None:
+        """Make the gradients plain that optimizers read as they are: of those of a step all, or those of some."""
+        optimizers, verdict = [each.optimizer for each in writers], judged.verdict
         if not verdict.is_one:
-            params = {id(param): param for each in optimizers for param in self.weights.updated(each)}
-            multiply(dense(list(params.values()))[1], verdict.multiplier)
+            gradients = judged.gradients
+            if not are_all:
+                params = {id(param): param for each in optimizers for param in self.weights.updated(each)}
+                gradients = dense(list(params.values()))[1]
+            multiply(gradients, verdict.multiplier)
             for window in windows:
                 window.lost_scale(optimizers, verdict.found_inf)  # should a hook raise, so that the step is taken again
         for each in writers:

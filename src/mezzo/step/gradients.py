@@ -50,15 +50,26 @@ def dense(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     tensors are local ones.
     """
     params, gradients = with_gradients(params)
+    return params, gradient_values(params, gradients)
+
+
+def gradient_values(params: list[Tensor], gradients: list[Tensor]) -> list[Tensor]:
+    """Return the tensors that hold the values of gradients as :func:`dense` does: the same list where they do so.
+
+    Args:
+        params: Parameters that have a gradient.
+        gradients: These.
+    """
     if not {*map(type, gradients)} <= _PLAIN and any(map(is_distributed, gradients)):
         gradients = _summed_shards(params)
     if not any(map(_IS_SPARSE, gradients)):
-        return params, gradients
+        return gradients
+    found = [*gradients]
     for place, gradient in enumerate(gradients):
         if gradient.is_sparse:
             params[place].grad = gradient = gradient.coalesce()
-            gradients[place] = gradient._values()
-    return params, gradients
+            found[place] = gradient._values()
+    return found
 
 
 def _summed_shards(params: list[Any]) -> list[Tensor]:

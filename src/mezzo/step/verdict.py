@@ -9,6 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Any, Protocol
 
 import torch
@@ -198,13 +200,9 @@ def concluded(
     numbers, flags = rest[: is_scaled + is_clipped], rest[is_scaled + is_clipped :]
     inner, losses, flags = flags[:num_inner], flags[num_inner : num_inner + num_losses], flags[num_inner + num_losses :]
     grad_norm, found_inf, multiplier = decided(is_scaled, is_clipped, total, *numbers)
-    failed = found_inf.ne(found_inf)  # no: in words that kernels are written from
-    for loss in losses:
-        failed = failed | not_finite(loss)
-    for flag in inner:  # which has moved a scale of its own
-        failed = failed | flag
-    found_inf = found_inf | failed
-    for flag in flags:
+    wrong = [*map(not_finite, losses), *inner]  # an inner one has moved a scale of its own
+    failed = reduce(or_, wrong) if wrong else found_inf.ne(found_inf)  # no: in words that kernels are written from
+    for flag in (*wrong, *flags):
         found_inf = found_inf | flag
     verdict = grad_norm, found_inf, multiplier, failed
     return (*verdict, *as_fused(found_inf, *([multiplier] if is_clipped else []))) if is_told else verdict
@@ -258,6 +256,7 @@ class Bucket:
             state, laid out so, and then its scales (:mod:`mezzo.step.moments`). What is not float32 is rounded at
             random: to nearest, a second moment could never shrink (0.999 of it rounds to itself).
         seed: For random rounding; ranks that hold different weights give different ones.
+        only_move: Whether of all these tensors, and of gradients, nothing changes for life but where they lie.
     """
 
     rule: UpdateRule
@@ -268,6 +267,7 @@ class Bucket:
     extras: Sequence[Tensor | None]
     states: Sequence[States]
     seed: int = 0
+    only_move: bool = False
 
     def targets(self, index: int) -> tuple[Tensor, ...]:
         """Return the tensors that an update of a weight writes: the weight's parts, then its states."""

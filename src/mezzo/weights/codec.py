@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mezzo.step.executors.choose import update_of
+from mezzo.step.gradients import alike
 from mezzo.step.storage import READ, SPLIT, Storage, decode, encode_into
 from mezzo.step.update import Scalars, States, UpdateRule
 from mezzo.step.verdict import Bucket, Verdict
@@ -80,10 +81,15 @@ def get_ready(hi: Tensor) -> None:
 
 def get_all_ready(high: Sequence[Tensor]) -> None:
     """Build the kernels for some high halves, however small, where they are new; see :func:`get_ready`."""
-    if not _BUILT.issuperset(map(_KIND, high)):
-        for hi in {_KIND(hi): hi for hi in high}.values():
-            _build(hi.device, hi.dtype)
-            _BUILT.add(_KIND(hi))
+    for device, dtype in alike([*high]):
+        if (device.type, dtype) not in _BUILT:
+            _build(device, dtype)
+            _BUILT.add((device.type, dtype))
+
+
+def are_ready(high: Sequence[Tensor]) -> bool:
+    """Whether the kernels for some high halves are built."""
+    return all((device.type, dtype) in _BUILT for device, dtype in alike([*high]))
 
 
 def _build(device: torch.device, dtype: torch.dtype) -> None:
@@ -152,7 +158,16 @@ class Exchange:
         step = torch.zeros((), dtype=torch.int64, device=device)  # which no rule here reads
 
         def bucket(rule: UpdateRule, storage: Storage, states: Sequence[States]) -> Bucket:
-            return Bucket(rule=rule, storage=storage, hypers={}, step=step, weights=high, extras=low, states=states)
+            return Bucket(
+                rule=rule,
+                storage=storage,
+                hypers={},
+                step=step,
+                weights=high,
+                extras=low,
+                states=states,
+                only_move=True,
+            )
 
         self._high = high
         self._widen = update_of(bucket(WIDEN, READ, [(value,) for value in values]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, repeat
+from itertools import accumulate, chain, compress, repeat
 from operator import attrgetter, is_, itemgetter
 from typing import Any, Final, NamedTuple
 
@@ -12,18 +12,21 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from mezzo.weights.codec import Exchange
+from mezzo.weights.codec import Exchange, are_ready, get_all_ready
 from mezzo.weights.halves import Halves, halves_among
 
 #: Elements that are FP32 at a time: on CPUs such as stay in a cache, elsewhere as many as make few launches.
 _CPU_PART: Final = 1 << 22
 _DEVICE_PART: Final = 1 << 24
+#: Parameters are cut behind multiples of so many elements: a kernel's last ones may be rounded otherwise than others.
+_TOGETHER: Final = 64
 #: How many lists of parameters are known: a group has one for each device.
 _MOST: Final = 16
 _CELL: Final = attrgetter("cell")
 _HIGH: Final = attrgetter("hi")
 _LOW: Final = attrgetter("lo")
 _IS_PART: Final = attrgetter("is_part")
+_IS_LENT: Final = attrgetter("cell.is_lent")
 _WIDE: Final = attrgetter("cell.wide")
 _IS_FUSED: Final = itemgetter("fused")
 #: Kernels that update each element by itself, and leave counts of steps alone.
@@ -63,51 +66,90 @@ class FusedParts:
 
     def __init__(self) -> None:
         self._plans: dict[tuple[int, ...], _Cuts] = {}
+        self._is_ready = False
+
+    def make_ready(self, params: list[Tensor]) -> None:
+        """Build the kernels that parameters want, which cannot be traced where torch's fused ones are dispatched.
+
+        What of them is lent is stored again.
+
+        Args:
+            params: Those of the optimizer.
+        """
+        if not self._is_ready:
+            found, _ = halves_among(params)
+            get_all_ready([*map(_HIGH, found)])
+            self._is_ready = True
+        for plan in self._plans.values():
+            plan.settle()
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Run a kernel over lists; False where it is none that may be cut, or a parameter lies in FP32 for now."""
         if func not in _FUSED or torch.is_grad_enabled():
             return False
-        params = args[0]
-        found, _ = halves_among(params)
-        if not found or any(map(_IS_PART, found)) or not all(map(is_, map(_WIDE, found), repeat(None))):
-            return False
-        if len({*map(id, map(_CELL, found))}) < len(found):  # aliases
-            return False
-        key = tuple(map(id, params))
+        key = tuple(map(id, args[0]))
         plan = self._plans.get(key)
-        if plan is None or not plan.serves(params, found, args):
+        if plan is None or not plan.serves(args):
+            self._plans.pop(key, None)
+            found, _ = halves_among(args[0])
+            if not _may_be_cut(found):
+                return False
+            if not are_ready([*map(_HIGH, found)]):  # they have come from another device
+                self._is_ready = False
+                return False
             if len(self._plans) == _MOST:  # where other parameters have gradients in each step
                 self._plans.clear()
-            self._plans[key] = plan = _Cuts(params, args)
+            self._plans[key] = plan = _Cuts(args)
         plan.run(func, args, kwargs)
         return True
 
 
-class _Cuts:
-    """How one list of parameters is cut."""
+def _may_be_cut(found: list[Halves]) -> bool:
+    """Whether there are parameters in halves, all of them whole, each once, and none in FP32 for now."""
+    return (
+        len(found) > 0
+        and not any(map(_IS_PART, found))
+        and all(map(is_, map(_WIDE, found), repeat(None)))
+        and len({*map(id, map(_CELL, found))}) == len(found)
+    )
 
-    def __init__(self, params: list[Any], args: Sequence[Any]) -> None:
-        found, self._params, self._layout = halves_among(params)[0], params[:], _layout(args)
-        self._memory = [*map(_HIGH, found), *map(_LOW, found)]
-        self._plain = [place for place, each in enumerate(params) if not isinstance(each, Halves)]
-        part = _CPU_PART if params[0].device.type == "cpu" else _DEVICE_PART
-        parts = [*_parts(params, part, cuts=all(self._layout))]
+
+class _Cuts:
+    """How the lists that one kernel is given are cut."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        self._params: list[Any] = args[0][:]
+        self._found, _ = halves_among(self._params)
+        self._high, self._low = [*map(_HIGH, self._found)], [*map(_LOW, self._found)]
+        self._plain = [place for place, each in enumerate(self._params) if not isinstance(each, Halves)]
+        part = _CPU_PART if self._params[0].device.type == "cpu" else _DEVICE_PART
+        parts = [*_parts(self._params, part, cuts=all(map(Tensor.is_contiguous, chain(*args[1:]))))]
         self._size = max(sum(piece.stop - piece.start for piece in pieces) for pieces in parts)
-        scratch = torch.empty(self._size, dtype=torch.float32, device=params[0].device)
+        scratch = torch.empty(self._size, dtype=torch.float32, device=self._params[0].device)
         self._scratch = scratch.untyped_storage()
         self._parts: list[tuple[Exchange, list[Tensor], list[_Piece]]] = []
         for pieces in parts:
             *starts, _ = accumulate((piece.stop - piece.start for piece in pieces), initial=0)
-            high, low = ([piece.of(half(params[piece.place])) for piece in pieces] for half in (_HIGH, _LOW))
+            high, low = ([piece.of(half(self._params[piece.place])) for piece in pieces] for half in (_HIGH, _LOW))
             values = [scratch.as_strided(each.size(), each.stride(), at) for each, at in zip(high, starts, strict=True)]
             self._parts.append((Exchange(high, low, values), values, pieces))
+        self._cut = {piece.place for pieces in parts for piece in pieces if not piece.is_whole}
 
-    def serves(self, params: list[Any], found: list[Halves], args: Sequence[Any]) -> bool:
-        """Whether these are the same parameters, in the same memory, and may be cut alike."""
-        memory = [*map(_HIGH, found), *map(_LOW, found)]
-        same = all(map(is_, params, self._params)) and all(map(is_, memory, self._memory))
-        return same and self._layout == _layout(args)
+    def serves(self, args: Sequence[Any]) -> bool:
+        """Whether these are the same parameters, in the same memory, and what is cut has no gaps."""
+        found = self._found
+        return (
+            all(map(is_, args[0], self._params))
+            and all(map(is_, map(_HIGH, found), self._high))
+            and all(map(is_, map(_LOW, found), self._low))
+            and all(map(is_, map(_WIDE, found), repeat(None)))
+            and all(each[place].is_contiguous() for each in args[1:] if each for place in self._cut)
+        )
+
+    def settle(self) -> None:
+        """Store again what is lent."""
+        for each in compress(self._found, map(_IS_LENT, self._found)):
+            each.settle()
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Update the plain parameters, then those in halves, part by part."""
@@ -130,11 +172,6 @@ def _taken(each: list[Tensor], pieces: list[_Piece]) -> list[Tensor]:
     return [each[piece.place] if piece.is_whole else piece.of(each[piece.place]) for piece in pieces]
 
 
-def _layout(args: Sequence[Any]) -> list[bool]:
-    """Tell of each list that a kernel is given beside the parameters whether all in it lies without gaps."""
-    return [all(map(Tensor.is_contiguous, each)) for each in args[1:]]
-
-
 def _parts(params: list[Any], size: int, *, cuts: bool) -> Iterator[list[_Piece]]:
     """Cut parameters into parts of so many elements; what has gaps is as large as it is, and all unless ``cuts``."""
     pieces, left = list[_Piece](), size
@@ -143,11 +180,13 @@ def _parts(params: list[Any], size: int, *, cuts: bool) -> Iterator[list[_Piece]
             continue
         start, end = 0, param.numel()
         while start < end or not end:
-            stop = min(end, start + left) if cuts and param.hi.is_contiguous() else end
-            pieces.append(_Piece(place, start, stop, (start, stop) == (0, end)))
+            is_cut = cuts and start + left < end and param.hi.is_contiguous()
+            stop = start + left // _TOGETHER * _TOGETHER if is_cut else end
+            if stop > start or not end:
+                pieces.append(_Piece(place, start, stop, (start, stop) == (0, end)))
             left -= stop - start
             start = stop
-            if left <= 0:
+            if is_cut or left <= 0:
                 yield pieces
                 pieces, left = [], size
             if not end:

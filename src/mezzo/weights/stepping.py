@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from itertools import accumulate, compress, repeat
-from operator import attrgetter, is_
+from itertools import accumulate, chain, compress, repeat
+from operator import attrgetter, is_, itemgetter
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,7 @@ from mezzo.hooks import before_every_step
 from mezzo.releases import private
 from mezzo.step.gradients import alike
 from mezzo.weights.cell import STEP
-from mezzo.weights.codec import Exchange, get_all_ready
+from mezzo.weights.codec import Exchange
 from mezzo.weights.halves import Halves, halves_among
 from mezzo.weights.parts import FusedParts, is_fused
 
@@ -27,6 +27,8 @@ from mezzo.weights.parts import FusedParts, is_fused
 _FOREACH_CLASSES: Final[list[type]] = private("torch.optim.optimizer._foreach_supported_types")
 _WATCHING: Final = threading.Lock()
 _CELL: Final = attrgetter("cell")
+_PARAMS: Final = itemgetter("params")
+_OF_TORCH: Final = frozenset({Tensor, torch.nn.Parameter})
 _WIDE: Final = attrgetter("cell.wide")
 _HIGH: Final = attrgetter("hi")
 _LOW: Final = attrgetter("lo")
@@ -127,10 +129,9 @@ class _Alike:
         return not has_left
 
 
-def written_by(optimizer: Optimizer) -> list[Halves]:
-    """Return the halves that a step of an optimizer will write: those with a gradient, of aliases one."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    found, _ = halves_among(params)
+def written_by(params: Iterable[Tensor]) -> list[Halves]:
+    """Return the halves that a step over parameters will write: those with a gradient, of aliases one."""
+    found, _ = halves_among([param for param in params if param.grad is not None])
     found = [*compress(found, map(is_, map(_WIDE, found), repeat(None)))]
     return [*dict(zip(map(id, map(_CELL, found)), found, strict=True)).values()]
 
@@ -138,16 +139,19 @@ def written_by(optimizer: Optimizer) -> list[Halves]:
 @never_compiled
 @torch.no_grad()
 def _before(optimizer: Optimizer, *_: Any) -> None:
-    if getattr(type(optimizer), "reads_halves", False) or not (weights := written_by(optimizer)):
+    params = [*chain.from_iterable(map(_PARAMS, optimizer.param_groups))]
+    if getattr(type(optimizer), "reads_halves", False) or _OF_TORCH.issuperset(map(type, params)):
         return
     stored_again(optimizer)
     names = vars(optimizer)
     # What watches kernels is handed a fused one before the weights are.
     if is_fused(optimizer) and "_mezzo_keeps_memory" not in names and not num_dispatch_modes():
-        get_all_ready([*map(_HIGH, weights)])  # no kernel can be traced where torch's fused one is dispatched
         if "_mezzo_parts" not in names:
             names["_mezzo_parts"] = FusedParts()
+        names["_mezzo_parts"].make_ready(params)
         STEP.parts = names["_mezzo_parts"].run
+        return
+    if not (weights := written_by(params)):
         return
     if (decoded := names.get("_mezzo_decoded")) is None or not decoded.serves(weights):
         names["_mezzo_decoded"] = decoded = _Decoded(weights)

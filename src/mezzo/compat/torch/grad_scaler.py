@@ -135,9 +135,12 @@ class GradScaler(EngineScaler):
         return next(window for window in windows if optimizer in window.plan.optimizers)
 
     def _open(self, optimizer: Optimizer, *, again: bool = True) -> None:
-        self._engine_of(optimizer).follow()
+        engine = self._engine_of(optimizer)
+        if self._given is None or self._window(optimizer).now.passes:
+            return
+        engine.follow()
         window = self._window(optimizer)
-        if self._given is None or window.now.passes or not window.has_gradients():
+        if not window.has_gradients():
             return
         if again or not window.has_left_alone():
             if not takes_flags(optimizer):

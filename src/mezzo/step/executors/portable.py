@@ -360,7 +360,7 @@ class TabledUpdate(BucketUpdate):
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
         self.tensors = [tensor for index in range(len(bucket.weights)) for tensor in bucket.targets(index)]
-        self.seen: tuple[object, ...] = ()
+        self.seen: tuple[list[int], list[tuple[int, ...]] | None, list[torch.dtype]] | None = None
         self.layout: tuple[object, ...] = ()
         self.instead: BucketUpdate | None = None
 
@@ -387,19 +387,22 @@ class TabledUpdate(BucketUpdate):
         """See :class:`mezzo.step.verdict.BucketUpdate`."""
         if self.instead is not None:
             return self.instead.ready(gradients)
-        bucket, dtypes = self.bucket, list(map(_DTYPE, gradients))
-        if not _READABLE.issuperset(dtypes) or any(map(Tensor.is_neg, gradients)):
-            gradients, dtypes = readable(gradients)
-        # Equal as long as nothing was given other memory or another dtype.
-        found = list(map(Tensor.data_ptr, self.tensors))
+        bucket, found, only_move = self.bucket, list(map(Tensor.data_ptr, self.tensors)), False
         if 0 in found:
             found = addresses(self.tensors)
-        have_no_gaps = all(map(Tensor.is_contiguous, bucket.weights))
-        strides = None if have_no_gaps else list(map(Tensor.stride, bucket.weights))
+        if self.seen and bucket.only_move:
+            only_move, (_, strides, dtypes) = True, self.seen
+        else:
+            dtypes = list(map(_DTYPE, gradients))
+            if not _READABLE.issuperset(dtypes) or any(map(Tensor.is_neg, gradients)):
+                gradients, dtypes = readable(gradients)
+            are_contiguous = all(map(Tensor.is_contiguous, bucket.weights))
+            strides = None if are_contiguous else list(map(Tensor.stride, bucket.weights))
+        # Equal as long as nothing was given other memory or another dtype.
         seen = found, strides, dtypes
         if seen != self.seen:
-            self.seen = ()  # until all tables follow: compiling a kernel may fail in between
-            layout = dtypes, *_layout(self.tensors)
+            self.seen = None  # until all tables follow: compiling a kernel may fail in between
+            layout = self.layout if only_move else (dtypes, *_layout(self.tensors))
             if layout == self.layout:  # memory that comes and goes with each step
                 self.rows = self.rows.moved(found)
                 self.follow_addresses(self.rows)
@@ -413,7 +416,7 @@ class TabledUpdate(BucketUpdate):
                     self.instead = _PortableUpdate(bucket)
                     return self.instead.ready(gradients)
             self.seen, self.layout = seen, layout
-        if have_no_gaps and all(map(Tensor.is_contiguous, gradients)):
+        if strides is None and (only_move or all(map(Tensor.is_contiguous, gradients))):
             return gradients
         return [
             gradient if index in self.rows.others else laid_out(gradient, weight)
