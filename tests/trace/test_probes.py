@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mezzo.trace.measure import lost_integers
-from mezzo.trace.probes import Distinct, Extent, Ratio, RoundedIntegers, Total
+from mezzo.trace.probes import Distinct, Extent, Ratio, RoundedIntegers, Total, lost_integers
 from mezzo.trace.recording import PassRecorder
 from mezzo.trace.table import KernelRecord
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import torch
@@ -22,6 +22,7 @@ _ADDING: Final = frozenset("addmm baddbmm addbmm addmv addr".split())
 
 Shape = tuple[tuple[str, int], ...]
 Label = TypeVar("Label")
+Read = TypeVar("Read")
 
 
 def is_cast(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:
@@ -153,11 +154,16 @@ def flops(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
     return None if formula is None else (int(formula(*args, **kwargs, out_val=out)), dtype)
 
 
-def factors(kernel: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """Return what a product multiplies: no bias that it adds, and no mask."""
-    name = str(kernel._schema.name).removeprefix("aten::")
+def factors(name: str, reads: Sequence[Read]) -> Sequence[Read]:
+    """Return what a product multiplies, of all that it reads: no bias that it adds, and no mask.
+
+    Args:
+        name: The kernel's name.
+        reads: The tensors that it is given, in their order.
+    """
+    name = name.removeprefix("aten::")
     last = 3 if "scaled_dot_product" in name else 2
-    return list(tensors(args[1:3] if name in _ADDING else args[:last]))
+    return reads[1:3] if name in _ADDING else reads[:last]
 
 
 def _scaled_flops(args: tuple[Any, ...]) -> int:

@@ -95,6 +95,19 @@ class RoundedIntegers:
         )
 
 
+def lost_integers(tensor: Tensor, dtype: torch.dtype) -> LostIntegers | None:
+    """Say what rounding to a format does to a tensor of integers; a host sync.
+
+    Example:
+        >>> lost_integers(torch.arange(300.0), torch.bfloat16)
+        LostIntegers(dtype='bfloat16', largest=299, num_changed=22, num_all=300)
+        >>> lost_integers(torch.tensor([0.5, 299.0]), torch.bfloat16) is None
+        True
+    """
+    numbers = RoundedIntegers.numbers(tensor, dtype)
+    return None if numbers is None else RoundedIntegers.read(numbers.tolist())
+
+
 class ExtentOf(NamedTuple):
     """Where the numbers of a result lie.
 

@@ -248,6 +248,8 @@ class PassRecorder:
                 reason = f"no kernel in {call.low} here"
                 call.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
         reads, gives = self._values(kernel, args, kwargs, out)
+        kind = _kind(kernel, args, out, is_product=flops is not None or product is not None)
+        stands_for = self._dtype if by == "emulation" and kind != "cast" else None
         return KernelRecord(
             number=len(self.recorded.kernels),
             phase=phase,
@@ -256,7 +258,7 @@ class PassRecorder:
             module=module,
             kernel=kernel,
             name=kernel_name(kernel),
-            kind=_kind(kernel, args, out, is_product=flops is not None or product is not None),
+            kind=kind,
             reads=reads,
             gives=gives,
             constants=tuple(leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, (int, float))),
@@ -264,7 +266,7 @@ class PassRecorder:
             formats=formats,
             node=node,
             next_node=next_number(),
-            num_bytes=kernels.moved_bytes(kernel, args, kwargs, out, self._dtype if by == "emulation" else None),
+            num_bytes=0 if kind == "free cast" else kernels.moved_bytes(kernel, args, kwargs, out, stands_for),
             flops=flops,
             sizes=None if product is None else product[0],
         )

@@ -211,11 +211,14 @@ class WatchedPass:
         """
         maker = self.maker(value)
         while not value.role and maker is not None and maker.kind in ("cast", "free cast"):
-            value = maker.reads[0]
+            value, is_half = maker.reads[0], maker.kind == "free cast"
             maker = self.maker(value)
+            if is_half and not value.role:
+                return "parameter"
         if value.role:
             return "activation" if value.role == "input" else value.role
-        return "gradient" if maker is not None and maker.phase == "backward" else "activation"
+        first = next(iter([maker] if maker is not None else self.readers(value)), None)
+        return "gradient" if first is not None and first.phase == "backward" else "activation"
 
 
 def flow(
