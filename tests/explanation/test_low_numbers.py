@@ -46,29 +46,30 @@ class Sums(Linear):
         self.times, self.start = times, start
 
     def forward(self, x):
-        total = self.start()
+        y, total = self.lin(x).abs(), self.start()
         for _ in range(self.times):
-            total += self.lin(x).abs().mean()
+            total += y.mean()
         return total
 
 
 class Subtracts(Linear):
     def forward(self, x):
-        total = torch.zeros(16, dtype=self.lin(x).dtype)
-        for _ in range(600):
-            total = total - self.lin(x).abs().mean()
+        y = self.lin(x).abs()
+        total = torch.zeros(16, dtype=y.dtype)
+        for _ in range(800):
+            total = total - y.mean()
         return total
 
 
 def test_a_sum_by_hand_is_named_with_what_it_should_have_come_to():
-    model = Sums(2000)
+    model = Sums(800)
     (finding,) = found(model, X)
     assert (finding.kind, finding.where) == ("sum by hand", f"(model) add_ {line_of(model, 3)}")
     came, should = map(float, re.search(r"come to (\S+) for (\S+),", finding.text).groups())
-    exact = 2000 * model.lin(X).double().abs().mean().item()
+    exact = 800 * model.lin(X).double().abs().mean().item()
     assert should == pytest.approx(exact, rel=2**-7)
-    assert came < should / 4  # where a half step of the format is larger than the terms
-    assert '24 of FP32\'s 24 bits lost: write the sum in FP32, total += term.float(), or policy.fp32("mean"), ' in (
+    assert came < should * 0.7  # where a half step of the format is larger than the terms
+    assert 'of FP32\'s 24 bits lost: write the sum in FP32, total += term.float(), or policy.fp32("mean"), ' in (
         finding.text
     )
     assert found(model, X, policy=f"{BF16},fp32=mean") == []
@@ -82,9 +83,9 @@ def test_a_sum_whose_terms_are_subtracted_from_many_numbers():
 
 
 def test_sums_in_fp32_short_ones_and_residual_streams_are_none():
-    assert found(Sums(2000, lambda: torch.zeros(())), X) == []
+    assert found(Sums(800, lambda: torch.zeros(())), X) == []
     assert found(Sums(40), X) == []
-    assert found(Sums(400), X, policy=FP16) == []
+    assert found(Sums(500), X, policy=FP16) == []
 
 
 class Residual(Linear):
@@ -121,19 +122,20 @@ def masked(dtype):
 
 
 @pytest.mark.parametrize(
-    "make, exact",
+    "make",
     [
-        (lambda dtype: torch.arange(512, dtype=dtype), torch.arange(512.0)),
-        (lambda dtype: torch.linspace(-1, 1, 640, dtype=dtype), torch.linspace(-1, 1, 640)),
-        (centres, torch.arange(161) + 0.5),
-        (lambda dtype: torch.arange(600).to(dtype), torch.arange(600.0)),
+        lambda dtype: torch.arange(512, dtype=dtype),
+        lambda dtype: torch.linspace(-1, 1, 640, dtype=dtype),
+        centres,
+        masked,
+        lambda dtype: torch.arange(600).to(dtype),
     ],
 )
-def test_positions_are_counted(make, exact):
+def test_positions_are_counted(make):
     (finding,) = found(Places(make), X)
-    distinct = exact.bfloat16().unique().numel()
+    different, all_of_them = (make(dtype).unique().numel() for dtype in (torch.bfloat16, torch.float64))
     assert finding.kind == "positions"
-    assert f"{distinct:,} of {exact.numel():,} positions are different in BF16" in finding.text
+    assert f"{different:,} of {all_of_them:,} positions are different in BF16" in finding.text
     assert "in FP32, and the cast last" in finding.text
     assert found(Places(make), X, policy=FP16) == []
 
@@ -301,10 +303,11 @@ def test_derivatives_in_the_forward_pass():
 def test_differences_of_neighbours():
     model = Slopes(1e-3)
     (finding,) = found(model, X)
-    y = model.lin(X * 1e-3).bfloat16()
+    low = [each.bfloat16().float() for each in (X * 1e-3, model.lin.weight, model.lin.bias)]
+    y = functional.linear(*low).bfloat16()
     share = y[1:].double().abs().sum() / (y[1:] - y[:-1]).double().abs().sum()
     assert (finding.kind, finding.where) == ("forward derivative", f"(model) sub {line_of(model, 2)}")
-    assert float(re.search(r"are 1/(\S+) of", finding.text)[1]) == pytest.approx(share.item(), rel=0.02)
+    assert float(re.search(r"are 1/(\S+) of", finding.text)[1]) == pytest.approx(share.item(), rel=0.01)
     assert found(model, X, policy=f"{BF16},fp32_module=lin") == []
     assert found(Slopes(1.0), X) == []
 
