@@ -299,7 +299,7 @@ def _with_counts(found: Counter[Counted]) -> tuple[Counted, ...]:
 
 
 def _factors(record: KernelRecord) -> Sequence[Value]:
-    return factors(record.kernel._schema.name, record.reads)
+    return factors(record.kernel, record.reads)
 
 
 def _is_over_last(record: KernelRecord) -> bool:

@@ -107,7 +107,7 @@ class Origin:
     path: str = ""
     cast_by: Literal["policy", "model"] | None = None
     made_nan_by: str = ""
-    readers: dict[Reader, None] = field(default_factory=dict)
+    readers: list[Reader] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[bool, int]:

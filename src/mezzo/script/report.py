@@ -21,7 +21,8 @@ from mezzo.session import Stats, Step
 from mezzo.session.observers import Watched
 from mezzo.step.verdict import Judged
 from mezzo.tensors import LOW, moved
-from mezzo.trace.modes import Products
+from mezzo.trace.recording import KernelTeller
+from mezzo.trace.table import KernelRecord, flops_by_format, low_share
 
 #: Why nothing ran low, each with what to do about it.
 NO_OPTIMIZER: Final = (
@@ -198,17 +199,22 @@ class StepLog:
         is_apart: Callable[[], bool],
     ) -> None:
         self._report, self._told, self._most = report, told, most
-        self._products, self._is_counting, self._is_over = Products(is_apart=is_apart), False, False
-        self._first, self._counted = Counter[str](), 0
+        self._kernels, self._is_apart = KernelTeller(self._ran), is_apart
+        self._is_counting, self._is_over = False, False
+        self._flops, self._first, self._counted = Counter[str](), Counter[str](), 0
         self._skipped = torch.zeros((), dtype=torch.int64)
         self._loss: Tensor | None = None
         self._saved: SavedBytes | None = None
         self._began = time.perf_counter()
 
+    def _ran(self, record: KernelRecord) -> None:
+        if record.flops is not None and not self._is_apart():
+            self._flops += flops_by_format([record])
+
     def count(self) -> None:
         """Count products from now on; in a block of a mode of the script's own, from a later step on."""
         if not (self._is_over or self._is_counting or dispatch_modes()):
-            self._products.__enter__()
+            self._kernels.__enter__()
             self._is_counting = True
 
     def ended(self, stats: Stats) -> None:
@@ -240,12 +246,12 @@ class StepLog:
         report.steps += 1
         self._skipped = moved(self._skipped, step.skipped.device) + step.skipped
         if not self._is_over:
-            counted = self._products.flops.total()
+            counted = self._flops.total()
             if self._is_counting and (counted > self._counted or not counted):
                 report.measured_steps += 1  # and not one of many optimizers that step after one pass
             self._counted = counted
             if report.measured_steps == 1:
-                self._first = self._products.flops.copy()
+                self._first = self._flops.copy()
             self.count()
             if report.measured_steps == _COUNTED_STEPS:
                 self._stop()
@@ -280,14 +286,14 @@ class StepLog:
             self._is_over = True
             if self._report.measured_steps > 1:
                 self._report.measured_steps -= 1
-                self._products.flops -= self._first
-            self._report.flops, self._report.low_share = dict(self._products.flops), self._products.low_share
+                self._flops -= self._first
+            self._report.flops, self._report.low_share = dict(self._flops), low_share(self._flops, LOW)
         self._leave()
 
     def _leave(self) -> None:
         stack = dispatch_modes()
-        if self._is_counting and stack and stack[-1] is self._products:  # and not below one of the script's
-            self._products.__exit__(None, None, None)
+        if self._is_counting and stack and stack[-1] is self._kernels:  # and not below one of the script's
+            self._kernels.__exit__(None, None, None)
             self._is_counting = False
 
 

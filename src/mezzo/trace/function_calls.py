@@ -99,40 +99,20 @@ def here() -> int:
     return id(sys._getframe(1))
 
 
-def around() -> tuple[Doing, tuple[str, ...], bool]:
-    """Say what mezzo does around a function or kernel.
+def around() -> tuple[Doing, tuple[str, ...]]:
+    """Say what mezzo does around a function or kernel, and name the formats of the quantised operands of its product.
 
-    Returns:
-        Whether it emulates, casts (the rotation before an operand is quantised belongs to it), computes a product
-        below sixteen bits, widens a buffer, only decides, or does nothing; the formats of the quantised operands of
-        the product that runs, of which there are none elsewhere; and whether an op without a low kernel runs in FP32.
+    ``cast``: the rotation before an operand is quantised belongs to it. ``quantised``: a product below sixteen bits is
+    computed. ``buffer``: a low buffer is widened. ``region``: it only decides.
     """
     taken = notes()
+    if not taken:
+        return "other", ()
     inner = next((note for note in reversed(taken) if note.kind not in ("op", "widened")), None)
-    quantised = next((note.about for note in reversed(taken) if note.kind == "quantised"), None)
-    formats: tuple[str, ...] = () if quantised is None else quantised.formats
-    is_widened = any(note.kind == "widened" for note in taken)
+    formats = next((note.about.formats for note in reversed(taken) if note.kind == "quantised"), ())
     if inner is None or inner.kind == "op":
-        return "region" if taken else "other", formats, is_widened
-    if inner.kind == "quantised" and inner.about.emulated:
-        return "emulation", formats, is_widened
-    return inner.kind, formats, is_widened
-
-
-def doing() -> Doing:
-    """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
-    by = around()[0]
-    return "cast" if by == "quantised" else by
-
-
-def casting() -> bool:
-    """Whether a cast runs, its products included, such as the rotation before an operand is quantised."""
-    return next((note.kind == "cast" for note in reversed(notes()) if note.kind not in ("op", "widened")), False)
-
-
-def quantised_formats() -> tuple[str, ...]:
-    """Name the formats of the operands of the product below sixteen bits that runs; nothing where none does."""
-    return next((note.about.formats for note in reversed(notes()) if note.kind == "quantised"), ())
+        return "region", formats
+    return ("emulation" if inner.kind == "quantised" and inner.about.emulated else inner.kind), formats
 
 
 def is_from(name: str, package: str) -> bool:
