@@ -40,6 +40,18 @@ _ARITHMETIC: Final = frozenset("sub rsub mul div true_divide pow square abs exp 
 _MAGNITUDES: Final = frozenset("log log2 log10 log1p abs pow square angle atan2 view_as_complex complex".split())
 
 
+def has_too_many_positions(record: KernelRecord) -> bool:
+    """Whether a kernel makes more positions in a low format than the format has integers: a fact of shapes alone."""
+    if record.name not in _POSITIONS or not record.gives or record.gives[0].dtype not in LOW:
+        return False
+    return math.prod(record.gives[0].shape) > num_integers(record.gives[0].dtype)
+
+
+def num_integers(dtype: torch.dtype) -> int:
+    """Return up to which integer a format holds all: 256 in BF16, 2,048 in FP16."""
+    return int(2 / torch.finfo(dtype).eps)
+
+
 class _Fault(NamedTuple):
     """What was found in one place.
 
@@ -145,7 +157,7 @@ class LowNumbers:
         for chain in chains.values():
             first, last = chain[0][0], chain[-1][0]
             dtype = last.gives[0].dtype
-            if first.call.line is None or len(chain) < _holds(dtype) // 4 or _is_stream(table, chain):
+            if first.call.line is None or len(chain) < num_integers(dtype) // 4 or _is_stream(table, chain):
                 continue
             size = math.prod(last.gives[0].shape)
             exact_sum = first.probes["total"].terms[0]
@@ -323,7 +335,7 @@ class LowNumbers:
     def _codes(self, table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
             value, extent = self._low_behind(record), record.probes.get("extent")
-            if value is None or extent is None or not extent.largest > _holds(value.dtype):
+            if value is None or extent is None or not extent.largest > num_integers(value.dtype):
                 continue
             maker = table.maker(value)
             while maker is not None and (maker.name in _ROUNDS or maker.kind in HANDS_ON):
@@ -331,9 +343,9 @@ class LowNumbers:
             name, source = format_text([dtype_name(value.dtype)]), maker or record
             what = (
                 f"integers up to {extent.largest:,.0f} are read off numbers in {name}, which holds all up to "
-                f"{_holds(value.dtype):,} only"
+                f"{num_integers(value.dtype):,} only"
             )
-            bits = math.ceil(math.log2(extent.largest / _holds(value.dtype)))
+            bits = math.ceil(math.log2(extent.largest / num_integers(value.dtype)))
             yield _Fault("codes", record, bits, what, _always(_in_fp32(source, exact(source.module))))
 
 
@@ -419,11 +431,6 @@ def _readers(table: WatchedPass, value: Value) -> list[KernelRecord]:
 
 
 # What it costs, and what to write ---------------------------------------------------------------------
-
-
-def _holds(dtype: torch.dtype) -> int:
-    """Return up to which integer a format holds all: 256 in BF16, 2,048 in FP16."""
-    return int(2 / torch.finfo(dtype).eps)
 
 
 def _lost(error: float) -> int:
