@@ -18,6 +18,7 @@ from mezzo.errors import PolicyError, UnsupportedError
 from mezzo.explanation.asking import Asked
 from mezzo.explanation.explanation import Explanation
 from mezzo.explanation.findings import findings
+from mezzo.explanation.low_numbers import LowNumbers
 from mezzo.explanation.rows import Emulated, Row
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISED
@@ -65,8 +66,9 @@ def explain(
             the policy.
         StateError: The model is prepared already.
 
-    **Cost**: a second copy of weights and buffers while it runs, and a training step at 100 to 200 µs of Python for
-    each kernel: seconds for a model of thousands of ops. Programs that torch compiled run uncompiled.
+    **Cost**: a second copy of weights and buffers while it runs, what casts read until it ends, and a training step at
+    100 to 200 µs of Python for each kernel: seconds for a model of thousands of ops. Kernels of which a finding may be
+    told run once more in FP64. Programs that torch compiled run uncompiled.
 
     Example:
         >>> import torch
@@ -106,9 +108,9 @@ def _traced(
     policy = as_named(model, policy)
     rounded = _rounded_buffers(model, policy)
     handle = Prepared(model, policy, tells=False)  # a finding does
-    recorder = PassRecorder(
-        handle.policy, _ruled(model, handle.policy), where=Where(until=here()), probes=[RoundedIntegers()]
-    )
+    low = LowNumbers(model, lambda: recorder.recorded)
+    probes = [RoundedIntegers(), *low.probes] if policy.casts or policy.param_dtype in LOW else [RoundedIntegers()]
+    recorder = PassRecorder(handle.policy, _ruled(model, handle.policy), where=Where(until=here()), probes=probes)
     region = handle.autocast()
     recorder.learn(model, (args, kwargs))
     with recorder.hooked([model]):
@@ -133,7 +135,7 @@ def _traced(
         rows=rows,
         casts=asked.casts(),
         misaligned=asked.misaligned(),
-        findings=findings(model, policy, rows, products, asked, has_backward=bool(differentiable)),
+        findings=findings(model, policy, rows, products, asked, low, has_backward=bool(differentiable)),
         products=products,
         moved_bytes=asked.moved_bytes(),
         weights=str(stored) if (stored := halves(model)).count else "",

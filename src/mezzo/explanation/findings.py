@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mezzo.explanation.asking import Asked
+from mezzo.explanation.low_numbers import LowNumbers
 from mezzo.explanation.rows import Finding, Product, Row, byte_text, folded, format_text, share_text
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED
@@ -63,6 +64,7 @@ def findings(
     rows: tuple[Row, ...],
     products: tuple[Product, ...],
     seen: Asked,
+    low: LowNumbers,
     *,
     has_backward: bool,
 ) -> tuple[Finding, ...]:
@@ -74,14 +76,17 @@ def findings(
         rows: Every op.
         products: The products of the forward pass.
         seen: What else was measured.
+        low: What sixteen bits have lost.
         has_backward: Whether a backward pass could run.
     """
+    integers = [*_lost_integers(seen)]
     found = [
         *_disagreements(rows),
         *_without_effect(model, policy, rows, seen),
         *_unreachable(policy, rows, seen),
         *_fp32_products(policy, products),
-        *_lost_integers(seen),
+        *integers,
+        *low.findings(told=integers),
         *_logits(seen),
         *_tied(model, policy, rows),
     ]

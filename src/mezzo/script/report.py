@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.backward import innermost_saving_hooks
+from mezzo.compiling import forget_compiled
 from mezzo.dispatch import dispatch_modes
+from mezzo.explanation.low_numbers import has_too_many_positions, num_integers
 from mezzo.explanation.rows import counted, format_text, scale_text, share_text
 from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 from mezzo.policy import Policy
@@ -20,7 +23,8 @@ from mezzo.script.program import Enough, StepRecord
 from mezzo.session import Stats, Step
 from mezzo.session.observers import Watched
 from mezzo.step.verdict import Judged
-from mezzo.tensors import LOW, moved
+from mezzo.tensors import LOW, dtype_name, moved
+from mezzo.trace.function_calls import user_line
 from mezzo.trace.recording import KernelTeller
 from mezzo.trace.table import KernelRecord, flops_by_format, low_share
 
@@ -65,6 +69,7 @@ class ScriptReport:
             ``emulated`` for those that were computed in FP32 from rounded operands.
         low_share: The share of these that ran low, emulated ones included.
         measured_steps: How many steps that was measured in.
+        positions: Where more positions were made in a low format than it has integers, in these steps, and how many.
         intercepted: What of the script's was carried out otherwise, and how often.
         left_alone: What was not, and why.
         why_not: Why nothing was to train under the policy, and what to do; empty where something was.
@@ -86,6 +91,7 @@ class ScriptReport:
     flops: dict[str, int] = field(default_factory=dict)
     low_share: float = 0.0
     measured_steps: int = 0
+    positions: dict[str, str] = field(default_factory=dict)
     intercepted: Counter[str] = field(default_factory=Counter)
     left_alone: dict[str, str] = field(default_factory=dict)
     why_not: tuple[str, ...] = NO_OPTIMIZER
@@ -149,6 +155,8 @@ class ScriptReport:
         if self.flops:
             parts = (f"{share_text(n, self._flops)} {_format(name)}" for name, n in Counter(self.flops).most_common())
             yield f"  products     {', '.join(parts)}"
+        for number, (where, what) in enumerate(self.positions.items()):
+            yield f"  {'' if number else 'positions':<11}  {what} ({where})"
         for number, (what, times) in enumerate(self.intercepted.items()):
             yield f"  {'' if number else 'intercepted':<11}  {what}{f' ×{times}' if times > 1 else ''}"
         for number, (what, why) in enumerate(self.left_alone.items()):
@@ -208,6 +216,12 @@ class StepLog:
         self._began = time.perf_counter()
 
     def _ran(self, record: KernelRecord) -> None:
+        if has_too_many_positions(record):
+            dtype, where = record.gives[0].dtype, user_line()
+            self._report.positions[where or record.name] = (
+                f"{math.prod(record.gives[0].shape):,} in {format_text([dtype_name(dtype)])}, which has "
+                f"{num_integers(dtype):,} integers: make them in FP32"
+            )
         if record.flops is not None and not self._is_apart():
             self._flops += flops_by_format([record])
 
@@ -295,6 +309,7 @@ class StepLog:
         if self._is_counting and stack and stack[-1] is self._kernels:  # and not below one of the script's
             self._kernels.__exit__(None, None, None)
             self._is_counting = False
+            forget_compiled()  # torch compiles nothing under a dispatch mode, and would not try again
 
 
 def _folded(names: list[str]) -> Iterator[str]:

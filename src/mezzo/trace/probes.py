@@ -282,7 +282,7 @@ class RatioOf(NamedTuple):
 
     Attributes:
         whole: Of all numbers.
-        places: For each place along the last dimension; nothing where there are too many.
+        places: For each place along one dimension; nothing where there are too many.
     """
 
     whole: float
@@ -297,12 +297,14 @@ class Ratio:
 
     Attributes:
         wanted: At which kernels.
-        most: Up to how many places along the last dimension they are told apart.
+        along: The dimension of a kernel's result along which places are told apart.
+        most: Up to how many places.
 
     **Cost**: what casts read stays in memory until the pass is over.
     """
 
     wanted: Wanted
+    along: Callable[[KernelRecord], int] = lambda record: -1
     most: int = 2**12
     name: str = "ratio"
     _casts: Storages[_KeptCast] = field(default_factory=Storages)
@@ -324,24 +326,30 @@ class Ratio:
             if exact and is_measurable(exact[0]) and exact[0].shape == result.shape:
                 right = exact[0].double()
                 wrong = result.detach().double() - right
-                size = result.shape[-1] if result.dim() else 1
-                places = [each.square().reshape(-1, size).sum(0) for each in (right, wrong)]
+                along = self.along(record)
+                size = result.shape[along] if result.dim() else 1
+                squares = [each.square() for each in (right, wrong)]
+                rows = [each.movedim(along, -1) if each.dim() else each for each in squares]
+                places = [each.reshape(-1, size).sum(0) for each in rows]
                 numbers = torch.cat(
                     [*(each.sum().reshape(1) for each in places), *(places if size <= self.most else ())]
                 )
         if record.kind == "cast" and is_measurable(args[0]) and is_measurable(out):
+            if record.by == "emulation" and out.dtype in LOW:  # a device with the arithmetic makes no such cast
+                return numbers
             self._casts.put([out], _KeptCast(args[0], args[0]._version, out.detach(), out._version))
         return numbers
 
     def _exact(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as it was before the cast that made it, if nothing was written to either since."""
-        cast = self._casts.get(tensor)
-        if cast is None or cast.before._version != cast.before_version or tensor._version != cast.after_version:
-            return tensor
-        if cast.before.stride() != cast.after.stride():
-            return tensor
-        moved = tensor.storage_offset() - cast.after.storage_offset() + cast.before.storage_offset()
-        return cast.before.detach().as_strided(tensor.shape, tensor.stride(), moved)
+        """Return a tensor as it was before the casts that made it, if nothing was written to either since."""
+        while (cast := self._casts.get(tensor)) is not None:
+            if cast.before._version != cast.before_version or tensor._version != cast.after_version:
+                break
+            if cast.before.stride() != cast.after.stride() or cast.before is tensor:
+                break
+            moved = tensor.storage_offset() - cast.after.storage_offset() + cast.before.storage_offset()
+            tensor = cast.before.detach().as_strided(tensor.shape, tensor.stride(), moved)
+        return tensor
 
     def read(self, numbers: list[float]) -> RatioOf:
         """Turn the sums into dB."""
