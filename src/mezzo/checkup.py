@@ -26,7 +26,8 @@ from mezzo.cast.device import arithmetic, child, probing
 from mezzo.errors import MezzoError, UnsupportedError
 from mezzo.files import jsonable
 from mezzo.session import MixedPrecision
-from mezzo.trace.modes import Products
+from mezzo.trace.recording import KernelTeller
+from mezzo.trace.table import KernelRecord, flops_by_format, low_share
 
 #: A layer of a small model, and one of a large one.
 WIDTHS: Final = (128, 2048)
@@ -250,13 +251,13 @@ def _trained(policy: str, device: torch.device) -> _Run:
     patterns = torch.rand(10, 1, 8, 8, generator=drawn)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     amp = MixedPrecision(model, optimizer, policy)
-    start, losses, kernels = _flat(model), list[float](), Products(amp.policy.dtype)
+    start, losses, kernels = _flat(model), list[float](), list[KernelRecord]()
     for number in range(STEPS):
         labels = torch.randint(10, (64,), generator=drawn)
         noise = torch.randn(64, 1, 8, 8, generator=drawn)
         images, wanted = (patterns[labels] + 0.3 * noise).to(device), labels.to(device)
         while True:
-            with kernels if number == 0 else nullcontext():
+            with KernelTeller(kernels.append) if number == 0 else nullcontext():
                 with amp.autocast():
                     loss = functional.cross_entropy(model(images).float(), wanted)
                 amp.backward(loss)
@@ -266,7 +267,8 @@ def _trained(policy: str, device: torch.device) -> _Run:
             if not step.skipped or step.next_scale == step.scale:
                 break
         losses.append(loss.item())
-    share = kernels.low_share if policy != "O0" else 1.0
+    flops = flops_by_format(kernels)
+    share = low_share(flops, [amp.policy.dtype]) if policy != "O0" else 1.0
     run = _Run(losses, start, _flat(model), share, amp.emulated)
     amp.close()
     return run

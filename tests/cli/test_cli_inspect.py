@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from mezzo.numerics import read_evidence
 from mezzo.policy import Policy
@@ -28,7 +29,10 @@ for step in range(6):
     optimizer.step()
     print(f"loss {loss.item():.9g}")
 """
-FILES = ["evidence.jsonl", "found.policy", "histograms.png", "metrics.jsonl", "summary.json"]
+FILES = [
+    "evidence.jsonl", "found.policy", "histograms.png", "metrics.jsonl", "statistics.jsonl", "statistics.png",
+    "summary.json",
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -51,7 +55,8 @@ def test_the_verdict_comes_first_and_the_folder_holds_the_evidence(mezzo, tmp_pa
     assert policy.loss_scale.init > 2**16
     assert [step.step for step in read_evidence(folder).steps] == [1, 3, 5]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 6
-    assert (folder / "histograms.png").read_bytes().startswith(b"\x89PNG")
+    for picture in ("histograms.png", "statistics.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
     code, _, err = mezzo("inspect", "--out", "look", script)
     assert code == 2
     assert "look has results already" in err
@@ -99,3 +104,46 @@ def test_ctrl_c_sums_up_what_there_is_and_exits_130(mezzo, tmp_path, script):
     for name in ("weights 0.weight", "weight gradients 2.bias", "activations output", "updates 2.weight"):
         assert name in out
     assert json.loads((tmp_path / "look" / "summary.json").read_text())["interrupted"]
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_statistics_by_step_module_and_kind(mezzo, tmp_path, script):
+    assert mezzo("inspect", "--every", "2", "--out", "look", script)[0] == 0
+    rows = [json.loads(line) for line in (tmp_path / "look" / "statistics.jsonl").read_text().splitlines()]
+    evidence = read_evidence(tmp_path / "look")
+    assert len({(row["step"], row["module"], row["kind"]) for row in rows}) == len(rows)
+    for row in rows:
+        histogram = evidence.histogram(row["kind"], row["module"], step=row["step"])
+        numbers = histogram.total, histogram.max_abs, histogram.zeros, histogram.infs, histogram.nans
+        assert numbers == tuple(row[name] for name in ("count", "largest", "zeros", "infs", "nans"))
+        assert row["dtype"] == "float32"
+        assert row["flushed_fp16"] == histogram.coverage("float16").underflow
+        if row["kind"] == "updates":
+            lost = evidence.swallowed(row["module"], step=row["step"])
+            assert row["swallowed_bf16"] == lost.swallowed["bfloat16"]
+        else:
+            assert row["swallowed_bf16"] is None
+    assert {row["step"] for row in rows} == {1, 3, 5}
+    assert {row["kind"] for row in rows} == {*evidence.header.kinds}
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_the_model_is_compiled_where_that_is_asked_for(mezzo, tmp_path, script, monkeypatch):
+    plain, graphs = torch.nn.Module.compile, []
+    own = "class Net(torch.nn.Sequential):\n    def forward(self, x):\n        return super().forward(x)\n\n"
+    text = TRAINS.replace("torch.manual_seed", own + "torch.manual_seed").replace("= torch.nn.Sequential", "= Net")
+    (tmp_path / script).write_text(text)  # torch compiles no frame of a class of its own
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: plain(module, backend=backend))
+    code, out, plain_err = mezzo("inspect", "--every", "2", script)
+    assert (code, graphs) == (0, [])
+    code, compiled, err = mezzo("inspect", "--every", "2", "--compile", script)
+    assert code == 0
+    assert graphs
+    losses = [[float(line[5:]) for line in each.splitlines() if line.startswith("loss ")] for each in (plain_err, err)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert compiled.splitlines()[0] == out.splitlines()[0]

@@ -1,6 +1,7 @@
 """What an explanation comes to: shares of FLOPs and bytes, against counts; the answer first, in twelve lines."""
 
 import collections
+import math
 import re
 
 import pytest
@@ -107,7 +108,9 @@ CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten._lazy_clone.default)
 
 
 class Moved(TorchDispatchMode):
-    """Add up what kernels read and write; views, fresh memory and casts of weights in halves are left out."""
+    """Add up what kernels read and write, each tensor once: of tables no more than is looked up, of expanded tensors
+    what is in memory. Views, fresh memory and casts of weights in halves are left out.
+    """
 
     def __init__(self):
         super().__init__()
@@ -119,7 +122,12 @@ class Moved(TorchDispatchMode):
         is_moved = not any(word in func.name() for word in ("_unsafe_view", "aten::empty", "new_empty"))
         if not func.is_view and is_moved and not halves:
             leaves = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
-            self.num_bytes += sum(each.numel() * each.element_size() for each in leaves)
+            if func.name() in ("aten::embedding", "aten::index.Tensor"):
+                leaves = [*leaves[1:], out.clone()]  # as much of the table as comes out
+            own = {
+                id(each): math.prod(n for n, s in zip(each.shape, each.stride(), strict=True) if s) for each in leaves
+            }
+            self.num_bytes += sum(own[each] * size for each, size in {id(t): t.element_size() for t in leaves}.items())
         return out
 
 

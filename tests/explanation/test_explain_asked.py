@@ -156,20 +156,20 @@ def one_hot(x):
 
 
 NEAR = {
-    "fractions": lambda x: torch.cat([torch.arange(600.0), torch.tensor([0.5])])[:, None],
-    "integers among fractions": lambda x: torch.linspace(0, 999, 600).index_fill(0, torch.tensor([5, 9]), 301)[:, None],
-    "normalised": lambda x: torch.arange(600).float()[:, None] / 600,
-    "zeros": lambda x: torch.zeros(600, 1),
-    "multiples that the format holds": lambda x: 16 * torch.arange(200.0)[:, None],
-    "pixels": lambda x: torch.arange(256.0)[:, None],
-    "too large to be exact": lambda x: (torch.arange(600.0)[:, None] + 2.0**24) * 3,
-    "not finite": lambda x: torch.arange(600.0)[:, None].index_fill(0, torch.tensor([3]), math.inf),
+    "fractions": lambda x: torch.cat([torch.arange(600.0), torch.tensor([0.5])])[None],
+    "integers among fractions": lambda x: torch.linspace(0, 999, 600).index_fill(0, torch.tensor([5, 9]), 301)[None],
+    "normalised": lambda x: torch.arange(600).float()[None] / 600,
+    "zeros": lambda x: torch.zeros(1, 600),
+    "multiples that the format holds": lambda x: 16 * torch.arange(200.0)[None],
+    "pixels": lambda x: torch.arange(256.0)[None],
+    "too large to be exact": lambda x: (torch.arange(600.0)[None] + 2.0**24) * 3,
+    "not finite": lambda x: torch.arange(600.0)[None].index_fill(1, torch.tensor([3]), math.inf),
 }
 
 
 def test_near_misses_are_no_finding():
     for (level, dtype), (name, make) in itertools.product(BOTH, NEAR.items()):
-        places = found("lost integers", Through(make), torch.ones(1), policy=policy(level, dtype))
+        places = found("lost integers", Through(make, make(None).shape[-1]), torch.ones(1), policy=policy(level, dtype))
         assert places == [], (level, dtype, name)
 
 

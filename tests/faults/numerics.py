@@ -191,17 +191,15 @@ FAULTS = (
          "self._noise[place][at].copy_(part)",
          "tests/numerics/test_operands.py::test_gradient_and_noise_are_those_of_float64_summed_over_passes_and_unscaled",
          "the gradient of a step would be that of its last pass"),
-        ("operands: evaluation counts", "        with torch.no_grad(), DisableTorchFunction():\n"
-         "            for role, form, counts in known.counted:\n",
-         "        for each in self._calls.values():\n            known.counted += each.counted\n"
-         "        with torch.no_grad(), DisableTorchFunction():\n"
-         "            for role, form, counts in known.counted:\n",
+        ("operands: evaluation counts",
+         "                self.counted.append((role, str(made.format), losses(operand, made)))\n",
+         "                self.watch.take(self.place, role, str(made.format), losses(operand, made))\n",
          "tests/numerics/test_operands.py::test_calls_count_once_where_gradients_come_back_through_them_whatever_runs_again",
          "what no gradient comes from would be told as lost in training"),
         ("operands: a listener stays", "        self._listening.close()\n", "",
          "tests/numerics/test_operands.py::test_recording_changes_no_bit_and_what_is_not_quantised_has_nothing",
          "each later step would cost what a recorded one does"),
-        ("operands: kinds choose nothing", "if role in self._roles:", "if True:",
+        ("operands: kinds choose nothing", "if role in self.watch.roles:", "if True:",
          "tests/numerics/test_operands.py::test_kinds_choose_operands_as_they_choose_tensors",
          "a recorder of weights would pay for activations"),
     ),

@@ -10,7 +10,8 @@ from torch import nn
 import mezzo
 from mezzo import UnsupportedError, numerics, plan
 from mezzo.overflow import Replay, locate
-from mezzo.trace.measure import is_finite, lost_integers, range_of
+from mezzo.trace.measure import is_finite, range_of
+from mezzo.trace.probes import lost_integers
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated"),

@@ -13,8 +13,6 @@ from torch import nn
 from mezzo.overflow import Overflow, Range, locate
 from mezzo.overflow.diagnose import Context, highest_scale
 from mezzo.overflow.watch import Watch
-from mezzo.trace.function_calls import Where
-from mezzo.trace.modes import KernelMode
 
 RANGE = Range(
     name="output", dtype="float16", shape=(2, 3), smallest=0.5, largest=32752.0, num_zeros=0, num_inf=2, num_nan=1,
@@ -74,7 +72,7 @@ def test_json_has_every_field():
 
 @pytest.fixture
 def watch():
-    return Watch(Context([nn.Linear(1, 1)], None), Where())
+    return Watch(Context([nn.Linear(1, 1)], None))
 
 
 def sources(watch):
@@ -83,7 +81,7 @@ def sources(watch):
 
 def test_a_number_has_one_origin_however_far_it_is_handed_on(watch):
     x = torch.zeros(3)
-    with KernelMode(watch):
+    with watch.recorder.kernel_mode:
         y = (x.log() + 1).view(3, 1).expand(3, 2).contiguous()[1:]
     assert sources(watch) == ["made"]
     assert watch.first([x, y]) is watch.origins[0]
@@ -92,7 +90,7 @@ def test_a_number_has_one_origin_however_far_it_is_handed_on(watch):
 
 def test_the_first_of_several_is_blamed(watch):
     x = torch.zeros(3)
-    with KernelMode(watch):
+    with watch.recorder.kernel_mode:
         a = x.log()
         b = x.reciprocal()
         y = a + b
@@ -101,9 +99,19 @@ def test_the_first_of_several_is_blamed(watch):
     assert watch.first([b]).kernel == "aten::reciprocal"
 
 
+def test_memory_that_is_written_to_in_part_has_the_origin_of_what_was_there(watch):
+    x = torch.zeros(3)
+    with watch.recorder.kernel_mode:
+        y = x.log()
+        y[1] = 1.0
+        z = y.add_(1).neg().mul(2)
+    assert sources(watch) == ["made"]
+    assert watch.first([z, y]).kernel == "aten::log"
+
+
 def test_what_is_meant_is_blamed_last(watch):
     x = torch.zeros(3)
-    with KernelMode(watch):
+    with watch.recorder.kernel_mode:
         y = x.masked_fill(torch.tensor([True, False, False]), -torch.inf) + x.log()
     assert sources(watch) == ["written", "made"]
     assert watch.first([y]).kernel == "aten::log"
@@ -113,7 +121,7 @@ def test_memory_that_nothing_was_written_to(watch):
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills it with NaN
     try:
-        with KernelMode(watch):
+        with watch.recorder.kernel_mode:
             x = torch.empty(3)
             assert bool(x.isnan().all())
             y = torch.add(torch.ones(3), 1, out=x)
@@ -125,7 +133,7 @@ def test_memory_that_nothing_was_written_to(watch):
 
 def test_a_sparse_tensor_that_a_cast_takes_beyond_its_range(watch):
     """It is followed by the numbers that it holds: what is cast is blamed, and nothing that reads it."""
-    with KernelMode(watch):
+    with watch.recorder.kernel_mode:
         y = torch.full((3,), 1e6).mul(torch.ones(3)).to_sparse().to(torch.float16).to_dense()
     assert not y.isfinite().any()
     assert sources(watch) == ["made"]
@@ -136,6 +144,7 @@ def test_a_sparse_tensor_that_a_cast_takes_beyond_its_range(watch):
 
 
 @example(limit=9, scale=2.0**16, needed=65504.0 * 100)
+@example(limit=9, scale=2.0**16, needed=0.0)
 @given(
     limit=st.integers(-30, 30),
     scale=st.floats(2.0**-20, 2.0**40),

@@ -7,7 +7,7 @@ import torch
 
 from mezzo.numerics import Recorder, exponent_histogram
 from mezzo.report import draw_curves
-from mezzo.report.page import draw, shares, smooth
+from mezzo.report.page import draw, draw_statistics, shares, smooth
 
 
 @pytest.fixture
@@ -85,3 +85,5 @@ def test_shares_are_of_all_values(tmp_path):
         recorder.step()
     draw(recorder.evidence, tmp_path / "histograms.png")
     assert (tmp_path / "histograms.png").read_bytes()[:4] == b"\x89PNG"
+    draw_statistics(tmp_path / "statistics.png", recorder.evidence.statistics())
+    assert (tmp_path / "statistics.png").read_bytes()[:4] == b"\x89PNG"

@@ -155,3 +155,33 @@ def test_nothing_counts_where_a_session_was_refused(ran, first):
     assert words == ["0", "torch.nn.modules.linear"]
     assert len(found.left_alone) == 1
     assert found.measured_steps == (2 if first else 0)
+
+
+# Positions, and compiled models -------------------------------------------------------------------------------
+
+
+def test_more_positions_than_the_format_has_integers_are_told_once(ran):
+    def made(count):
+        last = "self.last(torch.tanh(x @ self.first.weight.t()))"
+        places = f"y = {last}; return y + torch.arange({count}, dtype=y.dtype).sum()"
+        return steps("model(x)", times=3).replace(f"return {last}", places)
+
+    report, _ = ran(made(512))
+    ((where, what),) = report.positions.items()
+    assert what == "512 in BF16, which has 256 integers: make them in FP32"
+    assert re.search(r"script\.py:\d+$", where)
+    assert [line for line in report.lines if line.startswith("  positions")] == [f"  positions    {what} ({where})"]
+    assert ran(made(256))[0].positions == {}
+    assert ran(made(512), BF16.replace("bf16", "fp16"))[0].positions == {}
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_model_runs_compiled_once_its_first_steps_are_counted(ran):
+    backend = "graphs = []\ndef backend(graph, inputs):\n    graphs.append(graph)\n    return graph.forward\n"
+    text = steps("model(x)", times=8, model=f"{backend}model = Net()\nmodel.compile(backend=backend)")
+    report, words = ran(
+        text.replace("        seen.append((x @ self.first.weight.t()).dtype)\n", "") + "print(len(graphs) > 0)\n"
+    )
+    assert words == ["True"]
+    assert report.measured_steps == 3
+    assert report.low_share == 1.0

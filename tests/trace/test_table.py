@@ -7,7 +7,8 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo.policy import Policy
 from mezzo.trace.function_calls import LOSS, Where, here
-from mezzo.trace.recording import PassRecorder
+from mezzo.trace.modes import is_watched
+from mezzo.trace.recording import KernelTeller, PassRecorder
 from mezzo.trace.table import flops_by_format, flow, low_share
 
 
@@ -172,14 +173,12 @@ def test_a_call_is_told_before_and_after_and_a_kernel_with_what_it_read():
     assert [(each.op, each.has_returned) for each in table.calls] == [("ones", True), ("ones", True), ("matmul", False)]
 
 
-def test_a_shallow_recorder_knows_kernels_and_formats_alone():
-    recorder = PassRecorder(is_deep=False)
-    model, x = nn.Linear(8, 4).bfloat16(), torch.ones(2, 8, dtype=torch.bfloat16)
-    with recorder.watching():
+def test_kernels_alone_are_told_of_and_that_is_no_watching():
+    model, x, told = nn.Linear(8, 4).bfloat16(), torch.ones(2, 8, dtype=torch.bfloat16), []
+    with KernelTeller(told.append):
+        assert not is_watched()
         model(x).sum().backward()
-    table = recorder.table()
-    assert table.calls == []
-    assert not mezzo.trace.modes.is_watched()
-    assert flops_by_format(table.kernels) == {"bfloat16": 2 * 2 * 2 * 8 * 4}
-    product = next(each for each in table.kernels if each.kind == "product")
+    assert flops_by_format(told) == {"bfloat16": 2 * 2 * 2 * 8 * 4}
+    product = next(each for each in told if each.kind == "product")
     assert [value.shape for value in product.gives] == [(2, 4)]
+    assert (product.call.op, product.number) == ("", -1)

@@ -11,38 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.cast.casts import WeightCasts
-from mezzo.trace.function_calls import LOSS, Where, doing, user_line
+from mezzo.trace.function_calls import LOSS, around
 from mezzo.trace.measure import Names, edges, has_literal, is_finite, largest_in, needed, operands, range_of
-from mezzo.trace.modes import Products, hooked, watching
+from mezzo.trace.recording import KernelTeller, PassRecorder
 from mezzo.trace.sandbox import leaves_of, untouched
+from mezzo.trace.table import flops_by_format, low_share
 
 aten = torch.ops.aten
 
 
 # Where a pass is ----------------------------------------------------------------------------------------
-
-
-class Seen:
-    """Write down each kernel, the module that it belongs to, and whether gradients are computed."""
-
-    def __init__(self):
-        self.where, self.kernels, self.lines = Where(), [], []
-
-    def begin(self, function, args, kwargs):
-        self.lines.append(user_line())
-        place = type(self.where.now)(self.where.now.module, object())
-        self.where.enter(place)
-        return place
-
-    def finish(self, place, out):
-        pass
-
-    def before(self, kernel, args, kwargs):
-        pass
-
-    def kernel(self, kernel, args, kwargs, out, before):
-        name = kernel._schema.name.removeprefix("aten::")
-        self.kernels.append((name, self.where.place().module, self.where.is_gradient))
 
 
 class Net(nn.Module):
@@ -55,24 +33,27 @@ class Net(nn.Module):
 
 
 def test_each_kernel_belongs_to_the_module_that_runs_or_whose_backward_pass_runs():
-    model, seen = Net(), Seen()
-    with hooked(seen, [model]):
-        with watching(seen):
+    model, recorder = Net(), PassRecorder()
+    with recorder.hooked([model]):
+        with recorder.watching():
             loss = model(torch.ones(3, 4)).sum()
-        forward, seen.kernels = seen.kernels, []
-        with watching(seen, backward=True):
+        with recorder.watching(backward=True):
             loss.backward()
+    table = recorder.table()
+    names = [(each.kernel._schema.name.removeprefix("aten::"), each.module, each.phase) for each in table.kernels]
+    forward = [each[:2] for each in names if each[2] == "forward"]
     assert [each for each in forward if each[0] in ("mm", "addmm", "tanh", "exp", "sum")] == [
-        ("mm", "first", False), ("tanh", "body.0", False), ("addmm", "body.1", False), ("exp", "", False),
-        ("sum", LOSS, False),
+        ("mm", "first"), ("tanh", "body.0"), ("addmm", "body.1"), ("exp", ""), ("sum", LOSS),
     ]  # fmt: skip
-    products = [each for each in seen.kernels if each[0] in ("mm", "tanh_backward")]
+    products = [each for each in names if each[2] != "forward" and each[0] in ("mm", "tanh_backward")]
     # What a checkpoint recomputes is no gradient.
-    assert products == [("mm", "body.1", True), ("mm", "body.1", True), ("tanh_backward", "body.0", True),
-                        ("mm", "first", False), ("mm", "first", True)]  # fmt: skip
-    assert seen.where.modules_run == {"", "first", "body", "body.0", "body.1"}
-    assert seen.lines[0].rpartition(":")[0] == __file__
-    assert doing() == "other"
+    assert products == [
+        ("mm", "body.1", "backward"), ("mm", "body.1", "backward"), ("tanh_backward", "body.0", "backward"),
+        ("mm", "first", "recomputed"), ("mm", "first", "backward"),
+    ]  # fmt: skip
+    assert table.modules_run == {"", "first", "body", "body.0", "body.1"}
+    assert table.calls[0].line.rpartition(":")[0] == __file__
+    assert around() == ("other", ())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
@@ -96,12 +77,12 @@ def test_names_are_those_of_what_is_viewed_or_cast():
 def test_the_rotation_of_an_operand_is_no_product_of_the_model():
     layer = nn.Linear(32, 64, bias=False)
     handle = mezzo.prepare(layer, "O1,dtype=bfloat16,nvfp4_param=weight,nvfp4_tricks=rht")
-    with Products(torch.bfloat16) as products:
+    with KernelTeller((kernels := []).append):
         with handle.autocast():
             loss = layer(torch.ones(16, 32)).sum()
         loss.backward()
     # The input needs no gradient: the output and the weight's gradient, and neither of the two rotations.
-    assert products.flops == {"emulated": 2 * 2 * 16 * 32 * 64}
+    assert flops_by_format(kernels) == {"emulated": 2 * 2 * 16 * 32 * 64}
 
 
 def test_operations_of_products_are_counted_by_the_format_that_they_read():
@@ -112,15 +93,15 @@ def test_operations_of_products_are_counted_by_the_format_that_they_read():
         ("O1,dtype=bfloat16,emulate=false", "bfloat16"),
     ):
         handle = mezzo.prepare(model, f"{policy},fp32_module=1")
-        with Products(torch.bfloat16) as products:
+        with KernelTeller((kernels := []).append):
             with handle.autocast():
                 loss = model(x).sum()
             loss.backward()
         handle.remove()
         model.zero_grad()
         # The first layer's input needs no gradient: one product of the backward pass, of the second layer two.
-        assert products.flops == {low: 2 * first, "float32": 3 * second}
-        assert products.low_share == 2 * first / (2 * first + 3 * second)
+        assert flops_by_format(kernels) == {low: 2 * first, "float32": 3 * second}
+        assert low_share(flops_by_format(kernels), [torch.bfloat16]) == 2 * first / (2 * first + 3 * second)
 
 
 def test_a_pass_in_the_sandbox_leaves_everything_as_it_was():

@@ -155,8 +155,12 @@ class Differences:
         """Return torch's own autocast in the state these differences are from."""
         if not self.autocast:
             return torch.autocast(self.device_type, enabled=False)
-        own = torch.autocast(self.device_type, dtype=self.dtype)
+        own = _AUTOCAST(self.device_type, dtype=self.dtype)
         return differentiated_plainly(own) if self.has_any and not torch.compiler.is_compiling() else own
+
+
+#: Torch's own, whatever stands under its name while ``mezzo run`` runs a script.
+_AUTOCAST: Final = torch.autocast
 
 
 class Known(NamedTuple):

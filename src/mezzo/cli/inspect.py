@@ -31,8 +31,9 @@ from mezzo.cli.explain import explain_script
 from mezzo.errors import message, printable
 from mezzo.explanation.rows import format_text, share_text
 from mezzo.files import save_json
+from mezzo.numerics.evidence import STATISTICS, write_statistics
 from mezzo.policy import Policy
-from mezzo.report.page import draw, require_matplotlib
+from mezzo.report.page import draw, draw_statistics, require_matplotlib
 from mezzo.script.inspection import Inspection, Lost
 from mezzo.script.inspection import inspect as inspected
 
@@ -46,6 +47,7 @@ def inspect(
     ] = "O0",
     steps: Steps = None,
     every: Annotated[int, typer.Option(min=1, help="Steps from one recorded step to the next.")] = 50,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the model, as its torch.compile does.")] = False,
     out: Out = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -61,9 +63,9 @@ def inspect(
     [bold]mezzo inspect --steps 200 --every 20 --out look train.py[/bold]
 
     The verdict comes first; then what is wrong, the gravest first, with what to write; then what formats would lose.
-    What the script prints goes to stderr. --out holds evidence.jsonl, metrics.jsonl, found.policy to go on with,
-    histograms.png and summary.json. The exit code is 4 where the run goes wrong under its policy. Ctrl-C sums up what
-    there is, and the exit code is 130.
+    What the script prints goes to stderr. --out holds evidence.jsonl, statistics.jsonl (a line a step, module and
+    kind), metrics.jsonl, found.policy to go on with, pictures and summary.json. The exit code is 4 where the run goes
+    wrong under its policy. Ctrl-C sums up what there is, and the exit code is 130.
     """
     program = program_of(words, is_module)
     chosen = Policy.of(policy)
@@ -75,7 +77,7 @@ def inspect(
         (out / SUMMARY).unlink(missing_ok=True)
     try:
         with scripts_own(program):
-            found = inspected(program, chosen, steps=steps, every=every, out=out)
+            found = inspected(program, chosen, steps=steps, every=every, out=out, compiled=compiled)
     except typer.Exit:
         if out is not None:
             note(f"{program.name} failed; what was recorded until then is in {out}")
@@ -86,6 +88,8 @@ def inspect(
         _show(found, full)
     if out is not None:
         draw(found.evidence, out / "histograms.png")
+        write_statistics(found.evidence, out / STATISTICS)
+        draw_statistics(out / "statistics.png", found.evidence.statistics())
         (found.diagnosis.policy or chosen).save(out / "found.policy")
         save_json(found.to_dict(), out / SUMMARY)
         note(f"results: {out}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -16,17 +15,19 @@ from mezzo.cast.model.prepare import Prepared, as_named
 from mezzo.cast.products import recipe_of
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, UnsupportedError
+from mezzo.explanation.asking import Asked
 from mezzo.explanation.explanation import Explanation
 from mezzo.explanation.findings import findings
-from mezzo.explanation.rows import Cast, Emulated, Misaligned, Product, Row
+from mezzo.explanation.low_numbers import LowNumbers
+from mezzo.explanation.rows import Emulated, Row
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISED
 from mezzo.tensors import LOW, mapped, tensors
-from mezzo.trace.function_calls import Decider, Where, here
-from mezzo.trace.measure import LostIntegers, lost_integers
-from mezzo.trace.modes import hooked, watching
+from mezzo.trace.function_calls import Where, here
+from mezzo.trace.measure import LostIntegers
+from mezzo.trace.probes import RoundedIntegers, lost_integers
+from mezzo.trace.recording import PassRecorder
 from mezzo.trace.sandbox import as_training_runs, copied, devices_of, require_python, require_scalar
-from mezzo.trace.trace import Trace
 from mezzo.weights import halves
 
 Loss = Callable[[Any], Tensor]
@@ -106,13 +107,13 @@ def _traced(
     policy = as_named(model, policy)
     rounded = _rounded_buffers(model, policy)
     handle = Prepared(model, policy, tells=False)  # a finding does
-    trace = Trace(Decider(handle.policy, _ruled(model, handle.policy)), policy.dtype, Where(until=here()))
+    low = LowNumbers(model, lambda: recorder.recorded)
+    probes = [RoundedIntegers(), *low.probes] if policy.casts or policy.param_dtype in LOW else [RoundedIntegers()]
+    recorder = PassRecorder(handle.policy, _ruled(model, handle.policy), where=Where(until=here()), probes=probes)
     region = handle.autocast()
-    trace.learn(model, (args, kwargs))
-    for path, lost in rounded.items():
-        trace.round_buffer(model.get_buffer(path), lost, path)
-    with hooked(trace, [model]):
-        with region, watching(trace):
+    recorder.learn(model, (args, kwargs))
+    with recorder.hooked([model]):
+        with region, recorder.watching():
             output = model(*args, **kwargs)
             value = None if loss is None else require_scalar(loss(output), *_NO_LOSS)
         starts = _starts(output) if value is None else [value]
@@ -120,9 +121,10 @@ def _traced(
         if differentiable:
             # A sum in FP32 gives every output a gradient of ones, in the output's dtype.
             ones = [torch.ones_like(tensor) for tensor in differentiable]
-            with watching(trace, backward=True):
+            with recorder.watching(backward=True):
                 region.run_backward(differentiable, grad_tensors=ones)  # type: ignore[arg-type]
-    rows = tuple(_built(Row, key, count=count) for key, count in trace.rows.items())
+    asked = Asked(recorder.table(), policy.dtype, rounded)
+    rows, products = asked.rows(), asked.products()
     return Explanation(
         model=type(model).__name__,
         policy=str(policy),
@@ -130,11 +132,11 @@ def _traced(
         torch=torch.__version__,
         emulated=_emulated(policy, region.device_types, rows),
         rows=rows,
-        casts=_casts(trace),
-        misaligned=tuple(_built(Misaligned, key, count=count) for key, count in trace.products.items()),
-        findings=findings(model, policy, rows, trace, has_backward=bool(differentiable)),
-        products=_products(trace),
-        moved_bytes=trace.moved_bytes,
+        casts=asked.casts(),
+        misaligned=asked.misaligned(),
+        findings=findings(model, policy, rows, products, asked, low, has_backward=bool(differentiable)),
+        products=products,
+        moved_bytes=asked.moved_bytes(),
         weights=str(stored) if (stored := halves(model)).count else "",
     )
 
@@ -226,12 +228,6 @@ def _starts(output: Any) -> list[Tensor]:
 # After ------------------------------------------------------------------------------------------------
 
 
-def _built(kind: Any, key: tuple[Any, ...], **rest: Any) -> Any:
-    """Build a row from the fields under which a trace counts it, and from those that are left."""
-    names = [field.name for field in dataclasses.fields(kind) if field.name not in rest]
-    return kind(**dict(zip(names, key, strict=True)), **rest)
-
-
 def _emulated(policy: Policy, device_types: tuple[str, ...], rows: tuple[Row, ...]) -> tuple[Emulated, ...]:
     """Say why the families that were emulated were, on the first device that emulates them."""
     were = {family_of(row.op) for row in rows if row.emulated}
@@ -248,13 +244,3 @@ def _emulated(policy: Policy, device_types: tuple[str, ...], rows: tuple[Row, ..
             name = f"{treatment} products"
             found[name] = Emulated(name, "emulate=True asks for it" if policy.emulate is True else lacks)
     return tuple(found.values())
-
-
-def _casts(trace: Trace) -> tuple[Cast, ...]:
-    found = (_built(Cast, key, count=n, num_bytes=trace.cast_bytes[key]) for key, n in trace.casts.items())
-    return tuple(sorted(found, key=lambda cast: (cast.by == "emulation", -cast.num_bytes, cast.module)))
-
-
-def _products(trace: Trace) -> tuple[Product, ...]:
-    found = trace.flops.most_common()
-    return tuple(_built(Product, key, flops=flops, count=trace.num_products[key]) for key, flops in found)

@@ -9,13 +9,14 @@ from typing import Final
 import torch
 from torch import nn
 
-from mezzo.explanation.rows import Finding, Row, byte_text, folded, format_text, share_text
+from mezzo.explanation.asking import Asked
+from mezzo.explanation.low_numbers import LowNumbers
+from mezzo.explanation.rows import Finding, Product, Row, byte_text, folded, format_text, share_text
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED
 from mezzo.policy.rules import both, exact
 from mezzo.tensors import LOW
 from mezzo.trace.function_calls import LOSS, MODEL, place_text
-from mezzo.trace.trace import Trace
 
 #: C++ functions made of ops that have names of their own, and that no rule reaches inside.
 COMPOSITES: Final[Mapping[str, frozenset[str]]] = {
@@ -58,7 +59,14 @@ _WORTH_A_WORD: Final = 0.01
 
 
 def findings(
-    model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Trace, *, has_backward: bool
+    model: nn.Module,
+    policy: Policy,
+    rows: tuple[Row, ...],
+    products: tuple[Product, ...],
+    seen: Asked,
+    low: LowNumbers,
+    *,
+    has_backward: bool,
 ) -> tuple[Finding, ...]:
     """List what a user should know beside the tables.
 
@@ -66,15 +74,19 @@ def findings(
         model: The prepared copy.
         policy: The policy.
         rows: Every op.
+        products: The products of the forward pass.
         seen: What else was measured.
+        low: What sixteen bits have lost.
         has_backward: Whether a backward pass could run.
     """
+    integers = [*_lost_integers(seen)]
     found = [
         *_disagreements(rows),
         *_without_effect(model, policy, rows, seen),
         *_unreachable(policy, rows, seen),
-        *_fp32_products(policy, seen),
-        *_lost_integers(seen),
+        *_fp32_products(policy, products),
+        *integers,
+        *low.findings(told=integers),
         *_logits(seen),
         *_tied(model, policy, rows),
     ]
@@ -95,7 +107,7 @@ def _disagreements(rows: Iterable[Row]) -> Iterator[Finding]:
 # Rules without effect ---------------------------------------------------------------------------------
 
 
-def _without_effect(model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Trace) -> Iterator[Finding]:
+def _without_effect(model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Asked) -> Iterator[Finding]:
     """Tell rules that earlier ones leave nothing to from rules that this run gave nothing to."""
     modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
@@ -126,8 +138,8 @@ def _winners(rule: Rule, policy: Policy, modules: Iterable[str]) -> list[Rule]:
     return [next(each for each in policy.rules if each.matches(op=op, module=place)) for op in ops for place in places]
 
 
-def _reason(rule: Rule, rows: tuple[Row, ...], seen: Trace) -> str:
-    if rule.module is not None and not any(map(rule.matches_module, seen.where.modules_run)):
+def _reason(rule: Rule, rows: tuple[Row, ...], seen: Asked) -> str:
+    if rule.module is not None and not any(map(rule.matches_module, seen.table.modules_run)):
         return f": no module that {rule.module} matches was called"
     ops = rule.ops if len(rule.ops) == 1 else ()
     if elsewhere := sorted({row.module or MODEL for row in rows if row.op in ops}):
@@ -140,7 +152,7 @@ def _reason(rule: Rule, rows: tuple[Row, ...], seen: Trace) -> str:
 # Where no rule reaches ----------------------------------------------------------------------------------
 
 
-def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Trace) -> Iterator[Finding]:
+def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Asked) -> Iterator[Finding]:
     # What is for products of weights says nothing of those inside attention, say.
     rules = [rule for rule in policy.rules if rule.op is not None and rule.treatment not in QUANTISED]
     for row in rows:
@@ -162,25 +174,24 @@ def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Trace) -> Iterator
                 yield Finding(kind="unreachable", where=place_text(row.module, row.op), text=text)
 
 
-def _fp32_products(policy: Policy, seen: Trace) -> Iterator[Finding]:
+def _fp32_products(policy: Policy, products: tuple[Product, ...]) -> Iterator[Finding]:
     """Name the products that a low policy leaves in FP32, those with the largest share first."""
-    total = seen.flops.total()
+    total = sum(product.flops for product in products)
     if policy.dtype == torch.float32 or not total:
         return
-    for (module, op, dtype, why, line), amount in seen.flops.most_common():
-        if dtype == "float32":
-            text = f"ran in float32: {100 * amount / total:.3g} % of the FLOPs of the forward pass's products"
-            yield Finding(
-                kind="FP32 product", where=place_text(module, op, line), text=f"{text}; {why}" if why else text
-            )
+    for product in products:
+        if product.dtype == "float32":
+            text = f"ran in float32: {100 * product.flops / total:.3g} % of the FLOPs of the forward pass's products"
+            text = f"{text}; {product.why}" if product.why else text
+            yield Finding(kind="FP32 product", where=place_text(product.module, product.op, product.line), text=text)
 
 
 # What users ask for: positions, logits, tied weights --------------------------------------------------
 
 
-def _lost_integers(seen: Trace) -> Iterator[Finding]:
+def _lost_integers(seen: Asked) -> Iterator[Finding]:
     """Name the low products that read positions, indices or times which their format does not hold."""
-    places = list(seen.integers)
+    places = list(seen.integers())
     for fold in folded(places, lambda place: place[0], lambda place: place[1:]):
         module, op, line, found = fold.rows[0]
         lost, path = found.lost, exact(module)
@@ -206,20 +217,21 @@ def _lost_integers(seen: Trace) -> Iterator[Finding]:
         )
 
 
-def _logits(seen: Trace) -> Iterator[Finding]:
+def _logits(seen: Asked) -> Iterator[Finding]:
     """Name the cast of the logits where it is a large share of what all casts read and write."""
-    total = sum(size for key, size in seen.cast_bytes.items() if key[-1] != "emulation")
-    size = sum(account.num_bytes for account in seen.logits)
-    if not size or size < _LARGE_SHARE * total or size < _WORTH_A_WORD * seen.moved_bytes:
+    total = seen.num_bytes([account for account in seen.accounts.values() if account.by != "emulation"])
+    logits = seen.logits()
+    size = seen.num_bytes(logits)
+    if not size or size < _LARGE_SHARE * total or size < _WORTH_A_WORD * seen.moved_bytes():
         return
-    first = max(seen.logits, key=lambda account: account.num_bytes)
-    op = "" if first.place.call is None or first.place.call.hidden else first.place.call.op
+    first = max(logits, key=lambda account: seen.num_bytes([account])).cast
+    op = "" if first.call.hidden else first.call.op
     write = "the loss in chunks of rows, for part in hidden.split(1024), which holds a part of the logits at a time"
     if hasattr(torch.nn.functional, "linear_cross_entropy"):
         write = f"torch.nn.functional.linear_cross_entropy, which never holds all logits; or {write}"
     cost = f"{byte_text(size)}, {share_text(size, total)} of what all casts read and write"
     text = f"the cast of the logits to FP32, and of their gradient back, takes {cost}: write {write}"
-    yield Finding(kind="logits", where=place_text(first.place.module, op, first.line).rstrip(), text=text)
+    yield Finding(kind="logits", where=place_text(first.module, op, first.call.line).rstrip(), text=text)
 
 
 def _tied(model: nn.Module, policy: Policy, rows: tuple[Row, ...]) -> Iterator[Finding]:

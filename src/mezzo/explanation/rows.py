@@ -100,6 +100,12 @@ FindingKind = Literal[
     "lost integers",
     "logits",
     "tied weights",
+    "sum by hand",
+    "positions",
+    "basis",
+    "criterion",
+    "forward derivative",
+    "codes",
 ]
 
 
@@ -236,7 +242,9 @@ class Finding:
             forward pass. ``no backward``: nothing
             requires a gradient. ``lost integers``: positions, indices or times, exact in FP32, are rounded on their
             way into a low product. ``logits``: their cast is a large share of all casts. ``tied weights``: one tensor
-            under two names, of which a rule speaks about one.
+            under two names, of which a rule speaks about one. Of numbers that sixteen bits do not hold: ``sum by
+            hand``, ``positions``, ``basis`` (a filter bank, or another product with constants), ``criterion`` (a loss
+            that computes low), ``forward derivative`` and ``codes`` (integers that are read off low numbers).
         where: A rule, or a module and an op.
         text: What was found, and what to do about it.
     """

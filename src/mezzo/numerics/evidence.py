@@ -377,6 +377,28 @@ class Evidence:
             )  # fmt: skip
         return made
 
+    def statistics(self) -> Iterator[dict[str, Any]]:
+        """Yield a row for each recorded step, module and kind: where its numbers lie, as JSON has it.
+
+        ``largest`` is the largest finite magnitude; ``zeros``, ``infs``, ``nans``, ``flushed_fp16`` (zero in FP16) and
+        ``swallowed_bf16`` (updates that vanish in BF16 weights; ``None`` where there are none) are counts of ``count``.
+        """
+        for recorded in self.steps:
+            groups: dict[tuple[str, str], list[RecordedTensor]] = {}
+            for each in recorded.tensors:
+                groups.setdefault((each.module, each.kind), []).append(each)
+            for (module, kind), several in groups.items():
+                together = ExponentHistogram.total_of(each.histogram for each in several)
+                lost = [each.swallowed.swallowed.get("bfloat16") for each in several if each.swallowed is not None]
+                yield {
+                    "step": recorded.step, "module": module, "kind": kind,
+                    "dtype": "+".join(dict.fromkeys(each.dtype for each in several)),
+                    "largest": together.max_abs, "zeros": together.zeros, "infs": together.infs,
+                    "nans": together.nans, "flushed_fp16": together.coverage("float16").underflow,
+                    "swallowed_bf16": sum(each or 0 for each in lost) if lost and None not in lost else None,
+                    "count": together.total,
+                }  # fmt: skip
+
     def _chosen(self, step: Steps) -> Iterator[RecordedStep]:
         """Return the steps asked for, newest first."""
         if isinstance(step, int):
@@ -449,8 +471,9 @@ class Evidence:
 # powers of two, and only so is it known on which side of a limit they lie. Exponents without values are left out.
 # Numbers that JSON cannot write are the texts ``"nan"``, ``"inf"`` and ``"-inf"``.
 
-#: What the file is called in a folder of results.
+#: What the file is called in a folder of results, and the one of :meth:`Evidence.statistics` beside it.
 FILE: Final = "evidence.jsonl"
+STATISTICS: Final = "statistics.jsonl"
 SCHEMA: Final = 3
 
 
@@ -463,6 +486,16 @@ def write(evidence: Evidence, path: str | os.PathLike[str]) -> None:
     lines = [_line({"schema": SCHEMA, **dataclasses.asdict(evidence.header)}), *map(_step_line, evidence.steps)]
     with whole(path) as file:
         file.writelines(line.encode() for line in lines)
+
+
+def write_statistics(evidence: Evidence, path: str | os.PathLike[str]) -> None:
+    """Write :meth:`Evidence.statistics`, a JSON object a line; the file appears whole or not at all.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with whole(path) as file:
+        file.writelines(_line(row).encode() for row in evidence.statistics())
 
 
 def write_step(file: IO[str], header: EvidenceHeader, step: RecordedStep) -> None:

@@ -107,7 +107,7 @@ class Origin:
     path: str = ""
     cast_by: Literal["policy", "model"] | None = None
     made_nan_by: str = ""
-    readers: dict[Reader, None] = field(default_factory=dict)
+    readers: list[Reader] = field(default_factory=list)
 
     @property
     def rank(self) -> tuple[bool, int]:
@@ -493,7 +493,7 @@ def highest_scale(
     if not is_finite_at(2.0**low):
         return None
     guess = high - 1
-    if needed is not None and math.isfinite(needed):
+    if needed and math.isfinite(needed):
         guess = math.floor(math.log2(scale * limit / needed))
     while high - low > 1:
         middle = guess if low < guess < high else (low + high) // 2

@@ -32,7 +32,7 @@ from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name, mapped, mark, tensors
 from mezzo.trace.function_calls import Where, here, user_line
 from mezzo.trace.measure import is_finite, named_inputs, numbered, shape_text
-from mezzo.trace.modes import after_forward, before_forward, hooked, is_watched, watching
+from mezzo.trace.modes import after_forward, before_forward, is_watched
 from mezzo.trace.sandbox import RandomStates, devices_of, gradients_aside, leaves_of, untouched
 
 # ``locate``: one watched forward and backward pass, and the first non-finite tensor that leads on.
@@ -140,7 +140,7 @@ class Search:
 
     def __init__(self, context: Context, where: Where | None = None) -> None:
         self.context = context
-        self.watch = Watch(context, where or Where())
+        self.watch = Watch(context, where)
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -149,7 +149,7 @@ class Search:
             for prefix, model in numbered(self.context.models):
                 learn = partial(self._learn, prefix)
                 hooks.callback(before_forward(model, learn, prepend=True, with_kwargs=True).remove)
-            hooks.enter_context(hooked(self.watch, self.context.models))
+            hooks.enter_context(self.watch.recorder.hooked(self.context.models))
             yield
 
     def _learn(self, prefix: str, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -157,7 +157,7 @@ class Search:
 
     def forward(self, fn: Callable[[], Any]) -> Any:
         """Run a forward pass, watched."""
-        with watching(self.watch):
+        with self.watch.recorder.watching():
             return fn()
 
     def backward(self, starts: Sequence[Tensor], gradients: Sequence[Tensor], run: Backward) -> Overflow | None:
@@ -169,7 +169,7 @@ class Search:
             run: What runs it.
         """
         with gradients_aside(leaves := self._leaves(starts)):
-            with watching(self.watch, backward=True):
+            with self.watch.recorder.watching(backward=True):
                 run(starts, grad_tensors=gradients, retain_graph=True)
             found = [leaf.grad for leaf in leaves if leaf.grad is not None]
         origin = self.watch.first(found)

@@ -12,47 +12,32 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.amp.autocast_mode import is_autocast_available
-from torch.autograd.function import BackwardCFunction
 
 from mezzo.backward import current_node
-from mezzo.cast.notes import notes
-from mezzo.dispatch import DisableTorchFunction
-from mezzo.overflow.diagnose import BOUNDED, SOFTMAX, Context, Origin, Phase, Reader
-from mezzo.policy import Policy
+from mezzo.overflow.diagnose import BOUNDED, SOFTMAX, Context, Origin, Reader
 from mezzo.policy.ops import OPS
 from mezzo.tensors import has_fraction, tensors
 from mezzo.trace import measure
-from mezzo.trace.function_calls import LOSS, Decider, Place, Where, kernel_name
-from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view, same_storage
+from mezzo.trace.function_calls import LOSS, Where
 from mezzo.trace.measure import Edge, Names, Operand, Range, edges
+from mezzo.trace.recording import Held, PassRecorder
+from mezzo.trace.table import CallRecord, KernelRecord
+
+_CASTS = ("cast", "free cast")
 
 
-class _Ran(NamedTuple):
-    """A kernel that has run.
+class _Spoiled(NamedTuple):
+    """A kernel whose results are not finite.
 
     Attributes:
-        kernel: The kernel.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        read: What it read, as it was before.
-        results: Its results that hold fractions.
-        bad: The number of the first of them that is not finite.
+        record: The kernel.
+        origin: Where they have it from.
+        memories: The memories of those results.
     """
 
-    kernel: Any
-    args: Any
-    kwargs: Any
-    read: list[Operand]
-    results: list[Tensor]
-    bad: int
-
-    @property
-    def name(self) -> str:
-        return str(self.kernel._schema.name)
-
-    @property
-    def result(self) -> Tensor:
-        return self.results[self.bad]
+    record: KernelRecord
+    origin: Origin
+    memories: set[int]
 
 
 class Watch:
@@ -61,146 +46,104 @@ class Watch:
     Args:
         context: The models, which give modules and parameters their names, and their policy.
         where: Where the pass is.
+
+    Attributes:
+        recorder: What records the passes.
+        names: What parameters, buffers and inputs are called.
+        origins: What was the first on its path to be non-finite, in the order of execution.
     """
 
-    def __init__(self, context: Context, where: Where) -> None:
-        self.where, self.names = where, Names(context.models)
+    def __init__(self, context: Context, where: Where | None = None) -> None:
+        self.recorder = PassRecorder(context.policy, where=where, called=self._begin, ran=self._look)
+        self.names = Names(context.models)
         self.origins: list[Origin] = []
         self._context = context
-        self._decider = Decider(context.policy or Policy.O0(), {})
-        self._from, self._wide = Storages[Origin](), Storages[Origin]()
-        self._copies = Storages[str]()  # the names of what was cast
-        self._arguments: dict[int, tuple[Place, dict[Edge, str]]] = {}
-        self._last: tuple[Any, _Ran] | None = None  # and the call or the autograd node that it belongs to
+        self._from: dict[int, Origin] = {}  # by memory, as the next
+        self._copies: dict[int, str] = {}  # the names of what was cast
+        self._spoiled: list[_Spoiled] = []
+        self._arguments: dict[CallRecord, dict[Edge, str]] = {}
+        self._last: tuple[KernelRecord, list[Operand]] | None = None  # and what it read
 
-    # Calls --------------------------------------------------------------------------------------------
+    def _begin(self, call: CallRecord, function: Any, args: Any, kwargs: Any) -> None:
+        """Remember what a call's gradients will be gradients of."""
+        self._arguments[call] = edges(args, kwargs)
+        kinds = {tensor.device.type for tensor in tensors((args, kwargs))}
+        known = filter(is_autocast_available, kinds)  # no meta device
+        self._context.autocasts |= any(map(torch.is_autocast_enabled, known))
 
-    def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
-        """Be in a call, and remember what its gradients will be gradients of."""
-        with DisableTorchFunction():
-            # A region above the mode that tells may have taken apart what the user's code calls.
-            ops = [note.about for note in notes() if note.kind == "op"]
-            around = self.where.now
-            call = self._decider.call(ops[-1] if ops else function, args, kwargs, around.path)
-            call.line = self.where.line()
-            place = Place(around.module, call)
-            self.where.enter(place)
-            self._arguments[id(place)] = place, edges(args, kwargs)  # with the place, so that its id stays its own
-            kinds = {tensor.device.type for tensor in tensors((args, kwargs))}
-            known = filter(is_autocast_available, kinds)  # no meta device
-            self._context.autocasts |= any(map(torch.is_autocast_enabled, known))
-        return place
-
-    def finish(self, place: Place, out: Any) -> None:
-        """Need nothing of what a call returns: its kernels have been looked at."""
-
-    def _place(self) -> Place:
-        """Return where a kernel belongs; emulation runs backward passes inside its own, whose kernels belong to it."""
-        nodes = (note.about for note in reversed(notes()) if isinstance(note.about, BackwardCFunction))
-        node = next(nodes, None) if self.where.is_backward else None
-        return self.where.place() if node is None else self.where.of_node(node)
-
-    @property
-    def _phase(self) -> Phase:
-        return "backward" if self.where.is_gradient else "forward"
-
-    # Kernels ------------------------------------------------------------------------------------------
-
-    def before(self, kernel: Any, args: Any, kwargs: Any) -> list[Operand]:
-        """Keep what a kernel is about to read."""
-        return measure.operands(kernel, args, kwargs)
-
-    def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: list[Operand]) -> None:
+    def _look(self, record: KernelRecord, held: Held) -> None:
         """Look at what a kernel made."""
-        results = [tensor for tensor in tensors(out) if has_fraction(tensor.dtype)]
-        if not results or is_view(kernel) or is_allocation(kernel):
-            return
-        with DisableTorchFunction():
-            bad = [number for number, result in enumerate(results) if not measure.is_finite(result)]
-            ran = _Ran(kernel, args, kwargs, before, results, bad[0] if bad else 0)
-            if bad:
-                num_before = len(self.origins)
-                origin = self._origin(ran)
-                self._from.put((results[number] for number in bad), origin)
-                is_new = origin.number >= num_before and origin.source == "made"
-                self._follow(origin if is_new else None, before, [results[number] for number in bad])
-            if is_cast(kernel, args, out) and (name := self._called(args[0])) is not None:
-                self._copies.put([out], name)
-            self._last = self._asker(), ran
+        results = [tensor for tensor in tensors(held.out) if has_fraction(tensor.dtype)]
+        bad = [number for number, result in enumerate(results) if not measure.is_finite(result)]
+        if bad:
+            origin = self._origin(record, held, results[bad[0]], bad[0])
+            memories = {self._memory(results[number]) for number in bad}
+            self._from.update(dict.fromkeys(memories, origin))
+            self._spoiled.append(_Spoiled(record, origin, memories))
+        if record.kind in _CASTS and (name := self._called(held.args[0])) is not None:
+            self._copies[self._memory(held.out)] = name
+        if results:
+            self._last = record, held.before
 
-    def _asker(self) -> Any:
-        """Return what two kernels of one call share: the call, or the autograd node."""
-        return current_node() if self.where.is_backward else self.where.now
+    def _call(self, record: KernelRecord) -> CallRecord | None:
+        """Return the call of a torch function that a kernel belongs to; above an extension's kernel there is none."""
+        return record.call if record.call in self._arguments else None
 
-    def _origin(self, ran: _Ran) -> Origin:
+    def _memory(self, tensor: Tensor) -> int:
+        return self.recorder.value(tensor).memory
+
+    def _origin(self, record: KernelRecord, held: Held, result: Tensor, position: int) -> Origin:
         """Return where the result that is not finite has it from."""
         bad = (
-            each for each in ran.read if not measure.is_finite(each.tensor) and not self.names.was_finite(each.argument)
+            each
+            for each in held.before
+            if not measure.is_finite(each.tensor) and not self.names.was_finite(each.argument)
         )
-        sources = [self._source(operand, ran.kernel) for operand in bad]
+        # One that no kernel made was there before.
+        sources = [self._from.get(self._memory(each.argument)) or self._given(each.argument, record) for each in bad]
         if not sources:
-            return self._made(ran)
+            return self._made(record, held, result, position)
         found = min(sources, key=lambda origin: origin.rank)
-        if found.may_be_meant and measure.has_nan(ran.result):
-            if kernel_name(ran.kernel) in SOFTMAX or "scaled_dot_product" in ran.name:
-                return self._add("masked", ran.kernel, ran.result, ran.read)
+        if found.may_be_meant and measure.has_nan(result):
+            if record.name in SOFTMAX or "scaled_dot_product" in record.name:
+                return self._add("masked", record, result, held.before)
             if not found.made_nan_by:
-                call = self._place().call
-                line = "" if call is None or call.line is None else f" ({call.line})"
-                found.made_nan_by = f"{kernel_name(ran.kernel) if call is None else call.op}{line}"
+                line = f" ({record.call.line})" if record.call.line else ""
+                found.made_nan_by = f"{record.call.op or record.name}{line}"
         return found
-
-    def _source(self, operand: Operand, kernel: Any) -> Origin:
-        """Return the origin of a non-finite tensor; one that no kernel made was there before."""
-        known = self._from.get(operand.tensor) or self._from.get(operand.argument)
-        return known or self.given(operand.argument, kernel)
-
-    def _follow(self, new: Origin | None, read: list[Operand], bad: list[Tensor]) -> None:
-        """Follow numbers that are too large through the forward pass, until an op brings them back into range."""
-        if self._phase == "backward":
-            return
-        if new is not None:
-            self._wide.put(bad, new)
-        place = self._place()
-        op = "" if place.call is None else place.call.op
-        entry = OPS.get(op)
-        reader = Reader(place.module, op, entry is not None and entry.portable == "low")
-        for origin in {origin for operand in read if (origin := self._wide.get(operand.argument)) is not None}:
-            origin.readers[reader] = None
-            if op not in BOUNDED and place.module != LOSS:
-                self._wide.put(bad, origin)
 
     # Origins ------------------------------------------------------------------------------------------
 
-    def _made(self, ran: _Ran) -> Origin:
+    def _made(self, record: KernelRecord, held: Held, result: Tensor, position: int) -> Origin:
         """Note a tensor that a kernel made non-finite out of finite numbers."""
-        kernel, args, kwargs, read, _, position = ran
-        if measure.has_literal(args, kwargs):
-            origin = self._add("written", kernel, ran.result, read)
+        if measure.has_literal(held.args, held.kwargs):
+            origin = self._add("written", record, result, held.before)
             origin.may_be_meant = origin.tensor.num_nan == 0
             return origin
-        if not is_cast(kernel, args, ran.result):
-            origin = self._add("made", kernel, ran.result, read)
-            origin.needed, origin.holds = measure.needed(ran.result.dtype, kernel, args, kwargs, read, position)
+        if record.kind not in _CASTS:
+            origin = self._add("made", record, result, held.before)
+            origin.needed, origin.holds = measure.needed(
+                result.dtype, record.kernel, held.args, held.kwargs, held.before, position
+            )
             return origin
-        doing = {note.kind for note in notes()}
-        is_emulated = "emulation" in doing
-        asker, last = self._last or (None, ran)
-        if same_storage(last.results[0], args[0]) and (is_emulated or asker is self._asker()):
+        before, is_emulated = held.args[0], record.by == "emulation"
+        last, read = self._last or (record, [])
+        is_of_call = (self._call(last) or last.module, last.node) == (self._call(record) or record.module, record.node)
+        if last is self.recorder.recorded.maker(record.reads[0]) and (is_emulated or is_of_call):
             # The call rounds its own result: what counts is what the result was computed from.
-            rounded = [Operand(each.name, each.tensor.to(ran.result.dtype), each.argument) for each in last.read]
-            origin = self._add("made", kernel, ran.result, rounded if is_emulated else last.read)
-            origin.kernel = last.name
+            rounded = [Operand(each.name, each.tensor.to(result.dtype), each.argument) for each in read]
+            origin = self._add("made", record, result, rounded if is_emulated else read)
+            origin.kernel = str(last.kernel._schema.name)
         else:
-            origin = self._add("made", kernel, ran.result, read)
-            self._name_cast(origin, args[0], by_mezzo="cast" in doing)
-        origin.needed, origin.holds = measure.range_of(args[0], "").largest, args[0].dtype
+            origin = self._add("made", record, result, held.before)
+            self._name_cast(origin, before, record)
+        origin.needed, origin.holds = measure.range_of(before, "").largest, before.dtype
         return origin
 
-    def _name_cast(self, origin: Origin, before: Tensor, *, by_mezzo: bool) -> None:
+    def _name_cast(self, origin: Origin, before: Tensor, record: KernelRecord) -> None:
         if origin.phase == "backward":
             return
-        call = self._place().call
+        call, by_mezzo = self._call(record), record.by in ("cast", "quantised")
         origin.cast_by = "model" if call is not None and call.is_conversion and not by_mezzo else "policy"
         found = self.names.of(before)
         if found is not None:
@@ -208,10 +151,10 @@ class Watch:
         if origin.cast_by == "policy":
             origin.rename(f"{'argument' if found is None else found[1]} cast to {origin.tensor.dtype}")
 
-    def given(self, tensor: Tensor, kernel: Any = None) -> Origin:
+    def _given(self, tensor: Tensor, record: KernelRecord | None = None) -> Origin:
         """Note a tensor that is non-finite and that nothing in the pass has made."""
         found = self.names.of(tensor)
-        origin = self._add("given", kernel, tensor, [])
+        origin = self._add("given", record, tensor, [])
         origin.may_be_meant = measure.is_like_a_mask(tensor)
         origin.role, origin.path = ("input", "a tensor made before the step") if found is None else found[:2]
         origin.rename(origin.path)
@@ -222,30 +165,30 @@ class Watch:
             origin.rename(f"{origin.path} cast to {origin.tensor.dtype}")
         return origin
 
-    def _add(self, source: Any, kernel: Any, tensor: Tensor, read: list[Operand]) -> Origin:
-        place, phase = self._place(), self._phase
-        call = place.call
-        bare = "" if kernel is None else kernel_name(kernel)
+    def _add(self, source: Any, record: KernelRecord | None, tensor: Tensor, read: list[Operand]) -> Origin:
+        call = None if record is None else self._call(record)
+        is_backward = record is not None and record.phase == "backward"
+        bare = "" if record is None else record.name
         # Autograd adds up what arrives along several ways by itself, after the node's own hooks.
-        name = "output" if phase == "forward" else "sum of gradients" if bare == "add" else "gradient"
+        name = "output" if not is_backward else "sum of gradients" if bare == "add" else "gradient"
         origin = Origin(
             number=len(self.origins),
             source=source,
-            phase=phase,
-            module=place.module,
+            phase="backward" if is_backward else "forward",
+            module=LOSS if record is None else record.module,
             op=bare if call is None else call.op,
-            kernel="" if kernel is None else str(kernel._schema.name),
-            line=self.where.line() if call is None else call.line,
+            kernel="" if record is None else str(record.kernel._schema.name),
+            line=self.recorder.where.line() if call is None else call.line,
             rule=None if call is None else call.decision.rule,
             dtype=tensor.dtype,
             tensor=measure.range_of(tensor, name),
             inputs=tuple(self._range(operand) for operand in read),
         )
         self.origins.append(origin)
-        self._from.put([tensor], origin)
+        self._from[self._memory(tensor)] = origin
         node = current_node()
-        if phase == "backward" and node is not None:
-            self._name_later(origin, node, self._arguments.get(id(place), (place, {}))[1])
+        if is_backward and node is not None:
+            self._name_later(origin, node, {} if call is None else self._arguments[call])
         return origin
 
     def _range(self, operand: Operand) -> Range:
@@ -253,14 +196,14 @@ class Watch:
 
     def _called(self, tensor: Tensor) -> str | None:
         found = self.names.of(tensor)
-        return self._copies.get(tensor) if found is None else found[1]
+        return self._copies.get(self._memory(tensor)) if found is None else found[1]
 
     def _name_later(self, origin: Origin, node: Any, arguments: dict[Edge, str]) -> None:
         """Name a gradient once its node has run, when it is known along which edge it goes."""
 
         def name(gradients: Sequence[Tensor | None], _: Any) -> None:
             for slot, gradient in enumerate(gradients):
-                if gradient is not None and self._from.get(gradient) is origin:
+                if gradient is not None and self._from.get(self._memory(gradient)) is origin:
                     origin.rename(f"gradient of {self.names.of_edge(node.next_functions[slot], arguments)}")
 
         node.register_hook(name)
@@ -272,5 +215,23 @@ class Watch:
         bad = [tensor for tensor in ends if not measure.is_finite(tensor)]
         if not bad:
             return None
-        known = [origin for tensor in bad if (origin := self._from.get(tensor)) is not None]
-        return min(known or self.origins, key=lambda origin: origin.rank, default=None) or self.given(bad[0])
+        known = [origin for tensor in bad if (origin := self._from.get(self._memory(tensor))) is not None]
+        origin = min(known or self.origins, key=lambda origin: origin.rank, default=None) or self._given(bad[0])
+        origin.readers = self._readers(origin)
+        return origin
+
+    def _readers(self, origin: Origin) -> list[Reader]:
+        """Follow numbers that are too large through the forward pass, until an op brings them back into range."""
+        found, wide = dict[Reader, None](), set[int]()
+        for record, source, memories in self._spoiled if origin.source == "made" else ():
+            if record.phase == "backward":
+                continue
+            if not wide.isdisjoint(value.memory for value in record.reads):
+                op = record.call.op
+                entry = OPS.get(op)
+                found[Reader(record.module, op, entry is not None and entry.portable == "low")] = None
+                if op not in BOUNDED and record.module != LOSS:
+                    wide |= memories
+            elif source is origin and not wide:
+                wide |= memories
+        return list(found)

@@ -15,15 +15,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 from torch.fx import Node
-from torch.utils.flop_counter import flop_registry
 
-from mezzo.dispatch import FakeTensorMode, TorchDispatchMode
+from mezzo.dispatch import FakeTensorMode
 from mezzo.plan.balance import Balance
 from mezzo.plan.cut import Edge, Problem, cost
 from mezzo.plan.graph import Graph, GraphOp, hint, is_floating, memory_of, num_elements, trains, value_of
 from mezzo.policy.ops import OPS
 from mezzo.tensors import mapped, tensors
-from mezzo.trace.kernels import is_allocation, is_view
+from mezzo.trace.kernels import read_bytes
+from mezzo.trace.recording import KernelTeller
+from mezzo.trace.table import KernelRecord
 
 #: What the other of time and memory counts for, where one alone is asked for: it decides between what is equal.
 _HARDLY: Final = 2.0**-20
@@ -52,43 +53,6 @@ class Moved:
     kept_bytes: int
     dtype: torch.dtype | None
     is_product: bool
-
-
-class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Count what kernels read, write and compute."""
-
-    def __init__(self, balance: Balance, *, low: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.balance, self.low = balance, low
-        self.num_bytes, self.work, self.is_product = 0, 0.0, False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if is_allocation(func) or is_view(func) or func.namespace == "prim":  # which asks fake tensors for their device
-            return out
-        moved = _moved_by(func, list(tensors((args, kwargs))), list(tensors(out)))
-        counter = flop_registry.get(func._overloadpacket)
-        flops = 0 if counter is None else int(counter(*args, **(kwargs or {}), out_val=out))
-        self.num_bytes += moved
-        self.work += self.balance.work(moved, flops, low=self.low)
-        self.is_product |= flops > 0
-        return out
-
-
-#: Kernels that read of a table only what they give.
-_LOOKS_UP: Final = frozenset("embedding gather index index_select".split())
-
-
-def _moved_by(kernel: Any, given: list[Tensor], results: list[Tensor]) -> int:
-    """Count what a kernel reads and writes."""
-    if str(kernel._schema.name).removeprefix("aten::") in _LOOKS_UP:
-        return 2 * sum(map(_bytes, results)) + sum(_bytes(each) for each in given if not each.is_floating_point())
-    return sum({id(each): _bytes(each) for each in (*given, *results)}.values())
-
-
-def _bytes(tensor: Tensor) -> int:
-    """What there is to read of a tensor: of an expanded one, what is in memory."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 class Meter:
@@ -129,7 +93,7 @@ class Meter:
     def _measure(self, op: GraphOp, node: Node, low: bool) -> Moved:
         dtype = self.graph.policy.dtype if low else torch.float32
         reads = {id(each) for each in op.reads}
-        counter, packed = _Kernels(self.balance, low=low or op.kind == "inside"), list[Tensor]()
+        kernels, packed = list[KernelRecord](), list[Tensor]()
 
         def pack(tensor: Tensor) -> Tensor:
             packed.append(tensor)
@@ -143,7 +107,7 @@ class Meter:
                 casts = op.kind != "inside" and (id(each) in reads or self.graph.makers.get(each) is op)
                 wanted = torch.float32 if each in op.wide_reads else dtype if casts else None
                 made[each] = _fake_of(value_of(each), wanted, leaves if trains(node) else None)
-            with counter, torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
+            with KernelTeller(kernels.append), torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each):
                 results = _run(
                     node, made, dtype if op.is_wide_inside and low and not self.graph.emulates(op.name) else None
                 )
@@ -152,11 +116,14 @@ class Meter:
         given = {memory_of(each): place for place, each in enumerate(made.values()) if isinstance(each, Tensor)}
         own = {memory_of(each) for each in floats}
         kept = {memory_of(each): each for each in packed}
+        flops = [0 if record.flops is None else record.flops[0] for record in kernels]
+        is_low = low or op.kind == "inside"
+        work = (self.balance.work(each.num_bytes, n, low=is_low) for each, n in zip(kernels, flops, strict=True))
         return Moved(
-            num_bytes=counter.num_bytes, work=counter.work, is_product=counter.is_product,
+            num_bytes=sum(each.num_bytes for each in kernels), work=sum(work), is_product=any(flops),
             keeps=tuple(sorted(given[each] for each in kept if each in given)),
             keeps_result=any(each in own and each not in given for each in kept),
-            kept_bytes=sum(_bytes(each) for key, each in kept.items() if key not in given and key not in own),
+            kept_bytes=sum(read_bytes(each) for key, each in kept.items() if key not in given and key not in own),
             dtype=floats[0].dtype if floats else None,
         )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -17,6 +17,7 @@ from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.numerics import KINDS, Evidence, ExponentHistogram
 from mezzo.report.verdict import cells, operand_cells, short, verdict
 from mezzo.script.comparison import Comparison, Run
+from mezzo.trace.function_calls import MODEL
 from mezzo.trace.observe import BINS, FIRST
 
 # Where the values of a run lie: one picture of evidence, the share of values in each power of two.
@@ -73,6 +74,43 @@ def draw(evidence: Evidence, path: str | os.PathLike[str]) -> None:
     axes[0].legend(loc="upper right", fontsize=7, ncols=len(_FORMATS))
     axes[-1].set_xlim(low - 1, high + 1)
     axes[-1].set_xlabel("power of two of |x|; solid: a format's normal range, dotted: its smallest number")
+    figure.savefig(Path(path), dpi=110)
+
+
+def draw_statistics(path: str | os.PathLike[str], rows: Iterable[Mapping[str, Any]]) -> None:
+    """Draw the largest magnitude of each module in each step, a picture for each kind.
+
+    Args:
+        path: The picture, ``.png`` or another ending that matplotlib knows.
+        rows: What :meth:`mezzo.numerics.Evidence.statistics` yields, or the lines of its file.
+
+    Raises:
+        UnsupportedError: matplotlib is not installed.
+        OSError: It cannot be written.
+    """
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    held: dict[str, dict[str, dict[int, float]]] = {}
+    for row in rows:
+        exponent = math.log2(row["largest"]) if row["largest"] else math.nan
+        held.setdefault(row["kind"], {}).setdefault(row["module"] or MODEL, {})[row["step"]] = exponent
+    kinds = [kind for kind in KINDS if kind in held]
+    heights = [max(1.0, 0.15 * len(held[kind])) for kind in kinds] or [1.0]
+    figure = Figure(figsize=(10, 1.0 + sum(heights) + 0.5 * len(heights)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axis, kind in zip(axes, kinds, strict=False):
+        modules, steps = list(held[kind]), sorted({step for each in held[kind].values() for step in each})
+        numbers = [[held[kind][module].get(step, math.nan) for step in steps] for module in modules]
+        image = axis.imshow(numbers, aspect="auto", interpolation="nearest", cmap="viridis")
+        figure.colorbar(image, ax=axis)
+        axis.set_title(f"{kind.replace('_', ' ')}: log₂ of the largest |x|", loc="left", fontsize=9)
+        axis.set_yticks(range(len(modules)), modules, fontsize=6)
+        shown = range(0, len(steps), 1 + len(steps) // 12)
+        axis.set_xticks(shown, [steps[place] for place in shown], fontsize=7)
+    axes[-1].set_xlabel("step")
     figure.savefig(Path(path), dpi=110)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from mezzo.compiling import is_compiled
 from mezzo.errors import MezzoError, StateError
 from mezzo.explanation import Explanation, explain
 from mezzo.explanation.explaining import own
@@ -304,6 +305,7 @@ def inspect(
     steps: int | None = None,
     every: int = 50,
     out: Path | None = None,
+    compiled: bool = False,
 ) -> Inspection:
     """Run a script in this process under one policy, and record what that does to the numbers of its largest model.
 
@@ -314,6 +316,7 @@ def inspect(
         every: Steps from one recorded step to the next; the first one is recorded.
         out: A folder that is there: recorded steps go to ``evidence.jsonl`` in it, and each step to ``metrics.jsonl``,
             while the script runs.
+        compiled: Whether the model is compiled by ``torch.compile`` first, where the script has not done so.
 
     Returns:
         The run, its evidence, and what that comes to.
@@ -330,6 +333,8 @@ def inspect(
     def recording(models: list[nn.Module]) -> Iterator[None]:
         largest = max(models, key=lambda model: sum(param.numel() for param in model.parameters()))
         stream = None if out is None else out / FILE
+        if compiled and not is_compiled(largest):
+            largest.compile()
         recorders.append(Recorder(largest, every=every, keep=None, formats=FORMATS, stream=stream))
         with recorders[0]:
             yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.backward import innermost_saving_hooks
+from mezzo.compiling import forget_compiled
 from mezzo.dispatch import dispatch_modes
+from mezzo.explanation.low_numbers import has_too_many_positions, num_integers
 from mezzo.explanation.rows import counted, format_text, scale_text, share_text
 from mezzo.numerics.footprint import SavedBytes, StateBytes, state_bytes
 from mezzo.policy import Policy
@@ -20,8 +23,10 @@ from mezzo.script.program import Enough, StepRecord
 from mezzo.session import Stats, Step
 from mezzo.session.observers import Watched
 from mezzo.step.verdict import Judged
-from mezzo.tensors import LOW, moved
-from mezzo.trace.modes import Products
+from mezzo.tensors import LOW, dtype_name, moved
+from mezzo.trace.function_calls import user_line
+from mezzo.trace.recording import KernelTeller
+from mezzo.trace.table import KernelRecord, flops_by_format, low_share
 
 #: Why nothing ran low, each with what to do about it.
 NO_OPTIMIZER: Final = (
@@ -64,6 +69,7 @@ class ScriptReport:
             ``emulated`` for those that were computed in FP32 from rounded operands.
         low_share: The share of these that ran low, emulated ones included.
         measured_steps: How many steps that was measured in.
+        positions: Where more positions were made in a low format than it has integers, in these steps, and how many.
         intercepted: What of the script's was carried out otherwise, and how often.
         left_alone: What was not, and why.
         why_not: Why nothing was to train under the policy, and what to do; empty where something was.
@@ -85,6 +91,7 @@ class ScriptReport:
     flops: dict[str, int] = field(default_factory=dict)
     low_share: float = 0.0
     measured_steps: int = 0
+    positions: dict[str, str] = field(default_factory=dict)
     intercepted: Counter[str] = field(default_factory=Counter)
     left_alone: dict[str, str] = field(default_factory=dict)
     why_not: tuple[str, ...] = NO_OPTIMIZER
@@ -148,6 +155,8 @@ class ScriptReport:
         if self.flops:
             parts = (f"{share_text(n, self._flops)} {_format(name)}" for name, n in Counter(self.flops).most_common())
             yield f"  products     {', '.join(parts)}"
+        for number, (where, what) in enumerate(self.positions.items()):
+            yield f"  {'' if number else 'positions':<11}  {what} ({where})"
         for number, (what, times) in enumerate(self.intercepted.items()):
             yield f"  {'' if number else 'intercepted':<11}  {what}{f' ×{times}' if times > 1 else ''}"
         for number, (what, why) in enumerate(self.left_alone.items()):
@@ -198,17 +207,28 @@ class StepLog:
         is_apart: Callable[[], bool],
     ) -> None:
         self._report, self._told, self._most = report, told, most
-        self._products, self._is_counting, self._is_over = Products(is_apart=is_apart), False, False
-        self._first, self._counted = Counter[str](), 0
+        self._kernels, self._is_apart = KernelTeller(self._ran), is_apart
+        self._is_counting, self._is_over = False, False
+        self._flops, self._first, self._counted = Counter[str](), Counter[str](), 0
         self._skipped = torch.zeros((), dtype=torch.int64)
         self._loss: Tensor | None = None
         self._saved: SavedBytes | None = None
         self._began = time.perf_counter()
 
+    def _ran(self, record: KernelRecord) -> None:
+        if has_too_many_positions(record):
+            dtype, where = record.gives[0].dtype, user_line()
+            self._report.positions[where or record.name] = (
+                f"{math.prod(record.gives[0].shape):,} in {format_text([dtype_name(dtype)])}, which has "
+                f"{num_integers(dtype):,} integers: make them in FP32"
+            )
+        if record.flops is not None and not self._is_apart():
+            self._flops += flops_by_format([record])
+
     def count(self) -> None:
         """Count products from now on; in a block of a mode of the script's own, from a later step on."""
         if not (self._is_over or self._is_counting or dispatch_modes()):
-            self._products.__enter__()
+            self._kernels.__enter__()
             self._is_counting = True
 
     def ended(self, stats: Stats) -> None:
@@ -240,12 +260,12 @@ class StepLog:
         report.steps += 1
         self._skipped = moved(self._skipped, step.skipped.device) + step.skipped
         if not self._is_over:
-            counted = self._products.flops.total()
+            counted = self._flops.total()
             if self._is_counting and (counted > self._counted or not counted):
                 report.measured_steps += 1  # and not one of many optimizers that step after one pass
             self._counted = counted
             if report.measured_steps == 1:
-                self._first = self._products.flops.copy()
+                self._first = self._flops.copy()
             self.count()
             if report.measured_steps == _COUNTED_STEPS:
                 self._stop()
@@ -280,15 +300,16 @@ class StepLog:
             self._is_over = True
             if self._report.measured_steps > 1:
                 self._report.measured_steps -= 1
-                self._products.flops -= self._first
-            self._report.flops, self._report.low_share = dict(self._products.flops), self._products.low_share
+                self._flops -= self._first
+            self._report.flops, self._report.low_share = dict(self._flops), low_share(self._flops, LOW)
         self._leave()
 
     def _leave(self) -> None:
         stack = dispatch_modes()
-        if self._is_counting and stack and stack[-1] is self._products:  # and not below one of the script's
-            self._products.__exit__(None, None, None)
+        if self._is_counting and stack and stack[-1] is self._kernels:  # and not below one of the script's
+            self._kernels.__exit__(None, None, None)
             self._is_counting = False
+            forget_compiled()  # torch compiles nothing under a dispatch mode, and would not try again
 
 
 def _folded(names: list[str]) -> Iterator[str]:

@@ -473,7 +473,7 @@ def _autocast(plain: type[torch.autocast], gathering: Gathering, report: ScriptR
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             given = signature.bind(*args, **kwargs).arguments
-            if is_script() and given.get("enabled", True):
+            if given.get("enabled", True) and is_script():
                 return super().__new__(cls)
             return plain(*args, **kwargs)
 

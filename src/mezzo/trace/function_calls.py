@@ -10,7 +10,7 @@ import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Final
 
@@ -27,7 +27,6 @@ from mezzo.errors import PolicyError
 from mezzo.policy import Decision, Policy, Rule, Treatment
 from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, is_in_place, out_of_place, resolve
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
-from mezzo.trace.kernels import Storages, is_allocation, is_cast, is_view
 from mezzo.trace.table import CallRecord, Doing
 
 # Who asked: the op behind a torch function or kernel, the line of the user's code, mezzo's own casts.
@@ -100,40 +99,20 @@ def here() -> int:
     return id(sys._getframe(1))
 
 
-def around() -> tuple[Doing, tuple[str, ...], bool]:
-    """Say what mezzo does around a function or kernel.
+def around() -> tuple[Doing, tuple[str, ...]]:
+    """Say what mezzo does around a function or kernel, and name the formats of the quantised operands of its product.
 
-    Returns:
-        Whether it emulates, casts (the rotation before an operand is quantised belongs to it), computes a product
-        below sixteen bits, widens a buffer, only decides, or does nothing; the formats of the quantised operands of
-        the product that runs, of which there are none elsewhere; and whether an op without a low kernel runs in FP32.
+    ``cast``: the rotation before an operand is quantised belongs to it. ``quantised``: a product below sixteen bits is
+    computed. ``buffer``: a low buffer is widened. ``region``: it only decides.
     """
     taken = notes()
+    if not taken:
+        return "other", ()
     inner = next((note for note in reversed(taken) if note.kind not in ("op", "widened")), None)
-    quantised = next((note.about for note in reversed(taken) if note.kind == "quantised"), None)
-    formats: tuple[str, ...] = () if quantised is None else quantised.formats
-    is_widened = any(note.kind == "widened" for note in taken)
+    formats = next((note.about.formats for note in reversed(taken) if note.kind == "quantised"), ())
     if inner is None or inner.kind == "op":
-        return "region" if taken else "other", formats, is_widened
-    if inner.kind == "quantised" and inner.about.emulated:
-        return "emulation", formats, is_widened
-    return inner.kind, formats, is_widened
-
-
-def doing() -> Doing:
-    """Say what mezzo does around a function or kernel: emulate, cast, widen a buffer, only decide, or nothing."""
-    by = around()[0]
-    return "cast" if by == "quantised" else by
-
-
-def casting() -> bool:
-    """Whether a cast runs, its products included, such as the rotation before an operand is quantised."""
-    return next((note.kind == "cast" for note in reversed(notes()) if note.kind not in ("op", "widened")), False)
-
-
-def quantised_formats() -> tuple[str, ...]:
-    """Name the formats of the operands of the product below sixteen bits that runs; nothing where none does."""
-    return next((note.about.formats for note in reversed(notes()) if note.kind == "quantised"), ())
+        return "region", formats
+    return ("emulation" if inner.kind == "quantised" and inner.about.emulated else inner.kind), formats
 
 
 def is_from(name: str, package: str) -> bool:
@@ -156,7 +135,7 @@ class Decider:
         self.policy, self.ruled = policy, ruled
         self._decisions: dict[tuple[str, str | None, str], Decision] = {}
 
-    def call(self, function: Any, args: Any, kwargs: Any, module: str | None) -> OpCall:
+    def call(self, function: Any, args: Any, kwargs: Any, module: str | None) -> CallRecord:
         """Begin a call: name it, decide about it, note the dtypes that it is given."""
         given = list(tensors((args, kwargs)))
         device_type = given[0].device.type if given else "cpu"
@@ -176,7 +155,7 @@ class Decider:
                 decision = replace(decision, treatment="low", reason=f"{decision.reason}; it stays low: {why}")
             elif why := recipe.output_note(device_type, self.policy):
                 decision = replace(decision, reason=f"{decision.reason}; {why}")
-        return OpCall(
+        return CallRecord(
             op=op,
             decision=decision,
             goes_back=param is not None and differences is not None and differences.gives_back,
@@ -206,112 +185,6 @@ class Decider:
                 found = Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
             self._decisions[key] = found
         return self._decisions[key]
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class OpCall(CallRecord):
-    """What is known of one call, growing while it runs.
-
-    Attributes:
-        has_run: Whether any kernel computed or converted something.
-        emulated: Whether a product was computed in FP32 from rounded operands.
-        kernels: Base names of the kernels that ran.
-    """
-
-    has_run: bool = False
-    emulated: bool = False
-    kernels: set[str] = field(default_factory=set)
-    formats: tuple[str, ...] = ()  # of quantised operands
-    _computed: bool = False
-    _inputs: dict[str, None] = field(default_factory=dict)
-    _converted: dict[str, None] = field(default_factory=dict)
-    _made_here: Storages[bool] = field(default_factory=Storages)
-
-    def asks_for(self, before: Tensor, after: Tensor) -> bool:
-        """Whether a cast of an argument is what the policy's decision about this call asks for."""
-        if self.is_conversion or self._made_here.get(before) is not None:
-            return False
-        match self.decision.treatment:
-            case "low" | "fp8" | "mxfp8" | "nvfp4":
-                return dtype_name(after.dtype) == self.low
-            case "fp32" | "fp32_math":
-                return after.dtype == torch.float32
-            case treatment:
-                return treatment == "promote"
-
-    def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, *, emulated: bool) -> None:
-        """Take note of a kernel: what enters it from outside the call is what the call computes in."""
-        self.formats = self.formats or quantised_formats()
-        if any(note.kind == "widened" for note in notes()):
-            reason = f"no kernel in {self.low} here"
-            self.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
-        if is_cast(kernel, args, out):
-            self.has_run = True
-            from_outside = self._made_here.get(args[0]) is None
-            self.emulated |= emulated
-            if from_outside:
-                (self._inputs if emulated else self._converted)[dtype_name(args[0].dtype)] = None
-            if emulated or not from_outside:
-                self._made_here.put([out], True)
-            return
-        if is_view(kernel):
-            return  # its storage is its base's, and labelled
-        if is_allocation(kernel):
-            self._made_here.put(tensors(out), True)
-            return
-        self.has_run = self._computed = True
-        self.kernels.add(kernel_name(kernel))
-        for tensor in tensors((args, kwargs)):
-            if has_fraction(tensor.dtype) and self._made_here.get(tensor) is None:
-                self._inputs[dtype_name(tensor.dtype)] = None
-        if not kernel._schema.is_mutable:
-            self._made_here.put(tensors(out), True)
-
-    def row(self, module: str, out: Any) -> tuple[Any, ...] | None:
-        """Return the fields of a :class:`~mezzo.explanation.Row`, all but the count; ``None`` for integers."""
-        computes_in = self.formats or tuple(self._inputs if self._computed or self.emulated else self._converted)
-        results = list(tensors(out))
-        if not computes_in and not any(has_fraction(tensor.dtype) for tensor in results):
-            return None
-        returns = tuple(dict.fromkeys(dtype_name(tensor.dtype) for tensor in results))
-        decision = self.decision
-        return (
-            module, self.op, self.given, computes_in, returns, decision.treatment,
-            None if decision.rule is None else str(decision.rule), decision.reason, decision.source,
-            self.line, self.emulated, self._disagreement(computes_in, returns),
-        )  # fmt: skip
-
-    def _disagreement(self, computes_in: tuple[str, ...], returns: tuple[str, ...]) -> str:
-        """Compare what was measured with what was decided."""
-        if self.is_conversion:
-            return ""  # the model's own code names the dtype
-        ins, given = [[name for name in names if name in _CASTABLE] for names in (computes_in, self.given)]
-        outs = [name for name in returns if name in _CASTABLE]
-        if self.written is not None:  # read, where it is in place, and rounded to, whatever the op computes in
-            ins, outs = [name for name in ins if name not in self.written], []
-        match self.decision.treatment:
-            case "low":
-                wanted, agrees = self.low, not set(ins) - {self.low} and not self.formats
-            case "fp8" | "mxfp8" | "nvfp4" as treatment:
-                wanted, agrees = treatment, bool(self.formats)
-            case "fp32":
-                returned = {"float32", self.low} if self.goes_back else {"float32"}
-                wanted, agrees = "float32", not set(ins) - {"float32"} and not (given and set(outs) - returned)
-            case "fp32_math":
-                wanted = f"float32 inside, {given[0] if given else 'float32'} out"
-                agrees = not set(ins) - {"float32"} and not (given and set(outs) - {given[0]})
-            case "promote":
-                wanted, agrees = "one dtype", len(set(ins)) <= 1
-            case _:
-                wanted, agrees = "the dtypes it is given", not (given and set(ins) - set(given))
-        if agrees:
-            return ""
-        return f"decided: {wanted}; measured: {'+'.join(ins)} in, {'+'.join(outs) or 'none'} out; {self._because()}"
-
-    def _because(self) -> str:
-        inner = sorted(self.kernels - {self.op})
-        parts = f"; its kernels: {', '.join(inner)}" if inner else ""
-        return (self.cause or "torch runs it as one C++ function, whose parts it casts by itself") + parts
 
 
 def _written(function: Any, op: str, args: Any, kwargs: Any) -> tuple[Any, str]:
@@ -401,7 +274,7 @@ class Place:
     """In a module, and in one call of a torch function or between calls."""
 
     module: str
-    call: OpCall | None = None
+    call: CallRecord | None = None
 
     @property
     def path(self) -> str | None:

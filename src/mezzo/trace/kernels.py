@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mezzo.tensors import LOW, tensors, values_of
+from mezzo.tensors import LOW, values_of
 from mezzo.weights import Halves
 
 _FP8: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -17,11 +18,14 @@ _ALLOCATIONS: Final = frozenset("empty empty_like empty_strided new_empty new_em
 
 #: Kernels that put the same numbers elsewhere, and no others.
 _REARRANGING: Final = frozenset("clone cat repeat index_select gather index constant_pad_nd flip roll".split())
+#: Kernels that read of a table only what they give.
+_LOOKS_UP: Final = frozenset("embedding gather index index_select".split())
 #: Products that add a term, which stands first.
 _ADDING: Final = frozenset("addmm baddbmm addbmm addmv addr".split())
 
 Shape = tuple[tuple[str, int], ...]
 Label = TypeVar("Label")
+Read = TypeVar("Read")
 
 
 def is_cast(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:
@@ -45,35 +49,74 @@ def is_rounding(kernel: Any, args: tuple[Any, ...], out: Any) -> bool:
     return kernel is torch.ops.aten._to_copy.default and out.dtype in LOW and args[0].dtype != out.dtype
 
 
+@functools.cache
 def is_rearranging(kernel: Any) -> bool:
     """Whether what a kernel returns are numbers that it has read."""
-    return str(kernel._schema.name).removeprefix("aten::") in _REARRANGING
+    return bare_name(kernel) in _REARRANGING
 
 
+@functools.cache
 def is_view(kernel: Any) -> bool:
     """Whether a kernel returns its argument's memory; torch does not mark ``_unsafe_view`` as one."""
     return bool(kernel.is_view) or kernel is torch.ops.aten._unsafe_view.default
 
 
+@functools.cache
 def is_allocation(kernel: Any) -> bool:
     """Whether a kernel returns memory that nothing has been written to."""
-    return str(kernel._schema.name).removeprefix("aten::") in _ALLOCATIONS
+    return bare_name(kernel) in _ALLOCATIONS
 
 
-def moved_bytes(kernel: Any, args: Any, kwargs: Any, out: Any, emulated: torch.dtype | None) -> int:
-    """Count what a kernel reads and writes; nothing for views and fresh memory.
+@functools.cache
+def bare_name(kernel: Any) -> str:
+    """Return a kernel's name without that of torch's library: ``_softmax``."""
+    return str(kernel._schema.name).removeprefix("aten::")
+
+
+@functools.cache
+def written_places(kernel: Any) -> tuple[tuple[int, str], ...]:
+    """Return the positions and names of the arguments that a kernel writes to."""
+    each = enumerate(kernel._schema.arguments) if kernel._schema.is_mutable else ()
+    return tuple((n, a.name) for n, a in each if a.alias_info is not None and a.alias_info.is_write)
+
+
+def flat(*values: Any) -> Iterator[Any]:
+    """Yield what a kernel is given or returns, opening its lists: a schema knows no other containers."""
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            yield from value
+        else:
+            yield value
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Return the tensors among what a kernel is given or returns, in their order."""
+    return [leaf for leaf in flat(*values) if isinstance(leaf, Tensor)]
+
+
+def read_bytes(tensor: Tensor) -> int:
+    """Return what there is to read of a tensor: of an expanded one, what is in memory."""
+    storage, whole = _storage(tensor), tensor.numel() * tensor.element_size()
+    return whole if storage is None else min(whole, storage.nbytes())
+
+
+def moved_bytes(kernel: Any, given: Sequence[Tensor], results: Sequence[Tensor], emulated: torch.dtype | None) -> int:
+    """Count what a kernel reads and writes, each tensor once.
 
     Args:
-        kernel: The kernel.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        out: What it returned.
+        kernel: The kernel; no view, and no allocation.
+        given: The tensors that it is given.
+        results: Those that it returns.
         emulated: The format that its FP32 tensors stand for, under emulation.
     """
-    if is_view(kernel) or is_allocation(kernel):
-        return 0
-    sizes = {torch.float32: emulated.itemsize} if emulated is not None else {}
-    return sum(each.numel() * sizes.get(each.dtype, each.element_size()) for each in tensors((args, kwargs, out)))
+
+    def size(tensor: Tensor) -> int:
+        read = read_bytes(tensor)
+        return read * emulated.itemsize // 4 if emulated is not None and tensor.dtype == torch.float32 else read
+
+    if bare_name(kernel) in _LOOKS_UP:
+        return 2 * sum(map(size, results)) + sum(size(each) for each in given if not each.is_floating_point())
+    return sum({id(each): size(each) for each in (*given, *results)}.values())
 
 
 def multiple_of(dtype: torch.dtype) -> int | None:
@@ -124,16 +167,19 @@ def same_storage(one: Tensor, other: Tensor) -> bool:
 
 def product(kernel: Any, args: tuple[Any, ...]) -> tuple[Shape, torch.dtype] | None:
     """Return a product's dimensions by name and its operands' dtype; ``None`` for any other kernel."""
-    name = str(kernel._schema.name).removeprefix("aten::")
-    if name.endswith("_backward"):
-        return None
-    if "scaled_dot_product" in name:
-        name = "attention"
-    found = _PRODUCTS.get(name)
+    found = _measured_by(kernel)
     if found is None:
         return None
     position, measure = found
     return measure(args[position:]), args[position].dtype
+
+
+@functools.cache
+def _measured_by(kernel: Any) -> tuple[int, Callable[[tuple[Any, ...]], Shape]] | None:
+    name = bare_name(kernel)
+    if "scaled_dot_product" in name and not name.endswith("_backward"):
+        name = "attention"
+    return _PRODUCTS.get(name)
 
 
 def flops(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> tuple[int, torch.dtype] | None:
@@ -141,23 +187,32 @@ def flops(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: An
 
     The formulas are those of ``torch.utils.flop_counter``, and here where it has none.
     """
+    formula = _formula(kernel)
+    dtype = formula and next((tensor.dtype for tensor in tensors_in(*args) if tensor.dtype.is_floating_point), None)
+    return None if formula is None or dtype is None else (formula(args, kwargs, out), dtype)
+
+
+@functools.cache
+def _formula(kernel: Any) -> Callable[[Any, Any, Any], int] | None:
+    """Return what counts a product's operations, from its arguments and its result."""
     from torch.utils.flop_counter import flop_registry
 
-    name = str(kernel._schema.name).removeprefix("aten::")
-    dtype = next((tensor.dtype for tensor in tensors(args) if tensor.dtype.is_floating_point), None)
-    if dtype is None:
-        return None
-    if (own := _FLOPS.get(name)) is not None:
-        return own(args), dtype
-    formula = flop_registry.get(kernel.overloadpacket)
-    return None if formula is None else (int(formula(*args, **kwargs, out_val=out)), dtype)
+    own, torchs = _FLOPS.get(bare_name(kernel)), flop_registry.get(kernel.overloadpacket)
+    if own is not None:
+        return lambda args, kwargs, out: own(args)
+    return None if torchs is None else lambda args, kwargs, out: int(torchs(*args, **kwargs, out_val=out))
 
 
-def factors(kernel: Any, args: tuple[Any, ...]) -> list[Tensor]:
-    """Return what a product multiplies: no bias that it adds, and no mask."""
-    name = str(kernel._schema.name).removeprefix("aten::")
+def factors(kernel: Any, reads: Sequence[Read]) -> Sequence[Read]:
+    """Return what a product multiplies, of all that it reads: no bias that it adds, and no mask.
+
+    Args:
+        kernel: The product.
+        reads: The tensors that it is given, in their order.
+    """
+    name = bare_name(kernel)
     last = 3 if "scaled_dot_product" in name else 2
-    return list(tensors(args[1:3] if name in _ADDING else args[:last]))
+    return reads[1:3] if name in _ADDING else reads[:last]
 
 
 def _scaled_flops(args: tuple[Any, ...]) -> int:

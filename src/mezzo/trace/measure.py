@@ -141,39 +141,6 @@ class LostIntegers:
     num_all: int
 
 
-def lost_integers(tensor: Tensor, dtype: torch.dtype) -> LostIntegers | None:
-    """Say what rounding to a format does to a tensor of integers; a few host syncs.
-
-    Args:
-        tensor: The numbers, before they are rounded.
-        dtype: The low format.
-
-    Returns:
-        ``None`` where a number has a fraction or is not finite, or where none changes. Of floating numbers none may
-        exceed what its own format counts by halves: above that all are integers, whatever they stand for.
-
-    Example:
-        >>> lost_integers(torch.arange(300.0), torch.bfloat16)
-        LostIntegers(dtype='bfloat16', largest=299, num_changed=22, num_all=300)
-        >>> lost_integers(torch.tensor([0.5, 299.0]), torch.bfloat16) is None
-        True
-    """
-    tensor = values_of(tensor) if tensor.is_nested else tensor
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    if not is_plain or tensor.device.type == "meta" or tensor.is_complex() or not tensor.numel():
-        return None
-    values = tensor.detach().double()
-    largest = float(values.abs().amax())
-    highest = 1 / torch.finfo(tensor.dtype).eps if tensor.is_floating_point() else 2.0**53
-    lowest = 2 / torch.finfo(dtype).eps  # every integer up to it has its place: 2^8 in bfloat16, 2^11 in float16
-    if not lowest < largest <= highest or bool((values != values.trunc()).any()):
-        return None
-    num_changed = int((values.to(dtype).double() != values).sum())
-    if not num_changed:
-        return None
-    return LostIntegers(dtype=dtype_name(dtype), largest=int(largest), num_changed=num_changed, num_all=values.numel())
-
-
 def _values(tensor: Tensor) -> Tensor:
     """Return the numbers themselves, in a format that has arithmetic."""
     values = values_of(tensor)

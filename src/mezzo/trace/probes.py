@@ -74,14 +74,15 @@ class RoundedIntegers:
         values = values_of(tensor)
         if not (type(tensor) in (Tensor, nn.Parameter) or tensor.is_nested) or not is_measurable(values):
             return None
-        number = LOW.index(dtype)
         highest = 1 / torch.finfo(values.dtype).eps if values.is_floating_point() else 2.0**53
         values = values.double() if not values.is_floating_point() or values.element_size() == 1 else values
+        low, high = values.aminmax()
+        largest = torch.maximum(-low, high)
+        if values.device.type == "cpu" and not 2 / torch.finfo(dtype).eps < float(largest) <= highest:
+            return None  # most casts are of small numbers, and here they are known at once
         rounded = values.to(dtype).to(values.dtype)
-        known = values.new_tensor([values.numel(), highest, number], dtype=torch.float64)
-        return torch.cat([
-            _row(values.abs().amax(), (values != values.trunc()).sum(), (rounded != values).sum()), known
-        ])  # fmt: skip
+        known = values.new_tensor([values.numel(), highest, LOW.index(dtype)], dtype=torch.float64)
+        return torch.cat([_row(largest, (values != values.trunc()).sum(), (rounded != values).sum()), known])
 
     @staticmethod
     def read(numbers: list[float]) -> LostIntegers | None:
@@ -93,6 +94,19 @@ class RoundedIntegers:
         return LostIntegers(
             dtype=dtype_name(dtype), largest=int(largest), num_changed=int(num_changed), num_all=int(num_all)
         )
+
+
+def lost_integers(tensor: Tensor, dtype: torch.dtype) -> LostIntegers | None:
+    """Say what rounding to a format does to a tensor of integers; a host sync.
+
+    Example:
+        >>> lost_integers(torch.arange(300.0), torch.bfloat16)
+        LostIntegers(dtype='bfloat16', largest=299, num_changed=22, num_all=300)
+        >>> lost_integers(torch.tensor([0.5, 299.0]), torch.bfloat16) is None
+        True
+    """
+    numbers = RoundedIntegers.numbers(tensor, dtype)
+    return None if numbers is None else RoundedIntegers.read(numbers.tolist())
 
 
 class ExtentOf(NamedTuple):
@@ -268,7 +282,7 @@ class RatioOf(NamedTuple):
 
     Attributes:
         whole: Of all numbers.
-        places: For each place along the last dimension; nothing where there are too many.
+        places: For each place along one dimension; nothing where there are too many.
     """
 
     whole: float
@@ -283,15 +297,17 @@ class Ratio:
 
     Attributes:
         wanted: At which kernels.
-        most: Up to how many places along the last dimension they are told apart.
+        along: The dimension of a kernel's result along which places are told apart.
+        most: Up to how many places.
 
     **Cost**: what casts read stays in memory until the pass is over.
     """
 
     wanted: Wanted
+    along: Callable[[KernelRecord], int] = lambda record: -1
     most: int = 2**12
     name: str = "ratio"
-    _casts: Storages[_Cast] = field(default_factory=Storages)
+    _casts: Storages[_KeptCast] = field(default_factory=Storages)
 
     def begin(self, kernel: Any, args: Any, kwargs: Any) -> None:
         """Need nothing before: a kernel that writes to what it reads is not run again."""
@@ -310,24 +326,30 @@ class Ratio:
             if exact and is_measurable(exact[0]) and exact[0].shape == result.shape:
                 right = exact[0].double()
                 wrong = result.detach().double() - right
-                size = result.shape[-1] if result.dim() else 1
-                places = [each.square().reshape(-1, size).sum(0) for each in (right, wrong)]
+                along = self.along(record)
+                size = result.shape[along] if result.dim() else 1
+                squares = [each.square() for each in (right, wrong)]
+                rows = [each.movedim(along, -1) if each.dim() else each for each in squares]
+                places = [each.reshape(-1, size).sum(0) for each in rows]
                 numbers = torch.cat(
                     [*(each.sum().reshape(1) for each in places), *(places if size <= self.most else ())]
                 )
         if record.kind == "cast" and is_measurable(args[0]) and is_measurable(out):
-            self._casts.put([out], _Cast(args[0], args[0]._version, out.detach(), out._version))
+            if record.by == "emulation" and out.dtype in LOW:  # a device with the arithmetic makes no such cast
+                return numbers
+            self._casts.put([out], _KeptCast(args[0], args[0]._version, out.detach(), out._version))
         return numbers
 
     def _exact(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as it was before the cast that made it, if nothing was written to either since."""
-        cast = self._casts.get(tensor)
-        if cast is None or cast.before._version != cast.before_version or tensor._version != cast.after_version:
-            return tensor
-        if cast.before.stride() != cast.after.stride():
-            return tensor
-        moved = tensor.storage_offset() - cast.after.storage_offset() + cast.before.storage_offset()
-        return cast.before.detach().as_strided(tensor.shape, tensor.stride(), moved)
+        """Return a tensor as it was before the casts that made it, if nothing was written to either since."""
+        while (cast := self._casts.get(tensor)) is not None:
+            if cast.before._version != cast.before_version or tensor._version != cast.after_version:
+                break
+            if cast.before.stride() != cast.after.stride() or cast.before is tensor:
+                break
+            moved = tensor.storage_offset() - cast.after.storage_offset() + cast.before.storage_offset()
+            tensor = cast.before.detach().as_strided(tensor.shape, tensor.stride(), moved)
+        return tensor
 
     def read(self, numbers: list[float]) -> RatioOf:
         """Turn the sums into dB."""
@@ -335,7 +357,7 @@ class Ratio:
         return RatioOf(_decibel(*numbers[:2]), tuple(ratios))
 
 
-class _Cast(NamedTuple):
+class _KeptCast(NamedTuple):
     before: Tensor
     before_version: int
     after: Tensor

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -16,13 +16,13 @@ from mezzo.backward import current_node, next_number, number_of
 from mezzo.cast.notes import notes
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.policy import Decision, Policy, Rule
-from mezzo.tensors import dtype_name, each_tensor, leaves, tensors, values_of
+from mezzo.tensors import dtype_name, each_tensor, tensors, values_of
 from mezzo.trace import kernels, measure, modes
 from mezzo.trace.function_calls import Decider, Place, Where, around, kernel_name
 from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import Operand
 from mezzo.trace.probes import Probe
-from mezzo.trace.table import CallRecord, KernelKind, KernelPhase, KernelRecord, NodeName, Value, WatchedPass
+from mezzo.trace.table import NO_CALL, CallRecord, KernelKind, KernelRecord, NodeName, Value, WatchedPass
 
 _NOTHING: Final[Mapping[int, tuple[Rule, str]]] = MappingProxyType({})
 
@@ -65,12 +65,10 @@ class PassRecorder:
         probes: What is measured at kernels.
         called: Is told of each call.
         ran: Is told of each kernel, with its tensors; the tensors that kernels write to are copied for it.
-        is_deep: Whether calls, modules, lines and values are recorded. Otherwise a kernel is no more than its name,
-            its formats, its bytes and its operations, and compiled code goes on.
 
     Attributes:
         recorded: The table as it is now, in which no probe is fetched yet.
-        kernel_mode: What sees kernels, for those who enter and leave it by hand.
+        kernel_mode: What sees kernels; entered by itself, no calls are seen.
     """
 
     def __init__(
@@ -82,17 +80,14 @@ class PassRecorder:
         probes: Sequence[Probe] = (),
         called: Called | None = None,
         ran: Callable[[KernelRecord, Held], None] | None = None,
-        is_deep: bool = True,
     ) -> None:
         policy = policy or Policy.O0()
         self.where = where or Where()
         self.recorded = WatchedPass()
         self.recorded.modules_run = self.where.modules_run
-        self.kernel_mode = modes.KernelMode(self) if is_deep else modes.ShallowMode(self)
         self._decider, self._dtype = Decider(policy, ruled), policy.dtype
-        self._probes, self._called, self._ran, self._is_deep = probes, called, ran, is_deep
-        native = Decision(treatment="native", rule=None, reason="", source="op table")
-        self._no_call = CallRecord(op="", decision=native, low=dtype_name(policy.dtype), hidden=True)
+        self.kernel_mode = modes.KernelMode(self._before, self._kernel)
+        self._probes, self._called, self._ran = probes, called, ran
         self._open: dict[int, Callable[[Any], None] | None] = {}  # what is told of a call's result
         self._numbers, self._count = Storages[_Numbers](), 0
         self._measured: list[tuple[KernelRecord, Probe, Tensor]] = []
@@ -121,11 +116,17 @@ class PassRecorder:
 
     def hooked(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Know inside the block which module of the models runs."""
-        return modes.hooked(self, models)
+        return modes.hooked(self.where, self._call_mode, models)
 
-    def watching(self, *, backward: bool = False) -> AbstractContextManager[Any]:
+    @contextmanager
+    def watching(self, *, backward: bool = False) -> Iterator[None]:
         """Record a pass inside the block; a forward pass lies inside the policy's region."""
-        return modes.watching(self, backward=backward) if self._is_deep else self.kernel_mode
+        self.where.is_backward = backward
+        with self.kernel_mode, nullcontext() if backward else self._call_mode():
+            yield
+
+    def _call_mode(self) -> modes.CallMode:
+        return modes.CallMode(self.where, self._begin, self._finish)
 
     def table(self) -> WatchedPass:
         """Return the table, with what was measured: one transfer from each device."""
@@ -152,7 +153,7 @@ class PassRecorder:
 
     # Calls --------------------------------------------------------------------------------------------
 
-    def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
+    def _begin(self, function: Any, args: Any, kwargs: Any) -> Place:
         """Count what happens from now on to one call, until it is left."""
         with DisableTorchFunction():
             before = self.where.now
@@ -174,7 +175,7 @@ class PassRecorder:
         call.line = self.where.line()
         self.recorded.calls.append(call)
 
-    def finish(self, place: Place, out: Any) -> None:
+    def _finish(self, place: Place, out: Any) -> None:
         """Take note of what a call returns."""
         call = place.call
         assert call is not None
@@ -191,7 +192,7 @@ class PassRecorder:
 
     # Kernels ------------------------------------------------------------------------------------------
 
-    def before(self, kernel: Any, args: Any, kwargs: Any) -> Any:
+    def _before(self, kernel: Any, args: Any, kwargs: Any) -> Any:
         """Keep what a kernel is about to read, where it is asked for."""
         if self._ran is None and not self._probes:
             return None
@@ -199,21 +200,17 @@ class PassRecorder:
             begun = [probe.begin(kernel, args, kwargs) for probe in self._probes]
             return begun, [] if self._ran is None else measure.operands(kernel, args, kwargs)
 
-    def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: Any) -> None:
+    def _kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: Any) -> None:
         """Record a kernel."""
         with DisableTorchFunction():
-            if not kernels.is_free_cast(kernel, args, out):
-                if kernels.is_view(kernel) or kernel.namespace == "prim":  # which asks fake tensors for their device
-                    return
-                if kernels.is_allocation(kernel):
-                    for tensor in tensors(out):
-                        self.recorded.allocated[self._renewed(tensor).memory] = self.where.now.call or self._no_call
-                    return
-            record = self._record(kernel, args, kwargs, out)
-            if not self._is_deep:
-                self.recorded.kernels.append(record)
-            else:
-                self.recorded.add(record)
+            if kernels.is_allocation(kernel):
+                for tensor in kernels.tensors_in(out):
+                    self.recorded.allocated[self._renewed(tensor).memory] = self.where.now.call or NO_CALL
+            record = kernel_record(kernel, args, kwargs, out, self._dtype)
+            if record is None:
+                return
+            self._place_record(record, args, kwargs, out)
+            self.recorded.add(record)
             if before is None:
                 return
             begun, read = before
@@ -223,51 +220,29 @@ class PassRecorder:
             if self._ran is not None:
                 self._ran(record, Held(args, kwargs, read, out))
 
-    def _record(self, kernel: Any, args: Any, kwargs: Any, out: Any) -> KernelRecord:
-        by, formats, is_widened = around()
-        flops, product = kernels.flops(kernel, args, kwargs, out), kernels.product(kernel, args)
-        phase: KernelPhase = "forward"
-        call, module, node = self._no_call, "", None
-        if self._is_deep:
-            if self.where.is_backward:
-                phase = "backward" if self.where.is_gradient else "recomputed"
-                running = current_node() if phase == "backward" else None
-                if running is not None:
-                    node = NodeName(running.name(), number_of(running), isinstance(running, BackwardCFunction))
-            place = self._place()
-            module = place.module
-            if place.call is not None:
-                call = place.call
-            elif phase == "forward" and by in ("region", "other"):
-                # No torch function stands above: a C++ extension, or a scripted function.
-                call = self._decider.call(kernel, args, kwargs, place.path)
-                self._enter(call, module)
-                call.op = kernel_name(kernel)
-                self._leave(call, out)
-            if is_widened and call is not self._no_call:
-                reason = f"no kernel in {call.low} here"
-                call.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
-        reads, gives = self._values(kernel, args, kwargs, out)
-        return KernelRecord(
-            number=len(self.recorded.kernels),
-            phase=phase,
-            is_inner=self.where.is_inner,
-            call=call,
-            module=module,
-            kernel=kernel,
-            name=kernel_name(kernel),
-            kind=_kind(kernel, args, out, is_product=flops is not None or product is not None),
-            reads=reads,
-            gives=gives,
-            constants=tuple(leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, (int, float))),
-            by=by,
-            formats=formats,
-            node=node,
-            next_node=next_number(),
-            num_bytes=kernels.moved_bytes(kernel, args, kwargs, out, self._dtype if by == "emulation" else None),
-            flops=flops,
-            sizes=None if product is None else product[0],
-        )
+    def _place_record(self, record: KernelRecord, args: Any, kwargs: Any, out: Any) -> None:
+        """Say of a kernel where it belongs, and which values it reads and writes."""
+        where, kernel = self.where, record.kernel
+        record.number, record.is_inner, record.next_node = len(self.recorded.kernels), where.is_inner, next_number()
+        if where.is_backward:
+            record.phase = "backward" if where.is_gradient else "recomputed"
+            node = current_node() if record.phase == "backward" else None
+            if node is not None:
+                record.node = NodeName(node.name(), number_of(node), isinstance(node, BackwardCFunction))
+        place = self._place()
+        record.module = place.module
+        if place.call is not None:
+            record.call = place.call
+        elif record.phase == "forward" and record.by in ("region", "other"):
+            # No torch function stands above: a C++ extension, or a scripted function.
+            record.call = self._decider.call(kernel, args, kwargs, place.path)
+            self._enter(record.call, place.module)
+            record.call.op = record.name
+            self._leave(record.call, out)
+        if place.call is not None and any(note.kind == "widened" for note in notes()):
+            reason = f"no kernel in {place.call.low} here"
+            place.call.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
+        self._number(record, args, kwargs, out)
 
     def _place(self) -> Place:
         """Return where a kernel belongs; emulation runs backward passes inside its own, whose kernels belong to it."""
@@ -275,21 +250,20 @@ class PassRecorder:
         node = next(nodes, None) if self.where.is_backward else None
         return self.where.place() if node is None else self.where.of_node(node)
 
-    def _values(self, kernel: Any, args: Any, kwargs: Any, out: Any) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-        """Return what a kernel reads, and what it writes, under new numbers."""
-        given, results = list(tensors((args, kwargs))), list(tensors(out))
-        if not self._is_deep:
-            return tuple(map(_unnumbered, given)), tuple(map(_unnumbered, results))
-        reads = tuple(map(self.value, given))
-        written = _written(kernel, args, kwargs) if kernel._schema.is_mutable else []
+    def _number(self, record: KernelRecord, args: Any, kwargs: Any, out: Any) -> None:
+        """Number what a kernel reads, and what it writes, anew."""
+        record.reads = tuple(map(self.value, kernels.tensors_in(*args, *kwargs.values())))
+        written: list[Tensor] = []
+        for place, name in kernels.written_places(record.kernel):
+            written += kernels.tensors_in(args[place] if place < len(args) else kwargs.get(name))
         first, gives = self._count, dict[int, Value]()
-        for tensor in (*written, *results):
+        for tensor in (*written, *kernels.tensors_in(out)):
             known = self._numbers.get(tensor)
             if known is None or known.number <= first:
-                self._renewed(tensor, None if known is None or not written else known)
+                self._renewed(tensor, known if written else None)
             value = self.value(tensor)
             gives[value.number] = value
-        return reads, tuple(gives.values())
+        record.gives = tuple(gives.values())
 
     def _renewed(self, tensor: Tensor, before: _Numbers | None = None) -> _Numbers:
         """Give what a tensor holds a new number; of memory that was written to, it stays the same memory."""
@@ -299,9 +273,64 @@ class PassRecorder:
         return numbers
 
 
+class KernelTeller(modes.KernelWatch):  # type: ignore[no-untyped-call]
+    """Tell of each kernel inside the block once it has run; of calls, modules and values nothing is known.
+
+    Args:
+        told: Gets the records, of which none is kept here.
+    """
+
+    def __init__(self, told: Callable[[KernelRecord], None]) -> None:
+        super().__init__()
+        self._told = told
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        with DisableTorchFunction():
+            record = kernel_record(func, args, kwargs, out)
+            if record is None:
+                return out
+            record.reads = tuple(map(_unnumbered, kernels.tensors_in(*args, *kwargs.values())))
+            record.gives = tuple(map(_unnumbered, kernels.tensors_in(out)))
+        self._told(record)
+        return out
+
+
+def kernel_record(
+    kernel: Any, args: Any, kwargs: Any, out: Any, low: torch.dtype = torch.float32
+) -> KernelRecord | None:
+    """Say of a kernel what it says itself, its values left out; nothing of views and fresh memory.
+
+    Args:
+        kernel: The kernel.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        out: What it returned.
+        low: What FP32 stands for under emulation.
+    """
+    is_free = kernels.is_free_cast(kernel, args, out)
+    if not is_free and (kernels.is_view(kernel) or kernels.is_allocation(kernel) or kernel.namespace == "prim"):
+        return None  # the last of them asks fake tensors for their device
+    by, formats = around()
+    flops, product = kernels.flops(kernel, args, kwargs, out), kernels.product(kernel, args)
+    given, results = kernels.tensors_in(*args, *kwargs.values()), kernels.tensors_in(out)
+    kind = "free cast" if is_free else _kind(kernel, args, out, is_product=flops is not None or product is not None)
+    stands_for = low if by == "emulation" and kind != "cast" else None
+    return KernelRecord(
+        kernel=kernel,
+        name=kernel_name(kernel),
+        kind=kind,
+        constants=tuple(each for each in (*args, *kwargs.values()) if isinstance(each, (int, float))),
+        by=by,
+        formats=formats,
+        num_bytes=0 if is_free else kernels.moved_bytes(kernel, given, results, stands_for),
+        flops=flops,
+        sizes=None if product is None else product[0],
+    )
+
+
 def _kind(kernel: Any, args: Any, out: Any, *, is_product: bool) -> KernelKind:
-    if kernels.is_free_cast(kernel, args, out):
-        return "free cast"
     if kernels.is_cast(kernel, args, out):
         return "cast"
     if kernels.is_rounding(kernel, args, out):
@@ -309,15 +338,6 @@ def _kind(kernel: Any, args: Any, out: Any, *, is_product: bool) -> KernelKind:
     if kernels.is_rearranging(kernel):
         return "rearranging"
     return "product" if is_product else "other"
-
-
-def _written(kernel: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return what a kernel writes to."""
-    found: list[Tensor] = []
-    for position, argument in enumerate(kernel._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors(args[position] if position < len(args) else kwargs.get(argument.name))
-    return found
 
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:

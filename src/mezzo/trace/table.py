@@ -112,6 +112,10 @@ class CallRecord:
         return self.op in _CONVERSIONS
 
 
+#: What a kernel belongs to that no call has asked for.
+NO_CALL: Final = CallRecord(
+    op="", decision=Decision(treatment="native", rule=None, reason="", source="op table"), low="", hidden=True
+)
 _CONVERSIONS: Final = frozenset("to float half bfloat16 double type type_as to_copy _to_copy".split())
 
 
@@ -120,46 +124,46 @@ class KernelRecord:
     """One kernel that has run.
 
     Attributes:
+        kernel: The kernel itself, of ``torch.ops``.
+        name: Its base name: ``softmax`` for ``aten::_softmax``.
+        kind: What it does.
+        constants: Its numbers and truth values that are no tensors, in their order.
+        by: What mezzo does around it.
+        formats: Formats of the quantised operands of the product around it.
+        num_bytes: What it reads and writes; under emulation as if FP32 were the format that it stands for.
+        flops: A product's operations, and the format that it reads.
+        sizes: A product's dimensions by name.
+        reads: The tensors that it is given, in their order.
+        gives: The tensors that it writes to, and those that it returns beside them.
         number: Which kernel of the pass it is.
         phase: When it ran.
         is_inner: Whether ``torch.autograd.grad`` ran it inside the forward pass.
         call: The call that it belongs to, in the backward pass that of its autograd node; where no torch function
-            stands above, a C++ extension's kernel has a call of its own, and others share one without a name.
+            stands above, a C++ extension's kernel has a call of its own, and others have :data:`NO_CALL`.
         module: Where it belongs; in the backward pass the module of its node.
-        kernel: The kernel itself, of ``torch.ops``.
-        name: Its base name: ``softmax`` for ``aten::_softmax``.
-        kind: What it does.
-        reads: The tensors that it is given, in their order.
-        gives: The tensors that it writes to, and those that it returns beside them.
-        constants: Its numbers and truth values that are no tensors, in their order.
-        by: What mezzo does around it.
-        formats: Formats of the quantised operands of the product around it.
         node: The autograd node that runs, if one does.
         next_node: The number of the next node that is made.
-        num_bytes: What it reads and writes; under emulation as if FP32 were the format that it stands for.
-        flops: A product's operations, and the format that it reads.
-        sizes: A product's dimensions by name.
         probes: What was measured, by the name of the probe, once it is fetched.
     """
 
-    number: int
-    phase: KernelPhase
-    is_inner: bool
-    call: CallRecord
-    module: str
     kernel: Any
     name: str
     kind: KernelKind
-    reads: tuple[Value, ...]
-    gives: tuple[Value, ...]
     constants: tuple[int | float | bool, ...]
     by: Doing
     formats: tuple[str, ...]
-    node: NodeName | None
-    next_node: int
     num_bytes: int
     flops: tuple[int, torch.dtype] | None
     sizes: Shape | None
+    reads: tuple[Value, ...] = ()
+    gives: tuple[Value, ...] = ()
+    number: int = -1
+    phase: KernelPhase = "forward"
+    is_inner: bool = False
+    call: CallRecord = NO_CALL
+    module: str = ""
+    node: NodeName | None = None
+    next_node: int = 0
     probes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -211,11 +215,14 @@ class WatchedPass:
         """
         maker = self.maker(value)
         while not value.role and maker is not None and maker.kind in ("cast", "free cast"):
-            value = maker.reads[0]
+            value, is_half = maker.reads[0], maker.kind == "free cast"
             maker = self.maker(value)
+            if is_half and not value.role:
+                return "parameter"
         if value.role:
             return "activation" if value.role == "input" else value.role
-        return "gradient" if maker is not None and maker.phase == "backward" else "activation"
+        first = next(iter([maker] if maker is not None else self.readers(value)), None)
+        return "gradient" if first is not None and first.phase == "backward" else "activation"
 
 
 def flow(

@@ -189,16 +189,19 @@ class Selection:
 
     def _all_low(self) -> tuple[Policy, Outcome, tuple[str, ...]]:
         """Try every op low, but for those that have no low kernel here."""
-        base = all_low(self.table, self._numbers)
-        try:
-            return base, self.trials.outcome(base), ()
-        except UnsupportedError:
-            missing = {str(rule.op) for rule in base.rules if rule not in self.table.rules}
-            self.trials.outcome(all_low(self.table, self._numbers, missing))  # raises what is no single op's fault
-        for op in tuple(missing):
+
+        def runs(without: Collection[str]) -> bool:
             with suppress(UnsupportedError):
-                self.trials.outcome(all_low(self.table, self._numbers, missing - {op}))
-                missing.remove(op)
+                self.trials.outcome(all_low(self.table, self._numbers, without))
+                return True
+            return False
+
+        missing: list[str] = []
+        if not runs(()):
+            rules = all_low(self.table, self._numbers).rules
+            ops = [str(rule.op) for rule in rules if rule not in self.table.rules]
+            self.trials.outcome(all_low(self.table, self._numbers, ops))  # raises what is no op's fault
+            missing = smallest(ops, runs)
         base = all_low(self.table, self._numbers, missing)
         return base, self.trials.outcome(base), tuple(sorted(missing))
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from mezzo.cast.region import autocast
-from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError
 from mezzo.numerics.tuning.trial import Outcome, Shadow, failure_text, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
 from mezzo.tensors import CASTABLE, mapped, tensors, values_of
-from mezzo.trace.function_calls import LOSS, Decider, Place, Where, doing
-from mezzo.trace.modes import hooked, watching
+from mezzo.trace.function_calls import LOSS
+from mezzo.trace.recording import PassRecorder
 from mezzo.trace.sandbox import RandomStates
+from mezzo.trace.table import CallRecord
 
 #: An op in a module; the model itself and the loss function are the module "".
 Spot = tuple[str, str]
@@ -50,57 +50,29 @@ class Call:
     versions: list[int] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
+    def keep(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Keep what is called, before it is."""
+        self.function, self.args, self.kwargs = function, args, dict(kwargs)
+        self.versions = [x._version for x in tensors((args, kwargs))]
+
+    def returned(self, results: list[Tensor]) -> None:
+        """Keep what was returned, and the gradients that will arrive there."""
+        self.out = results
+        for position, result in enumerate(results):
+            if result.requires_grad:
+                result.register_hook(partial(self.arrived, position))  # type: ignore[no-untyped-call]
+
     def arrived(self, position: int, gradient: Tensor | None) -> None:
         """Take note of a gradient; there is none for a result that nothing reads, beside one that something does."""
         if gradient is not None:
             self.gradients[position] = gradient.detach()
 
 
-@dataclass(slots=True)
-class _Watch:
-    """Take note of calls; an :class:`~mezzo.trace.modes.Observer`."""
-
-    decider: Decider
-    keeps: bool
-    where: Where = field(default_factory=Where)
-    calls: list[Call] = field(default_factory=list)
-    unfinished: dict[int, Call] = field(default_factory=dict)
-
-    def begin(self, function: Any, args: Any, kwargs: Any) -> Place:
-        with DisableTorchFunction():
-            module = self.where.now.module
-            place = Place(module, self.decider.call(function, args, kwargs, None))
-            call = Call(None, (sum(x.numel() for x in _castable((args, kwargs))), 0))
-            assert place.call is not None
-            if call.numbers[0] and not self.where.is_backward and doing() != "cast":
-                is_treated = not place.call.is_conversion and _takes_rule(place.call.op)
-                call.spot = (place.call.op, "" if module == LOSS else module) if is_treated else None
-                if self.keeps:
-                    call.function, call.args, call.kwargs = function, args, dict(kwargs)
-                    call.versions = [x._version for x in tensors((args, kwargs))]
-                self.unfinished[id(place)] = call
-            self.where.enter(place)
-        return place
-
-    def finish(self, place: Place, out: Any) -> None:
-        call = self.unfinished.pop(id(place), None)
-        with DisableTorchFunction():
-            results = list(_castable(out))
-            if call is None or not results:
-                return
-            call.numbers = call.numbers[0], sum(x.numel() for x in results)
-            if self.keeps:
-                call.out = results
-                for position, result in enumerate(results):
-                    if result.requires_grad:
-                        result.register_hook(partial(call.arrived, position))  # type: ignore[no-untyped-call]
-            self.calls.append(call)
-
-    def before(self, kernel: Any, args: Any, kwargs: Any) -> None:
-        """Need nothing of kernels."""
-
-    def kernel(self, kernel: Any, args: Any, kwargs: Any, out: Any, before: Any) -> None:
-        """Need nothing of kernels."""
+def _spot(call: CallRecord) -> Spot | None:
+    """Return what a rule about a call names."""
+    if call.hidden or call.is_backward or call.is_conversion or not _takes_rule(call.op):
+        return None
+    return call.op, "" if call.module == LOSS else call.module
 
 
 def everything_fp32(dtype: torch.dtype) -> Policy:
@@ -118,13 +90,31 @@ def survey(shadow: Shadow, dtype: torch.dtype, step: int, *, keeps: bool = False
         step: Which of them.
         keeps: Whether arguments, results and gradients are kept with them.
     """
-    policy = everything_fp32(dtype)
-    watch = _Watch(Decider(policy, {}), keeps)
-    with hooked(watch, [shadow.model]):
-        run = shadow.forward(policy, step, inside=watching(watch))
+    policy, calls = everything_fp32(dtype), list[Call]()
+
+    def called(record: CallRecord, function: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
+        num_read = sum(x.numel() for x in _castable((args, kwargs)))
+        if not num_read or record.hidden or record.is_backward:
+            return None
+        call = Call(_spot(record), (num_read, 0))
+        if keeps:
+            call.keep(function, args, kwargs)
+
+        def returned(out: Any) -> None:
+            if results := list(_castable(out)):
+                call.numbers = num_read, sum(x.numel() for x in results)
+                calls.append(call)
+                if keeps:
+                    call.returned(results)
+
+        return returned
+
+    recorder = PassRecorder(policy, called=called)
+    with recorder.hooked([shadow.model]):
+        run = shadow.forward(policy, step, inside=recorder.watching())
         if keeps:
             run.gradients(1.0)
-    return watch.calls
+    return calls
 
 
 def _failing(shadow: Shadow, base: Policy, start: Outcome) -> Spot | None:
@@ -135,14 +125,15 @@ def _failing(shadow: Shadow, base: Policy, start: Outcome) -> Spot | None:
     """
     if not start.note:
         return None
-    watch = _Watch(Decider(everything_fp32(base.dtype), {}), False)
+    recorder = PassRecorder(base)
     try:
-        with hooked(watch, [shadow.model]):
-            shadow.forward(base, start.step - 1, inside=watching(watch))
+        with recorder.hooked([shadow.model]):
+            shadow.forward(base, start.step - 1, inside=recorder.watching())
     except Exception as error:
         if failure_text(error) != start.note:
             raise
-        return next((call.spot for call in reversed(watch.unfinished.values()) if call.spot is not None), None)
+        failed = (call for call in reversed(recorder.recorded.calls) if call.given and not call.has_returned)
+        return next((spot for call in failed if (spot := _spot(call)) is not None), None)
     return None
 
 

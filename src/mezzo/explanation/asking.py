@@ -1,0 +1,358 @@
+"""What an explanation asks the table of a watched pass: rows, casts and whose they are, products, what they read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
+
+import torch
+
+from mezzo.explanation.rows import Cast, Misaligned, Product, Row
+from mezzo.tensors import CASTABLE, dtype_name, has_fraction
+from mezzo.trace.kernels import factors, multiple_of
+from mezzo.trace.measure import LostIntegers
+from mezzo.trace.table import HANDS_ON, CallRecord, KernelRecord, Value, WatchedPass
+
+_CASTABLE: Final = frozenset(map(dtype_name, CASTABLE))
+#: Nodes of casts; the other one is of a weight in halves.
+_OF_CASTS: Final = frozenset({"ToCopyBackward0", "LazyCloneBackward0"})
+_SOFTMAX, _LOG_SOFTMAX = torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default
+
+Counted = TypeVar("Counted", Row, Misaligned)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Account:
+    """One cast of the forward pass, with that of its gradient.
+
+    Attributes:
+        by: Whose cast it is: the policy's, the model's own code's, torch's inside a function, or emulation's.
+        cast: The cast.
+    """
+
+    by: str
+    cast: KernelRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Exact integers that are rounded to a low format.
+
+    Attributes:
+        lost: What that changes.
+        by: Whose cast it is, or the path of the buffer that is stored low.
+        line: The line of a cast that the model's own code makes.
+    """
+
+    lost: LostIntegers
+    by: str
+    line: str | None = None
+
+
+@dataclass(slots=True)
+class _CallSeen:
+    """What the kernels of one call were given, so far.
+
+    Attributes:
+        inputs: Names of the dtypes that kernels read from outside the call.
+        converted: Names of the dtypes of arguments that were only cast.
+        kernels: Base names of the kernels that ran.
+        formats: Formats of quantised operands.
+        is_emulated: Whether a product was computed in FP32 from rounded operands.
+        memory: What the call made by itself.
+        has_run: Whether any kernel computed or converted something, in the forward pass.
+    """
+
+    inputs: dict[str, None] = field(default_factory=dict)
+    converted: dict[str, None] = field(default_factory=dict)
+    kernels: set[str] = field(default_factory=set)
+    formats: tuple[str, ...] = ()
+    is_emulated: bool = False
+    memory: set[int] = field(default_factory=set)
+    has_run: bool = False
+
+    @property
+    def computes_in(self) -> tuple[str, ...]:
+        """Names of the dtypes in which the call computes; of a conversion, that which it converts."""
+        return self.formats or tuple(self.inputs if self.kernels or self.is_emulated else self.converted)
+
+
+class Asked:
+    """The answers of one pass.
+
+    Args:
+        table: The pass.
+        dtype: The policy's compute dtype, as which emulated products count.
+        stored: The buffers whose integers were rounded where they are stored, by path.
+
+    Attributes:
+        accounts: Whose each cast is.
+        inner_ops: The kernels of each op, by module.
+    """
+
+    def __init__(self, table: WatchedPass, dtype: torch.dtype, stored: Mapping[str, LostIntegers]) -> None:
+        self.table, self._dtype, self._stored = table, dtype, stored
+        self.accounts: dict[KernelRecord, Account] = {}
+        self.inner_ops: dict[tuple[str, str], set[str]] = {}
+        self._inside: dict[CallRecord, _CallSeen] = {}
+        numbered: dict[int, Account] = {}
+        for record in table.kernels:
+            if record.kind in ("cast", "free cast"):
+                self.accounts[record] = self._account(record, numbered)
+            if record.kind != "free cast":
+                self._enter(record)
+
+    def _enter(self, record: KernelRecord) -> None:
+        """Take note of a kernel: what enters it from outside the call is what the call computes in."""
+        inside = self._inside.setdefault(record.call, _CallSeen())
+        is_emulated, is_forward = record.by == "emulation", record.phase == "forward"
+        outside = [value for value in record.reads if not self._is_made_by(record.call, value.memory)]
+        names = dict.fromkeys(dtype_name(value.dtype) for value in outside if has_fraction(value.dtype))
+        if is_forward:
+            inside.has_run = True
+            inside.formats = inside.formats or record.formats
+            if record.kind == "cast":
+                inside.is_emulated |= is_emulated
+                (inside.inputs if is_emulated else inside.converted).update(names)
+            else:
+                inside.kernels.add(record.name)
+                inside.inputs.update(names)
+        if (is_emulated or not outside) if record.kind == "cast" else not record.kernel._schema.is_mutable:
+            inside.memory |= {value.memory for value in record.gives}
+
+    def _is_made_by(self, call: CallRecord, memory: int) -> bool:
+        return memory in self._inside.get(call, _CallSeen()).memory or self.table.allocated.get(memory) is call
+
+    def _account(self, record: KernelRecord, numbered: dict[int, Account]) -> Account:
+        """Say whose cast it is: emulation's, the policy's, the model's own code's, or torch's inside a function."""
+        call, node = record.call, record.node
+        if record.by == "emulation":
+            return Account("emulation", record)
+        if node is not None:
+            # The gradient of a cast is cast back on the same account; others follow from mixed dtypes.
+            found = numbered.get(node.number) if node.name in _OF_CASTS else None
+            return found or Account("model" if node.is_custom else "torch", record)
+        if record.by in ("cast", "quantised") or (call.number >= 0 and (call.hidden or self._asks_for(record))):
+            by = "policy"
+        else:
+            by = "model" if call.number < 0 or call.is_conversion else "torch"
+        account = Account(by, record)
+        # Autograd numbers the node of a cast just before the kernel runs. A cast without a node comes after the owner
+        # of the last number, which therefore is not overwritten.
+        numbered.setdefault(record.next_node - 1, account)
+        return account
+
+    def _asks_for(self, record: KernelRecord) -> bool:
+        """Whether a cast of an argument is what the policy's decision about its call asks for."""
+        call, after = record.call, record.gives[0].dtype
+        if call.is_conversion or self._is_made_by(call, record.reads[0].memory):
+            return False
+        match call.decision.treatment:
+            case "low" | "fp8" | "mxfp8" | "nvfp4":
+                return dtype_name(after) == call.low
+            case "fp32" | "fp32_math":
+                return after == torch.float32
+            case treatment:
+                return treatment == "promote"
+
+    def _forward(self) -> Iterator[KernelRecord]:
+        return (record for record in self.table.kernels if record.phase == "forward")
+
+    # Rows ---------------------------------------------------------------------------------------------
+
+    def rows(self) -> tuple[Row, ...]:
+        """Return every op that read or made floating numbers in the forward pass, in the order of first use."""
+        found = Counter[Row]()
+        for call in self.table.calls:
+            inside = self._inside.get(call)
+            if call.is_backward or call.hidden or not call.has_returned or inside is None or not inside.has_run:
+                continue
+            if inside.computes_in or any(has_fraction(getattr(torch, name)) for name in call.returns):
+                found[_row(call, inside)] += 1
+                self.inner_ops.setdefault((call.module, call.op), set()).update(inside.kernels)
+        return _with_counts(found)
+
+    # Casts --------------------------------------------------------------------------------------------
+
+    def casts(self) -> tuple[Cast, ...]:
+        """Return every conversion between floating dtypes, largest first; those of emulation last."""
+        count, sizes = Counter[Cast](), Counter[Cast]()
+        for record, account in self.accounts.items():
+            if record.kind == "cast":
+                (before,), (after,) = record.reads, record.gives
+                cast = Cast(
+                    module=record.module,
+                    op="" if record.call.hidden else record.call.op,
+                    phase="forward" if record.phase == "forward" else "backward",
+                    what=self.table.what(before),
+                    before=dtype_name(before.dtype),
+                    after=dtype_name(after.dtype),
+                    by=account.by,
+                    count=0,
+                    num_bytes=0,
+                )
+                count[cast] += 1
+                sizes[cast] += record.num_bytes
+        found = (replace(cast, count=number, num_bytes=sizes[cast]) for cast, number in count.items())
+        return tuple(sorted(found, key=lambda cast: (cast.by == "emulation", -cast.num_bytes, cast.module)))
+
+    def moved_bytes(self) -> int:
+        """Return what all kernels read and write, casts included, without what only emulation does."""
+        only_emulated = (each for each, account in self.accounts.items() if account.by == "emulation")
+        return sum(each.num_bytes for each in self.table.kernels) - sum(each.num_bytes for each in only_emulated)
+
+    def logits(self) -> list[Account]:
+        """Return the casts that widen what a softmax over the last dimension reads, of a loss or of a product."""
+        widened: dict[int, tuple[bool, tuple[Account, ...]]] = {}
+        found: dict[Account, None] = {}
+        for record in self._forward():
+            of_read = next((widened[value.number] for value in record.reads if value.number in widened), None)
+            is_product, accounts = of_read or (False, ())
+            if record.kind == "cast":
+                widens = record.reads[0].dtype.itemsize < record.gives[0].dtype.itemsize
+                if widens and record.by != "emulation":
+                    accounts = (*accounts, self.accounts[record])
+            elif record.flops is not None:
+                is_product, accounts = any(self.table.what(each) == "parameter" for each in _factors(record)), ()
+            elif record.kind != "rearranging" or of_read is None:
+                if record.kernel in (_SOFTMAX, _LOG_SOFTMAX) and _is_over_last(record):
+                    found |= dict.fromkeys(accounts if is_product or record.kernel is _LOG_SOFTMAX else ())
+                continue
+            widened.update((value.number, (is_product, accounts)) for value in record.gives)
+        return list(found)
+
+    def num_bytes(self, accounts: list[Account]) -> int:
+        """Return what the casts on some accounts read and write."""
+        return sum(record.num_bytes for record, account in self.accounts.items() if account in accounts)
+
+    # Products -----------------------------------------------------------------------------------------
+
+    def _products(self) -> Iterator[tuple[KernelRecord, str]]:
+        """Yield the products of the forward pass, and the format that each reads; no rotation, which is a cast's."""
+        for record in self._forward():
+            if record.by != "cast" and (record.flops is not None or record.sizes is not None):
+                dtype = next(each.dtype for each in record.reads if each.dtype.is_floating_point)
+                yield record, dtype_name(self._dtype if record.by == "emulation" else dtype)
+
+    def misaligned(self) -> tuple[Misaligned, ...]:
+        """Return the products with a dimension that tensor cores do not like."""
+        found = Counter[Misaligned]()
+        for record, name in self._products():
+            multiple, shape = multiple_of(getattr(torch, name)), record.sizes or ()
+            if multiple is not None and any(size % multiple for _, size in shape):
+                line = record.call.line
+                each = Misaligned(
+                    module=record.module,
+                    op=record.call.op,
+                    shape=shape,
+                    dtype=name,
+                    multiple=multiple,
+                    count=0,
+                    line=line,
+                )
+                found[each] += 1
+        return _with_counts(found)
+
+    def products(self) -> tuple[Product, ...]:
+        """Return the products, those with the most operations first."""
+        count, flops = Counter[Any](), Counter[Any]()
+        for record, name in self._products():
+            if record.flops is not None:
+                call = record.call
+                dtype = record.formats[0] if record.formats else name
+                key = record.module, call.op or record.name, dtype, call.why, call.line
+                count[key] += 1
+                flops[key] += record.flops[0]
+        return tuple(
+            Product(module=module, op=op, dtype=dtype, count=count[key], flops=amount, why=why, line=line)
+            for key, amount in flops.most_common()
+            for module, op, dtype, why, line in [key]
+        )
+
+    def integers(self) -> Counter[tuple[str, str, str | None, Integers]]:
+        """Count the exact integers that products read rounded to a low format, by module, op and line."""
+        of_buffers = ((number, self._stored.get(name)) for number, name in self.table.names.items())
+        labels: dict[int, Integers] = {
+            number: Integers(lost, self.table.names[number]) for number, lost in of_buffers if lost is not None
+        }
+        found = Counter[tuple[str, str, str | None, Integers]]()
+        for record in self._forward():
+            if record.flops is not None:
+                for read in {labels[value.number] for value in _factors(record) if value.number in labels}:
+                    found[record.module, record.call.op or record.name, record.call.line, read] += 1
+            elif record.kind in HANDS_ON or record.kind == "rounding":
+                known = (labels[value.number] for value in record.reads if value.number in labels)
+                label: Integers | None = next(known, None)
+                lost = record.probes.get("integers")
+                if label is None and lost is not None:
+                    by = self.accounts[record].by if record.kind == "cast" else "model"
+                    label = Integers(lost, by, record.call.line if by == "model" else None)
+                if label is not None:
+                    labels.update((value.number, label) for value in record.gives)
+        return found
+
+
+def _with_counts(found: Counter[Counted]) -> tuple[Counted, ...]:
+    return tuple(replace(each, count=number) for each, number in found.items())
+
+
+def _factors(record: KernelRecord) -> Sequence[Value]:
+    return factors(record.kernel, record.reads)
+
+
+def _is_over_last(record: KernelRecord) -> bool:
+    """Whether a softmax is over the last dimension."""
+    num_dims = len(record.reads[0].shape)
+    return record.constants[0] % max(1, num_dims) == num_dims - 1
+
+
+def _row(call: CallRecord, inside: _CallSeen) -> Row:
+    decision = call.decision
+    return Row(
+        module=call.module,
+        op=call.op,
+        given=call.given,
+        computes_in=inside.computes_in,
+        returns=call.returns,
+        count=0,
+        treatment=decision.treatment,
+        rule=None if decision.rule is None else str(decision.rule),
+        reason=decision.reason,
+        source=decision.source,
+        line=call.line,
+        emulated=inside.is_emulated,
+        disagreement=_disagreement(call, inside),
+    )
+
+
+def _disagreement(call: CallRecord, inside: _CallSeen) -> str:
+    """Compare what was measured with what was decided."""
+    if call.is_conversion:
+        return ""  # the model's own code names the dtype
+    ins, given = [[name for name in names if name in _CASTABLE] for names in (inside.computes_in, call.given)]
+    outs = [name for name in call.returns if name in _CASTABLE]
+    if call.written is not None:  # read, where it is in place, and rounded to, whatever the op computes in
+        ins, outs = [name for name in ins if name not in call.written], []
+    match call.decision.treatment:
+        case "low":
+            wanted, agrees = call.low, not set(ins) - {call.low} and not inside.formats
+        case "fp8" | "mxfp8" | "nvfp4" as treatment:
+            wanted, agrees = treatment, bool(inside.formats)
+        case "fp32":
+            returned = {"float32", call.low} if call.goes_back else {"float32"}
+            wanted, agrees = "float32", not set(ins) - {"float32"} and not (given and set(outs) - returned)
+        case "fp32_math":
+            wanted = f"float32 inside, {given[0] if given else 'float32'} out"
+            agrees = not set(ins) - {"float32"} and not (given and set(outs) - {given[0]})
+        case "promote":
+            wanted, agrees = "one dtype", len(set(ins)) <= 1
+        case _:
+            wanted, agrees = "the dtypes it is given", not (given and set(ins) - set(given))
+    if agrees:
+        return ""
+    inner = sorted(inside.kernels - {call.op})
+    parts = f"; its kernels: {', '.join(inner)}" if inner else ""
+    because = (call.cause or "torch runs it as one C++ function, whose parts it casts by itself") + parts
+    return f"decided: {wanted}; measured: {'+'.join(ins)} in, {'+'.join(outs) or 'none'} out; {because}"
