@@ -120,7 +120,7 @@ FAULTS = (
          "each activation of a checkpointed block would count twice"),
         ("recorder: a copy of a model counts", "class Door(OwnHook):", "class Door:",
          "tests/numerics/test_recorder.py::test_hooks_are_there_in_recorded_steps_only_and_nothing_outlives_the_block",
-         "what a copy computes would be told of the model"),
+         "a copy, and a file of the model, would hold the rows and the model itself"),
         ("recorder: graphs count in every step", "        for flag, _ in self._shared.values():\n            flag.zero_()\n", "",
          "tests/numerics/test_recorder_in_graphs.py::test_the_steps_between_are_not_counted",
          "a recorded step would hold what the steps before it counted"),

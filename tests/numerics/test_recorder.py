@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo import MixedPrecision, Policy, StateError
+from mezzo.hooks import OwnHook
 from mezzo.numerics import KINDS, ExponentHistogram, Recorder, exponent_histogram, read_evidence, swallowed
 from mezzo.numerics.evidence import FILE
 
@@ -295,6 +296,7 @@ def test_hooks_are_there_in_recorded_steps_only_and_nothing_outlives_the_block()
             for number, x in enumerate(batches(5)):
                 assert is_bare(model, optimizer) == (number % 3 != 0), number
                 copied = copy.deepcopy(model)
+                assert {type(h) for m in copied.modules() for h in m._forward_hooks.values()} <= {OwnHook}
                 losses.append(model(x).square().mean())
                 if number == 3:
                     copied(x).sum().backward()  # a copy's hooks tell nobody

@@ -246,3 +246,17 @@ def test_the_steps_between_are_not_counted():
                 counted = rows
             assert torch.equal(rows, counted), number
     assert counted.any()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_compiled_blocks_that_a_checkpoint_runs_again_are_counted_once(reentrant):
+    class Checkpointed(Net):
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return self.head(x)
+
+    found, expected = recorded(by_blocks, backend="aot_eager", make=Checkpointed, steps=1), recorded(eager, steps=1)
+    for kind in KINDS:
+        assert held(found, kind, 1) == held(expected, kind, 1), kind

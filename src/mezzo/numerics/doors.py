@@ -20,7 +20,7 @@ from mezzo.numerics.subject import Subject
 from mezzo.numerics.watches import Returned, Tally, count, is_countable
 from mezzo.tensors import each_tensor, foreach_zero_, leaves, mapped
 from mezzo.trace.modes import is_watched
-from mezzo.trace.observe import COUNTABLE
+from mezzo.trace.observe import COUNTABLE, observe, observe_once
 
 #: What modules return is recorded in graphs up to so many tensors: the one that is returned, or the first of others.
 IN_GRAPHS: Final = 5
@@ -50,7 +50,7 @@ class _Pair:
 
     def arrived(self, gradient: Tensor) -> None:
         """Count a gradient in a graph."""
-        torch.ops.mezzo.observe(gradient, self.gradient, self.flag, self.factor)
+        observe(gradient, self.gradient, self.flag, self.factor)
 
 
 class _Arrival(Function):
@@ -68,7 +68,7 @@ class _Arrival(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Count the gradient, and hand it on."""
-        torch.ops.mezzo.observe(gradient, *ctx.saved_tensors)
+        observe(gradient, *ctx.saved_tensors)
         return gradient, None, None, None
 
 
@@ -127,7 +127,7 @@ class Door(OwnHook):
             if number < len(pairs) and isinstance(tensor, Tensor) and self._is_plain(tensor):
                 pair = pairs[number]
                 if self._doors.has_values:
-                    torch.ops.mezzo.observe(tensor, pair.values, pair.flag, None)
+                    (observe_once if counts else observe)(tensor, pair.values, pair.flag)
                 if tensor.requires_grad and (self._doors.has_gradients or not counts):
                     if TRACES_HOOKS or self._doors.is_captured:
                         tensor.register_hook(pair.arrived)  # type: ignore[no-untyped-call]

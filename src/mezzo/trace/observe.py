@@ -19,12 +19,14 @@ kernels have it in C++ and in Triton.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from mezzo.backward import runs_backward
 from mezzo.compiled import CppKernel, built, threads
 from mezzo.errors import UnsupportedError
 from mezzo.launched import Launch, has_triton, jitted, on
@@ -74,9 +76,10 @@ def slot_of(bits: Tensor) -> Tensor:
 
 _LIBRARY: Final[Any] = torch.library.Library("mezzo", "FRAGMENT")  # type: ignore[no-untyped-call]
 # Of any strides: torch.compile would else copy tensors to those that they have in eager mode.
-_LIBRARY.define(
-    "observe(Tensor x, Tensor(a!) row, Tensor flag, Tensor? factor) -> ()", tags=(torch.Tag.flexible_layout,)
-)
+for _NAME in ("observe", "observe_once"):
+    _LIBRARY.define(
+        f"{_NAME}(Tensor x, Tensor(a!) row, Tensor flag, Tensor? factor) -> ()", tags=(torch.Tag.flexible_layout,)
+    )
 
 
 def observe(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None = None) -> None:
@@ -94,6 +97,11 @@ def observe(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None = None) 
     the flag one launch that returns at once; on a CPU no memory is touched. No host sync.
     """
     torch.ops.mezzo.observe(x, row, flag, factor)
+
+
+def observe_once(x: Tensor, row: Tensor, flag: Tensor) -> None:
+    """Count as :func:`observe` does, but nothing while a backward pass runs: checkpointing calls a graph once more."""
+    torch.ops.mezzo.observe_once(x, row, flag, None)
 
 
 def _on_cpu(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None) -> None:
@@ -131,15 +139,25 @@ def _vector(x: Tensor) -> Tensor:
     return vector.float() if vector.dtype.itemsize == 1 else vector
 
 
-_LIBRARY.impl("observe", _on_cpu, "CPU")
-_LIBRARY.impl("observe", _on_gpu, "CUDA")
+def _once(form: Callable[..., None]) -> Callable[..., None]:
+    """Return a form that does nothing while a backward pass runs."""
+
+    def run(*given: Any) -> None:
+        if not runs_backward():
+            form(*given)
+
+    return run
 
 
 def _fake(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None) -> None:
     return None
 
 
-torch.library.register_fake("mezzo::observe", _fake, lib=_LIBRARY)
+for _KEY, _FORM in (("CPU", _on_cpu), ("CUDA", _on_gpu)):
+    _LIBRARY.impl("observe", _FORM, _KEY)
+    _LIBRARY.impl("observe_once", _once(_FORM), _KEY)
+for _NAME in ("observe", "observe_once"):
+    torch.library.register_fake(f"mezzo::{_NAME}", _fake, lib=_LIBRARY)
 
 
 def _note(row: Tensor, dtype: torch.dtype, flag: Tensor) -> None:
