@@ -217,7 +217,6 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch.nn.Module._parameters": "find and replace parameters",
         "torch.nn.Module._state_dict_hooks": "find hooks",
         "torch.nn.Module._state_dict_pre_hooks": "find hooks",
-        "torch._ops.OpOverload._overloadpacket": "name the op of a kernel",
         "torch._ops.OpOverload._schema": "name a kernel, and tell what it writes",
         "torch._ops.OpOverloadPacket._qualified_op_name": "name an op",
         "torch.optim.AdamW._step_supports_amp_scaling": "tell whether an optimizer's kernel can skip",

@@ -18,7 +18,6 @@ from mezzo.trace.table import HANDS_ON, CallRecord, KernelRecord, Value, Watched
 _CASTABLE: Final = frozenset(map(dtype_name, CASTABLE))
 #: Nodes of casts; the other one is of a weight in halves.
 _OF_CASTS: Final = frozenset({"ToCopyBackward0", "LazyCloneBackward0"})
-_SOFTMAX, _LOG_SOFTMAX = torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default
 
 Counted = TypeVar("Counted", Row, Misaligned)
 
@@ -217,8 +216,8 @@ class Asked:
             elif record.flops is not None:
                 is_product, accounts = any(self.table.what(each) == "parameter" for each in _factors(record)), ()
             elif record.kind != "rearranging" or of_read is None:
-                if record.kernel in (_SOFTMAX, _LOG_SOFTMAX) and _is_over_last(record):
-                    found |= dict.fromkeys(accounts if is_product or record.kernel is _LOG_SOFTMAX else ())
+                if record.name in ("softmax", "log_softmax") and _is_over_last(record):
+                    found |= dict.fromkeys(accounts if is_product or record.name == "log_softmax" else ())
                 continue
             widened.update((value.number, (is_product, accounts)) for value in record.gives)
         return list(found)
