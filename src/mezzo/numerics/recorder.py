@@ -427,7 +427,7 @@ class Recorder:
     ``updates`` a copy of the weights while the step runs. Of each product below sixteen bits two more products in FP32,
     each of its operands in FP32 twice, and two FP32 values for each element of its weight. On other steps nothing in
     eager mode: there are hooks only in recorded ones. In graphs a call for each tensor, 4 to 9 µs on a CPU, which ends
-    fusions; entering and leaving the block has torch.compile forget what it has made. On several ranks one reduction a
+    fusions; entering the block has torch.compile forget what it has made. On several ranks one reduction a
     recorded step. In memory 4.5 KB for each tensor, in graphs 90 KB for each module.
 
     Example:
@@ -511,7 +511,6 @@ class Recorder:
         self._disarm()
         if self._doors is not None:
             self._doors.remove()
-            forget_compiled()
         self._doors = None
         self._opened.close()
         self._stage = "ended"
