@@ -1,29 +1,37 @@
-"""Products below sixteen bits tell listeners what they quantise, and know of nobody where nobody listens."""
+"""Products below sixteen bits tell listeners what they quantise."""
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import mezzo
-from mezzo.cast import notes
-from mezzo.cast.notes import LISTENERS, listening
-from mezzo.cast.products import functions
+from mezzo.cast.notes import LISTENING, listening
 from mezzo.formats import Quantized, quantized
 
 pytestmark = pytest.mark.usefixtures("emulating")
 
 
 class Heard:
-    """Writes down what it is told."""
+    """Writes down what it is told of all calls."""
 
     def __init__(self):
-        self.operands, self.ended = [], []
+        self.calls, self.operands, self.ended = [], [], []
 
-    def quantised(self, call, role, operand, made):
-        self.operands.append((call, role, operand.detach().clone(), made))
+    def asked(self, weight):
+        self.calls.append(Call(self, weight))
+        return self.calls[-1]
 
-    def differentiated(self, call, kept):
-        self.ended.append((call, kept))
+
+class Call:
+    def __init__(self, heard, weight):
+        self.heard, self.weight = heard, weight
+
+    def quantised(self, role, operand, made):
+        self.heard.operands.append((self, role, operand.detach().clone(), made))
+
+    def differentiated(self, kept):
+        self.heard.ended.append((self, kept))
 
 
 class Held(nn.Module):
@@ -43,7 +51,7 @@ def differentiate(model, rule, heard=None, frozen=False):
     if heard is None:
         out.float().square().sum().backward()
         return out
-    with listening(heard):
+    with listening(heard.asked):
         with mezzo.autocast(f"O1,bf16,{rule}"):
             out = model(x)
         out.float().square().sum().backward()
@@ -82,20 +90,28 @@ def test_where_the_weight_has_no_quantised_gradient_nothing_is_said_to_be_multip
         assert [kept for _, kept in heard.ended] == [None], rule
 
 
-def test_nothing_is_made_for_nobody_and_a_listener_that_left_is_told_nothing(monkeypatch):
-    heard, made, plain = Heard(), [], notes.ProductCall
-
-    def call(weight):
-        made.append(weight)
-        return plain(weight)
-
-    monkeypatch.setattr(functions, "ProductCall", call)
-    model = nn.Linear(32, 64)
+def test_calls_are_asked_about_inside_the_block_alone_and_one_may_be_left_out():
+    heard, model = Heard(), nn.Linear(32, 64)
     differentiate(model, "mxfp8=linear")
-    assert made == []
-    with listening(heard), mezzo.autocast("O1,bf16,mxfp8=linear"):
-        out = model(torch.randn(32, 32))
-    assert (len(made), LISTENERS.now) == (1, ())
-    count = len(heard.operands)
-    out.float().sum().backward()
-    assert (len(heard.operands), heard.ended) == (count, [])
+    with listening(heard.asked), listening(lambda weight: None), mezzo.autocast("O1,bf16,mxfp8=linear"):
+        model(torch.randn(32, 32))
+    assert (len(heard.calls), LISTENING.now) == (1, ())
+    differentiate(model, "mxfp8=linear")
+    assert len(heard.calls) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of autograd functions
+def test_compiled_code_is_the_same_whether_there_are_listeners_or_not():
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    counts = CompileCounterWithBackend("eager")
+
+    @torch.compile(backend=counts)
+    def run(x):
+        with mezzo.autocast("O1,bf16"):
+            return model(x)
+
+    run(x := torch.randn(4, 32))
+    with listening(Heard().asked):
+        run(x)
+    assert counts.frame_count == 1

@@ -35,7 +35,7 @@ FAULTS = (
          "error = raised",
          "tests/script/test_program.py::test_what_a_script_raises_has_the_traceback_of_the_script_alone",
          "a script's own error would look like one of mezzo's"),
-        ("script: a region that is switched off is on", 'if is_script() and given.get("enabled", True):',
+        ("script: a region that is switched off is on", 'if given.get("enabled", True) and is_script():',
          "if is_script():", "tests/script/test_gathering.py::test_regions_of_the_script",
          "an island in FP32 would run low without a word"),
         ("script: the script's scaler scales too", "            return outputs\n",

@@ -1,6 +1,5 @@
 """The recorder against tensors kept by hand: every kind of loop and session, what it must not count, what it leaves."""
 
-import contextlib
 import copy
 import functools
 import gc
@@ -528,48 +527,3 @@ def test_the_frozen_weight_of_torchs_is_seen_before_and_after_it_freezes():
             assert math.isnan(lost.share("bfloat16"))
         else:
             assert (lost.share("bfloat16"), lost.share("float16"), lost.share_unmoved) == (1.0, 0.0, 0.0)
-
-
-def two_layers():
-    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 2))
-
-
-def wrapped(model):
-    called = torch.compile(model, backend="aot_eager")
-    return called, called
-
-
-def in_place(model):
-    model.compile(backend="eager")
-    return model, model
-
-
-@pytest.mark.parametrize("compiled, policy", [(wrapped, "O1,dtype=bfloat16"), (in_place, None)])
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # Dynamo, of the autograd functions of emulation
-def test_a_compiled_model_is_recorded_as_the_same_one_uncompiled(compiled, policy, caplog):
-    def recorded(compiled):
-        model = net(two_layers)
-        called, watched = compiled(model)
-        optimizer = adamw(model)
-        amp = MixedPrecision(model, optimizer, policy) if policy else None
-        with Recorder(watched, optimizer, every=1) as recorder:
-            for x in batches(2):
-                with amp.autocast() if amp else contextlib.nullcontext():
-                    loss = called(x).float().square().mean()
-                amp.backward(loss) if amp else loss.backward()
-                amp.step() if amp else optimizer.step()
-                recorder.step()
-                optimizer.zero_grad()
-        return recorder.evidence
-
-    torch.compiler.reset()
-    found, expected = recorded(compiled), recorded(lambda model: (model, model))
-    for kind, step in itertools.product(("weights", "weight_gradients", "updates"), (1, 2)):
-        assert held(found, kind, step) == held(expected, kind, step), (kind, step)
-        assert len(held(found, kind, step)) == 4
-    assert found.swallowed("0") == expected.swallowed("0")
-    (line,) = [each.getMessage() for each in caplog.records if each.name.startswith("mezzo.numerics")]
-    assert line.startswith("activations inside torch.compile are not recorded (")
-    assert line.endswith("run the model uncompiled, in eager mode, for them")
-    with pytest.raises(StateError, match="no activations"):
-        found.histogram("activations")

@@ -134,6 +134,7 @@ def test_a_sparse_tensor_that_a_cast_takes_beyond_its_range(watch):
 
 
 @example(limit=9, scale=2.0**16, needed=65504.0 * 100)
+@example(limit=9, scale=2.0**16, needed=0.0)
 @given(
     limit=st.integers(-30, 30),
     scale=st.floats(2.0**-20, 2.0**40),

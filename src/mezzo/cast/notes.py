@@ -90,26 +90,13 @@ def notes() -> list[Note]:
     return _STACK.notes
 
 
-class ProductCall:
-    """One call of a product below sixteen bits, forward and backward.
+class ProductListener(Protocol):
+    """Is told of one call of a product below sixteen bits, in eager code, by whatever thread computes it."""
 
-    Args:
-        weight: The weight, as the program has it: a parameter, or a view of one.
-    """
-
-    __slots__ = ("weight",)
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-
-class OperandListener(Protocol):
-    """Is told what products below sixteen bits quantise, in eager code, by whatever thread computes them."""
-
-    def quantised(self, call: ProductCall, role: str, operand: Tensor, made: Quantized) -> None:
+    def quantised(self, role: str, operand: Tensor, made: Quantized) -> None:
         """An operand was quantised, rotated before where it is: ``activation``, ``weight`` or ``gradient``."""
 
-    def differentiated(self, call: ProductCall, kept: Quantized | Tensor | None) -> None:
+    def differentiated(self, kept: Quantized | Tensor | None) -> None:
         """A backward pass has used the call. The gradient that was quantised last was multiplied by ``kept``.
 
         The product is the weight's gradient; ``None`` where that is not asked for, or computed from no quantised
@@ -117,15 +104,21 @@ class OperandListener(Protocol):
         """
 
 
-#: Who listens.
-LISTENERS: Final[Members[OperandListener]] = Members()
+#: Who is asked about each such call, by its weight as the program has it: a parameter, or a view of one. What they
+#: return listens. No compiled code asks, so that a graph stays the same whether they are there or not.
+LISTENING: Final[Members[Callable[[Tensor], ProductListener | None]]] = Members()
 
 
 @contextmanager
-def listening(listener: OperandListener) -> Iterator[None]:
-    """Tell a listener of the products inside the block."""
-    LISTENERS.add(listener)
+def listening(asked: Callable[[Tensor], ProductListener | None]) -> Iterator[None]:
+    """Have what a function returns of a weight listen to the calls of its products inside the block."""
+    LISTENING.add(asked)
     try:
         yield
     finally:
-        LISTENERS.remove(listener)
+        LISTENING.remove(asked)
+
+
+def listeners(weight: Tensor) -> list[ProductListener]:
+    """Return what listens to a call of a weight's product."""
+    return [found for ask in LISTENING.now if (found := ask(weight)) is not None]

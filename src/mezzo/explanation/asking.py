@@ -52,7 +52,7 @@ class Integers:
 
 
 @dataclass(slots=True)
-class _Inside:
+class _CallSeen:
     """What the kernels of one call were given, so far.
 
     Attributes:
@@ -96,7 +96,7 @@ class Asked:
         self.table, self._dtype, self._stored = table, dtype, stored
         self.accounts: dict[KernelRecord, Account] = {}
         self.inner_ops: dict[tuple[str, str], set[str]] = {}
-        self._inside: dict[CallRecord, _Inside] = {}
+        self._inside: dict[CallRecord, _CallSeen] = {}
         numbered: dict[int, Account] = {}
         for record in table.kernels:
             if record.kind in ("cast", "free cast"):
@@ -106,7 +106,7 @@ class Asked:
 
     def _enter(self, record: KernelRecord) -> None:
         """Take note of a kernel: what enters it from outside the call is what the call computes in."""
-        inside = self._inside.setdefault(record.call, _Inside())
+        inside = self._inside.setdefault(record.call, _CallSeen())
         is_emulated, is_forward = record.by == "emulation", record.phase == "forward"
         outside = [value for value in record.reads if not self._is_made_by(record.call, value.memory)]
         names = dict.fromkeys(dtype_name(value.dtype) for value in outside if has_fraction(value.dtype))
@@ -123,7 +123,7 @@ class Asked:
             inside.memory |= {value.memory for value in record.gives}
 
     def _is_made_by(self, call: CallRecord, memory: int) -> bool:
-        return memory in self._inside.get(call, _Inside()).memory or self.table.allocated.get(memory) is call
+        return memory in self._inside.get(call, _CallSeen()).memory or self.table.allocated.get(memory) is call
 
     def _account(self, record: KernelRecord, numbered: dict[int, Account]) -> Account:
         """Say whose cast it is: emulation's, the policy's, the model's own code's, or torch's inside a function."""
@@ -308,7 +308,7 @@ def _is_over_last(record: KernelRecord) -> bool:
     return record.constants[0] % max(1, num_dims) == num_dims - 1
 
 
-def _row(call: CallRecord, inside: _Inside) -> Row:
+def _row(call: CallRecord, inside: _CallSeen) -> Row:
     decision = call.decision
     return Row(
         module=call.module,
@@ -327,7 +327,7 @@ def _row(call: CallRecord, inside: _Inside) -> Row:
     )
 
 
-def _disagreement(call: CallRecord, inside: _Inside) -> str:
+def _disagreement(call: CallRecord, inside: _CallSeen) -> str:
     """Compare what was measured with what was decided."""
     if call.is_conversion:
         return ""  # the model's own code names the dtype

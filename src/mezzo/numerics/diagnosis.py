@@ -16,10 +16,11 @@ from mezzo.errors import PolicyError, message, shown, some_of
 from mezzo.explanation.rows import format_text, share_text
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.numerics.evidence import Evidence, RecordedStep, RecordedTensor, SwallowedUpdates
-from mezzo.numerics.histogram import FIRST, ExponentHistogram
+from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.policy import Policy
 from mezzo.policy.rules import both
 from mezzo.scale import LossScale
+from mezzo.trace.observe import FIRST
 
 # What is wrong with a recorded run itself: values not finite, gradients flushed, steps skipped, weights at rest.
 

@@ -24,8 +24,9 @@ import torch
 from mezzo.errors import PolicyError, StateError, nearest, shown, some_of
 from mezzo.files import jsonable, whole
 from mezzo.formats import Format, by_name
-from mezzo.numerics.histogram import BINS, FIRST, INFS, LARGEST, NANS, ROW, ZEROS, ExponentHistogram
+from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.policy.rules import as_named, matches
+from mezzo.trace.observe import BINS, FIRST, INFS, LARGEST, NANS, ROW, ZEROS
 
 #: What is recorded of a module, in the order in which a step makes it.
 KINDS: Final = ("weights", "activations", "activation_gradients", "weight_gradients", "updates")

@@ -19,7 +19,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from mezzo.cast.notes import ProductCall, listening, product_beside
+from mezzo.cast.notes import listening, product_beside
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.formats import E2M1, Quantized
 from mezzo.numerics.evidence import OPERANDS, RecordedOperand
@@ -72,14 +72,6 @@ def noise(operand: Tensor, made: Quantized, kept: Quantized | Tensor) -> tuple[T
     return product_beside(exact.mT, x), product_beside((made.wide() - exact).mT, x)
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    """What is known of a call before a backward pass uses it."""
-
-    counted: list[tuple[str, str, Tensor]] = field(default_factory=list)
-    last: tuple[Tensor, Quantized] | None = None
-
-
 class OperandWatch:
     """Listens to products below sixteen bits for one step: those of a model's weights that gradients come back through.
 
@@ -89,52 +81,43 @@ class OperandWatch:
             ``weight_gradients`` for the noise; others ask for nothing.
         tally: What counts, with three numbers at least behind its histograms.
         factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
+
+    Attributes:
+        roles: The roles of the operands that are counted.
+        has_noise: Whether noise is.
+        is_open: Whether the step is still watched.
     """
 
     def __init__(
         self, subject: Subject, kinds: Collection[str], tally: Tally, factor: Callable[[], Tensor | None]
     ) -> None:
         self._params, self._tally, self._factor = subject.params, tally, factor
-        self._roles = {role for role, kind in OPERANDS.items() if kind in kinds}
-        self._has_noise = "weight_gradients" in kinds
-        self._calls: dict[ProductCall, _Call] = {}
+        self.roles = {role for role, kind in OPERANDS.items() if kind in kinds}
+        self.has_noise, self.is_open = "weight_gradients" in kinds, True
         self._rows: dict[tuple[str, str, str, str], int] = {}
         self._noise: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self._listening = ExitStack()
-        if self._roles or self._has_noise:
-            self._listening.enter_context(listening(self))
+        if self.roles or self.has_noise:
+            self._listening.enter_context(listening(self._asked))
 
     def remove(self) -> None:
         """Listen no more."""
         self._listening.close()
-        self._calls.clear()
+        self.is_open = False
 
-    def quantised(self, call: ProductCall, role: str, operand: Tensor, made: Quantized) -> None:
-        """Count an operand, and keep the last gradient for :meth:`differentiated`."""
-        if self._place(call) is None or is_watched():
-            return
-        with torch.no_grad(), DisableTorchFunction():
-            known = self._calls.setdefault(call, _Call())
-            if role in self._roles:
-                known.counted.append((role, str(made.format), losses(operand, made)))
-            if role == "gradient" and self._has_noise:
-                known.last = operand, made
+    def _asked(self, weight: Tensor) -> _Call | None:
+        """Follow a call of a product, if it is one of a weight of the model's."""
+        place = self._params.get(weight) or (None if weight._base is None else self._params.get(weight._base))
+        return None if place is None or is_watched() else _Call(self, place)
 
-    def differentiated(self, call: ProductCall, kept: Quantized | Tensor | None) -> None:
-        """Take a call into the step, once for each backward pass through it."""
-        place, known = self._place(call), self._calls.pop(call, None)
-        if place is None or known is None or is_watched():
-            return
-        with torch.no_grad(), DisableTorchFunction():
-            for role, form, counts in known.counted:
-                key = (*place, role, form)
-                if key not in self._rows:
-                    self._rows[key] = self._tally.row(counts.device)
-                self._tally.beside(self._rows[key])[: len(counts)].add_(counts)
-            if kept is not None and known.last is not None:
-                self._add(place, *noise(*known.last, kept))
+    def take(self, place: tuple[str, str], role: str, form: str, counts: Tensor) -> None:
+        """Take what an operand has lost into the step."""
+        key = (*place, role, form)
+        if key not in self._rows:
+            self._rows[key] = self._tally.row(counts.device)
+        self._tally.beside(self._rows[key])[: len(counts)].add_(counts)
 
-    def _add(self, place: tuple[str, str], *parts: Tensor) -> None:
+    def add(self, place: tuple[str, str], *parts: Tensor) -> None:
         """Add the gradient of a call, and its noise, to those of the step."""
         factor = self._factor()
         for at, part in enumerate(parts):
@@ -172,6 +155,33 @@ class OperandWatch:
         order = {place: at for at, place in enumerate(self._params.values())}
         return tuple(sorted(made, key=lambda each: (order[each.module, each.name], [*OPERANDS].index(each.role))))
 
-    def _place(self, call: ProductCall) -> tuple[str, str] | None:
-        weight = call.weight
-        return self._params.get(weight) or (None if weight._base is None else self._params.get(weight._base))
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A call that is followed, and what is known of it before a backward pass uses it."""
+
+    watch: OperandWatch
+    place: tuple[str, str]
+    counted: list[tuple[str, str, Tensor]] = field(default_factory=list)
+    last: tuple[Tensor, Quantized] | None = None
+
+    def quantised(self, role: str, operand: Tensor, made: Quantized) -> None:
+        """Count an operand, and keep the last gradient for :meth:`differentiated`."""
+        if not self.watch.is_open or is_watched():
+            return
+        with torch.no_grad(), DisableTorchFunction():
+            if role in self.watch.roles:
+                self.counted.append((role, str(made.format), losses(operand, made)))
+            if role == "gradient" and self.watch.has_noise:
+                self.last = operand, made
+
+    def differentiated(self, kept: Quantized | Tensor | None) -> None:
+        """Take the call into the step, once for each backward pass through it."""
+        counted, last, self.counted, self.last = self.counted, self.last, [], None
+        if not self.watch.is_open or is_watched():
+            return
+        with torch.no_grad(), DisableTorchFunction():
+            for each in counted:
+                self.watch.take(self.place, *each)
+            if kept is not None and last is not None:
+                self.watch.add(self.place, *noise(*last, kept))

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 import mezzo
+from mezzo.compiling import forget_compiled
 from mezzo.errors import PolicyError, StateError
 from mezzo.files import regular_or_new
 from mezzo.formats import Format
@@ -32,16 +33,29 @@ from mezzo.numerics.evidence import (
     write,
     write_step,
 )
-from mezzo.numerics.histogram import ROW, ExponentHistogram
+from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.numerics.quantised import OperandWatch
 from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, updated_by
-from mezzo.numerics.watches import FIELDS, PassWatch, Places, Tally, WeightWatch, swallowed_of
+from mezzo.numerics.watches import (
+    FIELDS,
+    Counted,
+    Doors,
+    Place,
+    Places,
+    Returned,
+    Tally,
+    WeightWatch,
+    summed,
+    swallowed_of,
+)
 from mezzo.policy import Policy
 from mezzo.scale.state import inverse
 from mezzo.session.observers import Watched, watching
 from mezzo.session.stats import Step
+from mezzo.sharded import is_distributed
 from mezzo.step.verdict import Judged
 from mezzo.tensors import dtype_name
+from mezzo.trace.observe import CALLS, COUNTABLE, DTYPE, LARGEST, ROW, WIDTH
 
 # One step that is being recorded, and who tells of it: the hooks of a loop without a session, or the session.
 
@@ -55,38 +69,36 @@ class Recording:
     Args:
         choices: What the recorder was asked for.
         factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
-        hidden: Is told of modules whose activations cannot be seen: which, and what compiled them. It may raise.
+        doors: What counts where modules end; ``None`` where that is not asked for, or cannot be.
+        group: Returns the ranks whose counts are added up; ``None`` for this one's.
 
     Attributes:
         weights: What is told of the parameters.
+        called: The paths of the modules, in the order in which their calls ended, once it is finished.
     """
 
     def __init__(
-        self, choices: Choices, factor: Callable[[], Tensor | None], hidden: Callable[[str, str], None]
+        self,
+        choices: Choices,
+        factor: Callable[[], Tensor | None],
+        doors: Doors | None,
+        group: Callable[[], Any],
     ) -> None:
-        self._hidden = hidden
-        self._subject, self._formats = subject, formats = choices.subject, choices.formats
-        self._tally = Tally(FIELDS + len(formats))
+        self._group = group
+        self.called: list[str] = []
+        self._subject, self._formats, self._doors = choices.subject, choices.formats, doors
+        self._tally = Tally(FIELDS + len(choices.formats))
         self._places: Places = {}
-        self.weights = WeightWatch(subject, choices.kinds, formats, self._tally, self._places)
-        self._passes: PassWatch | None = None
-        if kinds := OF_PASSES.intersection(choices.kinds):
-            if (found := subject.hidden()) is not None:
-                hidden(*found)
-            else:
-                self._passes = PassWatch(subject, kinds, self._tally, self._places, factor)
-        self._operands = OperandWatch(subject, choices.kinds, self._tally, factor)  # last: what is refused leaves none
-
-    @property
-    def called(self) -> list[str]:
-        """The paths of the modules, in the order in which their calls ended."""
-        return [] if self._passes is None else list(self._passes.called)
+        self.weights = WeightWatch(choices.subject, choices.kinds, choices.formats, self._tally, self._places, group)
+        if doors is not None:
+            doors.open()
+        self._operands = OperandWatch(choices.subject, choices.kinds, self._tally, factor)
 
     def remove(self) -> None:
-        """Take the hooks off the modules, and listen to products no more."""
+        """Let modules count no more, and listen to products no more."""
         self._operands.remove()
-        if self._passes is not None:
-            self._passes.remove()
+        if self._doors is not None:
+            self._doors.close()
 
     def finish(self, step: int, loss_scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> RecordedStep:
         """Bring everything to the host.
@@ -96,40 +108,59 @@ class Recording:
             loss_scales: 0-d: the scale of each loss.
             skipped: Whether the weights were left alone, or 0-d tensors of which one says so.
 
-        Raises:
-            UnsupportedError: Activations alone were asked for, and gradients came without a call of a module.
-
-        **Cost**: one transfer from each device.
+        **Cost**: one transfer from each device; with several ranks one reduction, and before it the names of tensors.
         """
         self.weights.rest()
-        if self._passes is not None and not self.called and self._subject.is_whole and self.weights.has_gradients:
-            where = f"step {step}: gradients of {type(self._subject.model).__name__}, and no call of a module"
-            self._hidden(where, "torch.compile")
         flags = [] if isinstance(skipped, bool) else skipped
+        returned = [] if self._doors is None else self._doors.found(self._tally)
         rows, numbers = self._tally.fetch([*loss_scales, *flags, *self._operands.norms])
+        if self._doors is not None:
+            self._take(self._doors, rows, returned)
         end = len(loss_scales) + len(flags)
         is_skipped = skipped is True or any(numbers[len(loss_scales) : end])
         order = {each.path: place for place, each in enumerate(self._subject.ordered(self.called))}
-        places = sorted(self._places, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
+        counted = {place: self._counted(place, rows) for place in self._places}
+        if (group := self._group()) is not None:
+            counted = summed(counted, group, next(self._subject.model.parameters()).device)
+        places = sorted(counted, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
         return RecordedStep(
             step=step,
             loss_scales=tuple(numbers[: len(loss_scales)]),
             skipped=is_skipped,
-            tensors=tuple(self._tensor(place, rows) for place in places if not (is_skipped and place[0] == "updates")),
-            operands=self._operands.found(rows, numbers[end:], ROW),
+            tensors=tuple(
+                self._tensor(place, *counted[place]) for place in places if not (is_skipped and place[0] == "updates")
+            ),
+            operands=self._operands.found(rows, numbers[end:], WIDTH),
         )
 
-    def _tensor(self, place: tuple[str, str, str], rows: list[Tensor]) -> RecordedTensor:
-        kind, module, name = place
+    def _take(self, doors: Doors, rows: list[Tensor], returned: Sequence[Returned]) -> None:
+        """Take in what modules have returned, and see whether Python or graphs called them."""
+        counted = set[str]()
+        for place, number, needed in returned:
+            if rows[number][CALLS] and (needed is None or rows[needed][CALLS]):
+                self._places.setdefault(place, (None, []))[1].append(number)
+                counted.add(place[1])
+        self.called = [*doors.called]
+        if counted.difference(doors.called):
+            self.called = [path for path in self._subject.inner_first() if path in counted or path in doors.called]
+            doors.stay()
+
+    def _counted(self, place: Place, rows: list[Tensor]) -> Counted:
+        """Return the dtype of a tensor, and its row."""
         dtype, numbers = self._places[place]
-        parts = [ExponentHistogram(rows[number][:ROW]) for number in numbers]
+        row = torch.stack([rows[number] for number in numbers]).sum(0)
+        row[LARGEST] = max(int(rows[number][LARGEST]) for number in numbers)
+        return dtype or dtype_name(COUNTABLE[int(rows[numbers[0]][DTYPE]) - 1]), row
+
+    def _tensor(self, place: Place, dtype: str, row: Tensor) -> RecordedTensor:
+        kind, module, name = place
         return RecordedTensor(
             kind=kind,
             module=module,
             name=name,
             dtype=dtype,
-            histogram=parts[0] if len(parts) == 1 else ExponentHistogram.total_of(parts),
-            swallowed=swallowed_of(rows[numbers[0]][ROW:].tolist(), self._formats) if kind == "updates" else None,
+            histogram=ExponentHistogram(row[:ROW]),
+            swallowed=swallowed_of(row[WIDTH:].tolist(), self._formats) if kind == "updates" else None,
         )
 
 
@@ -192,7 +223,11 @@ class PlainLoop:
         found_inf = getattr(optimizer, "found_inf", None)  # torch's scaler tells it so to fused optimizers
         if isinstance(found_inf, Tensor):
             self._flags.append(found_inf.detach().reshape(()).clone())
-        self._weights.before(updated_by(optimizer))
+        updated = updated_by(optimizer)
+        for param in filter(is_distributed, updated):  # whose gradients fully_shard puts there
+            if param.grad is not None:
+                self._weights.gradient(param, param.grad, self._factor())
+        self._weights.before(updated)
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
@@ -206,6 +241,7 @@ class SessionSide:
         owner: The recorder, for errors.
         choices: What it was asked for.
         scale: Where its gradients' scale comes from.
+        scaled: Called when that may be another one.
         joined: Called when a session turns out to update the model.
         advance: Called after a step of such a session, with the loss scales and the flags of which one says that it was
             skipped.
@@ -213,6 +249,7 @@ class SessionSide:
     Attributes:
         recording: What is told of the step; ``None`` where it is not recorded.
         policy: That of the first session that updates the model; ``None`` as long as there is none.
+        group: The ranks that such a session steps with; ``None`` for one.
     """
 
     def __init__(
@@ -220,13 +257,15 @@ class SessionSide:
         owner: object,
         choices: Choices,
         scale: LossScaleNow,
+        scaled: Callable[[], None],
         joined: Callable[[], None],
         advance: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
     ) -> None:
         self.recording: Recording | None = None
         self.policy: Policy | None = None
+        self.group: Any = None
         self._owner, self._choices, self._scale = owner, choices, scale
-        self._joined, self._advance = joined, advance
+        self._scaled, self._joined, self._advance = scaled, joined, advance
         self._ours: list[Watched] = []
         self._stepping: Watched | None = None
         self._moved: set[Tensor] = set()
@@ -246,8 +285,10 @@ class SessionSide:
                 )
             self._ours.append(engine)
             self.policy = self.policy or engine.weights.policy
+            self.group = engine.ranks.group if engine.ranks.size > 1 else None
             self._joined()
         self._scale.told(scale)
+        self._scaled()
 
     def judged(self, engine: Watched, judged: Judged) -> None:
         """Count the weights that a step is about to move, and the gradients that it takes."""
@@ -366,7 +407,8 @@ class Recorder:
         self._stream = None if stream is None else _file_at(stream)
         self._lines: IO[str] | None = None
         self._steps: deque[RecordedStep] = deque(maxlen=keep)
-        self._session = SessionSide(self, self._choices, self._scale, self._leave_loop, self._advance)
+        self._doors: Doors | None = None
+        self._session = SessionSide(self, self._choices, self._scale, self._say_scale, self._leave_loop, self._advance)
         self._taken = 0
         self._has_said = False
         self._called: list[str] = []
@@ -386,6 +428,7 @@ class Recorder:
                 "a recorder records one run", where=repr(self), write="with Recorder(model, optimizer) as recorder: …"
             )
         try:
+            self._doors = self._made_doors()
             self._arm()
             if self._stream is not None:
                 self._lines = self._opened.enter_context(self._stream.open("w", encoding="utf-8"))
@@ -400,6 +443,10 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._disarm()
+        if self._doors is not None:
+            self._doors.remove()
+            forget_compiled()
+        self._doors = None
         self._opened.close()
         self._stage = "ended"
 
@@ -408,7 +455,7 @@ class Recorder:
 
         Raises:
             StateError: Outside of the ``with`` block.
-            UnsupportedError: Activations alone are recorded, and they are in compiled code.
+            UnsupportedError: Activations alone are recorded, and no module is called by Python or a graph.
 
         **Cost**: on recorded steps one transfer from the device.
         """
@@ -421,11 +468,34 @@ class Recorder:
         scale = self._scale.scale() if self._session.recording is not None else None
         self._advance([] if scale is None else [scale], True if self._loop is None else self._loop.skipped)
 
+    def _made_doors(self) -> Doors | None:
+        """Return what counts where modules end; ``None`` where nothing does."""
+        subject = self._choices.subject
+        if not (kinds := OF_PASSES.intersection(self._choices.kinds)):
+            return None
+        if (scripted := subject.scripted()) is not None:
+            self._say_hidden(scripted, "torch.jit")
+            return None
+        doors = Doors(subject, kinds, WIDTH + FIELDS + len(self._choices.formats), self._scale.factor)
+        if subject.is_compiled:
+            doors.stay()
+        forget_compiled()
+        return doors
+
     def _arm(self) -> None:
         self._scale.told(None)
-        self._session.recording = Recording(self._choices, self._scale.factor, self._say_hidden)
+        self._session.recording = Recording(self._choices, self._scale.factor, self._doors, self._ranks)
+        self._scale.told(None)  # which graphs were told of now, and a scaler may change until gradients come
         if self._session.policy is None:
             self._loop = PlainLoop(self._session.recording, self._choices, self._scale.factor)
+
+    def _ranks(self) -> Any:
+        """Return the ranks that train the model; ``None`` for one."""
+        return self._session.group or self._choices.subject.group()
+
+    def _say_scale(self) -> None:
+        if self._doors is not None:
+            self._doors.scaled()
 
     def _say_hidden(self, where: str, compiler: str) -> None:
         """Say once that activations are inside compiled code; where nothing else was asked for, refuse."""
@@ -437,6 +507,19 @@ class Recorder:
                 "activations inside %s are not recorded (%s): %s; run the model uncompiled, in eager mode, for them",
                 compiler, where, WHY_UNSEEN,
             )  # fmt: skip
+
+    def _look_for(self, recording: Recording) -> None:
+        """Have modules that were called without a word compiled again, with what counts; say so if they were before."""
+        doors, subject = self._doors, self._choices.subject
+        inside = set(subject.paths.values()) - {subject.paths.get(subject.model)}
+        seen = (inside or set(subject.paths.values())).intersection(recording.called)
+        if doors is None or seen or not subject.is_whole or not recording.weights.has_gradients:
+            return
+        if doors.stays:
+            where = f"step {self._taken}: gradients of {type(subject.model).__name__}, and no call of a module"
+            self._say_hidden(where, "compiled code")
+        doors.stay()
+        forget_compiled()
 
     def _disarm(self) -> None:
         if self._session.recording is not None:
@@ -457,6 +540,7 @@ class Recorder:
         try:
             if recording is not None:
                 step = recording.finish(self._taken, scales, skipped)
+                self._look_for(recording)
                 self._called += recording.called
                 self._steps.append(step)
                 if self._lines is not None:

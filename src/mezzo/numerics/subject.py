@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mezzo.compiling import INSIDE, inside, is_compiled
+from mezzo.distributed.exchange import Ranks
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
 from mezzo.formats import Format
 from mezzo.numerics.evidence import RecordedModule, kind_of
 from mezzo.numerics.histogram import standing_alone
 from mezzo.policy.rules import as_named, lies_in
 from mezzo.scale.state import inverse
+from mezzo.sharded import units
 from mezzo.tensors import dtype_name
 
 WHY_UNSEEN: Final = "compiled code does not call the modules, and keeps few of the tensors between them"
@@ -33,7 +36,8 @@ class Subject:
         paths: The path that each watched module is recorded at.
         params: The module's path and the parameter's name that each watched parameter is recorded at.
         modules: What is said of the modules.
-        is_compiled: Whether the model was given as what ``torch.compile`` returns; it is the one inside here.
+        is_compiled: Whether the model, or a part of it, is compiled; of what ``torch.compile`` returns this is the one
+            inside.
     """
 
     model: nn.Module
@@ -116,15 +120,29 @@ class Subject:
                     tied=tied,
                 )
             )
+        was_compiled |= any(is_compiled(module) for module in model.modules())
         return cls(model, paths, params, tuple(modules), was_compiled)
 
-    def hidden(self) -> tuple[str, str] | None:
-        """Return which modules are compiled, so that their hooks may not run, and by what; ``None`` for none."""
-        compiled = [path or type(module).__name__ for path, module in self.model.named_modules() if is_compiled(module)]
-        if compiled or self.is_compiled:
-            return some_of(compiled) or type(self.model).__name__, "torch.compile"
+    def scripted(self) -> str | None:
+        """Return which modules ``torch.jit`` has compiled, which no hook looks into; ``None`` for none."""
         scripted = [path or type(m).__name__ for m, path in self.paths.items() if isinstance(m, torch.jit.ScriptModule)]
-        return (some_of(scripted), "torch.jit") if scripted else None
+        return some_of(scripted) if scripted else None
+
+    def inner_first(self) -> list[str]:
+        """Return the paths, those of modules inside of another one before its own."""
+
+        def walk(module: nn.Module) -> Iterator[nn.Module]:
+            for child in module.children():
+                yield from walk(child)
+            yield module
+
+        return list(dict.fromkeys(self.paths[module] for module in walk(self.model) if module in self.paths))
+
+    def group(self) -> Any:
+        """Return the ranks that a wrapped or sharded model is trained on; ``None`` where it is neither."""
+        if isinstance(self.model, DistributedDataParallel) or units(self.model):
+            return Ranks.of().group if Ranks.of().size > 1 else None
+        return None
 
     def ordered(self, called: Iterable[str]) -> tuple[RecordedModule, ...]:
         """Return the modules in the order of their first calls; those without come last."""

@@ -493,7 +493,7 @@ def highest_scale(
     if not is_finite_at(2.0**low):
         return None
     guess = high - 1
-    if needed is not None and math.isfinite(needed):
+    if needed and math.isfinite(needed):
         guess = math.floor(math.log2(scale * limit / needed))
     while high - low > 1:
         middle = guess if low < guess < high else (low + high) // 2

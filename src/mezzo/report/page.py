@@ -15,10 +15,10 @@ from mezzo.explanation.rows import format_text
 from mezzo.files import whole
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
 from mezzo.numerics import KINDS, Evidence, ExponentHistogram
-from mezzo.numerics.histogram import BINS, FIRST
 from mezzo.report.verdict import cells, operand_cells, short, verdict
 from mezzo.script.comparison import Comparison, Run
 from mezzo.trace.function_calls import MODEL
+from mezzo.trace.observe import BINS, FIRST
 
 # Where the values of a run lie: one picture of evidence, the share of values in each power of two.
 

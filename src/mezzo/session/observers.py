@@ -17,6 +17,7 @@ from mezzo.session.stats import Step
 from mezzo.step.verdict import Judged
 
 if TYPE_CHECKING:
+    from mezzo.distributed.exchange import Ranks
     from mezzo.overflow import Replay
     from mezzo.scale.device_state import Scaler
     from mezzo.session.stats import Step, StepAccount
@@ -32,8 +33,10 @@ class Watched(Protocol):
         windows: Gradients between a backward pass and a step.
         scaler: The loss scale.
         account: The steps so far.
+        ranks: Those that step together.
     """
 
+    ranks: Ranks
     weights: Weights
     windows: list[Window]
     scaler: Scaler

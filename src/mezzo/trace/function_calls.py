@@ -1,4 +1,4 @@
-"""One call of a torch function: what the policy decided about it, and what its kernels really did.
+"""One call of a torch function: what it is called, what the policy decides about it, and where in a pass it is.
 
 Only here does anything look inside the active region: what it opens, and which parameter rule speaks about a call.
 """
@@ -9,7 +9,7 @@ import functools
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Final
@@ -69,6 +69,7 @@ def kernel_name(kernel: Any) -> str:
     return next((known for stem in stems if (known := _known(stem)) is not None), bare)
 
 
+@functools.lru_cache(maxsize=4096)
 def _known(name: str) -> str | None:
     try:
         return resolve(name, in_place=True)
@@ -179,11 +180,13 @@ class Decider:
     def _decision(self, op: str, module: str | None, device_type: str) -> Decision:
         key = (op, module, device_type)
         if key not in self._decisions:
-            try:
-                found = self.policy.explain(op, module, device_type=device_type)
-            except PolicyError:  # a name that only torch's internals use
-                found = Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
-            self._decisions[key] = found
+            # A name that only torch's internals use has none, and what the error would suggest costs milliseconds.
+            found = None
+            if _known(op) is not None:
+                with suppress(PolicyError):
+                    found = self.policy.explain(op, module, device_type=device_type)
+            native = Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
+            self._decisions[key] = found or native
         return self._decisions[key]
 
 

@@ -74,14 +74,15 @@ class RoundedIntegers:
         values = values_of(tensor)
         if not (type(tensor) in (Tensor, nn.Parameter) or tensor.is_nested) or not is_measurable(values):
             return None
-        number = LOW.index(dtype)
         highest = 1 / torch.finfo(values.dtype).eps if values.is_floating_point() else 2.0**53
         values = values.double() if not values.is_floating_point() or values.element_size() == 1 else values
+        low, high = values.aminmax()
+        largest = torch.maximum(-low, high)
+        if values.device.type == "cpu" and not 2 / torch.finfo(dtype).eps < float(largest) <= highest:
+            return None  # most casts are of small numbers, and here they are known at once
         rounded = values.to(dtype).to(values.dtype)
-        known = values.new_tensor([values.numel(), highest, number], dtype=torch.float64)
-        return torch.cat([
-            _row(values.abs().amax(), (values != values.trunc()).sum(), (rounded != values).sum()), known
-        ])  # fmt: skip
+        known = values.new_tensor([values.numel(), highest, LOW.index(dtype)], dtype=torch.float64)
+        return torch.cat([_row(largest, (values != values.trunc()).sum(), (rounded != values).sum()), known])
 
     @staticmethod
     def read(numbers: list[float]) -> LostIntegers | None:
@@ -306,7 +307,7 @@ class Ratio:
     along: Callable[[KernelRecord], int] = lambda record: -1
     most: int = 2**12
     name: str = "ratio"
-    _casts: Storages[_Cast] = field(default_factory=Storages)
+    _casts: Storages[_KeptCast] = field(default_factory=Storages)
 
     def begin(self, kernel: Any, args: Any, kwargs: Any) -> None:
         """Need nothing before: a kernel that writes to what it reads is not run again."""
@@ -336,7 +337,7 @@ class Ratio:
         if record.kind == "cast" and is_measurable(args[0]) and is_measurable(out):
             if record.by == "emulation" and out.dtype in LOW:  # a device with the arithmetic makes no such cast
                 return numbers
-            self._casts.put([out], _Cast(args[0], args[0]._version, out.detach(), out._version))
+            self._casts.put([out], _KeptCast(args[0], args[0]._version, out.detach(), out._version))
         return numbers
 
     def _exact(self, tensor: Tensor) -> Tensor:
@@ -356,7 +357,7 @@ class Ratio:
         return RatioOf(_decibel(*numbers[:2]), tuple(ratios))
 
 
-class _Cast(NamedTuple):
+class _KeptCast(NamedTuple):
     before: Tensor
     before_version: int
     after: Tensor

@@ -289,15 +289,18 @@ class KernelTeller(modes.KernelWatch):  # type: ignore[no-untyped-call]
         out = func(*args, **kwargs)
         with DisableTorchFunction():
             record = kernel_record(func, args, kwargs, out)
-        if record is not None:
-            self._told(record)
+            if record is None:
+                return out
+            record.reads = tuple(map(_unnumbered, kernels.tensors_in(*args, *kwargs.values())))
+            record.gives = tuple(map(_unnumbered, kernels.tensors_in(out)))
+        self._told(record)
         return out
 
 
 def kernel_record(
     kernel: Any, args: Any, kwargs: Any, out: Any, low: torch.dtype = torch.float32
 ) -> KernelRecord | None:
-    """Say of a kernel what it says itself, its values without numbers; nothing of views and fresh memory.
+    """Say of a kernel what it says itself, its values left out; nothing of views and fresh memory.
 
     Args:
         kernel: The kernel.
@@ -318,8 +321,6 @@ def kernel_record(
         kernel=kernel,
         name=kernel_name(kernel),
         kind=kind,
-        reads=tuple(map(_unnumbered, given)),
-        gives=tuple(map(_unnumbered, results)),
         constants=tuple(each for each in (*args, *kwargs.values()) if isinstance(each, (int, float))),
         by=by,
         formats=formats,

@@ -127,14 +127,14 @@ class KernelRecord:
         kernel: The kernel itself, of ``torch.ops``.
         name: Its base name: ``softmax`` for ``aten::_softmax``.
         kind: What it does.
-        reads: The tensors that it is given, in their order.
-        gives: The tensors that it writes to, and those that it returns beside them.
         constants: Its numbers and truth values that are no tensors, in their order.
         by: What mezzo does around it.
         formats: Formats of the quantised operands of the product around it.
         num_bytes: What it reads and writes; under emulation as if FP32 were the format that it stands for.
         flops: A product's operations, and the format that it reads.
         sizes: A product's dimensions by name.
+        reads: The tensors that it is given, in their order.
+        gives: The tensors that it writes to, and those that it returns beside them.
         number: Which kernel of the pass it is.
         phase: When it ran.
         is_inner: Whether ``torch.autograd.grad`` ran it inside the forward pass.
@@ -149,14 +149,14 @@ class KernelRecord:
     kernel: Any
     name: str
     kind: KernelKind
-    reads: tuple[Value, ...]
-    gives: tuple[Value, ...]
     constants: tuple[int | float | bool, ...]
     by: Doing
     formats: tuple[str, ...]
     num_bytes: int
     flops: tuple[int, torch.dtype] | None
     sizes: Shape | None
+    reads: tuple[Value, ...] = ()
+    gives: tuple[Value, ...] = ()
     number: int = -1
     phase: KernelPhase = "forward"
     is_inner: bool = False

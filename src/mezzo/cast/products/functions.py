@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mezzo.cast.notes import LISTENERS, ProductCall
+from mezzo.cast.notes import listeners
 from mezzo.cast.products.linear import differentiable, not_transformed
 from mezzo.cast.products.memory import Memory
 from mezzo.cast.products.operands import Quantiser
@@ -150,5 +150,4 @@ def _run(
             first = memories[0] if memories else None  # for weights that are computed, as those of adapters
             memory = next((each for each in memories if each.knows(weight)), first)
             slot = memory.slot(weight) if memory is not None and recipe.delayed else None
-        call = ProductCall(weight) if LISTENERS.now else None
-        return differentiable(rows, low_weight, bias, Quantiser(recipe, memory, slot, call))
+        return differentiable(rows, low_weight, bias, Quantiser(recipe, memory, slot, listeners(weight)))

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from mezzo.cast.emulate import as_emulation
-from mezzo.cast.notes import LISTENERS
 from mezzo.cast.products.native import scaled_mm
 from mezzo.cast.products.operands import Operand, Quantiser
 from mezzo.cast.products.recipes import BY_KEY, Recipe
@@ -146,9 +145,8 @@ def backward(
         grad_x = multiplied(for_x, saved.weight, (1, 0), None, dtype, recipe)
     if needs_weight and saved.x is not None:
         grad_weight = multiplied(gradient if is_low else for_weight, saved.x, (0, 0), None, dtype, recipe)
-    if quantiser.call is not None:
-        for listener in LISTENERS.now:
-            listener.differentiated(quantiser.call, saved.x if needs_weight and not is_low else None)
+    for listener in quantiser.listeners:
+        listener.differentiated(saved.x if needs_weight and not is_low else None)
     return grad_x, grad_weight
 
 

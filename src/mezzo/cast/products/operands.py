@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
-from mezzo.cast.notes import LISTENERS, ProductCall, product_beside
+from mezzo.cast.notes import ProductListener, product_beside
 from mezzo.cast.products.memory import Memory, Role, Slot
 from mezzo.cast.products.recipes import Recipe, depends
 from mezzo.dispatch import makes_fake
@@ -63,14 +64,14 @@ class Quantiser:
         recipe: How.
         memory: What is known of earlier steps; ``None`` where a region is of no prepared model.
         slot: The weight's part of it, where scales are delayed.
-        call: What listeners know the product by; ``None`` where there are none.
+        listeners: What is told of the call.
         noted: The largest values that operands had, by their roles.
     """
 
     recipe: Recipe
     memory: Memory | None
     slot: Slot | None
-    call: ProductCall | None = None
+    listeners: Sequence[ProductListener] = ()
     noted: dict[Role, Tensor] = field(default_factory=dict)
 
     def along(self, role: Role, x: Tensor, *dims: int | None) -> list[Any]:
@@ -107,7 +108,6 @@ class Quantiser:
         is_rotated = self.recipe.transformed and role != "weight" and dim == 0
         operand = rotated(x) if is_rotated else x
         made = quantized(operand, form, dim, key=key, amax=amax)
-        if self.call is not None:
-            for listener in LISTENERS.now:
-                listener.quantised(self.call, role, operand, made)
+        for listener in self.listeners:
+            listener.quantised(role, operand, made)
         return made

@@ -52,6 +52,7 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",
         "aten.clamp.default": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",
         "aten.where.self": "{0} ? {1} : {2}",
+        "aten.masked_fill.Scalar": "{1} ? {2} : {0}",
         "aten.view.dtype": "bits<{dtype}>({0})",
         "aten._to_copy.default": "{dtype}({0})",
         "aten._to_copy.default of torch.int32": "to_int32({0})",
@@ -246,7 +247,8 @@ extern "C" void kernel(
 ROW: Final = 1 << 10
 
 
-def _headers(dtypes: tuple[torch.dtype, ...]) -> str:
+def headers(dtypes: tuple[torch.dtype, ...]) -> str:
+    """Return what kernels for elements of some dtypes begin with."""
     return _COMMON + (_FLOAT16 if torch.float16 in dtypes else "")
 
 
@@ -288,7 +290,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     lines = [_read(name, dtype, step.places[name][0]) for name, dtype in operands if name in step.used]
     numbers = [f"const float {number} = scalars[{place}];" for place, number in enumerate(rule.numbers)]
     numbers += [line.text for line in step.lines if line.of == Of.STEP]
-    return _headers(dtypes) + _UPDATE.format(
+    return headers(dtypes) + _UPDATE.format(
         columns=", ".join(f"{kind}* __restrict {name}_at" for kind, name in zip(types, names, strict=True)),
         numbers="\n    ".join(numbers),
         rows="\n        ".join(rows),
@@ -361,4 +363,4 @@ def norm_source(dtype: torch.dtype) -> str:
     """
     value = CPP.widened.get(dtype, "{0}").format("gradient_row[i]")
     rows = _row("gradient", dtype, constant=True)
-    return _headers((dtype,)) + _NORM.format(type=_TYPES[dtype], value=value, rows=rows, row=ROW)
+    return headers((dtype,)) + _NORM.format(type=_TYPES[dtype], value=value, rows=rows, row=ROW)

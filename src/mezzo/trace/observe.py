@@ -1,0 +1,324 @@
+"""``mezzo::observe``: where a tensor's values lie on the scale of powers of two, counted in one operation.
+
+The operation adds to a row of int64 numbers, which was made beforehand, and only where a flag in the device's memory
+says so. So it lies in graphs of torch.compile and of CUDA as any other operation does, and what is recorded is chosen
+without compiling or capturing anything again. A row holds
+
+    BINS counts of the values 2^k < |x| < 2^(k+1), for k from FIRST on,
+    BINS counts of the values |x| = 2^k exactly,
+    zeros, infinities, NaNs, and the bits of the largest finite |x| as float32,
+    how often it was added to, and the dtype of what was added last, as one more than its place in COUNTABLE.
+
+Powers of two are counted apart because the limits of number formats are powers of two, or lie between values that
+are: on which side of a limit the numbers that hit it fall is known only so.
+
+Where a value is counted is said once, by :func:`slot_of`: torch computes it where no kernel can be, and
+kernels have it in C++ and in Triton.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from mezzo.compiled import CppKernel, built, threads
+from mezzo.errors import UnsupportedError
+from mezzo.launched import Launch, has_triton, jitted, on
+from mezzo.step.executors.cpp_source import CPP, headers
+from mezzo.step.executors.emit import Dialect, spelled
+from mezzo.step.executors.triton_source import TRITON
+from mezzo.tensors import flat, moved
+
+logger = logging.getLogger(__name__)
+
+#: The exponent of the first bin, that of float32's smallest number; the last is 127.
+FIRST: Final = -149
+BINS: Final = 277
+ZEROS, INFS, NANS, LARGEST, CALLS, DTYPE = range(2 * BINS, 2 * BINS + 6)
+#: Numbers of a histogram, and of a row.
+ROW: Final = LARGEST + 1
+WIDTH: Final = DTYPE + 1
+
+#: Dtypes whose every value is a float32.
+COUNTABLE: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+_INFINITE: Final = 0x7F80_0000
+#: Elements that torch's operations look at a time: on the CPU they stay in its cache; on a GPU int32 counts them.
+_ON_CPU, _ON_GPU = 1 << 16, 1 << 24
+#: Elements of a Triton program at a time, and programs for each multiprocessor.
+_BLOCK: Final = 1 << 12
+_PROGRAMS: Final = 4
+
+
+def slot_of(bits: Tensor) -> Tensor:
+    """Return where in a row values are counted. Pure: it is written in other languages.
+
+    Args:
+        bits: Those of magnitudes, as int32: of float32 without its sign.
+    """
+    mantissa = bits & 0x7F_FFFF
+    small = mantissa.float().view(torch.int32)  # the bits of a subnormal times 2^149
+    is_small = bits < 0x80_0000
+    place = torch.where(is_small, (small >> 23) - 127, (bits >> 23) - (127 + FIRST))
+    rest = torch.where(is_small, small & 0x7F_FFFF, mantissa)
+    slot = torch.where(rest > 0, place, place + BINS)
+    slot = slot.masked_fill(bits < 1, ZEROS).masked_fill(bits > _INFINITE - 1, INFS)
+    return slot.masked_fill(bits > _INFINITE, NANS)
+
+
+# The operation -----------------------------------------------------------------------------------------------
+
+_LIBRARY: Final[Any] = torch.library.Library("mezzo", "FRAGMENT")  # type: ignore[no-untyped-call]
+# Of any strides: torch.compile would else copy tensors to those that they have in eager mode.
+_LIBRARY.define(
+    "observe(Tensor x, Tensor(a!) row, Tensor flag, Tensor? factor) -> ()", tags=(torch.Tag.flexible_layout,)
+)
+
+
+def observe(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None = None) -> None:
+    """Add what a tensor holds to a row, where a flag is set.
+
+    It has no gradient and returns nothing: it may stand anywhere, and changes no value of the program's.
+
+    Args:
+        x: Of a dtype in :data:`COUNTABLE`, of any strides.
+        row: (WIDTH or more,) int64, on the tensor's device, a storage of its own.
+        flag: (1,) int32, on the tensor's device: 0 leaves the row as it is.
+        factor: 0-d float32, on the tensor's device: what to multiply the values by in FP32; ``None`` for 1.
+
+    **Cost**: one kernel, which reads the tensor once; on a CPU 1 to 3 ms for a million elements in one thread. Without
+    the flag one launch that returns at once; on a CPU no memory is touched. No host sync.
+    """
+    torch.ops.mezzo.observe(x, row, flag, factor)
+
+
+def _on_cpu(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None) -> None:
+    if not flag.item():  # host memory
+        return
+    vector = _vector(x)
+    kernel = _cpp(vector.dtype)
+    if kernel is None:
+        _portable(vector, row, flag, factor)
+    else:
+        kernel(vector, vector.numel(), row, 0 if factor is None else factor, threads(vector.numel()))
+    _note(row, x.dtype, flag)
+
+
+def _on_gpu(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None) -> None:
+    vector = _vector(x)
+    launch = _triton(vector.dtype)
+    if launch is None:
+        _portable(vector, row, flag, factor)
+        _note(row, x.dtype, flag)
+        return
+    bits = vector.view(torch.int16) if vector.dtype == torch.bfloat16 else vector
+    most = _PROGRAMS * _multiprocessors(x.device)
+    programs = max(1, min(-(-vector.numel() // _BLOCK), most))
+    code = COUNTABLE.index(x.dtype) + 1
+    with on(x.device):
+        given = vector if factor is None else factor
+        launch(programs, x.device, bits, vector.numel(), row, flag, given, int(factor is not None), code)
+
+
+def _vector(x: Tensor) -> Tensor:
+    """Return the values as a vector, in an order of their own, of a dtype that kernels are written for."""
+    vectors = flat(x.detach())
+    vector = x.detach().reshape(-1) if vectors is None else vectors[0]
+    return vector.float() if vector.dtype.itemsize == 1 else vector
+
+
+_LIBRARY.impl("observe", _on_cpu, "CPU")
+_LIBRARY.impl("observe", _on_gpu, "CUDA")
+
+
+def _fake(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None) -> None:
+    return None
+
+
+torch.library.register_fake("mezzo::observe", _fake, lib=_LIBRARY)
+
+
+def _note(row: Tensor, dtype: torch.dtype, flag: Tensor) -> None:
+    """Count a call, and say of which dtype it was."""
+    row[CALLS : CALLS + 1].add_(flag)
+    row[DTYPE : DTYPE + 1].masked_fill_(flag != 0, COUNTABLE.index(dtype) + 1)
+
+
+# Where no kernel can be --------------------------------------------------------------------------------------
+
+
+def _portable(vector: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None) -> None:
+    """Count in torch's operations. No host sync on a GPU."""
+    for part in torch.split(vector, _ON_CPU if vector.device.type == "cpu" else _ON_GPU):
+        if part.numel():
+            values = part.float() if factor is None else part.float() * moved(factor, part.device)
+            bits = values.view(torch.int32) & 0x7FFF_FFFF
+            row[:LARGEST].add_(_occurrences(slot_of(bits)) * flag)
+            largest = bits.masked_fill_(bits >= _INFINITE, 0).max() * flag[0]
+            row[LARGEST : LARGEST + 1].clamp_(min=largest.long())
+
+
+def _occurrences(slots: Tensor) -> Tensor:
+    """Return how often each slot is there."""
+    if slots.device.type == "cpu":
+        return torch.bincount(slots, minlength=LARGEST)
+    return torch.histc(slots, LARGEST, 0, LARGEST).long()  # there bincount asks the host how many there are
+
+
+# Kernels ---------------------------------------------------------------------------------------------------
+
+
+@cache
+def _cpp(dtype: torch.dtype) -> CppKernel | None:
+    """Return the kernel for a dtype, if there is a compiler for it. The log says once that there is none."""
+    try:
+        return built(cpp_source(dtype))
+    except UnsupportedError as error:
+        logger.info("values are counted by torch's own operations, since %s", error)
+        return None
+
+
+@cache
+def _triton(dtype: torch.dtype) -> Launch | None:
+    """Return the launch for a dtype, where there is Triton."""
+    if not has_triton():
+        return None
+    options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ftz": False}
+    return Launch(jitted(triton_source(dtype), "observe"), options, BLOCK=_BLOCK)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count
+
+
+# The source of the kernels: of slot_of in both languages, and by hand the loops around it ----------------------
+
+#: Values that are widened, and whose slots are found, before any is counted: those loops have no branch.
+_ROW: Final = 512
+#: Neighbours are counted apart, since most values lie in few bins: an addition would wait for the one before.
+_APART: Final = 4
+
+_CPP: Final = """\
+static inline int32_t slot_of(int32_t magnitude) {{
+    {lines}
+    return {result};
+}}
+
+extern "C" void kernel(const {type}* values, int64_t count, int64_t* row, const float* factor, int64_t threads) {{
+    int64_t largest = row[{largest}];
+    #pragma omp parallel num_threads(threads) reduction(max : largest)
+    {{
+        uint64_t counts[{apart}][{slots}];
+        std::memset(counts, 0, sizeof counts);
+        alignas(64) float values_row[{row}];
+        alignas(64) int32_t slots[{row}];
+        #pragma omp for schedule(static)
+        for (int64_t first = 0; first < count; first += {row}) {{
+            const int64_t some = first + {row} < count ? {row} : count - first;
+            {widen}
+            if (factor)  // a process may have set subnormals to count as zero in products
+                for (int64_t i = 0; i < some; ++i) values_row[i] *= *factor;
+            int32_t top = 0;
+            #pragma omp simd reduction(max : top)
+            for (int64_t i = 0; i < some; ++i) {{
+                const int32_t bits_of = bits<int32_t>(values_row[i]) & 0x7FFFFFFF;
+                const int32_t finite = bits_of < 0x7F800000 ? bits_of : 0;
+                top = finite > top ? finite : top;
+                slots[i] = slot_of(bits_of);
+            }}
+            largest = top > largest ? top : largest;
+            for (int64_t i = 0; i < some; ++i) ++counts[i % {apart}][slots[i]];
+        }}
+        #pragma omp critical
+        for (int64_t apart = 0; apart < {apart}; ++apart)
+            for (int64_t slot = 0; slot < {slots}; ++slot) row[slot] += int64_t(counts[apart][slot]);
+    }}
+    row[{largest}] = largest;
+}}
+"""
+
+_TRITON: Final = '''\
+@triton.jit
+def slot_of(magnitude):
+    {lines}
+    return {result}
+
+
+@triton.jit(
+    do_not_specialize=["count", "has_factor", "code"],
+    do_not_specialize_on_alignment=["x", "row", "flag", "factor"],
+)
+def observe(x, count, row, flag, factor, has_factor, code, BLOCK: tl.constexpr):
+    """Count blocks of a vector, each program those that are as many blocks apart as there are programs."""
+    if tl.load(flag) != 0:
+        multiplier = 1.0
+        if has_factor != 0:
+            multiplier = tl.load(factor.to(tl.pointer_type(tl.float32)))
+        block = tl.program_id(0).to(tl.int64)
+        places = tl.arange(0, 1024)
+        counts = tl.full((1024,), 0, tl.int32)
+        largest = tl.full((BLOCK,), 0, tl.int32)
+        while block * BLOCK < count:
+            offsets = block * BLOCK + tl.arange(0, BLOCK)
+            mask = offsets < count
+            value = tl.load(x + offsets, mask=mask, other=0)
+            bits = ({widened} * multiplier).to(tl.int32, bitcast=True) & 2147483647
+            counts += tl.histogram(slot_of(bits), 1024, mask=mask)
+            largest = tl.maximum(largest, tl.where(mask & (bits < 2139095040), bits, 0))
+            block += tl.num_programs(0)
+        tl.atomic_add(row + places, counts.to(tl.int64), mask=(places < {slots}) & (counts > 0))
+        tl.atomic_max(row + {largest}, tl.max(largest).to(tl.int64))
+        if tl.program_id(0) == 0:
+            tl.atomic_add(row + {calls}, 1)
+            tl.store(row + {dtype}, code)
+'''
+
+
+def _slot_in(dialect: Dialect) -> tuple[list[str], str]:
+    """Write the lines of :func:`slot_of`, and what its result is called."""
+    bits = torch.ones((), dtype=torch.int32, device="cpu")
+    written = spelled(lambda each: (slot_of(each),), [bits], ["magnitude"], dialect)
+    return written.body, str(written.results[0].word)
+
+
+@cache
+def cpp_source(dtype: torch.dtype) -> str:
+    """Write the kernel for values of a dtype.
+
+    ``kernel`` takes pointers to the values, to a row, and to a factor or nothing, the number of values before the row,
+    and of threads at the end.
+    """
+    lines, result = _slot_in(CPP)
+    value = CPP.widened.get(dtype, "{0}").format("values[first + i]")
+    widen = f"for (int64_t i = 0; i < some; ++i) values_row[i] = {value};"
+    return headers((dtype,)) + _CPP.format(
+        lines="\n    ".join(lines),
+        result=result,
+        type=CPP.types[dtype],
+        widen="widen(values + first, values_row, some);" if dtype == torch.float16 else widen,
+        largest=LARGEST,
+        slots=LARGEST,
+        row=_ROW,
+        apart=_APART,
+    )
+
+
+@cache
+def triton_source(dtype: torch.dtype) -> str:
+    """Write the kernel ``observe`` for values of a dtype, BF16 as its bits."""
+    lines, result = _slot_in(TRITON)
+    return _TRITON.format(
+        lines="\n    ".join(lines),
+        result=result,
+        widened=TRITON.widened.get(dtype, "{0}.to(tl.float32)").format("value"),
+        slots=LARGEST,
+        largest=LARGEST,
+        calls=CALLS,
+        dtype=DTYPE,
+    )

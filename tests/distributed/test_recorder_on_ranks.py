@@ -1,0 +1,76 @@
+"""Recorders on several ranks: what each counts, added up, is what one rank with the whole batch counts."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from mezzo import MixedPrecision
+from mezzo.numerics import KINDS, Recorder
+
+from .ranks import on_ranks
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def batch():
+    return torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def held(recorder):
+    return {
+        (kind, each.path.replace("module.", "")): (each.dtype, each.histogram.numbers, each.swallowed)
+        for kind in KINDS
+        for each in recorder.evidence.tensors(kind)
+    }
+
+
+def recorded(how, in_session):
+    model, x = net(), batch()
+    if how != "alone":
+        x = x.chunk(dist.get_world_size())[dist.get_rank()]
+    if how == "ddp":
+        model = DistributedDataParallel(model)
+    elif how == "fully_shard":
+        for module in (model[0], model[2], model):
+            fully_shard(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    amp = MixedPrecision(model, optimizer, "O0") if in_session else None
+    reduced = []
+    all_reduce = dist.all_reduce
+    with Recorder(model, optimizer, every=2) as recorder:
+        for _ in range(2):
+            # A sum that the mean over ranks makes a mean, in powers of two.
+            loss = model(x).square().sum() * (1.0 if how == "alone" else dist.get_world_size())
+            amp.backward(loss) if amp else loss.backward()
+            dist.all_reduce = lambda tensor, *args, **kwargs: (
+                reduced.append(tensor.dtype) or all_reduce(tensor, *args, **kwargs)
+            )
+            try:
+                amp.step() if amp else optimizer.step()
+                recorder.step()
+            finally:
+                dist.all_reduce = all_reduce
+            optimizer.zero_grad()
+    return held(recorder), reduced.count(torch.int64)
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+@pytest.mark.parametrize("how", ["ddp", "fully_shard"])
+def test_counts_of_ranks_are_added_up(how, in_session):
+    expected, _ = recorded("alone", in_session)
+    for found, reductions in on_ranks(2, recorded, how, in_session):
+        assert reductions == 1  # of two steps one is recorded
+        assert found.keys() == expected.keys()
+        for key, (dtype, numbers, swallowed) in expected.items():
+            assert found[key][0] == dtype, key
+            assert sum(found[key][1][:-1]) == sum(numbers[:-1]), key
+            if key[0] in ("weights", "activations"):  # gradients are sums in another order
+                assert found[key][1:] == (numbers, swallowed), key
+            elif key[0] == "updates":
+                assert found[key][2].with_gradient == swallowed.with_gradient, key
