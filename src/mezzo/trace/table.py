@@ -1,15 +1,15 @@
 """A watched pass as a table: a record for each call of a torch function, and one for each kernel, in their order.
 
 Each write makes a new value, which has a number of its own. What became of a number is a question about records
-therefore, asked once the pass is over: :func:`flow`, :meth:`WatchedPass.maker`, :meth:`WatchedPass.readers`.
+therefore, asked once the pass is over: :meth:`WatchedPass.maker`, :meth:`WatchedPass.readers`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
@@ -28,8 +28,6 @@ Doing = Literal["emulation", "cast", "quantised", "buffer", "region", "other"]
 
 #: What hands on the numbers that it reads, rounded at most.
 HANDS_ON: Final[frozenset[KernelKind]] = frozenset({"cast", "free cast", "rearranging"})
-
-Label = TypeVar("Label")
 
 
 class Value(NamedTuple):
@@ -223,29 +221,6 @@ class WatchedPass:
             return "activation" if value.role == "input" else value.role
         first = next(iter([maker] if maker is not None else self.readers(value)), None)
         return "gradient" if first is not None and first.phase == "backward" else "activation"
-
-
-def flow(
-    table: WatchedPass, starts: Mapping[int, Label], through: Collection[KernelKind] = HANDS_ON
-) -> dict[int, Label]:
-    """Follow values through the kernels that hand on what they read.
-
-    Args:
-        table: The pass.
-        starts: A label for each value to follow, by its number.
-        through: The kinds of these kernels.
-
-    Returns:
-        The label of each value that holds numbers of one of them, by its number; of several the first.
-    """
-    found = dict(starts)
-    for record in table.kernels:
-        if record.kind in through:
-            label = next((found[value.number] for value in record.reads if value.number in found), None)
-            if label is not None:
-                for value in record.gives:
-                    found.setdefault(value.number, label)
-    return found
 
 
 def flops_by_format(kernels: Iterable[KernelRecord]) -> Counter[str]:
