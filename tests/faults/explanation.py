@@ -27,7 +27,7 @@ FAULTS = (
          'elif record.kind in ("cast", "rounding"):',
          "tests/explanation/test_explain_asked.py::test_integers_that_the_model_itself_casts_are_followed_through_cat",
          "a position beside other features would go unnoticed"),
-        ("explain: scores of attention count as logits", "is_product or record.kernel is _LOG_SOFTMAX", "True",
+        ("explain: scores of attention count as logits", 'is_product or record.name == "log_softmax"', "True",
          "tests/explanation/test_explain_asked.py::test_what_is_no_cast_of_logits_or_a_small_one",
          "each attention would be told to use linear_cross_entropy"),
         ("explain: products of the device are casts", 'if record.by != "cast" and (record.flops',
