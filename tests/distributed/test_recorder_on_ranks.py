@@ -1,5 +1,7 @@
 """Recorders on several ranks: what each counts, added up, is what one rank with the whole batch counts."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -74,3 +76,29 @@ def test_counts_of_ranks_are_added_up(how, in_session):
                 assert found[key][1:] == (numbers, swallowed), key
             elif key[0] == "updates":
                 assert found[key][2].with_gradient == swallowed.with_gradient, key
+
+
+def recorded_by_some(in_session):
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    amp = MixedPrecision(model, optimizer, "O0") if in_session else None
+    records = dist.get_rank() == 0
+    recorder = Recorder(model, optimizer, every=1) if records else None
+    x = batch().chunk(dist.get_world_size())[dist.get_rank()]
+    with recorder or contextlib.nullcontext():
+        for _ in range(3):
+            loss = model(x).square().sum()
+            amp.backward(loss) if amp else loss.backward()
+            amp.step() if amp else optimizer.step()
+            if recorder is not None:
+                recorder.step()
+            optimizer.zero_grad()
+    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    return weights.tolist(), held(recorder) if records else None
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_rank_that_records_by_itself_waits_for_nobody(in_session):
+    (weights, found), (others, _) = on_ranks(2, recorded_by_some, in_session)
+    assert weights == others
+    assert sum(found["activations", "0.output"][1][:-1]) == 4 * 16  # its own half of the batch

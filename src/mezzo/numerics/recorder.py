@@ -36,17 +36,16 @@ from mezzo.numerics.evidence import (
 )
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.numerics.quantised import OperandWatch
+from mezzo.numerics.ranks import Attendance, Counted, summed
 from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, updated_by
 from mezzo.numerics.watches import (
     FIELDS,
-    Counted,
     Place,
     Places,
     Returned,
     Tally,
     WeightWatch,
     is_countable,
-    summed,
     swallowed_of,
 )
 from mezzo.policy import Policy
@@ -72,6 +71,7 @@ class Recording:
         factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
         doors: What counts where modules end; ``None`` where that is not asked for, or cannot be.
         group: Returns the ranks whose counts are added up; ``None`` for this one's.
+        attendance: Which of these record.
 
     Attributes:
         weights: What is told of the parameters.
@@ -84,8 +84,9 @@ class Recording:
         factor: Callable[[], Tensor | None],
         doors: Doors | None,
         group: Callable[[], Any],
+        attendance: Attendance,
     ) -> None:
-        self._group = group
+        self._group, self._attendance = group, attendance
         self.called: list[str] = []
         self._subject, self._formats, self._doors = choices.subject, choices.formats, doors
         self._tally = Tally(FIELDS + len(choices.formats))
@@ -100,6 +101,10 @@ class Recording:
         self._operands.remove()
         if self._doors is not None:
             self._doors.close()
+
+    def announce(self) -> None:
+        """Tell other ranks that this one records the step, before they meet in it."""
+        self._attendance.announce(self._group())
 
     def finish(self, step: int, loss_scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> RecordedStep:
         """Bring everything to the host.
@@ -121,7 +126,7 @@ class Recording:
         is_skipped = skipped is True or any(numbers[len(loss_scales) : end])
         order = {each.path: place for place, each in enumerate(self._subject.ordered(self.called))}
         counted = {place: self._counted(place, rows) for place in self._places}
-        if (group := self._group()) is not None:
+        if (group := self._group()) is not None and self._attendance.is_complete(group):
             counted = summed(counted, group, next(self._subject.model.parameters()).device)
         places = sorted(counted, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
         return RecordedStep(
@@ -282,6 +287,8 @@ class SessionSide:
         self._join(engine)
         self._scale.told(scale)
         self._scaled()
+        if self.recording is not None:
+            self.recording.announce()
 
     def _join(self, engine: Watched) -> None:
         """Know of a session that updates the model."""
@@ -306,6 +313,7 @@ class SessionSide:
             return
         doors.capture()
         if self.recording is not None:
+            self.recording.announce()
             with torch.no_grad():
                 self.recording.weights.before(self._updated(engine))
 
@@ -403,7 +411,8 @@ class Recorder:
         model: The model. Functions that use parameters directly are not seen. Where it is compiled, whole or in parts,
             graphs count: in tuples and dicts the first four tensors, by their number. Where another model of its class
             was compiled without what counts, torch may run that one's graph, which a warning says. Under DDP and
-            ``fully_shard``, and in sessions on several ranks, each rank makes a recorder, and all have the same counts.
+            ``fully_shard``, and in sessions on several ranks, each rank makes a recorder, and all have the same counts;
+            where only some do, each of these has those of its own share, and a warning says so.
         optimizer: What updates it, or several. In a session it may be left out; in a loop without one there are then
             no updates, and weights are those that :meth:`step` finds.
         every: Steps from one recorded step to the next. Where two optimizers take turns, an odd number, or only one of
@@ -461,6 +470,7 @@ class Recorder:
         loss_scale: float | Tensor | Any = None,
     ) -> None:
         self._choices = Choices.of(model, optimizer, every, formats, kinds, modules, keep)
+        self._attendance = Attendance(self._choices)
         self._scale = LossScaleNow(loss_scale, next(model.parameters()).device)
         self._stream = None if stream is None else _file_at(stream)
         self._lines: IO[str] | None = None
@@ -547,9 +557,12 @@ class Recorder:
 
     def _arm(self) -> None:
         self._scale.told(None)
-        self._session.recording = Recording(self._choices, self._scale.factor, self._doors, self._ranks)
+        self._session.recording = Recording(
+            self._choices, self._scale.factor, self._doors, self._ranks, self._attendance
+        )
         self._scale.told(None)  # which graphs were told of now, and a scaler may change until gradients come
         if self._session.policy is None:
+            self._session.recording.announce()
             self._loop = PlainLoop(self._session.recording, self._choices, self._scale.factor)
 
     def _ranks(self) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mezzo.dispatch import holds_tensors, is_wrapped
@@ -18,7 +17,7 @@ from mezzo.numerics.histogram import standing_alone
 from mezzo.numerics.subject import Subject
 from mezzo.sharded import is_distributed, local
 from mezzo.tensors import dtype_name, moved
-from mezzo.trace.observe import COUNTABLE, LARGEST, WIDTH, observe
+from mezzo.trace.observe import COUNTABLE, WIDTH, observe
 from mezzo.weights import Halves
 
 # Updates that vanish: added to a weight in some storage format, they round away.
@@ -274,37 +273,6 @@ Place = tuple[str, str, str]
 Places = dict[Place, tuple[str | None, list[int]]]
 #: Of rows that modules fill: the place, the number, and that of another row; it counts only if that was counted in.
 Returned = tuple[Place, int, int | None]
-#: A tensor's dtype, and its row on the host.
-Counted = tuple[str, Tensor]
-
-
-def summed(counted: dict[Place, Counted], group: Any, device: torch.device) -> dict[Place, Counted]:
-    """Add up what several ranks have counted.
-
-    Args:
-        counted: What this one has; others may have counted other tensors.
-        group: Their process group.
-        device: One that it reduces on.
-
-    **Cost**: a reduction, and before it one of the names.
-    """
-    known: list[Any] = [None] * group.size()
-    dist.all_gather_object(known, {place: (dtype, len(row)) for place, (dtype, row) in counted.items()}, group=group)
-    every = {place: told for each in known for place, told in each.items()}
-    if not every:
-        return counted
-    width = next(iter(every.values()))[1]
-    table = torch.zeros(len(every), width + len(known), dtype=torch.int64)
-    for number, place in enumerate(every):
-        if place in counted:
-            row = counted[place][1]
-            table[number, :width] = row
-            table[number, width + group.rank()] = row[LARGEST]  # a column for each rank: a sum keeps all of them
-    table = table.to(device)
-    dist.all_reduce(table, group=group)
-    table = table.cpu()
-    table[:, LARGEST] = table[:, width:].max(1).values
-    return {place: (every[place][0], table[number, :width]) for number, place in enumerate(every)}
 
 
 class WeightWatch:
