@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from mezzo.tensors import LOW, dtype_name, tensors, values_of
+from mezzo.tensors import LOW, dtype_name, tensors, values_of, versions
 from mezzo.trace import measure
 from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import LostIntegers
@@ -337,13 +337,13 @@ class Ratio:
         if record.kind == "cast" and is_measurable(args[0]) and is_measurable(out):
             if record.by == "emulation" and out.dtype in LOW:  # a device with the arithmetic makes no such cast
                 return numbers
-            self._casts.put([out], _KeptCast(args[0], args[0]._version, out.detach(), out._version))
+            self._casts.put([out], _KeptCast(args[0], out.detach(), versions((args[0], out))))
         return numbers
 
     def _exact(self, tensor: Tensor) -> Tensor:
         """Return a tensor as it was before the casts that made it, if nothing was written to either since."""
         while (cast := self._casts.get(tensor)) is not None:
-            if cast.before._version != cast.before_version or tensor._version != cast.after_version:
+            if versions((cast.before, tensor)) != cast.versions:
                 break
             if cast.before.stride() != cast.after.stride() or cast.before is tensor:
                 break
@@ -359,9 +359,8 @@ class Ratio:
 
 class _KeptCast(NamedTuple):
     before: Tensor
-    before_version: int
     after: Tensor
-    after_version: int
+    versions: list[int]  # of both
 
 
 def _halves(numbers: list[float]) -> tuple[list[float], list[float]]:

@@ -37,8 +37,8 @@ def compiler(request, monkeypatch):
 
 def test_every_number_of_float16_goes_to_float32_and_back_and_what_is_too_large_is_infinite(compiler):
     patterns = torch.arange(-(1 << 15), 1 << 15).to(torch.int16).view(FP16)
-    widen = cpp.built(cpp_source._headers((FP16,)) + WIDENED)
-    narrow = cpp.built(cpp_source._headers((FP16,)) + NARROWED)
+    widen = cpp.built(cpp_source.headers((FP16,)) + WIDENED)
+    narrow = cpp.built(cpp_source.headers((FP16,)) + NARROWED)
     for start in (0, 1):  # aligned or not, with a rest or not
         wide, back = torch.zeros(1 << 16), torch.zeros(1 << 16, dtype=FP16)
         flushing = torch.set_flush_denormal(True)

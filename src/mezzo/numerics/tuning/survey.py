@@ -16,7 +16,7 @@ from mezzo.errors import PolicyError
 from mezzo.numerics.tuning.trial import Outcome, Shadow, failure_text, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
-from mezzo.tensors import CASTABLE, mapped, tensors, values_of
+from mezzo.tensors import CASTABLE, mapped, tensors, values_of, versions
 from mezzo.trace.function_calls import LOSS
 from mezzo.trace.recording import PassRecorder
 from mezzo.trace.sandbox import RandomStates
@@ -53,7 +53,7 @@ class Call:
     def keep(self, function: Any, args: Any, kwargs: Any) -> None:
         """Keep what is called, before it is."""
         self.function, self.args, self.kwargs = function, args, dict(kwargs)
-        self.versions = [x._version for x in tensors((args, kwargs))]
+        self.versions = versions([*tensors((args, kwargs))])
 
     def returned(self, results: list[Tensor]) -> None:
         """Keep what was returned, and the gradients that will arrive there."""
@@ -197,7 +197,7 @@ def sensitivities(shadow: Shadow, base: Policy, start: Outcome) -> dict[Spot, Se
 
 def _alone(call: Call, dtype: torch.dtype, random: RandomStates, low: autocast, wide: autocast) -> tuple[float, float]:
     """Return the worst ratio of a call's results, and of its operands' gradients."""
-    if [x._version for x in tensors((call.args, call.kwargs))] != call.versions:
+    if versions([*tensors((call.args, call.kwargs))]) != call.versions:
         return math.inf, math.inf  # written to since: what it was given is gone
     replayed = []
     for region, to in ((wide, torch.float32), (low, dtype)):
