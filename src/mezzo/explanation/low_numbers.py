@@ -171,12 +171,16 @@ class LowNumbers:
             error = abs(result - exact_sum) / magnitude if magnitude else 0.0
             if not error > _OFF:
                 continue
-            made = table.maker(last.reads[chain[-1][1]])
+            total = table.maker(first.reads[1 - chain[0][1]])
+            is_given = total is None or not any(has_fraction(value.dtype) for value in total.reads)
             what = (
                 f"{len(chain):,} terms added one by one in {format_text([dtype_name(dtype)])} come to {result:.4g} for "
                 f"{exact_sum:.4g}"
             )
-            cure = f"the sum in FP32, total += term.float(){_or_rule(made)}"
+            if is_given:  # what is added to it takes its dtype, whatever that was
+                cure = "total = torch.zeros((), device=x.device) before the first term, in FP32"
+            else:
+                cure = f"the sum in FP32, total += term.float(){_or_rule(table.maker(last.reads[chain[-1][1]]))}"
             yield _Fault("sum by hand", last, _lost(error), what, _always(cure))
 
     # Positions -----------------------------------------------------------------------------------------
@@ -327,7 +331,7 @@ class LowNumbers:
         value = record.reads[0]
         while value.dtype not in LOW:
             maker = self._table().maker(value)
-            if maker is None or not (maker.kind in HANDS_ON or maker.name in _ROUNDS):
+            if maker is None or not (maker.kind in HANDS_ON or maker.name in _ROUNDS | _SCALED) or not maker.reads:
                 return None
             value = maker.reads[0]
         return value
@@ -337,10 +341,13 @@ class LowNumbers:
             value, extent = self._low_behind(record), record.probes.get("extent")
             if value is None or extent is None or not extent.largest > num_integers(value.dtype):
                 continue
-            maker = table.maker(value)
-            while maker is not None and (maker.name in _ROUNDS or maker.kind in HANDS_ON):
-                maker = table.maker(maker.reads[0])
-            name, source = format_text([dtype_name(value.dtype)]), maker or record
+            maker, source = table.maker(value), record
+            while maker is not None:  # the first of what computed low: what it gives is what all others are made of
+                source = source if maker.name in _ROUNDS or maker.kind in HANDS_ON else maker
+                before = maker.reads[0] if maker.flops is None and maker.reads else None
+                is_low = before is not None and (before.dtype in LOW or maker.by == "emulation")
+                maker = table.maker(before) if before is not None and is_low else None
+            name = format_text([dtype_name(value.dtype)])
             what = (
                 f"integers up to {extent.largest:,.0f} are read off numbers in {name}, which holds all up to "
                 f"{num_integers(value.dtype):,} only"

@@ -596,6 +596,12 @@ class Recorder:
         if doors.stays:
             where = f"step {self._taken}: gradients of {type(subject.model).__name__}, and no call of a module"
             self._say_hidden(where, "compiled code")
+        else:
+            logger.info(
+                "step %d has no activations: the model was compiled inside the block; it is compiled once more, and "
+                "the next recorded step has them",
+                self._taken,
+            )
         doors.stay()
         forget_compiled()
 
