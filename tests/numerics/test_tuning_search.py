@@ -89,6 +89,17 @@ def test_pins_mean_exactly_what_is_chosen():
             assert treatment == expected, (str(policy), op, module)
 
 
+def test_pins_leave_alone_what_is_in_fp32_already():
+    running = [("linear", module) for module in ("", "bank", "bank.fc", "body", "body.fc")]
+    base = all_low(FP16.keep_fp32(modules=["bank"]), running)
+    for chosen, text in (
+        (["", "body", "body.fc"], "fp32=linear"),
+        (["body"], "low=linear@body.fc,fp32=linear@body"),
+        (["", "body"], "low=linear@body.fc,fp32=linear"),
+    ):
+        assert ",".join(map(str, pins(base, [("linear", each) for each in chosen], running))) == text
+
+
 def test_pins_are_written_as_people_would():
     running = [("linear", f"blocks.{number}.{name}") for number in range(3) for name in ("fc", "out")]
     running += [("sum", ""), ("sum", "pool"), ("mul", "a"), ("mul", "0"), ("mul", "1")]

@@ -10,13 +10,16 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from mezzo.errors import PolicyError
 from mezzo.explanation.rows import Finding, FindingKind, folded, format_text
+from mezzo.policy import Rule
 from mezzo.policy.rules import both, exact
 from mezzo.tensors import LOW, dtype_name, has_fraction, tensors
 from mezzo.trace.function_calls import LOSS, place_text
@@ -60,14 +63,16 @@ class _Fault(NamedTuple):
         record: The kernel.
         bits: How many of FP32's bits are lost.
         what: What happens, in words.
-        cure: What to write, by the path of the module.
+        words: What to write in the program; empty where the rule is all there is to write.
+        rule: The rule that cures it, too.
     """
 
     kind: FindingKind
     record: KernelRecord
     bits: int
     what: str
-    cure: Callable[[str], str]
+    words: str
+    rule: Rule | None = None
 
     @property
     def place(self) -> str:
@@ -124,13 +129,13 @@ class LowNumbers:
                 found.values(), lambda fault: fault.record.module, lambda fault: (fault.place, fault.op)
             ):
                 fault = fold.rows[0]
-                where, path = fault.record.module, exact(fault.record.module)
-                if len(fold.rows) > 1:
-                    where, path = fold.text, re.sub(r"\{[^}]*\}", "*", exact(fold.path))
+                where = fold.text if len(fold.rows) > 1 else fault.record.module
+                rule = _joined([each.rule for each in fold.rows if each.rule is not None])
                 lines.add(fault.place)
                 place = place_text(where, fault.op, fault.record.call.line)
-                text = f"{fault.what}, {fault.bits} of FP32's 24 bits lost: write {fault.cure(path)}"
-                yield Finding(kind=fault.kind, where=place, text=text)
+                cure = ", or ".join(each for each in (fault.words, rule and both(str(rule))) if each)
+                text = f"{fault.what}, {fault.bits} of FP32's 24 bits lost: write {cure}"
+                yield Finding(kind=fault.kind, where=place, text=text, rule=str(rule or ""))
 
     def _is_compared(self, record: KernelRecord) -> bool:
         """Whether a kernel is run again in FP64."""
@@ -178,10 +183,12 @@ class LowNumbers:
                 f"{exact_sum:.4g}"
             )
             if is_given:  # what is added to it takes its dtype, whatever that was
-                cure = "total = torch.zeros((), device=x.device) before the first term, in FP32"
+                words, rule = "total = torch.zeros((), device=x.device) before the first term, in FP32", None
             else:
-                cure = f"the sum in FP32, total += term.float(){_or_rule(table.maker(last.reads[chain[-1][1]]))}"
-            yield _Fault("sum by hand", last, _lost(error), what, _always(cure))
+                made = table.maker(last.reads[chain[-1][1]])
+                words = "the sum in FP32, total += term.float()"
+                rule = None if made is None or made.kind != "other" or not made.call.op else _op_in_fp32(made)
+            yield _Fault("sum by hand", last, _lost(error), what, words, rule)
 
     # Positions -----------------------------------------------------------------------------------------
 
@@ -220,7 +227,7 @@ class LowNumbers:
             if record.name in _POSITIONS:
                 cure += "; no rule does it, for the call's own dtype= wins"
             bits = _lost(found.error / (found.step * found.num_all))
-            yield _Fault("positions", record, bits, what, _always(cure))
+            yield _Fault("positions", record, bits, what, cure)
 
     @staticmethod
     def _reads_product(table: WatchedPass, record: KernelRecord) -> bool:
@@ -278,7 +285,7 @@ class LowNumbers:
                 f"it multiplies by a table of constants in {name}, whose rounding is heard in {num_quiet:,} of "
                 f"{len(ratio.places):,} results: signal to noise is {worst:.3g} dB"
             )
-            yield _Fault("basis", record, _lost_at(worst), what, partial(_in_fp32, record))
+            yield _Fault("basis", record, _lost_at(worst), what, *_in_fp32(record))
 
     # Losses --------------------------------------------------------------------------------------------
 
@@ -296,8 +303,8 @@ class LowNumbers:
                 continue
             name = format_text([dtype_name(record.gives[0].dtype)])
             what = f"the loss computes {record.call.op or record.name} in {name}, {_noise(ratio.whole)}"
-            cure = f"criterion(output.float(), target), or {both(f'fp32={record.name}')}"
-            yield _Fault("criterion", record, _lost_at(ratio.whole), what, _always(cure))
+            cure = "criterion(output.float(), target)"
+            yield _Fault("criterion", record, _lost_at(ratio.whole), what, cure, _op_in_fp32(record))
 
     # Derivatives ---------------------------------------------------------------------------------------
 
@@ -307,15 +314,14 @@ class LowNumbers:
             if _is_derivative(record) and (ratio := record.probes.get("ratio")) and math.isfinite(ratio.whole):
                 name = format_text([_format(record)])
                 what = f"a derivative that the forward pass takes is computed in {name}, {_noise(ratio.whole)}"
-                yield _Fault("forward derivative", record, _lost_at(ratio.whole), what, partial(_in_fp32, record))
+                yield _Fault("forward derivative", record, _lost_at(ratio.whole), what, *_in_fp32(record))
             if (found := record.probes.get("difference")) is not None:
                 dtype = record.gives[0].dtype
                 error = float(torch.finfo(dtype).eps) / 2 * found
                 if error > _OFF:
                     name, maker = format_text([dtype_name(dtype)]), table.maker(record.reads[0]) or record
                     what = f"differences of neighbours in {name} are 1/{found:.3g} of what is subtracted"
-                    cure = _in_fp32(maker, exact(maker.module))
-                    yield _Fault("forward derivative", record, _lost(error), what, _always(cure))
+                    yield _Fault("forward derivative", record, _lost(error), what, *_in_fp32(maker))
 
     # Codes ---------------------------------------------------------------------------------------------
 
@@ -353,7 +359,7 @@ class LowNumbers:
                 f"{num_integers(value.dtype):,} only"
             )
             bits = math.ceil(math.log2(extent.largest / num_integers(value.dtype)))
-            yield _Fault("codes", record, bits, what, _always(_in_fp32(source, exact(source.module))))
+            yield _Fault("codes", record, bits, what, *_in_fp32(source))
 
 
 class Difference:
@@ -453,26 +459,30 @@ def _noise(ratio: float) -> str:
     return f"signal to noise {ratio:.3g} dB"
 
 
-def _always(cure: str) -> Callable[[str], str]:
-    return lambda path: cure
-
-
 def _format(record: KernelRecord) -> str:
     """Return the format of a product's operands: under emulation the one that FP32 stands for."""
     assert record.flops is not None
     return record.call.low if record.by == "emulation" else dtype_name(record.flops[1])
 
 
-def _in_fp32(record: KernelRecord, path: str) -> str:
-    """Say how one op is kept in FP32."""
+def _in_fp32(record: KernelRecord) -> tuple[str, Rule | None]:
+    """Return what keeps the module of a kernel in FP32, in words or as a rule."""
     if record.module in ("", LOSS):
-        return f"a function under @mezzo.fp32 for this {record.call.op or record.name}"
-    return both(f"fp32_module={path}")
+        return f"a function under @mezzo.fp32 for this {record.call.op or record.name}", None
+    return "", Rule("fp32", module=exact(record.module))
 
 
-def _or_rule(maker: KernelRecord | None) -> str:
-    """Name the rule that gives the terms of a sum in FP32, where they are no product's."""
-    if maker is None or maker.kind != "other" or not maker.call.op:
-        return ""
-    at = "" if maker.module in ("", LOSS) else f"@{exact(maker.module)}"
-    return f", or {both(f'fp32={maker.call.op}{at}')}"
+def _op_in_fp32(record: KernelRecord) -> Rule | None:
+    """Return the rule that keeps the op of a kernel in FP32 where it runs; ``None`` where no rule names the op."""
+    with suppress(PolicyError):
+        module = None if record.module in ("", LOSS) else exact(record.module)
+        return Rule("fp32", op=record.call.op or record.name, module=module)
+    return None
+
+
+def _joined(rules: list[Rule]) -> Rule | None:
+    """Return one rule for those of alike modules."""
+    paths = list(dict.fromkeys(rule.module for rule in rules if rule.module is not None))
+    if len(paths) < 2:
+        return next(iter(rules), None)
+    return replace(rules[0], module=re.sub(r"\{[^}]*\}", "*", folded(paths, str, lambda path: None)[0].path))

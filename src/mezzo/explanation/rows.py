@@ -247,11 +247,13 @@ class Finding:
             that computes low), ``forward derivative`` and ``codes`` (integers that are read off low numbers).
         where: A rule, or a module and an op.
         text: What was found, and what to do about it.
+        rule: Text of the rule that cures it; empty where none does.
     """
 
     kind: FindingKind
     where: str
     text: str
+    rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from mezzo.errors import NumericsError, PolicyError, UnsupportedError, nearest, 
 from mezzo.explanation.rows import folded
 from mezzo.formats import by_name
 from mezzo.numerics.footprint import SavedBytes
-from mezzo.numerics.tuning.survey import SUSPECT_DB, Sensitivity, Spot, sensitivities, survey
+from mezzo.numerics.tuning.survey import SUSPECT_DB, Sensitivity, Spot, named, sensitivities, survey
 from mezzo.numerics.tuning.trial import (
     DEFAULT_SCALE,
     FAULT_DB,
@@ -91,10 +91,10 @@ def _of_op(base: Policy, op: str, chosen: set[str], running: set[str]) -> list[R
         return [Rule("fp32", op=op)]
     if folded is not None:
         return folded
-    given = base.explain(op).treatment
     rules: list[Rule] = []
     # From the outermost in: each rule differs from what those around it say, and stands before them.
     for module in sorted(sorted(running, reverse=True), key=lambda path: path.count(".") if path else -1):
+        given = base.explain(op, module or None).treatment
         said = next((rule.treatment for rule in rules if rule.module is None or rule.matches_module(module)), given)
         treatment: Treatment = "fp32" if module in chosen else given
         if treatment != said:
@@ -185,9 +185,11 @@ class Selection:
         }
         self._places = {spot: place for place, spot in enumerate(numbers)}
         self._sensitivities: dict[Spot, Sensitivity] = {}
-        self.base, self.start, self.no_kernel = self._all_low()
+        self.low, self.no_kernel = self._all_low()
+        self.base, self._named = self._with_named()
+        self.start = self.trials.outcome(self.base)
 
-    def _all_low(self) -> tuple[Policy, Outcome, tuple[str, ...]]:
+    def _all_low(self) -> tuple[Policy, tuple[str, ...]]:
         """Try every op low, but for those that have no low kernel here."""
 
         def runs(without: Collection[str]) -> bool:
@@ -202,8 +204,23 @@ class Selection:
             ops = [str(rule.op) for rule in rules if rule not in self.table.rules]
             self.trials.outcome(all_low(self.table, self._numbers, ops))  # raises what is no op's fault
             missing = smallest(ops, runs)
-        base = all_low(self.table, self._numbers, missing)
-        return base, self.trials.outcome(base), tuple(sorted(missing))
+        return all_low(self.table, self._numbers, missing), tuple(sorted(missing))
+
+    def _with_named(self) -> tuple[Policy, dict[Spot, Rule]]:
+        """Add what ``explain`` names with every op low, behind the user's rules; and say which rule pins which op."""
+        found = list[Rule]()
+        for rule in named(self.shadow, self.low):
+            spot = (*rule.ops, "")[0], ""
+            is_exact = rule.module is not None or spot not in self._numbers
+            own = [rule] if is_exact else pins(self.low, [spot], self._numbers)
+            found += (dataclasses.replace(each, reason=rule.reason) for each in own)
+        kept = self.table.evolve(rules=tuple(dict.fromkeys((*self.table.rules, *found))))
+        pinned = dict[Spot, Rule]()
+        for op, module in self._numbers:
+            decided = kept.explain(op, module or None)
+            if decided.rule in found and decided.rule not in self.table.rules and decided.treatment == "fp32":
+                pinned[op, module] = decided.rule
+        return all_low(kept, (spot for spot in self._numbers if spot not in pinned), self.no_kernel), pinned
 
     def tuned(self) -> Tuned:
         """Find what to pin, and say why."""
@@ -215,9 +232,10 @@ class Selection:
         rules = pins(self.base, chosen, self._numbers)
         plain = before(self.base, rules)
         result = self.trials.outcome(plain)
-        rest = self._groups(spot for spot in self._numbers if spot not in chosen)
+        rest = self._groups(spot for spot in self._open if spot not in chosen)
         without = [self._outcome([spot for spot in chosen if spot not in group]) for group in kept]
         candidates = [self._candidate(group, result, other) for group, other in zip(kept, without, strict=True)]
+        candidates += self._of_named(result)
         candidates += [self._candidate(group, result) for group in rest]
         reasons = (self._reasons(rule, kept, candidates, result) for rule in plain.rules)
         said = (dataclasses.replace(rule, reason=why) for rule, why in zip(plain.rules, reasons, strict=True))
@@ -225,6 +243,11 @@ class Selection:
         return Tuned(policy=policy, evidence=self._evidence(policy, result, candidates))
 
     # What to pin ------------------------------------------------------------------------------------------
+
+    @property
+    def _open(self) -> list[Spot]:
+        """What is searched: all that runs but for what is pinned from the start."""
+        return [spot for spot in self._numbers if spot not in self._named]
 
     def _outcome(self, spots: Collection[Spot]) -> Outcome:
         return self.trials.outcome(before(self.base, pins(self.base, spots, self._numbers)))
@@ -240,7 +263,7 @@ class Selection:
             outcome = self._outcome([spot for group in groups for spot in group])
             return not outcome.is_fault and outcome.sqnr_db >= target
 
-        groups = self._groups(self._numbers)
+        groups = self._groups(self._open)
         if not passes(groups):
             raise NumericsError(
                 f"no rule brings the gradients of {self.dtype} near those of FP32",
@@ -298,7 +321,15 @@ class Selection:
 
     # What to say ------------------------------------------------------------------------------------------
 
-    def _candidate(self, group: list[Spot], result: Outcome, without: Outcome | None = None) -> Candidate:
+    def _of_named(self, result: Outcome) -> Iterator[Candidate]:
+        """Say what is known of the ops that are pinned from the start."""
+        for rule in dict.fromkeys(self._named.values()):
+            for group in self._groups(spot for spot, own in self._named.items() if own == rule):
+                yield self._candidate(group, result, self.trials.outcome(self.low), rule.reason)
+
+    def _candidate(
+        self, group: list[Spot], result: Outcome, without: Outcome | None = None, reason: str = ""
+    ) -> Candidate:
         """Say what is known of some ops; of those that are pinned, what all is without that."""
         own = [self._sensitivities.get(spot, _UNKNOWN) for spot in group]
         return Candidate(
@@ -309,7 +340,7 @@ class Selection:
             num_bytes=self._num_bytes(group),
             without_db=(without or result).sqnr_db,
             with_db=None if without is None else result.sqnr_db,
-            reason="" if without is None else self._reason(own, without, result),
+            reason=reason or ("" if without is None else self._reason(own, without, result)),
         )
 
     def _reason(self, own: list[Sensitivity], without: Outcome, result: Outcome) -> str:
@@ -330,7 +361,7 @@ class Selection:
 
     def _reasons(self, rule: Rule, kept: list[list[Spot]], candidates: list[Candidate], result: Outcome) -> str:
         """Say why a rule of the result is there."""
-        if rule in self.table.rules:
+        if rule in self.table.rules or rule in self._named.values():
             return rule.reason
         if rule.treatment != "fp32":
             steps = len(self.shadow.batches)
@@ -356,12 +387,12 @@ class Selection:
             dtype=self.dtype,
             steps=len(self.shadow.batches),
             num_trials=self.trials.count,
-            start=self.start,
+            start=self.trials.outcome(self.low),
             result=result,
             candidates=tuple(candidates),
             unjudged=tuple(name for name in self.shadow.params if name not in judged),
             no_kernel=self.no_kernel,
-            saved_bytes=self._saved_bytes(found=policy, O1=self.table, low=self.base),
+            saved_bytes=self._saved_bytes(found=policy, O1=self.table, low=self.low),
         )
 
     def _saved_bytes(self, **policies: Policy) -> dict[str, int]:
@@ -396,10 +427,11 @@ def tune(
 
     The search starts with every op low, those too that the op table keeps in FP32. Each policy is run on the same
     batches, weights and random numbers as FP32 training steps, and judged by its gradients: a gradient that is not
-    finite, or whose error is more than a tenth of it (signal to noise below 20 dB), is a fault. A loss scale is tried
-    first. Where none cures it, the smallest set of ops in modules that does is found by bisection, those first that
-    lose most by themselves; an op stays pinned only if that raises the worst gradient by 3 dB or makes it finite. What
-    an optimizer makes of the gradients is compared as well, where one is given.
+    finite, or whose error is more than a tenth of it (signal to noise below 20 dB), is a fault. What
+    :func:`mezzo.explain` names in the first step and a rule cures is pinned from the start, whether a gradient shows it
+    or not. A loss scale is tried first. Where none cures a fault, the smallest set of ops in modules that does is found
+    by bisection, those first that lose most by themselves; an op stays pinned only if that raises the worst gradient by
+    3 dB or makes it finite. What an optimizer makes of the gradients is compared as well, where one is given.
 
     The model is left as it is; all of this happens on a copy that drops nothing, though its hooks and ``forward`` do
     run. What is found holds for the weights and batches it was found with: tune on weights that have trained a little.
@@ -426,6 +458,7 @@ def tune(
     **Cost**: a copy of the model and, for each step, one of its weights and two of its gradients; ``steps`` passes for
     each policy that is tried, and some more backward passes for a loss scale. A healthy model takes one trial, one pin
     about four, k pins among n ops about ``2k·log2(n/k) + 3k``. Where a fault is found, one step's activations are kept.
+    One more forward pass is watched as :func:`mezzo.explain` does it.
 
     Example:
         >>> import torch

@@ -13,11 +13,13 @@ from torch import Tensor
 
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
-from mezzo.numerics.tuning.trial import Outcome, Shadow, failure_text, sqnr
+from mezzo.explanation.low_numbers import LowNumbers
+from mezzo.numerics.tuning.trial import Outcome, Shadow, fails_again, failure_text, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
+from mezzo.policy.rules import parse_rules
 from mezzo.tensors import CASTABLE, mapped, tensors, values_of, versions
-from mezzo.trace.function_calls import LOSS
+from mezzo.trace.function_calls import LOSS, Where, here
 from mezzo.trace.recording import PassRecorder
 from mezzo.trace.sandbox import RandomStates
 from mezzo.trace.table import CallRecord
@@ -115,6 +117,33 @@ def survey(shadow: Shadow, dtype: torch.dtype, step: int, *, keeps: bool = False
         if keeps:
             run.gradients(1.0)
     return calls
+
+
+def named(shadow: Shadow, policy: Policy) -> list[Rule]:
+    """Return the rules that ``explain`` would name for the first step's forward pass, each with what was found.
+
+    What sixteen bits do not hold need not show in a gradient: a filter bank that does not train, integers that are read
+    off low numbers, the sum of many losses.
+
+    Args:
+        shadow: The FP32 steps.
+        policy: The policy of the pass. Where it fails, what ran before is looked at.
+    """
+    low = LowNumbers(shadow.model, lambda: recorder.recorded)
+    recorder = PassRecorder(policy, where=Where(until=here()), probes=low.probes)
+    try:
+        with recorder.hooked([shadow.model]):
+            shadow.forward(policy, 0, recorder.watching(), given=partial(recorder.learn, shadow.model))
+    except Exception as error:
+        if not fails_again(partial(shadow.forward, policy, 0), error):
+            raise
+    recorder.table()
+    rules = list[Rule]()
+    for finding in low.findings():
+        if finding.rule and finding.kind != "criterion":  # what a loss is off by, gradients show
+            key, _, names = finding.rule.partition("=")
+            rules += parse_rules(key, names, f"named by explain: {finding.text}")
+    return list(dict.fromkeys(rules))
 
 
 def _failing(shadow: Shadow, base: Policy, start: Outcome) -> Spot | None:

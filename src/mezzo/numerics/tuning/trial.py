@@ -171,6 +171,7 @@ class Shadow:
         policy: Policy,
         step: int,
         inside: AbstractContextManager[Any] = nullcontext(),  # noqa: B008 - it holds nothing
+        given: Callable[[Any], None] | None = None,
     ) -> Pass:
         """Run the forward pass of a step under a policy, from the weights and random states of the FP32 run.
 
@@ -178,6 +179,7 @@ class Shadow:
             policy: The policy.
             step: Which step.
             inside: What is entered inside the policy's region.
+            given: Is told of the copy of the batch that the pass is given.
         """
         for tensor, value in zip(self._tensors(), self._states[step], strict=True):
             tensor.data.copy_(value)
@@ -186,6 +188,8 @@ class Shadow:
             self._handle.remove()
             self._handle = Prepared(self.model, policy, tells=False)  # trials tell, whatever their rules say
         region, batch = self._handle.autocast(), _own(self.batches[step])
+        if given is not None:
+            given(batch)
         with NoDropout(), region, inside:
             loss = self.loss_fn(self.model, batch)
         return Pass(loss, region, self.params)

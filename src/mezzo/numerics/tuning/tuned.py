@@ -27,7 +27,7 @@ class Candidate:
         num_bytes: How many bytes more its operands and results take in FP32.
         without_db: Signal to noise of the worst gradient without the pin, in dB; of what is not pinned, in the result.
         with_db: The same with the pin; ``None`` of what is not pinned.
-        reason: In words, why it is pinned.
+        reason: In words, why it is pinned: what it is worth, or as what it was named by explain.
     """
 
     op: str
@@ -53,7 +53,7 @@ class TuningEvidence:
         dtype: The low dtype.
         steps: Training steps of each trial.
         num_trials: How many policies were run.
-        start: With every op low.
+        start: With every op low, those too that :func:`mezzo.explain` names.
         result: With the policy that was chosen.
         candidates: What could have been pinned, pins first.
         unjudged: Parameters whose gradient is zero or FP32's own rounding noise, so that nothing is judged by it.
@@ -98,7 +98,9 @@ class Tuned:
         own = self.evidence
         before = f"; with every op low: {own.start}" if own.pins or own.start.is_fault else ""
         lines = [("", self.verdict)]
-        lines += [("pinned", f"{pin.name}: {pin.reason}") for pin in own.pins]
+        for reason in dict.fromkeys(pin.reason for pin in own.pins):  # one of a module is that of all its ops
+            names = ", ".join(pin.name for pin in own.pins if pin.reason == reason)
+            lines.append(("pinned", f"{names}: {reason}"))
         lines += [("worst", f"{own.result}{before}")]
         kept = dict(own.saved_bytes)
         if "found" in kept:

@@ -1,0 +1,149 @@
+"""tune: what sixteen bits do not hold is pinned from the start where a rule cures it, seen by a gradient or not."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import mezzo
+from mezzo.numerics import tune
+
+pytestmark = pytest.mark.usefixtures("emulating")
+
+SIZE = 128
+NUMERIC = {"sum by hand", "positions", "basis", "criterion", "forward derivative", "codes"}
+
+
+class Bank(nn.Module):
+    """The spectrum of a signal by a product with cosines, in mel-like bands: nothing here trains."""
+
+    def __init__(self):
+        super().__init__()
+        times, bins = torch.arange(float(SIZE)), torch.arange(SIZE / 2 + 1)
+        self.register_buffer("cosines", torch.cos(2 * math.pi / SIZE * torch.outer(times, bins)))
+
+    def forward(self, x):
+        return x @ self.cosines
+
+
+class Spectra(nn.Module):
+    """The logarithm of a spectrum, and a layer that trains: the gradients of low noise look like any others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.bank, self.head = Bank(), nn.Linear(SIZE // 2 + 1, 4)
+
+    def forward(self, x):
+        return self.head(self.bank(x).abs().clamp_min(1e-5).log())
+
+
+class Digits(nn.Module):
+    """Digits of base 8 as one number, by a product."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("powers", torch.tensor([1.0, 8.0, 64.0, 512.0]))
+
+    def forward(self, digits):
+        return functional.linear(digits, self.powers[None])[:, 0].long()
+
+
+class Tokens(nn.Module):
+    """An embedding of codes; another code is another row, whose gradient is as large."""
+
+    def __init__(self, codes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.codes, self.embed, self.head = codes, nn.Embedding(5000, 16), nn.Linear(16, 4)
+
+    def forward(self, digits):
+        return self.head(self.embed(self.codes(digits)))
+
+
+class ByIntegers(nn.Module):
+    """The same number in integers."""
+
+    def forward(self, digits):
+        return (digits.long() * torch.tensor([1, 8, 64, 512])).sum(-1)
+
+
+def tones():
+    generator, times = torch.Generator().manual_seed(1), torch.arange(float(SIZE))
+    loud = torch.stack([torch.cos(2 * math.pi / SIZE * 20 * times + k) for k in range(8)])
+    return loud + 1e-4 * torch.randn(8, SIZE, generator=generator), torch.arange(8) % 4
+
+
+def digits():
+    found = torch.randint(0, 8, (64, 4), generator=torch.Generator().manual_seed(0)).float()
+    found[0] = 7.0
+    return found, torch.arange(64) % 4
+
+
+def noise():
+    return torch.randn(8, 16, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
+
+
+def loss_fn(model, batch):
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def found_by_explain(model, x, policy):
+    explanation = mezzo.explain(model, x, policy=policy)
+    return [each for each in explanation.findings if each.kind in NUMERIC]
+
+
+@pytest.mark.parametrize(
+    "build, make, rule, op",
+    [
+        (Spectra, tones, "fp32_module=bank", "matmul in bank"),
+        (lambda: Tokens(Digits()), digits, "fp32_module=codes", "linear in codes"),
+    ],
+    ids=["a filter bank", "codes by a product"],
+)
+def test_what_explain_names_and_a_rule_cures_is_pinned(build, make, rule, op):
+    model, batch = build(), make()
+    (finding,) = found_by_explain(model, batch[0], "O1,dtype=bfloat16")
+    assert finding.rule == rule
+    assert finding.text.endswith(f"the text {rule}")
+    found = tune(model, loss_fn, [batch], dtype="bfloat16", steps=1)
+    (own,) = [each for each in found.policy.rules if each.treatment == "fp32"]
+    assert str(own) == rule
+    assert own.reason == f"named by explain: {finding.text}"
+    after = mezzo.explain(
+        model, batch[0], policy=found.policy, loss=lambda out: functional.cross_entropy(out, batch[1])
+    )
+    assert {each.kind for each in after.findings} == {"FP32 product"}  # the pin itself, and nothing that idles
+    assert str(found).count("named by explain") == 1
+    pins = {pin.name: pin for pin in found.evidence.pins}
+    assert pins[op].reason == own.reason
+    assert (pins[op].without_db, pins[op].with_db) == (found.evidence.start.sqnr_db, found.evidence.result.sqnr_db)
+    assert all(each.modules == (rule.partition("=")[2],) for each in pins.values())
+
+
+def test_it_stays_pinned_beside_what_the_gradients_need():
+    class Both(Spectra):
+        def forward(self, x):
+            y = super().forward(x)
+            return y + ((y * 0 + 12.0).exp() * 1e-5)
+
+    found = tune(Both(), loss_fn, [tones()], dtype="float16", steps=1)
+    assert {str(rule) for rule in found.policy.rules if rule.treatment == "fp32"} == {"fp32=exp", "fp32_module=bank"}
+    assert found_by_explain(Both(), tones()[0], found.policy) == []
+
+
+@pytest.mark.parametrize(
+    "build, make",
+    [
+        (lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 4)), noise),
+        (lambda: Tokens(ByIntegers()), digits),
+    ],
+    ids=["layers", "codes of integers"],
+)
+def test_right_programs_are_given_no_pin(build, make):
+    torch.manual_seed(0)
+    found = tune(build(), loss_fn, [make()], dtype="bfloat16", steps=1)
+    assert [rule for rule in found.policy.rules if rule.treatment == "fp32"] == []
+    assert found.evidence.pins == ()
