@@ -5,6 +5,7 @@ import dis
 import os
 import signal
 import sys
+import weakref
 
 import torch
 from hypothesis import strategies as st
@@ -33,6 +34,13 @@ def ends_a_block(frame):
     return list(code[at : at + 6 : 2]) == [_CONST] * 3 and len({*code[at + 1 : at + 7 : 2]}) == 1
 
 
+def is_finalizing(frame):
+    """Whether an object's end is what runs, whenever it comes: Python lets no error out of that, Ctrl-C included."""
+    while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 class Interrupt:
     """Send SIGINT at the n-th line of the files below LINES that runs in the block, and catch what comes of it."""
 
@@ -48,7 +56,7 @@ class Interrupt:
     def _at_line(self, frame, event, _):
         if event == "line" and not ends_a_block(frame):
             self.left -= 1
-            if self.left < 0 and not self.came:
+            if self.left < 0 and not self.came and not is_finalizing(frame):
                 self.came = True
                 signal.raise_signal(signal.SIGINT)
         return self._at_line
