@@ -48,13 +48,17 @@ def _row(*numbers: Tensor) -> Tensor:
     return torch.stack([each.double() for each in numbers])
 
 
-class RoundedIntegers:
+class AfterKernels:
+    """What measures kernels once they have run, and needs nothing before."""
+
+    def begin(self, kernel: Any, args: Any, kwargs: Any) -> None:
+        """Keep nothing."""
+
+
+class RoundedIntegers(AfterKernels):
     """What rounding to a low format does to tensors of integers, at casts of the forward pass."""
 
     name = "integers"
-
-    def begin(self, kernel: Any, args: Any, kwargs: Any) -> None:
-        """Need nothing before: what a cast reads is still there afterwards."""
 
     def wants(self, record: KernelRecord) -> bool:
         """Whether it is a cast to a low format, in the forward pass."""
@@ -132,21 +136,17 @@ class Extent:
     """Where the numbers of the first result lie; of a cast, or a kernel that gives integers, those of what it reads.
 
     Attributes:
-        wanted: At which kernels.
+        wants: At which kernels.
         of_operand: Whether the first operand is measured instead of the result.
     """
 
-    wanted: Wanted
+    wants: Wanted
     of_operand: bool = False
     name: str = "extent"
 
     def begin(self, kernel: Any, args: Any, kwargs: Any) -> Tensor | None:
         """Return the first operand, if it is that which is measured."""
         return next(tensors((args, kwargs)), None) if self.of_operand else None
-
-    def wants(self, record: KernelRecord) -> bool:
-        """Whether this kernel is one of those asked for."""
-        return self.wanted(record)
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Return the five numbers."""
@@ -185,11 +185,11 @@ class Total:
     """The sums of what an addition reads, before it writes, and of what it gives.
 
     Attributes:
-        wanted: At which kernels.
+        wants: At which kernels.
         starts: Whether a kernel may be wanted: the sums are made before it runs.
     """
 
-    wanted: Wanted
+    wants: Wanted
     starts: Callable[[Any], bool]
     name: str = "total"
 
@@ -200,10 +200,6 @@ class Total:
             return None
         values = [each.detach().double() for each in read]
         return _row(*(each.sum() for each in values), *(each.abs().sum() for each in values))
-
-    def wants(self, record: KernelRecord) -> bool:
-        """Whether this kernel is one of those asked for."""
-        return self.wanted(record)
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Add up what was given."""
@@ -237,24 +233,17 @@ class DistinctOf(NamedTuple):
 
 
 @dataclass(slots=True)
-class Distinct:
+class Distinct(AfterKernels):
     """How many numbers of a result are different, and how many are in FP64: of positions, anchors and grids.
 
     Attributes:
-        wanted: At which kernels.
+        wants: At which kernels.
         most: Of larger results nothing is measured.
     """
 
-    wanted: Wanted
+    wants: Wanted
     most: int = 2**16
     name: str = "distinct"
-
-    def begin(self, kernel: Any, args: Any, kwargs: Any) -> None:
-        """Need nothing before: a kernel that makes positions reads none."""
-
-    def wants(self, record: KernelRecord) -> bool:
-        """Whether this kernel is one of those asked for."""
-        return self.wanted(record)
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Run the kernel again in FP64, and compare neighbours of both results, in their order."""
@@ -290,7 +279,7 @@ class RatioOf(NamedTuple):
 
 
 @dataclass(slots=True)
-class Ratio:
+class Ratio(AfterKernels):
     """Signal to noise of the first result against the same kernel in FP64.
 
     Operands that a cast made are taken as they were before it; of others their own numbers, in FP64.
@@ -308,9 +297,6 @@ class Ratio:
     most: int = 2**12
     name: str = "ratio"
     _casts: Storages[_KeptCast] = field(default_factory=Storages)
-
-    def begin(self, kernel: Any, args: Any, kwargs: Any) -> None:
-        """Need nothing before: a kernel that writes to what it reads is not run again."""
 
     def wants(self, record: KernelRecord) -> bool:
         """Whether it is a cast, which is kept, or one of the kernels asked for."""

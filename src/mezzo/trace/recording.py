@@ -260,7 +260,7 @@ class PassRecorder:
         for tensor in (*written, *kernels.tensors_in(out)):
             known = self._numbers.get(tensor)
             if known is None or known.number <= first:
-                self._renewed(tensor, known if written else None)
+                self._renewed(tensor, known if any(tensor is each for each in written) else None)
             value = self.value(tensor)
             gives[value.number] = value
         record.gives = tuple(gives.values())
