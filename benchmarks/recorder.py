@@ -48,7 +48,7 @@ def recorded(policy: str, every: int, steps: int, stack: ExitStack, *, compiled:
     """Return so many steps with a recorder, and without."""
     mine, rival = Run(policy, compiled=compiled), Run(policy, compiled=compiled)
     stack.enter_context(Recorder(mine.model, mine.optimizer, every=every))
-    mine.step()  # the recorded one; and where it is compiled, before the rival is: a graph of that would count nothing
+    mine.step()  # the recorded one
 
     def loop(run: Run) -> Loop:
         def step() -> None:

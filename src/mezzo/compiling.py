@@ -23,6 +23,7 @@ C = TypeVar("C", bound=Callable[..., Any])
 
 # How functions of mezzo's are compiled -------------------------------------------------------------------
 
+_HOOKS_LEFT_OUT: Final = "torch._dynamo.config.skip_nnmodule_hook_guards"
 _STRATEGIES: Final = (
     "torch._C._dynamo.eval_frame._FrameAction",
     "torch._C._dynamo.eval_frame._FrameExecStrategy",
@@ -89,6 +90,37 @@ def _refusing_to_compile(function: C) -> C:
         return function(*args, **kwargs)
 
     return refusing  # type: ignore[return-value]
+
+
+#: For each of those who want graphs to depend on modules' hooks: whether torch left them out before.
+_GUARDING: Final[list[bool]] = []
+
+
+def guard_hooks() -> None:
+    """Have graphs that torch.compile makes depend on the hooks of modules, until :func:`leave_hooks`.
+
+    By itself it leaves them out, so that a graph of one module serves another of its class, whatever hooks either has.
+    What was made before is dropped.
+
+    Raises:
+        UnsupportedError: This release of torch has no such setting.
+    """
+    require(_HOOKS_LEFT_OUT)
+    from torch._dynamo import config
+
+    _GUARDING.append(config.skip_nnmodule_hook_guards)
+    if _GUARDING[-1]:
+        config.skip_nnmodule_hook_guards = False
+        forget_compiled()
+
+
+def leave_hooks() -> None:
+    """End it for one of those that wanted it."""
+    from torch._dynamo import config
+
+    before = _GUARDING.pop()
+    if not _GUARDING:
+        config.skip_nnmodule_hook_guards = before
 
 
 def forget_compiled() -> None:

@@ -42,6 +42,7 @@ PRIVATE: Final[Mapping[str, Mapping[str, str]]] = {
         "torch._dynamo.assume_constant_result._dynamo_marked_constant": "have what is decided while a graph is traced "
         "be a constant of it",
         "torch._dynamo.reset_code_caches": "drop compiled code when hooks were put on modules",
+        "torch._dynamo.config.skip_nnmodule_hook_guards": "have graphs depend on what counts where modules end",
         "torch._dynamo.config.patch": "capture a model as one graph",
         "torch._dynamo.exc.TorchDynamoException": "say why a model cannot be captured",
         "torch._dynamo.exc.TorchRuntimeError": "tell a program's own error from one of capturing",

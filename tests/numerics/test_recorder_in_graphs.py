@@ -162,18 +162,34 @@ def test_a_late_recorder_is_seen_and_one_that_has_ended_leaves_nothing():
     assert backend.graphs == before + 1  # without what counts, and for both
 
 
-def test_a_graph_of_another_model_in_which_nothing_counts_is_said(caplog):
+@pytest.mark.parametrize("first", ["the recorded one", "the other"])
+def test_another_model_of_the_class_has_a_graph_of_its_own(first):
     torch.compiler.reset()
     backend, (x,) = Counting(), batches(1)
     model = net()
     called, called_too = whole(model, backend), whole(net(), backend)
-    with Recorder(model, every=1) as recorder:
-        for _ in range(2):
-            for each in (called_too, called):  # the second is run by the graph of the first
+    with Recorder(model, every=2) as recorder:
+        for _ in range(5):
+            for each in (called, called_too) if first == "the recorded one" else (called_too, called):
                 each(x).sum().backward()
             recorder.step()
-    (line,) = [each.getMessage() for each in caplog.records if each.name.startswith("mezzo.numerics")]
-    assert line.startswith("activations inside compiled code are not recorded (step 2: gradients of Net, and no call")
+    expected = held(recorded(eager, steps=1, kinds=("activations",)), "activations", 1)
+    assert [held(recorder.evidence, "activations", step) for step in (1, 3, 5)] == [expected] * 3
+    assert backend.graphs == 2
+    assert torch._dynamo.config.skip_nnmodule_hook_guards
+
+
+def test_what_is_compiled_inside_the_block_counts_from_the_next_recorded_step_on():
+    torch.compiler.reset()
+    backend, (x,) = Counting(), batches(1)
+    model = net()
+    with Recorder(model, every=2) as recorder:
+        for number in range(1, 6):
+            called = model if number == 1 else in_a_function(model, backend)
+            called(x).sum().backward()
+            recorder.step()
+    expected = held(recorded(eager, steps=1, kinds=("activations",)), "activations", 1)
+    assert [held(recorder.evidence, "activations", step) for step in (1, 3, 5)] == [expected] * 3
 
 
 def test_evaluation_in_graphs_counts_only_where_gradients_come_back():

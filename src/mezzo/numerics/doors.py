@@ -12,7 +12,7 @@ from torch.autograd import Function
 from torch.utils.hooks import RemovableHandle
 
 from mezzo.backward import runs_backward
-from mezzo.compiling import compiled_inside_alone, is_imported
+from mezzo.compiling import compiled_inside_alone, guard_hooks, is_imported, leave_hooks
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.errors import PolicyError
 from mezzo.hooks import OwnHook
@@ -184,8 +184,8 @@ class Door(OwnHook):
 class Doors:
     """Counts where modules end, in recorded steps: hooks on the modules of a model.
 
-    Once graphs of torch.compile count, hooks stay between these steps too: torch guards no hooks, and would take a
-    graph that was made without them. There a flag in the device's memory turns counting on and off.
+    Once graphs of torch.compile count, hooks stay between these steps too: graphs are made for them, and would else be
+    made anew. There a flag in the device's memory turns counting on and off.
 
     Args:
         subject: What is watched.
@@ -221,6 +221,7 @@ class Doors:
             for module, path in subject.paths.items()
         }
         self._handles: list[RemovableHandle] = []
+        self._guards = False  # whether graphs are made for the hooks that modules have
 
     def new_row(self, device: torch.device) -> Tensor:
         """Return zeros to count in, in a storage of their own: a graph is made for tensors, not for places in one."""
@@ -253,6 +254,9 @@ class Doors:
         """Count from here on, anew."""
         self.is_open, self.step = True, self.step + 1
         self.called.clear()
+        if is_imported() and not self._guards and (self.has_values or self.has_gradients):
+            guard_hooks()
+            self._guards = True
         if self.stays or is_imported():
             for door in self._doors.values():
                 door.make_ready()
@@ -278,10 +282,16 @@ class Doors:
         for flag, _ in self._shared.values():
             flag.zero_()
         if not self.stays:
-            self.remove()
+            self._take_off()
 
-    def remove(self) -> None:
-        """Take all hooks off."""
+    def end(self) -> None:
+        """Take all hooks off for good."""
+        self._take_off()
+        if self._guards:
+            leave_hooks()
+        self._guards = False
+
+    def _take_off(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

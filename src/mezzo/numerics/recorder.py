@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 import mezzo
-from mezzo.compiling import forget_compiled
 from mezzo.errors import PolicyError, StateError
 from mezzo.files import regular_or_new
 from mezzo.formats import Format
@@ -409,10 +408,9 @@ class Recorder:
 
     Args:
         model: The model. Functions that use parameters directly are not seen. Where it is compiled, whole or in parts,
-            graphs count: in tuples and dicts the first four tensors, by their number. Where another model of its class
-            was compiled without what counts, torch may run that one's graph, which a warning says. Under DDP and
-            ``fully_shard``, and in sessions on several ranks, each rank makes a recorder, and all have the same counts;
-            where only some do, each of these has those of its own share, and a warning says so.
+            graphs count: in tuples and dicts the first four tensors, by their number. Under DDP, ``fully_shard`` and in
+            sessions on several ranks each rank makes a recorder, and all have the same counts; where only some do, each
+            of these has those of its own share, and a warning says so.
         optimizer: What updates it, or several. In a session it may be left out; in a loop without one there are then
             no updates, and weights are those that :meth:`step` finds.
         every: Steps from one recorded step to the next. Where two optimizers take turns, an odd number, or only one of
@@ -436,7 +434,8 @@ class Recorder:
     ``updates`` a copy of the weights while the step runs. Of each product below sixteen bits two more products in FP32,
     each of its operands in FP32 twice, and two FP32 values for each element of its weight. On other steps nothing in
     eager mode: there are hooks only in recorded ones. In graphs a call for each tensor, 4 to 9 µs on a CPU, which ends
-    fusions; entering the block has torch.compile forget what it has made. On several ranks one reduction a
+    fusions; the first block has torch.compile forget what it has made, and inside it graphs
+    are made for the hooks of modules. On several ranks one reduction a
     recorded step. In memory 4.5 KB for each tensor, in graphs 90 KB for each module.
 
     Example:
@@ -486,7 +485,6 @@ class Recorder:
             self._advance,
         )
         self._taken = 0
-        self._has_said = False
         self._called: list[str] = []
         self._loop: PlainLoop | None = None
         self._opened = ExitStack()
@@ -510,6 +508,7 @@ class Recorder:
                 self._lines = self._opened.enter_context(self._stream.open("w", encoding="utf-8"))
         except BaseException:
             self._disarm()
+            self._end_doors()
             raise
         self._opened.enter_context(watching(self._session))
         self._stage = "open"
@@ -519,18 +518,20 @@ class Recorder:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._disarm()
-        if self._doors is not None:
-            self._doors.remove()
-        self._doors = None
+        self._end_doors()
         self._opened.close()
         self._stage = "ended"
+
+    def _end_doors(self) -> None:
+        if self._doors is not None:
+            self._doors.end()
+        self._doors = None
 
     def step(self) -> None:
         """Say that a step is done, after ``optimizer.step()``; where a session says so by itself, this does nothing.
 
         Raises:
             StateError: Outside of the ``with`` block.
-            UnsupportedError: Activations alone are recorded, and no module is called by Python or a graph.
 
         **Cost**: on recorded steps one transfer from the device.
         """
@@ -547,12 +548,11 @@ class Recorder:
         """Return what counts where modules end."""
         subject, kinds = self._choices.subject, OF_PASSES.intersection(self._choices.kinds)
         if kinds and (scripted := subject.scripted()) is not None:
-            self._say_hidden(scripted, "torch.jit")
+            self._say_hidden(scripted)
             kinds = frozenset()
         doors = Doors(subject, kinds, WIDTH + FIELDS + len(self._choices.formats), self._scale.factor)
         if subject.is_compiled:
             doors.stay()
-        forget_compiled()
         return doors
 
     def _arm(self) -> None:
@@ -573,37 +573,14 @@ class Recorder:
         if self._doors is not None:
             self._doors.scaled()
 
-    def _say_hidden(self, where: str, compiler: str) -> None:
-        """Say once that activations are inside compiled code; where nothing else was asked for, refuse."""
+    def _say_hidden(self, where: str) -> None:
+        """Say that activations are inside scripted code; where nothing else was asked for, refuse."""
         if OF_PASSES.issuperset(self._choices.kinds):
-            raise unseen(where, compiler)
-        if not self._has_said:
-            self._has_said = True
-            logger.warning(
-                "activations inside %s are not recorded (%s): %s; run the model uncompiled, in eager mode, for them",
-                compiler, where, WHY_UNSEEN,
-            )  # fmt: skip
-
-    def _look_for(self, recording: Recording) -> None:
-        """Have modules that were called without a word compiled again, with what counts; say so if they were before."""
-        doors, subject = self._doors, self._choices.subject
-        inside = set(subject.paths.values()) - {subject.paths.get(subject.model)}
-        seen = (inside or set(subject.paths.values())).intersection(recording.called)
-        if doors is None or seen or not subject.is_whole or not recording.weights.has_gradients:
-            return
-        if not (doors.has_values or doors.has_gradients):
-            return
-        if doors.stays:
-            where = f"step {self._taken}: gradients of {type(subject.model).__name__}, and no call of a module"
-            self._say_hidden(where, "compiled code")
-        else:
-            logger.info(
-                "step %d has no activations: the model was compiled inside the block; it is compiled once more, and "
-                "the next recorded step has them",
-                self._taken,
-            )
-        doors.stay()
-        forget_compiled()
+            raise unseen(where)
+        logger.warning(
+            "activations inside torch.jit are not recorded (%s): %s; run the model uncompiled, in eager mode, for them",
+            where, WHY_UNSEEN,
+        )  # fmt: skip
 
     def _disarm(self) -> None:
         if self._session.recording is not None:
@@ -624,7 +601,6 @@ class Recorder:
         try:
             if recording is not None:
                 step = recording.finish(self._taken, scales, skipped)
-                self._look_for(recording)
                 self._called += recording.called
                 self._steps.append(step)
                 if self._lines is not None:

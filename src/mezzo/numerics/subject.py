@@ -46,11 +46,6 @@ class Subject:
     modules: tuple[RecordedModule, ...] = field(repr=False)
     is_compiled: bool
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all modules are watched, so that a call of one would be seen."""
-        return all(module in self.paths for module in self.model.modules())
-
     @classmethod
     def of(cls, model: nn.Module, globs: Sequence[str] | None) -> Subject:
         """Find what matches.
@@ -150,10 +145,10 @@ class Subject:
         return tuple(sorted(self.modules, key=lambda each: order.get(each.same_as or each.path, len(order))))
 
 
-def unseen(where: str, compiler: str) -> UnsupportedError:
-    """Build the error of a recorder of activations alone, where all of them are inside compiled code."""
+def unseen(where: str) -> UnsupportedError:
+    """Build the error of a recorder of activations alone, where all of them are inside scripted code."""
     return UnsupportedError(
-        f"activations inside {compiler} cannot be recorded",
+        "activations inside torch.jit cannot be recorded",
         where=where,
         why=WHY_UNSEEN,
         write='the uncompiled model; or Recorder(…, kinds=("weights", "weight_gradients", "updates"))',

@@ -286,8 +286,6 @@ class WeightWatch:
         places: What is told of the rows.
         group: Returns the ranks whose counts are added up; ``None`` for this one's.
 
-    Attributes:
-        has_gradients: Whether a parameter has had a gradient.
     """
 
     def __init__(
@@ -304,7 +302,6 @@ class WeightWatch:
         self._tally, self._places = tally, places
         self._before: dict[Tensor, tuple[Tensor, torch.dtype]] = {}
         self._gradients: dict[Tensor, Tensor] = {}
-        self.has_gradients = False
 
     def before(self, updated: Container[Tensor]) -> None:
         """Count the weights that a step may move, and copy them.
@@ -342,7 +339,6 @@ class WeightWatch:
         """
         if param not in self._subject.params or not is_countable(gradient := local(gradient)):
             return
-        self.has_gradients = True
         if not self._is_mine(param):
             return
         if "updates" in self._kinds:
