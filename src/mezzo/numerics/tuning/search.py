@@ -28,7 +28,7 @@ from mezzo.numerics.tuning.trial import (
     Outcome,
     Shadow,
     Trials,
-    fails_again,
+    attempted,
     ratio_text,
 )
 from mezzo.numerics.tuning.tuned import Candidate, Tuned, TuningEvidence
@@ -398,13 +398,8 @@ class Selection:
     def _saved_bytes(self, **policies: Policy) -> dict[str, int]:
         found = {}
         for name, policy in policies.items():
-            saved = SavedBytes(self.shadow.model)
-            try:
-                self.shadow.forward(policy, 0, inside=saved)
-            except Exception as error:  # it fails in low precision, or has a banned op
-                if not fails_again(partial(self.shadow.forward, policy, 0), error):
-                    raise
-            else:
+            saved = SavedBytes(self.shadow.model)  # which fails in low precision perhaps, or has a banned op
+            if not isinstance(attempted(partial(self.shadow.forward, policy, 0, saved)), Exception):
                 found[name] = saved.total
         return found
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
 from mezzo.explanation.low_numbers import LowNumbers
-from mezzo.numerics.tuning.trial import Outcome, Shadow, fails_again, failure_text, sqnr
+from mezzo.numerics.tuning.trial import Outcome, Shadow, attempted, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
 from mezzo.policy.rules import parse_rules
@@ -131,12 +131,9 @@ def named(shadow: Shadow, policy: Policy) -> list[Rule]:
     """
     low = LowNumbers(shadow.model, lambda: recorder.recorded)
     recorder = PassRecorder(policy, where=Where(until=here()), probes=low.probes)
-    try:
-        with recorder.hooked([shadow.model]):
-            shadow.forward(policy, 0, recorder.watching(), given=partial(recorder.learn, shadow.model))
-    except Exception as error:
-        if not fails_again(partial(shadow.forward, policy, 0), error):
-            raise
+    run = partial(shadow.forward, policy, 0, recorder.watching(), given=partial(recorder.learn, shadow.model))
+    with recorder.hooked([shadow.model]):
+        attempted(run, again=partial(shadow.forward, policy, 0))
     recorder.table()
     rules = list[Rule]()
     for finding in low.findings():
@@ -146,24 +143,19 @@ def named(shadow: Shadow, policy: Policy) -> list[Rule]:
     return list(dict.fromkeys(rules))
 
 
-def _failing(shadow: Shadow, base: Policy, start: Outcome) -> Spot | None:
-    """Find the op at which a forward pass fails in low precision, as where dtypes do not go together.
+def failing(shadow: Shadow, policy: Policy, step: int) -> Spot | None:
+    """Return the op at which the forward pass of a step fails in low precision; ``None`` where none does.
 
     Raises:
-        Exception: It fails in another way than it did in the trial: that is no matter of precision.
+        Exception: It fails once, or in two ways: that is no matter of precision.
     """
-    if not start.note:
-        return None
-    recorder = PassRecorder(base)
-    try:
-        with recorder.hooked([shadow.model]):
-            shadow.forward(base, start.step - 1, inside=recorder.watching())
-    except Exception as error:
-        if failure_text(error) != start.note:
-            raise
-        failed = (call for call in reversed(recorder.recorded.calls) if call.given and not call.has_returned)
-        return next((spot for call in failed if (spot := _spot(call)) is not None), None)
-    return None
+    recorder = PassRecorder(policy)
+    with recorder.hooked([shadow.model]):
+        run = partial(shadow.forward, policy, step, recorder.watching())
+        if not isinstance(attempted(run, again=partial(shadow.forward, policy, step)), Exception):
+            return None
+    failed = (call for call in reversed(recorder.recorded.calls) if call.given and not call.has_returned)
+    return next((spot for call in failed if (spot := _spot(call)) is not None), None)
 
 
 # What a call alone loses ------------------------------------------------------------------------------
@@ -204,15 +196,16 @@ def sensitivities(shadow: Shadow, base: Policy, start: Outcome) -> dict[Spot, Se
     """
     calls = survey(shadow, base.dtype, start.step - 1, keeps=True)
     low, wide = autocast(base, shadow.devices[0].type), autocast(everything_fp32(base.dtype), shadow.devices[0].type)
-    failing, random = _failing(shadow, base, start), RandomStates.now(shadow.devices)
+    failed = failing(shadow, base, start.step - 1) if start.note else None
+    random = RandomStates.now(shadow.devices)
     found: dict[Spot, Sensitivity] = {}
     makers: dict[int, Spot] = {}  # of results, which live as long as their calls
     feeding = set[Spot]()
     for call in calls:
         if call.spot is not None:
             before = found.setdefault(call.spot, Sensitivity())
-            is_failing = call.spot == failing
-            forward, backward = (-math.inf, math.inf) if is_failing else _alone(call, base.dtype, random, low, wide)
+            is_failed = call.spot == failed
+            forward, backward = (-math.inf, math.inf) if is_failed else _alone(call, base.dtype, random, low, wide)
             found[call.spot] = Sensitivity(
                 forward_db=min(before.forward_db, forward),
                 backward_db=min(before.backward_db, backward),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,9 @@ from mezzo.trace.sandbox import RandomStates, copied, devices_of, gradients_asid
 # The FP32 steps that policies are measured against, on a copy of the model that drops nothing.
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
+MakeOptimizer = Callable[[Any], Optimizer]
 Gradients = dict[str, Tensor]
+T = TypeVar("T")  # Python 3.11 has no `def f[T]`
 
 #: A gradient this much smaller than others of its module is the rounding noise of a sum that is zero, as that of a bias
 #: before a softmax or a batch norm is: in 16 bits it is other noise, and says nothing.
@@ -106,7 +108,6 @@ class Shadow:
         params: Its parameters that train, by path.
         gradients: The FP32 gradients of each step.
         judged: The parameters of each step whose gradients are more than rounding noise.
-        updates: What all steps together add to each parameter; ``None`` without an optimizer.
 
     Raises:
         UnsupportedError: The model cannot be copied.
@@ -119,10 +120,10 @@ class Shadow:
         model: nn.Module,
         loss_fn: LossFunction,
         batches: Sequence[Any],
-        optimizer: Callable[[Any], Optimizer] | None,
+        optimizer: MakeOptimizer | None,
     ) -> None:
         self.model = copied(model, "mezzo.numerics.tune(build_model(), …)")
-        self.loss_fn, self.batches, self._optimizer = loss_fn, batches, optimizer
+        self.loss_fn, self.batches = loss_fn, batches
         self.devices = devices_of([model])
         self.params = {name: param for name, param in self.model.named_parameters() if param.requires_grad}
         for module in self.model.modules():
@@ -148,23 +149,24 @@ class Shadow:
         self._states: list[list[Tensor]] = []
         self._randoms: list[RandomStates] = []
         self.gradients: list[Gradients] = []
-        made: Optimizer | None = None
+        self._updates = None if optimizer is None else _Updates(optimizer, self.params)
         for step in range(len(batches)):
             self._states.append([tensor.detach().clone() for tensor in self._tensors()])
             self._randoms.append(RandomStates.now(self.devices))
             self.gradients.append(self._fp32(step))
-            if optimizer is not None:
-                made = made or self._made(self.params)
-                _step(made, self.params, self.gradients[step])
-        self.updates = None if made is None else self._added(self.params)
+            if self._updates is not None:
+                self._updates.step(self.gradients[step])
         self.judged = [_known(gradients) for gradients in self.gradients]
-        if not any(self.judged):
+        self._names = sorted({name for names in self.judged for name in names})
+        if not self._names:
             raise PolicyError(
                 "no parameter got a gradient",
                 where=f"{len(batches)} steps of loss_fn",
                 why="all are zero, as where loss_fn runs another model than it is given",
                 write="def loss_fn(model, batch): return criterion(model(batch[0]), batch[1])",
             )
+        if self._updates is not None:  # the weights are about to go back
+            self._added = self._updates.added(self._names)
 
     def forward(
         self,
@@ -194,45 +196,28 @@ class Shadow:
             loss = self.loss_fn(self.model, batch)
         return Pass(loss, region, self.params)
 
-    def taken(self, gradients: Sequence[Gradients]) -> Gradients:
-        """Return what the optimizer adds to the weights before the first step with some gradients of all steps."""
-        params = {name: nn.Parameter(value) for name, value in self._starts().items()}
-        made = self._made(params)
+    def updates_db(self, gradients: Sequence[Gradients]) -> float | None:
+        """Compare what the optimizer makes of some gradients of all steps with what it makes of those in FP32.
+
+        Returns:
+            Signal to noise in dB; ``None`` without an optimizer, or where it adds zero.
+        """
+        if self._updates is None:
+            return None
+        low = self._updates.anew()
         for each in gradients:
-            _step(made, params, each)
-        return self._added(params)
+            low.step(each)
+        ratio = sqnr(self._added, low.added(self._names))
+        return None if math.isnan(ratio) else ratio
 
     def _tensors(self) -> list[Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
-
-    def _starts(self) -> Gradients:
-        """Return copies of the parameters that train as they were before the first step."""
-        values = {id(tensor): value for tensor, value in zip(self._tensors(), self._states[0], strict=True)}
-        return {name: values[id(param)].clone() for name, param in self.params.items()}
-
-    def _added(self, params: dict[str, nn.Parameter]) -> Gradients:
-        return {name: params[name].detach() - before for name, before in self._starts().items()}
-
-    def _made(self, params: dict[str, nn.Parameter]) -> Optimizer:
-        """Return an optimizer that has taken no step yet."""
-        assert self._optimizer is not None
-        made: Any = self._optimizer(list(params.values()))
-        if not isinstance(made, Optimizer):
-            raise PolicyError(f"optimizer= returned {shown(made)}, no optimizer", write=_OPTIMIZER)
-        own = {id(param) for param in params.values()}
-        if any(id(param) not in own for group in made.param_groups for param in group["params"]):
-            raise PolicyError(
-                "the optimizer updates other parameters than those it was given",
-                why="steps are taken on a copy of the model",
-                write=_OPTIMIZER,
-            )
-        return made
 
     def _fp32(self, step: int) -> Gradients:
         run = self.forward(Policy.O0(), step)
         require_scalar(run.loss, *_NO_LOSS, trains=True)
         gradients = run.gradients(1.0)
-        if math.isfinite(run.loss.item()) and all(bool(each.isfinite().all()) for each in gradients.values()):
+        if math.isfinite(run.loss.item()) and not _not_finite(gradients):
             return gradients
         batch = _own(self.batches[step])  # not under the search's eyes, which would blame the copy
         self._randoms[step].restore()
@@ -257,17 +242,54 @@ def _known(gradients: Gradients) -> list[str]:
     return [name for name, size in sizes.items() if size > _NOISE * max(sizes[each] for each in others(name))]
 
 
-def _step(optimizer: Optimizer, params: dict[str, nn.Parameter], gradients: Gradients) -> None:
-    """Take one step with gradients."""
-    for name, param in params.items():
-        param.grad = gradients[name].to(param.dtype)
-    try:
-        optimizer.step()
-    except TypeError as error:
-        what = f"{type(optimizer).__name__} takes no step without a closure"
-        raise PolicyError(what, why=str(error), write=_OPTIMIZER) from error
-    finally:
-        optimizer.zero_grad(set_to_none=True)
+def _not_finite(gradients: Gradients) -> list[str]:
+    return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
+
+
+class _Updates:
+    """The steps of an optimizer.
+
+    Args:
+        make: Makes it of parameters.
+        params: What it updates, by path.
+
+    Raises:
+        PolicyError: It is no optimizer, or one of other parameters.
+    """
+
+    def __init__(self, make: MakeOptimizer, params: dict[str, nn.Parameter]) -> None:
+        made: Any = make(list(params.values()))
+        if not isinstance(made, Optimizer):
+            raise PolicyError(f"optimizer= returned {shown(made)}, no optimizer", write=_OPTIMIZER)
+        own = {id(param) for param in params.values()}
+        if any(id(param) not in own for group in made.param_groups for param in group["params"]):
+            raise PolicyError(
+                "the optimizer updates other parameters than those it was given",
+                why="steps are taken on a copy of the model",
+                write=_OPTIMIZER,
+            )
+        self._make, self._optimizer, self._params = make, made, params
+        self._before = {name: param.detach().clone() for name, param in params.items()}
+
+    def anew(self) -> _Updates:
+        """Return those of an optimizer that has taken no step, from the same weights."""
+        return _Updates(self._make, {name: nn.Parameter(value.clone()) for name, value in self._before.items()})
+
+    def step(self, gradients: Gradients) -> None:
+        """Take a step with gradients."""
+        for name, param in self._params.items():
+            param.grad = gradients[name].to(param.dtype)
+        try:
+            self._optimizer.step()
+        except TypeError as error:
+            what = f"{type(self._optimizer).__name__} takes no step without a closure"
+            raise PolicyError(what, why=str(error), write=_OPTIMIZER) from error
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def added(self, names: Sequence[str]) -> Tensor:
+        """Return what all steps together have added to some parameters, one behind the other."""
+        return torch.cat([(self._params[name].detach() - self._before[name]).flatten() for name in names])
 
 
 def _own(batch: Any) -> Any:
@@ -385,19 +407,29 @@ def failure_text(error: Exception) -> str:
     return printable(f"{type(error).__name__}: {error}".splitlines()[0])
 
 
-def fails_again(run: Callable[[], object], error: Exception) -> bool:
-    """Whether what has failed fails in the same way a second time, as it does where precision is why.
+def attempted(run: Callable[[], T], again: Callable[[], object] | None = None) -> T | Exception:
+    """Run what low precision may make fail, as where dtypes do not go together.
+
+    Args:
+        run: What is run.
+        again: What is run a second time where it fails; the same when omitted.
+
+    Returns:
+        What it returns; the error, where it fails in the same way twice.
 
     Raises:
-        Exception: It fails in another way.
+        Exception: It fails once, or in two ways: precision is not why.
     """
     try:
-        run()
-    except Exception as again:
-        if failure_text(again) != failure_text(error):
-            raise again from error
-        return True
-    return False
+        return run()
+    except Exception as error:
+        try:
+            (again or run)()
+        except Exception as second:
+            if failure_text(second) == failure_text(error):
+                return error
+            raise second from error
+        raise
 
 
 class Trials:
@@ -432,93 +464,70 @@ class Trials:
         return self._known[key]
 
     def _run(self, policy: Policy) -> Outcome:
-        scale = DEFAULT_SCALE if policy.dtype == torch.float16 else 1.0
-        found: list[Outcome] = []
-        kept: dict[int, Gradients] = {}
-        led, may_rise = set[int](), True
-        while len(found) < len(self._order):
-            step = self._order[len(found)]
-            outcome = self._tried(policy, step, scale, may_rise and not found, kept)
-            if outcome.is_fault:  # where it went wrong it is tried first from now on, and says which scale is needed
-                self._order.remove(step)
-                self._order.insert(0, step)
-                if not found or step in led:
-                    return outcome
-                led.add(step)
-                found.clear()
-            elif outcome.loss_scale < scale and found:
-                may_rise, scale = False, outcome.loss_scale
-                found.clear()
-            else:
-                scale = outcome.loss_scale
-                found.append(outcome)
-        worst = min(found, key=lambda each: (each.sqnr_db, each.step))
-        return dataclasses.replace(worst, updates_db=self._updates(kept))
+        """Run the steps until all can do with one loss scale: first each may raise it, and then only lower it."""
+        scale, may_rise = DEFAULT_SCALE if policy.dtype == torch.float16 else 1.0, True
+        while True:
+            found, gradients = dict[int, Outcome](), dict[int, Gradients]()
+            for step in self._order:
+                found[step], gradients[step] = self._tried(policy, step, scale, may_rise)
+                if found[step].is_fault:
+                    self._order.sort(key=lambda each: each != step)  # tried first from now on
+                    return found[step]
+            scales = {each.loss_scale for each in found.values()}
+            if len(scales) == 1:
+                worst = min(found.values(), key=lambda each: (each.sqnr_db, each.step))
+                return replace(
+                    worst, updates_db=self.shadow.updates_db([gradients[step] for step in sorted(gradients)])
+                )
+            scale, may_rise = max(scales) if max(scales) > scale else min(scales), False
 
-    def _updates(self, kept: dict[int, Gradients]) -> float | None:
-        """Compare what an optimizer makes of the gradients of all steps."""
-        if self.shadow.updates is None:
-            return None
-        names = sorted({name for names in self.shadow.judged for name in names})
-        made = self.shadow.taken([kept[step] for step in range(len(kept))])
-        wide, low = (torch.cat([all_[name].flatten() for name in names]) for all_ in (self.shadow.updates, made))
-        ratio = sqnr(wide, low)
-        return None if math.isnan(ratio) else ratio
-
-    def _tried(self, policy: Policy, step: int, scale: float, may_rise: bool, kept: dict[int, Gradients]) -> Outcome:
+    def _tried(self, policy: Policy, step: int, scale: float, may_rise: bool) -> tuple[Outcome, Gradients]:
         """Run a step under a policy; where low precision makes it fail, say so.
 
         Raises:
             Exception: It fails in FP32 too, or only once: low precision is not why.
         """
-        try:
-            return self._step(policy, step, scale, may_rise, kept)
-        except (MezzoError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            self.shadow.forward(Policy.O0(), step).gradients(1.0)
-            if not fails_again(lambda: self._step(policy, step, scale, may_rise, kept), error):
-                raise
-            note = failure_text(error)
-            return Outcome(sqnr_db=-math.inf, tensor="loss", step=step + 1, loss_scale=scale, note=note)
+        found = attempted(partial(self._step, policy, step, scale, may_rise))
+        if isinstance(found, MezzoError | torch.OutOfMemoryError):
+            raise found
+        if not isinstance(found, Exception):
+            return found
+        self.shadow.forward(Policy.O0(), step).gradients(1.0)
+        return _lost(step, scale, failure_text(found)), {}
 
-    def _step(self, policy: Policy, step: int, scale: float, may_rise: bool, kept: dict[int, Gradients]) -> Outcome:
+    def _step(self, policy: Policy, step: int, scale: float, may_rise: bool) -> tuple[Outcome, Gradients]:
         run = self.shadow.forward(policy, step)
         if not math.isfinite(run.loss.item()):
-            return Outcome(sqnr_db=-math.inf, tensor="loss", step=step + 1, loss_scale=scale)
+            return _lost(step, scale), {}
         low_loss = run.loss.dtype == torch.float16
         reference, judged = self.shadow.gradients[step], self.shadow.judged[step]
 
-        def at(scale: float) -> Outcome:
-            gradients = kept[step] = run.gradients(scale)
-            lost = [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
-            ratios = {name: sqnr(reference[name], gradients[name]) for name in judged} | dict.fromkeys(lost, -math.inf)
+        def at(scale: float) -> tuple[Outcome, Gradients]:
+            gradients = run.gradients(scale)
+            ratios = {name: sqnr(reference[name], gradients[name]) for name in judged}
+            ratios |= dict.fromkeys(_not_finite(gradients), -math.inf)
             worst = min(ratios, key=lambda name: ratios[name], default="")
             ratio = ratios.get(worst, math.inf)
-            return Outcome(sqnr_db=ratio, tensor=worst, step=step + 1, loss_scale=scale, low_loss=low_loss)
+            return Outcome(sqnr_db=ratio, tensor=worst, step=step + 1, loss_scale=scale, low_loss=low_loss), gradients
 
         if policy.dtype != torch.float16:
             return at(1.0)
-        outcome = at(min(scale, _LARGEST_SEED) if low_loss else scale)
-        if not outcome.is_finite:
-            return _finite(run, outcome, outcome.loss_scale, at)
-        if may_rise and outcome.is_fault:
-            name = outcome.tensor
-            zeros = (kept[step][name] == 0) & (reference[name] != 0)
-            if float(zeros.float().mean()) > _MUCH_FLUSHED:
-                return _finite(run, outcome, _RANGE * outcome.loss_scale, at)
-        return outcome
+        scale = min(scale, _LARGEST_SEED) if low_loss else scale
+        outcome, gradients = at(scale)
+        if outcome.is_finite:
+            if not (may_rise and outcome.is_fault):
+                return outcome, gradients
+            zeros = (gradients[outcome.tensor] == 0) & (reference[outcome.tensor] != 0)
+            if float(zeros.float().mean()) <= _MUCH_FLUSHED:
+                return outcome, gradients
+            scale *= _RANGE
+        limit = torch.finfo(torch.float16).max
+        highest = highest_scale(scale, None, limit, lambda scale: not _not_finite(run.gradients(scale)))
+        if highest is None:
+            return outcome, gradients
+        roomy = at(highest / 2)
+        return at(highest) if roomy[0].is_fault else roomy
 
 
-def _finite(run: Pass, before: Outcome, above: float, at: Callable[[float], Outcome]) -> Outcome:
-    """Return the outcome at a scale that keeps all gradients finite, with some room left; or that before."""
-
-    def is_finite_at(scale: float) -> bool:
-        return all(bool(gradient.isfinite().all()) for gradient in run.gradients(scale).values())
-
-    highest = highest_scale(above, None, torch.finfo(torch.float16).max, is_finite_at)
-    if highest is None:
-        return before
-    roomy = at(highest / 2)
-    found = roomy if not roomy.is_fault else max(roomy, at(highest), before, key=lambda each: each.sqnr_db)
-    return at(found.loss_scale)  # whose gradients are kept
+def _lost(step: int, scale: float, note: str = "") -> Outcome:
+    return Outcome(sqnr_db=-math.inf, tensor="loss", step=step + 1, loss_scale=scale, note=note)
