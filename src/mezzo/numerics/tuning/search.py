@@ -17,10 +17,20 @@ from torch.optim import Optimizer
 
 from mezzo.cast.region import autocast
 from mezzo.errors import NumericsError, PolicyError, UnsupportedError, nearest, raise_together, shown
-from mezzo.explanation.rows import folded
+from mezzo.explanation.rows import Finding, counted, folded
 from mezzo.formats import by_name
 from mezzo.numerics.footprint import SavedBytes
-from mezzo.numerics.tuning.survey import SUSPECT_DB, Sensitivity, Spot, named, sensitivities, survey
+from mezzo.numerics.tuning.survey import (
+    SUSPECT_DB,
+    Sensitivity,
+    Spot,
+    bytes_saved_low,
+    failing,
+    named,
+    rules_of,
+    sensitivities,
+    worst_of,
+)
 from mezzo.numerics.tuning.trial import (
     DEFAULT_SCALE,
     FAULT_DB,
@@ -122,8 +132,7 @@ def _folded(op: str, chosen: set[str], running: set[str]) -> list[Rule] | None:
 _WORTH_DB: Final = 3.0
 #: So many of the most suspected are tried alone.
 _FIRST: Final = 8
-_UNKNOWN: Final = Sensitivity()
-
+Groups = Sequence[Sequence[Spot]]
 T = TypeVar("T")  # Python 3.11 has no `def f[T]`
 
 
@@ -160,6 +169,11 @@ def smallest(items: Sequence[T], passes: Callable[[Sequence[T]], bool]) -> list[
     return needed([], False, list(items))
 
 
+def flat(groups: Groups) -> list[Spot]:
+    """Return what is in some groups, in their order."""
+    return [spot for group in groups for spot in group]
+
+
 class Selection:
     """The search for a policy.
 
@@ -169,58 +183,70 @@ class Selection:
     """
 
     def __init__(self, shadow: Shadow, table: Policy) -> None:
-        self.shadow, self.table = shadow, table
+        self.shadow, self.table, self.trials = shadow, table, Trials(shadow)
         self.dtype = dtype_name(table.dtype)
-        self.trials = Trials(shadow)
-        calls = [call for step in range(len(shadow.batches)) for call in survey(shadow, table.dtype, step)]
-        numbers: dict[Spot, tuple[int, int]] = {}
-        for call in calls:
-            if call.spot is not None:
-                read, returned = numbers.get(call.spot, (0, 0))
-                numbers[call.spot] = read + call.numbers[0], returned + call.numbers[1]
-        self._numbers = numbers
+        self._bytes = bytes_saved_low(shadow, table.dtype)
         self._kinds = {
             path: (type(module), tuple((name, param.shape) for name, param in module.named_parameters()))
             for path, module in shadow.model.named_modules()
         }
-        self._places = {spot: place for place, spot in enumerate(numbers)}
         self._sensitivities: dict[Spot, Sensitivity] = {}
         self.low, self.no_kernel = self._all_low()
-        self.base, self._named = self._with_named()
+        self.base, self._named, self._uncured = self._with_named()
         self.start = self.trials.outcome(self.base)
 
-    def _all_low(self) -> tuple[Policy, tuple[str, ...]]:
-        """Try every op low, but for those that have no low kernel here."""
-
-        def runs(without: Collection[str]) -> bool:
-            with suppress(UnsupportedError):
-                self.trials.outcome(all_low(self.table, self._numbers, without))
-                return True
-            return False
-
+    def _all_low(self) -> tuple[Policy, list[str]]:
+        """Try every op low, but for those that turn out to have no low kernel here."""
         missing: list[str] = []
-        if not runs(()):
-            rules = all_low(self.table, self._numbers).rules
-            ops = [str(rule.op) for rule in rules if rule not in self.table.rules]
-            self.trials.outcome(all_low(self.table, self._numbers, ops))  # raises what is no op's fault
-            missing = smallest(ops, runs)
-        return all_low(self.table, self._numbers, missing), tuple(sorted(missing))
+        while True:
+            low = all_low(self.table, self._bytes, missing)
+            try:
+                self.trials.outcome(low)
+                return low, sorted(missing)
+            except UnsupportedError:
+                failed = next(
+                    filter(None, (failing(self.shadow, low, n) for n in range(len(self.shadow.batches)))), None
+                )
+                rule = None if failed is None else low.explain(failed[0]).rule
+                if failed is None or rule is None or rule.treatment != "low" or rule in self.table.rules:
+                    raise  # it is no op's fault that starts low
+                missing.append(failed[0])
 
-    def _with_named(self) -> tuple[Policy, dict[Spot, Rule]]:
-        """Add what ``explain`` names with every op low, behind the user's rules; and say which rule pins which op."""
-        found = list[Rule]()
-        for rule in named(self.shadow, self.low):
-            spot = (*rule.ops, "")[0], ""
-            is_exact = rule.module is not None or spot not in self._numbers
-            own = [rule] if is_exact else pins(self.low, [spot], self._numbers)
-            found += (dataclasses.replace(each, reason=rule.reason) for each in own)
-        kept = self.table.evolve(rules=tuple(dict.fromkeys((*self.table.rules, *found))))
-        pinned = dict[Spot, Rule]()
-        for op, module in self._numbers:
+    def _with_named(self) -> tuple[Policy, dict[Spot, Rule], list[Finding]]:
+        """Pin what ``explain`` names, behind the user's rules, until it names nothing that a rule cures.
+
+        Returns:
+            The policy; which rule pins which op; and what is found under it still.
+        """
+        found: dict[Rule, Finding] = {}
+        while True:
+            base, pinned = self._behind(found)
+            left = named(self.shadow, base)
+            more = {rule: each for each in left for own in rules_of(each) for rule in self._exactly(own, base)}
+            if more.keys() <= found.keys():
+                break
+            found = more | found
+        # What is found where it was before is not cured by the rules that were named there.
+        places = {(each.kind, each.where) for each in left}
+        cures = {rule: each for rule, each in found.items() if (each.kind, each.where) not in places}
+        return *self._behind(cures), left
+
+    def _exactly(self, rule: Rule, base: Policy) -> Iterable[Rule]:
+        """Write a rule about an op that the model itself or the loss calls so that it means these calls alone."""
+        spot = (*rule.ops, "")[0], ""
+        if rule.module is not None or spot not in self._bytes:
+            return [rule]
+        return (dataclasses.replace(each, reason=rule.reason) for each in pins(base, [spot], self._bytes))
+
+    def _behind(self, found: Iterable[Rule]) -> tuple[Policy, dict[Spot, Rule]]:
+        """Put rules behind the user's, and every op low that they do not pin; and say which rule pins which op."""
+        own = dict.fromkeys(each for each in found if each not in self.table.rules)
+        kept, pinned = self.table.evolve(rules=(*self.table.rules, *own)), dict[Spot, Rule]()
+        for op, module in self._bytes:
             decided = kept.explain(op, module or None)
-            if decided.rule in found and decided.rule not in self.table.rules and decided.treatment == "fp32":
+            if decided.rule in own and decided.treatment == "fp32":
                 pinned[op, module] = decided.rule
-        return all_low(kept, (spot for spot in self._numbers if spot not in pinned), self.no_kernel), pinned
+        return all_low(kept, (spot for spot in self._bytes if spot not in pinned), self.no_kernel), pinned
 
     def tuned(self) -> Tuned:
         """Find what to pin, and say why."""
@@ -228,17 +254,17 @@ class Selection:
         if self.start.is_fault:
             self._sensitivities = sensitivities(self.shadow, self.base, self.start)
             kept = self._kept()
-        chosen = [spot for group in kept for spot in group]
-        rules = pins(self.base, chosen, self._numbers)
-        plain = before(self.base, rules)
+        plain = self._pinning(kept)
         result = self.trials.outcome(plain)
-        rest = self._groups(spot for spot in self._open if spot not in chosen)
-        without = [self._outcome([spot for spot in chosen if spot not in group]) for group in kept]
-        candidates = [self._candidate(group, result, other) for group, other in zip(kept, without, strict=True)]
-        candidates += self._of_named(result)
-        candidates += [self._candidate(group, result) for group in rest]
-        reasons = (self._reasons(rule, kept, candidates, result) for rule in plain.rules)
-        said = (dataclasses.replace(rule, reason=why) for rule, why in zip(plain.rules, reasons, strict=True))
+        candidates = [self._candidate(group, result, self._without(kept, group)) for group in kept]
+        for rule in dict.fromkeys(self._named.values()):
+            for group in self._groups(spot for spot, own in self._named.items() if own == rule):
+                candidates.append(self._candidate(group, result, self.trials.outcome(self.low), rule.reason))
+        chosen = set(flat(kept))
+        candidates += [
+            self._candidate(group, result) for group in self._groups(s for s in self._open if s not in chosen)
+        ]
+        said = (dataclasses.replace(rule, reason=self._why(rule, kept, candidates, result)) for rule in plain.rules)
         policy = self._with_scale(plain.evolve(rules=tuple(said)), result)
         return Tuned(policy=policy, evidence=self._evidence(policy, result, candidates))
 
@@ -247,37 +273,49 @@ class Selection:
     @property
     def _open(self) -> list[Spot]:
         """What is searched: all that runs but for what is pinned from the start."""
-        return [spot for spot in self._numbers if spot not in self._named]
+        return [spot for spot in self._bytes if spot not in self._named]
 
-    def _outcome(self, spots: Collection[Spot]) -> Outcome:
-        return self.trials.outcome(before(self.base, pins(self.base, spots, self._numbers)))
+    def _pinning(self, groups: Groups) -> Policy:
+        return before(self.base, pins(self.base, flat(groups), self._bytes))
+
+    def _without(self, groups: Groups, group: list[Spot]) -> Outcome:
+        return self.trials.outcome(self._pinning([other for other in groups if other is not group]))
 
     def _kept(self) -> list[list[Spot]]:
         """Find what to pin, alike modules together; nothing where no pin adds enough.
 
         The fewest ops are looked for with which no gradient is a fault: among alike modules together, then one by one.
+        Of these the least is dropped that adds too little, and again.
         """
         target = max(FAULT_DB, self.start.sqnr_db + _WORTH_DB)
 
-        def passes(groups: Iterable[Iterable[Spot]]) -> bool:
-            outcome = self._outcome([spot for group in groups for spot in group])
+        def passes(groups: Groups) -> bool:
+            outcome = self.trials.outcome(self._pinning(groups))
             return not outcome.is_fault and outcome.sqnr_db >= target
 
         groups = self._groups(self._open)
         if not passes(groups):
             raise NumericsError(
                 f"no rule brings the gradients of {self.dtype} near those of FP32",
-                where=str(self._outcome([spot for group in groups for spot in group])),
+                where=str(self.trials.outcome(self._pinning(groups))),
                 why="the error is there with every op in FP32 that a rule reaches: what makes it is no op of torch's",
                 write=f"{both('O0')}; or @mezzo.fp32 on the function that casts by itself",
             )
         # What cannot be left out of many need not be the fewest: near the limit one may pass, and two not.
         suspects = [group for group in groups[:_FIRST] if self._rank(group[0])[0] < 2]
         few = next(([group] for group in suspects if passes([group])), None) or smallest(groups, passes)
-        spots = sorted((spot for group in few for spot in group), key=self._rank)
+        spots = sorted(flat(few), key=self._rank)
         if len(spots) > len(few):
             spots = smallest(spots, lambda part: passes([part]))
-        return self._worth(spots)
+        groups = self._groups(spots)
+        while groups:
+            whole = self.trials.outcome(self._pinning(groups))
+            gains = [whole.gain(self._without(groups, group)) for group in groups]
+            least = min(range(len(groups)), key=lambda number: (gains[number], -number))
+            if gains[least] >= _WORTH_DB:
+                break
+            del groups[least]
+        return groups
 
     def _groups(self, spots: Iterable[Spot]) -> list[list[Spot]]:
         """Put spots in alike modules together, those first that are preferred as pins."""
@@ -286,92 +324,43 @@ class Selection:
 
     def _rank(self, spot: Spot) -> tuple[float, ...]:
         """Order spots: suspects, what suspects read, and others; by what they lose, and alike ones by their bytes."""
-        lost = self._local_db([spot])
-        kind = 0 if lost < SUSPECT_DB else 1 if self._sensitivities.get(spot, _UNKNOWN).feeds else 2
-        tens = math.floor(lost / 10) if math.isfinite(lost) else lost
-        return kind, tens, self._num_bytes([spot]), self._places[spot]
-
-    def _local_db(self, group: Iterable[Spot]) -> float:
-        return min(self._sensitivities.get(spot, _UNKNOWN).local_db for spot in group)
-
-    def _num_bytes(self, group: Iterable[Spot]) -> int:
-        """Count what operands and results take more in FP32 than in 16 bits; 2 bytes each."""
-        return sum(2 * sum(self._numbers[spot]) for spot in group)
-
-    def _worth(self, spots: Sequence[Spot]) -> list[list[Spot]]:
-        """Drop pins that add too little, the least first; of what is left each is worth it."""
-        groups = self._groups(spots)
-        while groups:
-            whole = self._outcome([spot for group in groups for spot in group])
-            gains = [self._gain(groups, group, whole) for group in groups]
-            least = min(range(len(groups)), key=lambda number: (gains[number], -number))
-            if gains[least] >= _WORTH_DB:
-                break
-            del groups[least]
-        return groups
-
-    def _gain(self, groups: list[list[Spot]], group: list[Spot], whole: Outcome) -> float:
-        without = self._outcome([spot for other in groups if other is not group for spot in other])
-        if not without.is_finite:
-            return math.inf if whole.is_finite else 0.0
-        updates = 0.0
-        if whole.updates_db is not None and without.updates_db is not None:
-            updates = whole.updates_db - without.updates_db
-        return max(whole.sqnr_db - without.sqnr_db, updates)
+        alone = self._sensitivities.get(spot, Sensitivity())
+        lost = alone.local_db
+        kind = 0 if lost < SUSPECT_DB else 1 if alone.feeds else 2
+        return kind, math.floor(lost / 10) if math.isfinite(lost) else lost, self._bytes[spot]
 
     # What to say ------------------------------------------------------------------------------------------
-
-    def _of_named(self, result: Outcome) -> Iterator[Candidate]:
-        """Say what is known of the ops that are pinned from the start."""
-        for rule in dict.fromkeys(self._named.values()):
-            for group in self._groups(spot for spot, own in self._named.items() if own == rule):
-                yield self._candidate(group, result, self.trials.outcome(self.low), rule.reason)
 
     def _candidate(
         self, group: list[Spot], result: Outcome, without: Outcome | None = None, reason: str = ""
     ) -> Candidate:
         """Say what is known of some ops; of those that are pinned, what all is without that."""
-        own = [self._sensitivities.get(spot, _UNKNOWN) for spot in group]
+        alone = worst_of([self._sensitivities.get(spot, Sensitivity()) for spot in group])
+        if without is not None and not reason:
+            fails = without.note and alone.forward_db == -math.inf
+            lost = f"it fails in {self.dtype}" if fails else alone.text(self.base.dtype)
+            reason = f"{lost}; without this rule {without}, with it the worst gradient has {ratio_text(result.sqnr_db)}"
         return Candidate(
             op=group[0][0],
-            modules=tuple(module for _, module in sorted(group, key=lambda spot: self._places[spot])),
+            modules=tuple(spot[1] for spot in self._bytes if spot in group),
             kept=without is not None,
-            local_db=self._local_db(group) if self._sensitivities else None,
-            num_bytes=self._num_bytes(group),
+            local_db=alone.local_db if self._sensitivities else None,
+            num_bytes=sum(self._bytes[spot] for spot in group),
             without_db=(without or result).sqnr_db,
             with_db=None if without is None else result.sqnr_db,
-            reason=reason or ("" if without is None else self._reason(own, without, result)),
+            reason=reason,
         )
 
-    def _reason(self, own: list[Sensitivity], without: Outcome, result: Outcome) -> str:
-        """Say of a pin what its ops lose by themselves, and what all is without it."""
-        largest, limit = max(each.largest for each in own), torch.finfo(self.base.dtype).max
-        forward, backward = min(each.forward_db for each in own), min(each.backward_db for each in own)
-        if without.note and forward == -math.inf:
-            alone = f"it fails in {self.dtype}"
-        elif largest > limit:
-            alone = f"results reach {largest:.3g}, beyond {self.dtype}'s {limit:.6g}"
-        elif forward < SUSPECT_DB:
-            alone = f"results of operands rounded to {self.dtype}: {ratio_text(forward)}"
-        elif backward < SUSPECT_DB:
-            alone = f"gradients of operands rounded to {self.dtype}: {ratio_text(backward)}"
-        else:
-            alone = "what reads its results needs them in FP32"
-        return f"{alone}; without this rule {without}, with it the worst gradient has {ratio_text(result.sqnr_db)}"
-
-    def _reasons(self, rule: Rule, kept: list[list[Spot]], candidates: list[Candidate], result: Outcome) -> str:
+    def _why(self, rule: Rule, kept: Groups, candidates: list[Candidate], result: Outcome) -> str:
         """Say why a rule of the result is there."""
-        if rule in self.table.rules or rule in self._named.values():
+        if rule.reason or rule in self.table.rules:
             return rule.reason
         if rule.treatment != "fp32":
             steps = len(self.shadow.batches)
-            return f"the worst gradient of {steps} step{'s' * (steps > 1)}: {ratio_text(result.sqnr_db)} against FP32"
-        own = (
-            candidate.reason
-            for group, candidate in zip(kept, candidates, strict=False)
-            if any(rule.matches(op=op, module=module or None) for op, module in group)
-        )
-        return " · ".join(own)
+            return f"the worst gradient of {counted(steps, 'step')}: {ratio_text(result.sqnr_db)} against FP32"
+        pairs = zip(kept, candidates, strict=False)  # those of what is kept come first
+        spoken = (each.reason for group, each in pairs if any(rule.matches(op=o, module=m or None) for o, m in group))
+        return " · ".join(spoken)
 
     def _with_scale(self, policy: Policy, result: Outcome) -> Policy:
         """Have the loss scale start where the trial found it, unless it starts there anyway, or is the user's own."""
@@ -391,7 +380,8 @@ class Selection:
             result=result,
             candidates=tuple(candidates),
             unjudged=tuple(name for name in self.shadow.params if name not in judged),
-            no_kernel=self.no_kernel,
+            no_kernel=tuple(self.no_kernel),
+            uncured=tuple(f"{each.where}: {each.text}" for each in self._uncured),
             saved_bytes=self._saved_bytes(found=policy, O1=self.table, low=self.low),
         )
 
@@ -467,7 +457,12 @@ def tune(
     """
     table = _checked(model, loss_fn, optimizer, steps, partial(_of_dtype, dtype, policy))
     with untouched([model]), _full_fp32(devices_of([model])):
-        taken = list(islice(_iterated(batches), steps))
+        try:
+            given = iter(batches)
+        except TypeError:
+            what = f"batches is {shown(batches)}, nothing to iterate over"
+            raise PolicyError(what, write="tune(model, loss_fn, [batch, …])") from None
+        taken = list(islice(given, steps))
         if not taken:
             raise PolicyError(
                 "there is no batch to tune on", why="batches is empty", write="tune(model, loss_fn, [batch, …])"
@@ -521,15 +516,6 @@ def _checked(model: Any, loss_fn: Any, optimizer: Any, steps: Any, table: Callab
     raise_together(problems)
     require_python(model, "tuned")
     return found
-
-
-def _iterated(batches: Any) -> Iterator[Any]:
-    try:
-        return iter(batches)
-    except TypeError:
-        raise PolicyError(
-            f"batches is {shown(batches)}, nothing to iterate over", write="tune(model, loss_fn, [batch, …])"
-        ) from None
 
 
 @contextmanager

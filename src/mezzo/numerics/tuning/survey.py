@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Final
@@ -14,15 +15,16 @@ from torch import Tensor
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError
 from mezzo.explanation.low_numbers import LowNumbers
-from mezzo.numerics.tuning.trial import Outcome, Shadow, attempted, sqnr
+from mezzo.explanation.rows import Finding
+from mezzo.numerics.tuning.trial import Outcome, Pass, Shadow, attempted, ratio_text, sqnr
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
 from mezzo.policy.rules import parse_rules
-from mezzo.tensors import CASTABLE, mapped, tensors, values_of, versions
+from mezzo.tensors import CASTABLE, dtype_name, mapped, tensors, values_of, versions
 from mezzo.trace.function_calls import LOSS, Where, here
 from mezzo.trace.recording import PassRecorder
 from mezzo.trace.sandbox import RandomStates
-from mezzo.trace.table import CallRecord
+from mezzo.trace.table import CallRecord, WatchedPass
 
 #: An op in a module; the model itself and the loss function are the module "".
 Spot = tuple[str, str]
@@ -33,40 +35,32 @@ SUSPECT_DB: Final = 30.0
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One call of a torch function in an FP32 pass.
+    """One call of a torch function in an FP32 pass, of which a rule can speak.
 
     Attributes:
-        spot: The op and the module that called it; ``None`` where no rule can be about it.
-        numbers: How many floating numbers it reads, and how many it returns.
-        function: The function, with its arguments and result, where they are kept.
-        versions: Of the tensors among the arguments, when it was called.
-        gradients: What arrived at its results in the backward pass, by their position.
+        spot: The op and the module that called it.
+        function: The function.
+        given: Its arguments, and those with names.
+        versions: Of the tensors among them, when it was called.
+        out: The floating tensors that it returned.
+        gradients: What arrived there in the backward pass, by their position.
     """
 
-    spot: Spot | None
-    numbers: tuple[int, int]
-    function: Callable[..., Any] | None = None
-    args: Any = ()
-    kwargs: Any = field(default_factory=dict)
+    spot: Spot
+    function: Callable[..., Any]
+    given: tuple[Any, dict[str, Any]]
+    versions: list[int]
     out: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
     gradients: dict[int, Tensor] = field(default_factory=dict)
 
-    def keep(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Keep what is called, before it is."""
-        self.function, self.args, self.kwargs = function, args, dict(kwargs)
-        self.versions = versions([*tensors((args, kwargs))])
-
-    def returned(self, results: list[Tensor]) -> None:
-        """Keep what was returned, and the gradients that will arrive there."""
-        self.out = results
-        for position, result in enumerate(results):
+    def await_gradients(self) -> None:
+        """Keep the gradients that will arrive at what was returned."""
+        for position, result in enumerate(self.out):
             if result.requires_grad:
-                result.register_hook(partial(self.arrived, position))  # type: ignore[no-untyped-call]
+                result.register_hook(partial(self._arrived, position))  # type: ignore[no-untyped-call]
 
-    def arrived(self, position: int, gradient: Tensor | None) -> None:
-        """Take note of a gradient; there is none for a result that nothing reads, beside one that something does."""
-        if gradient is not None:
+    def _arrived(self, position: int, gradient: Tensor | None) -> None:
+        if gradient is not None:  # there is none for a result that nothing reads, beside one that something does
             self.gradients[position] = gradient.detach()
 
 
@@ -83,47 +77,45 @@ def everything_fp32(dtype: torch.dtype) -> Policy:
     return Policy.O1(dtype).evolve(rules=(*composites, Rule("fp32", op="*")))
 
 
-def survey(shadow: Shadow, dtype: torch.dtype, step: int, *, keeps: bool = False) -> list[Call]:
-    """List the calls of a step that handle floating numbers, in their order.
-
-    Args:
-        shadow: The FP32 steps.
-        dtype: The low dtype.
-        step: Which of them.
-        keeps: Whether arguments, results and gradients are kept with them.
-    """
-    policy, calls = everything_fp32(dtype), list[Call]()
+def survey(shadow: Shadow, dtype: torch.dtype, step: int, told: Callable[[Call], None]) -> Pass:
+    """Run the forward pass of a step in FP32, and tell of the calls that handle floating numbers when they return."""
+    policy = everything_fp32(dtype)
 
     def called(record: CallRecord, function: Any, args: Any, kwargs: Any) -> Callable[[Any], None] | None:
-        num_read = sum(x.numel() for x in _castable((args, kwargs)))
-        if not num_read or record.hidden or record.is_backward:
+        spot, given = _spot(record), (args, dict(kwargs))
+        if spot is None or not any(x.numel() for x in _castable(given)):
             return None
-        call = Call(_spot(record), (num_read, 0))
-        if keeps:
-            call.keep(function, args, kwargs)
+        call = Call(spot, function, given, versions([*tensors(given)]))
 
         def returned(out: Any) -> None:
-            if results := list(_castable(out)):
-                call.numbers = num_read, sum(x.numel() for x in results)
-                calls.append(call)
-                if keeps:
-                    call.returned(results)
+            call.out = list(_castable(out))
+            if call.out:
+                told(call)
 
         return returned
 
     recorder = PassRecorder(policy, called=called)
     with recorder.hooked([shadow.model]):
-        run = shadow.forward(policy, step, inside=recorder.watching())
-        if keeps:
-            run.gradients(1.0)
-    return calls
+        return shadow.forward(policy, step, inside=recorder.watching())
 
 
-def named(shadow: Shadow, policy: Policy) -> list[Rule]:
-    """Return the rules that ``explain`` would name for the first step's forward pass, each with what was found.
+def bytes_saved_low(shadow: Shadow, dtype: torch.dtype) -> dict[Spot, int]:
+    """Count what operands and results of all steps take more in FP32 than in 16 bits, by what runs, in its order."""
+    found: dict[Spot, int] = defaultdict(int)
 
-    What sixteen bits do not hold need not show in a gradient: a filter bank that does not train, integers that are read
-    off low numbers, the sum of many losses.
+    def told(call: Call) -> None:
+        found[call.spot] += 2 * sum(x.numel() for x in _castable((call.given, call.out)))  # 2 bytes each
+
+    for step in range(len(shadow.batches)):
+        survey(shadow, dtype, step, told)
+    return dict(found)
+
+
+def named(shadow: Shadow, policy: Policy) -> list[Finding]:
+    """Return what ``explain`` would find in the first step's forward pass of numbers that sixteen bits do not hold.
+
+    It need not show in a gradient: a filter bank that does not train, integers that are read off low numbers, the sum of
+    many losses. What a loss computes low is left out while it is well above its noise, as a gradient is.
 
     Args:
         shadow: The FP32 steps.
@@ -134,13 +126,22 @@ def named(shadow: Shadow, policy: Policy) -> list[Rule]:
     run = partial(shadow.forward, policy, 0, recorder.watching(), given=partial(recorder.learn, shadow.model))
     with recorder.hooked([shadow.model]):
         attempted(run, again=partial(shadow.forward, policy, 0))
-    recorder.table()
-    rules = list[Rule]()
-    for finding in low.findings():
-        if finding.rule and finding.kind != "criterion":  # what a loss is off by, gradients show
-            key, _, names = finding.rule.partition("=")
-            rules += parse_rules(key, names, f"named by explain: {finding.text}")
-    return list(dict.fromkeys(rules))
+    table = recorder.table()
+    found = low.findings()
+    return [each for each in found if each.kind != "criterion" or _noise_db(table, rules_of(each)) < SUSPECT_DB]
+
+
+def rules_of(finding: Finding) -> tuple[Rule, ...]:
+    """Return the rules that a finding names, each with what was found."""
+    key, _, names = finding.rule.partition("=")
+    return parse_rules(key, names, f"named by explain: {finding.text}") if finding.rule else ()
+
+
+def _noise_db(table: WatchedPass, rules: Sequence[Rule]) -> float:
+    """Return the worst signal to noise that was measured at the kernels that rules speak about, in dB."""
+    measured = ((each, each.probes["ratio"]) for each in table.kernels if "ratio" in each.probes)
+    said = (r.whole for each, r in measured if any(rule.matches(op=each.call.op, module=each.module) for rule in rules))
+    return min(said, default=math.inf)
 
 
 def failing(shadow: Shadow, policy: Policy, step: int) -> Spot | None:
@@ -161,7 +162,7 @@ def failing(shadow: Shadow, policy: Policy, step: int) -> Spot | None:
 # What a call alone loses ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Sensitivity:
     """What the calls of an op in a module would lose, each by itself, in low precision.
 
@@ -183,6 +184,27 @@ class Sensitivity:
         """The worse of both."""
         return min(self.forward_db, self.backward_db)
 
+    def text(self, dtype: torch.dtype) -> str:
+        """Say what is lost, in words."""
+        name, limit = dtype_name(dtype), torch.finfo(dtype).max
+        if self.largest > limit:
+            return f"results reach {self.largest:.3g}, beyond {name}'s {limit:.6g}"
+        if self.forward_db < SUSPECT_DB:
+            return f"results of operands rounded to {name}: {ratio_text(self.forward_db)}"
+        if self.backward_db < SUSPECT_DB:
+            return f"gradients of operands rounded to {name}: {ratio_text(self.backward_db)}"
+        return "what reads its results needs them in FP32"
+
+
+def worst_of(each: Sequence[Sensitivity]) -> Sensitivity:
+    """Return what is known of several calls together."""
+    return Sensitivity(
+        forward_db=min(one.forward_db for one in each),
+        backward_db=min(one.backward_db for one in each),
+        largest=max(one.largest for one in each),
+        feeds=any(one.feeds for one in each),
+    )
+
 
 def sensitivities(shadow: Shadow, base: Policy, start: Outcome) -> dict[Spot, Sensitivity]:
     """Run each call of a step again by itself, with operands rounded to low precision, and compare.
@@ -194,32 +216,34 @@ def sensitivities(shadow: Shadow, base: Policy, start: Outcome) -> dict[Spot, Se
 
     **Cost**: the step's activations are kept; each call runs twice more, forward and backward.
     """
-    calls = survey(shadow, base.dtype, start.step - 1, keeps=True)
+    calls = list[Call]()
+
+    def told(call: Call) -> None:
+        call.await_gradients()
+        calls.append(call)
+
+    survey(shadow, base.dtype, start.step - 1, told).gradients(1.0)
     low, wide = autocast(base, shadow.devices[0].type), autocast(everything_fp32(base.dtype), shadow.devices[0].type)
     failed = failing(shadow, base, start.step - 1) if start.note else None
     random = RandomStates.now(shadow.devices)
-    found: dict[Spot, Sensitivity] = {}
+    found: dict[Spot, Sensitivity] = defaultdict(Sensitivity)
     makers: dict[int, Spot] = {}  # of results, which live as long as their calls
     feeding = set[Spot]()
     for call in calls:
-        if call.spot is not None:
-            before = found.setdefault(call.spot, Sensitivity())
-            is_failed = call.spot == failed
-            forward, backward = (-math.inf, math.inf) if is_failed else _alone(call, base.dtype, random, low, wide)
-            found[call.spot] = Sensitivity(
-                forward_db=min(before.forward_db, forward),
-                backward_db=min(before.backward_db, backward),
-                largest=max([before.largest, *(float(x.abs().amax()) for x in map(values_of, call.out) if x.numel())]),
-            )
-            if min(forward, backward) < SUSPECT_DB:
-                feeding |= {makers[id(x)] for x in _castable((call.args, call.kwargs)) if id(x) in makers}
-            makers.update((id(result), call.spot) for result in call.out)
+        ratios = (-math.inf, math.inf) if call.spot == failed else _alone(call, base.dtype, random, low, wide)
+        alone = Sensitivity(
+            *ratios, max((float(x.abs().amax()) for x in map(values_of, call.out) if x.numel()), default=0.0)
+        )
+        found[call.spot] = worst_of([found[call.spot], alone])
+        if alone.local_db < SUSPECT_DB:
+            feeding |= {makers[id(x)] for x in _castable(call.given) if id(x) in makers}
+        makers.update((id(result), call.spot) for result in call.out)
     return {spot: replace(each, feeds=spot in feeding) for spot, each in found.items()}
 
 
 def _alone(call: Call, dtype: torch.dtype, random: RandomStates, low: autocast, wide: autocast) -> tuple[float, float]:
     """Return the worst ratio of a call's results, and of its operands' gradients."""
-    if versions([*tensors((call.args, call.kwargs))]) != call.versions:
+    if versions([*tensors(call.given)]) != call.versions:
         return math.inf, math.inf  # written to since: what it was given is gone
     replayed = []
     for region, to in ((wide, torch.float32), (low, dtype)):
@@ -255,8 +279,7 @@ def _replayed(call: Call, region: autocast, dtype: torch.dtype) -> tuple[list[Te
             operands.append(own)
         return own
 
-    args, kwargs = mapped((call.args, call.kwargs), operand)
-    assert call.function is not None
+    args, kwargs = mapped(call.given, operand)
     with region:
         results = list(_castable(call.function(*args, **kwargs)))
     seeds = [(r, call.gradients[p]) for p, r in enumerate(results) if p in call.gradients and r.requires_grad]

@@ -380,6 +380,13 @@ class Outcome:
         """Whether loss and gradients are."""
         return self.sqnr_db > -math.inf
 
+    def gain(self, other: Outcome) -> float:
+        """Return how much better it is than another one, in dB: its worst gradient, or what the optimizer makes."""
+        if not other.is_finite:
+            return math.inf if self.is_finite else 0.0
+        ratios = [(self.sqnr_db, other.sqnr_db), (self.updates_db, other.updates_db)]
+        return max(mine - its for mine, its in ratios if mine is not None and its is not None)
+
     def __str__(self) -> str:
         if self.note:
             return f"the forward pass of step {self.step} fails with {self.note}"

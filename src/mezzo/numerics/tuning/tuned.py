@@ -58,6 +58,8 @@ class TuningEvidence:
         candidates: What could have been pinned, pins first.
         unjudged: Parameters whose gradient is zero or FP32's own rounding noise, so that nothing is judged by it.
         no_kernel: Ops that the table keeps in FP32 and that have no low kernel here.
+        uncured: What :func:`mezzo.explain` finds with the policy's first rules, and no rule cures: where, and what to
+            write.
         saved_bytes: What a step keeps for its backward pass with the policy that was chosen (``found``), under the
             level O1 and with every op low (``low``), but for those whose forward pass fails.
     """
@@ -70,6 +72,7 @@ class TuningEvidence:
     candidates: tuple[Candidate, ...]
     unjudged: tuple[str, ...]
     no_kernel: tuple[str, ...]
+    uncured: tuple[str, ...]
     saved_bytes: Mapping[str, int]
 
     @property
@@ -99,18 +102,16 @@ class Tuned:
         before = f"; with every op low: {own.start}" if own.pins or own.start.is_fault else ""
         lines = [("", self.verdict)]
         for reason in dict.fromkeys(pin.reason for pin in own.pins):  # one of a module is that of all its ops
-            names = ", ".join(pin.name for pin in own.pins if pin.reason == reason)
-            lines.append(("pinned", f"{names}: {reason}"))
-        lines += [("worst", f"{own.result}{before}")]
-        kept = dict(own.saved_bytes)
-        if "found" in kept:
-            found = byte_text(kept.pop("found"))
-            beside = ", ".join(f"{name} {byte_text(count)}" for name, count in kept.items())
-            lines.append(("bytes", f"{found} kept for the backward pass{f' ({beside})' * bool(beside)}"))
+            lines.append(("pinned", f"{', '.join(pin.name for pin in own.pins if pin.reason == reason)}: {reason}"))
+        lines += [("left", f"no rule cures what explain finds in {each}") for each in own.uncured]
+        lines.append(("worst", f"{own.result}{before}"))
+        if "found" in own.saved_bytes:
+            found, *others = (f"{name} {byte_text(count)}" for name, count in own.saved_bytes.items())
+            beside = f" ({', '.join(others)})" if others else ""
+            lines.append(("bytes", f"{found.removeprefix('found ')} kept for the backward pass{beside}"))
         if own.unjudged:
-            lines.append(
-                ("unsure", f"nothing is judged by {some_of(own.unjudged, 5)}: zero, or even in FP32 rounding noise")
-            )
+            said = f"nothing is judged by {some_of(own.unjudged, 5)}: zero, or even in FP32 rounding noise"
+            lines.append(("unsure", said))
         lines.append(("trials", f"{counted(own.num_trials, 'policy', 'policies')}, {counted(own.steps, 'step')} each"))
         text = "\n".join(_folded(label, printable(line)) for label, line in lines)
         return f'{text}\n  write   mezzo.MixedPrecision(model, optimizer, "{self.policy}")'
@@ -128,21 +129,18 @@ class Tuned:
     @property
     def verdict(self) -> str:
         """The answer, in one line."""
-        own = self.evidence
-        count = len(own.pins)
-        names = ", ".join(pin.name for pin in own.pins)
-        if not count:
-            said = f"all {len(own.candidates)} ops run low"
-            said += ", though " if own.result.is_fault else ", nothing needs FP32"
-        else:
-            said = f"{count} of {len(own.candidates)} ops need FP32: {names}"
-            said += ", though " if own.result.is_fault else ""
+        own, scale = self.evidence, self.policy.loss_scale
+        said = f"all {len(own.candidates)} ops run low"
+        if own.pins:
+            names = ", ".join(pin.name for pin in own.pins)
+            said = f"{len(own.pins)} of {len(own.candidates)} ops need FP32: {names}"
         if own.result.is_fault:
-            said += f"the worst gradient stays at {ratio_text(own.result.sqnr_db)}: no rule raises it by 3 dB"
-        scale = self.policy.loss_scale
-        is_usual = scale == Policy.O1(self.policy.dtype).loss_scale
-        starts = "" if is_usual else f"; the loss scale starts at {scale_text(scale.init)}"
-        return f"{own.dtype}: {said}{starts}"
+            said += f", though the worst gradient stays at {ratio_text(own.result.sqnr_db)}: no rule raises it by 3 dB"
+        elif not own.pins:
+            said += ", nothing needs FP32"
+        if scale != Policy.O1(self.policy.dtype).loss_scale:
+            said += f"; the loss scale starts at {scale_text(scale.init)}"
+        return f"{own.dtype}: {said}"
 
 
 def _folded(label: str, line: str) -> str:
