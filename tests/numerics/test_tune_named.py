@@ -134,6 +134,49 @@ def test_it_stays_pinned_beside_what_the_gradients_need():
     assert found_by_explain(Both(), tones()[0], found.policy) == []
 
 
+def test_a_loss_that_is_noise_is_pinned_though_its_gradients_are_right():
+    def small_logarithms(model, batch):
+        return 1000 * (1 + 1e-3 * model(batch[0]).float().abs()).log().mean()
+
+    def relative_error(policy):
+        with mezzo.autocast(policy):
+            return abs(small_logarithms(model, noise()).item() / exact - 1)
+
+    torch.manual_seed(0)
+    model = nn.Linear(16, 4)
+    exact = small_logarithms(model, noise()).item()
+    found = tune(model, small_logarithms, [noise()], dtype="bfloat16", steps=1)
+    assert not found.evidence.start.is_fault
+    assert [str(rule) for rule in found.policy.rules if rule.treatment == "fp32"] == ["fp32=log"]
+    assert relative_error(found.policy) < 0.05
+    assert relative_error(mezzo.Policy.O1("bfloat16").evolve(rules=(mezzo.Rule("low", op="log"),))) > 0.5
+
+
+def test_what_no_rule_cures_is_told():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.head = nn.Linear(16, 4)
+
+        def forward(self, x):
+            y = self.head(x)
+            return y + torch.arange(512, dtype=y.dtype).mean() * 1e-3
+
+    found = tune(Positions(), loss_fn, [noise()], dtype="bfloat16", steps=1)
+    assert found.evidence.pins == ()
+    (told,) = found.evidence.uncured
+    assert "385 of 512 positions are different in BF16" in told
+    text = " ".join(str(found).split())
+    assert f"left explain still finds in {told}" in text
+
+
+def test_a_rule_of_the_users_own_is_kept_against_what_is_named():
+    with pytest.raises(mezzo.NumericsError) as told:
+        tune(Spectra(), loss_fn, [tones()], policy="O1,dtype=bfloat16,low_module=bank", steps=1)
+    assert "no op of torch's, or a rule that is kept: low_module=bank" in str(told.value)
+
+
 @pytest.mark.parametrize(
     "build, make",
     [

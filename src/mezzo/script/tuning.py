@@ -89,7 +89,7 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: list[Tensor], *outputs: Tensor) -> Tensor:
         ctx.gradients = gradients
-        return outputs[0].new_zeros((), dtype=torch.float32)
+        return torch.zeros((), device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor | None, ...]:
@@ -98,7 +98,7 @@ class _Weighted(torch.autograd.Function):
 
 def _loss(model: nn.Module, call: _KeptCall) -> Tensor:
     """Return what has the gradients of the script's own loss, in the model's outputs."""
-    output = model(*copy.deepcopy(call.args), **copy.deepcopy(call.kwargs))
+    output = model(*call.args, **call.kwargs)
     pairs = [(g, t) for t, g in zip(tensors(output), call.gradients, strict=True) if g is not None]
     loss: Tensor = _Weighted.apply([each[0] for each in pairs], *(each[1] for each in pairs))  # type: ignore[no-untyped-call]
     return loss

@@ -204,13 +204,10 @@ class Selection:
                 self.trials.outcome(low)
                 return low, sorted(missing)
             except UnsupportedError:
-                failed = next(
-                    filter(None, (failing(self.shadow, low, n) for n in range(len(self.shadow.batches)))), None
-                )
-                rule = None if failed is None else low.explain(failed[0]).rule
-                if failed is None or rule is None or rule.treatment != "low" or rule in self.table.rules:
+                spot = failing(self.shadow, low)
+                if spot is None or Rule("low", op=spot[0]) not in low.rules[len(self.table.rules) :]:
                     raise  # it is no op's fault that starts low
-                missing.append(failed[0])
+                missing.append(spot[0])
 
     def _with_named(self) -> tuple[Policy, dict[Spot, Rule], list[Finding]]:
         """Pin what ``explain`` names, behind the user's rules, until it names nothing that a rule cures.
@@ -220,7 +217,7 @@ class Selection:
         """
         found: dict[Rule, Finding] = {}
         while True:
-            base, pinned = self._behind(found)
+            base, _ = self._behind(found)
             left = named(self.shadow, base)
             more = {rule: each for each in left for own in rules_of(each) for rule in self._exactly(own, base)}
             if more.keys() <= found.keys():
@@ -240,7 +237,8 @@ class Selection:
 
     def _behind(self, found: Iterable[Rule]) -> tuple[Policy, dict[Spot, Rule]]:
         """Put rules behind the user's, and every op low that they do not pin; and say which rule pins which op."""
-        own = dict.fromkeys(each for each in found if each not in self.table.rules)
+        users = {rule.selector for rule in self.table.rules}
+        own = [rule for rule in found if rule.selector not in users]
         kept, pinned = self.table.evolve(rules=(*self.table.rules, *own)), dict[Spot, Rule]()
         for op, module in self._bytes:
             decided = kept.explain(op, module or None)
@@ -295,10 +293,12 @@ class Selection:
 
         groups = self._groups(self._open)
         if not passes(groups):
+            kept = f", or a rule that is kept: {' '.join(map(str, self.table.rules))}" if self.table.rules else ""
             raise NumericsError(
                 f"no rule brings the gradients of {self.dtype} near those of FP32",
                 where=str(self.trials.outcome(self._pinning(groups))),
-                why="the error is there with every op in FP32 that a rule reaches: what makes it is no op of torch's",
+                why="the error is there with every op in FP32 that a rule reaches: what makes it is no op of torch's"
+                + kept,
                 write=f"{both('O0')}; or @mezzo.fp32 on the function that casts by itself",
             )
         # What cannot be left out of many need not be the fewest: near the limit one may pass, and two not.

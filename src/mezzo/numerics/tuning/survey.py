@@ -114,8 +114,8 @@ def bytes_saved_low(shadow: Shadow, dtype: torch.dtype) -> dict[Spot, int]:
 def named(shadow: Shadow, policy: Policy) -> list[Finding]:
     """Return what ``explain`` would find in the first step's forward pass of numbers that sixteen bits do not hold.
 
-    It need not show in a gradient: a filter bank that does not train, integers that are read off low numbers, the sum of
-    many losses. What a loss computes low is left out while it is well above its noise, as a gradient is.
+    It need not show in a gradient: a filter bank that does not train, integers that are read off low numbers, the sum
+    of many losses. What a loss computes low is left out while it is well above its noise, as a gradient is.
 
     Args:
         shadow: The FP32 steps.
@@ -144,19 +144,21 @@ def _noise_db(table: WatchedPass, rules: Sequence[Rule]) -> float:
     return min(said, default=math.inf)
 
 
-def failing(shadow: Shadow, policy: Policy, step: int) -> Spot | None:
-    """Return the op at which the forward pass of a step fails in low precision; ``None`` where none does.
+def failing(shadow: Shadow, policy: Policy) -> Spot | None:
+    """Return the op at which a forward pass fails in low precision; ``None`` where none does.
 
     Raises:
         Exception: It fails once, or in two ways: that is no matter of precision.
     """
-    recorder = PassRecorder(policy)
-    with recorder.hooked([shadow.model]):
+    for step in range(len(shadow.batches)):
+        recorder = PassRecorder(policy)
         run = partial(shadow.forward, policy, step, recorder.watching())
-        if not isinstance(attempted(run, again=partial(shadow.forward, policy, step)), Exception):
-            return None
-    failed = (call for call in reversed(recorder.recorded.calls) if call.given and not call.has_returned)
-    return next((spot for call in failed if (spot := _spot(call)) is not None), None)
+        with recorder.hooked([shadow.model]):
+            attempted(run, again=partial(shadow.forward, policy, step))
+        for call in reversed(recorder.recorded.calls):
+            if call.given and not call.has_returned and (spot := _spot(call)) is not None:
+                return spot
+    return None
 
 
 # What a call alone loses ------------------------------------------------------------------------------
@@ -224,7 +226,7 @@ def sensitivities(shadow: Shadow, base: Policy, start: Outcome) -> dict[Spot, Se
 
     survey(shadow, base.dtype, start.step - 1, told).gradients(1.0)
     low, wide = autocast(base, shadow.devices[0].type), autocast(everything_fp32(base.dtype), shadow.devices[0].type)
-    failed = failing(shadow, base, start.step - 1) if start.note else None
+    failed = failing(shadow, base) if start.note else None
     random = RandomStates.now(shadow.devices)
     found: dict[Spot, Sensitivity] = defaultdict(Sensitivity)
     makers: dict[int, Spot] = {}  # of results, which live as long as their calls

@@ -58,8 +58,7 @@ class TuningEvidence:
         candidates: What could have been pinned, pins first.
         unjudged: Parameters whose gradient is zero or FP32's own rounding noise, so that nothing is judged by it.
         no_kernel: Ops that the table keeps in FP32 and that have no low kernel here.
-        uncured: What :func:`mezzo.explain` finds with the policy's first rules, and no rule cures: where, and what to
-            write.
+        uncured: What :func:`mezzo.explain` still finds with its rules in the policy: where, and what to write.
         saved_bytes: What a step keeps for its backward pass with the policy that was chosen (``found``), under the
             level O1 and with every op low (``low``), but for those whose forward pass fails.
     """
@@ -103,7 +102,7 @@ class Tuned:
         lines = [("", self.verdict)]
         for reason in dict.fromkeys(pin.reason for pin in own.pins):  # one of a module is that of all its ops
             lines.append(("pinned", f"{', '.join(pin.name for pin in own.pins if pin.reason == reason)}: {reason}"))
-        lines += [("left", f"no rule cures what explain finds in {each}") for each in own.uncured]
+        lines += [("left", f"explain still finds in {each}") for each in own.uncured]
         lines.append(("worst", f"{own.result}{before}"))
         if "found" in own.saved_bytes:
             found, *others = (f"{name} {byte_text(count)}" for name, count in own.saved_bytes.items())
