@@ -96,36 +96,29 @@ def pins(base: Policy, spots: Collection[Spot], running: Collection[Spot]) -> tu
 
 
 def _of_op(base: Policy, op: str, chosen: set[str], running: set[str]) -> list[Rule]:
-    folded = _folded(op, chosen, running)
-    if chosen == running and (folded is None or len(folded) > 1):
-        return [Rule("fp32", op=op)]
-    if folded is not None:
-        return folded
-    rules: list[Rule] = []
+    for rules in sorted((_by_globs(op, chosen), [Rule("fp32", op=op)]), key=len):
+        if {path for path in running if any(rule.matches(op=op, module=path or None) for rule in rules)} == chosen:
+            return rules
+    nested: list[Rule] = []
     # From the outermost in: each rule differs from what those around it say, and stands before them.
     for module in sorted(sorted(running, reverse=True), key=lambda path: path.count(".") if path else -1):
         given = base.explain(op, module or None).treatment
-        said = next((rule.treatment for rule in rules if rule.module is None or rule.matches_module(module)), given)
+        said = next((rule.treatment for rule in nested if rule.module is None or rule.matches_module(module)), given)
         treatment: Treatment = "fp32" if module in chosen else given
         if treatment != said:
-            rules.insert(0, Rule(treatment, op=op, module=exact(module) or None))
-    return rules
+            nested.insert(0, Rule(treatment, op=op, module=exact(module) or None))
+    return nested
 
 
-def _folded(op: str, chosen: set[str], running: set[str]) -> list[Rule] | None:
-    """Write alike modules as one glob each, if the globs mean exactly what is chosen."""
-    if "" in chosen:
-        return None
+def _by_globs(op: str, chosen: set[str]) -> list[Rule]:
+    """Write alike modules as one glob each, which may match others as well."""
     globs: dict[str, list[str]] = defaultdict(list)
-    for module in sorted(chosen):
-        parts = ("*" if part.isdigit() else exact(part) for part in module.split("."))
-        globs[".".join(parts)].append(module)
-    shortest = [
-        (glob if len(own) > 1 and glob.strip("*.") else exact(path)) for glob, own in globs.items() for path in own
-    ]
-    rules = [Rule("fp32", op=op, module=path) for path in dict.fromkeys(shortest)]
-    reached = {module for module in running if any(rule.matches_module(module) for rule in rules)}
-    return rules if reached == chosen else None
+    for module in sorted(chosen - {""}):
+        globs[".".join("*" if part.isdigit() else exact(part) for part in module.split("."))].append(module)
+    shortest = (
+        glob if len(own) > 1 and glob.strip("*.") else exact(path) for glob, own in globs.items() for path in own
+    )
+    return [Rule("fp32", op=op, module=path) for path in dict.fromkeys(shortest)]
 
 
 #: What a pin must add to the worst gradient's signal-to-noise ratio, in dB.
@@ -293,12 +286,13 @@ class Selection:
 
         groups = self._groups(self._open)
         if not passes(groups):
-            kept = f", or a rule that is kept: {' '.join(map(str, self.table.rules))}" if self.table.rules else ""
+            why = "the error is there with every op in FP32 that a rule reaches: what makes it is no op of torch's"
+            if self.table.rules:
+                why += f", or a rule that is kept: {' '.join(map(str, self.table.rules))}"
             raise NumericsError(
                 f"no rule brings the gradients of {self.dtype} near those of FP32",
                 where=str(self.trials.outcome(self._pinning(groups))),
-                why="the error is there with every op in FP32 that a rule reaches: what makes it is no op of torch's"
-                + kept,
+                why=why,
                 write=f"{both('O0')}; or @mezzo.fp32 on the function that casts by itself",
             )
         # What cannot be left out of many need not be the fewest: near the limit one may pass, and two not.
