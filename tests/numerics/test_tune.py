@@ -324,6 +324,34 @@ def test_where_a_loss_scale_is_enough_it_is_the_answer():
         assert not one_step(net(), found.policy, loss).skipped
 
 
+def test_one_loss_scale_serves_all_steps():
+    data = batches()
+    for factors in ((1.0, 1e3), (1e3, 1.0), (3e-10, 1e-2), (1e-2, 3e-10)):
+
+        def loss(model, batch):
+            return model(batch[0]).float().tanh().mean() * batch[1]
+
+        own = [(x, factor) for (x, _), factor in zip(data, factors, strict=True)]
+        found = tune(net(), loss, own, steps=2)
+        assert pins(found) == set()
+        assert found.evidence.num_trials == 1
+        scale = found.policy.loss_scale.init
+        assert scale == found.evidence.result.loss_scale
+        assert scale < 2.0**14 if max(factors) > 1.0 else scale > 2.0**16, factors
+        for batch in own:
+            model = net()
+            amp = mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=1e-3), found.policy)
+            with amp.autocast():
+                made = loss(model, batch)
+            amp.backward(made)
+            amp.unscale_()
+            low = [param.grad for param in model.parameters()]
+            wide = net()
+            loss(wide, batch).backward()
+            for one, other in zip(low, wide.parameters(), strict=True):
+                assert (one - other.grad).norm() < 0.1 * other.grad.norm(), (factors, scale)
+
+
 def test_batches_and_steps():
     data = batches()
     squared = net(lambda x: x + (40 * x).square() * TINY)

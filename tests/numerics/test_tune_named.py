@@ -152,6 +152,17 @@ def test_a_loss_that_is_noise_is_pinned_though_its_gradients_are_right():
     assert relative_error(mezzo.Policy.O1("bfloat16").evolve(rules=(mezzo.Rule("low", op="log"),))) > 0.5
 
 
+def test_what_a_gradient_shows_in_the_models_own_forward_is_pinned_and_not_told():
+    class Whole(Spectra):
+        def forward(self, x):
+            return self.head((x @ self.bank.cosines).abs().clamp_min(1e-5).log())
+
+    found = tune(Whole(), loss_fn, [tones()], dtype="bfloat16", steps=1)
+    assert [str(rule) for rule in found.policy.rules if rule.treatment == "fp32"] == ["fp32=matmul"]
+    assert found.evidence.uncured == ()
+    assert found_by_explain(Whole(), tones()[0], found.policy) == []
+
+
 def test_what_no_rule_cures_is_told():
     class Positions(nn.Module):
         def __init__(self):

@@ -257,7 +257,8 @@ class Selection:
         ]
         said = (dataclasses.replace(rule, reason=self._why(rule, kept, candidates, result)) for rule in plain.rules)
         policy = self._with_scale(plain.evolve(rules=tuple(said)), result)
-        return Tuned(policy=policy, evidence=self._evidence(policy, result, candidates))
+        left = named(self.shadow, plain) if self._uncured and kept else self._uncured
+        return Tuned(policy=policy, evidence=self._evidence(policy, result, candidates, left))
 
     # What to pin ------------------------------------------------------------------------------------------
 
@@ -364,7 +365,9 @@ class Selection:
         highest = scale if result.low_loss else max(scale, plain.ceiling or scale)
         return policy.evolve(loss_scale=LossScale.dynamic(scale, floor=min(plain.floor, scale / 1024), ceiling=highest))
 
-    def _evidence(self, policy: Policy, result: Outcome, candidates: Sequence[Candidate]) -> TuningEvidence:
+    def _evidence(
+        self, policy: Policy, result: Outcome, candidates: list[Candidate], left: list[Finding]
+    ) -> TuningEvidence:
         judged = {name for names in self.shadow.judged for name in names}
         return TuningEvidence(
             dtype=self.dtype,
@@ -375,7 +378,7 @@ class Selection:
             candidates=tuple(candidates),
             unjudged=tuple(name for name in self.shadow.params if name not in judged),
             no_kernel=tuple(self.no_kernel),
-            uncured=tuple(f"{each.where}: {each.text}" for each in self._uncured),
+            uncured=tuple(f"{each.where}: {each.text}" for each in left),
             saved_bytes=self._saved_bytes(found=policy, O1=self.table, low=self.low),
         )
 

@@ -58,7 +58,7 @@ class TuningEvidence:
         candidates: What could have been pinned, pins first.
         unjudged: Parameters whose gradient is zero or FP32's own rounding noise, so that nothing is judged by it.
         no_kernel: Ops that the table keeps in FP32 and that have no low kernel here.
-        uncured: What :func:`mezzo.explain` still finds with its rules in the policy: where, and what to write.
+        uncured: What :func:`mezzo.explain` still finds under the policy: where, and what to write.
         saved_bytes: What a step keeps for its backward pass with the policy that was chosen (``found``), under the
             level O1 and with every op low (``low``), but for those whose forward pass fails.
     """
