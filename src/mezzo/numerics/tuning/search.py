@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, Final, TypeVar
@@ -183,7 +183,7 @@ class Selection:
             path: (type(module), tuple((name, param.shape) for name, param in module.named_parameters()))
             for path, module in shadow.model.named_modules()
         }
-        self._sensitivities: dict[Spot, Sensitivity] = {}
+        self._alone: dict[Spot, Sensitivity] = defaultdict(Sensitivity)
         self.low, self.no_kernel = self._all_low()
         self.base, self._named, self._uncured = self._with_named()
         self.start = self.trials.outcome(self.base)
@@ -226,7 +226,7 @@ class Selection:
         spot = (*rule.ops, "")[0], ""
         if rule.module is not None or spot not in self._bytes:
             return [rule]
-        return (dataclasses.replace(each, reason=rule.reason) for each in pins(base, [spot], self._bytes))
+        return (replace(each, reason=rule.reason) for each in pins(base, [spot], self._bytes))
 
     def _behind(self, found: Iterable[Rule]) -> tuple[Policy, dict[Spot, Rule]]:
         """Put rules behind the user's, and every op low that they do not pin; and say which rule pins which op."""
@@ -243,7 +243,7 @@ class Selection:
         """Find what to pin, and say why."""
         kept: list[list[Spot]] = []
         if self.start.is_fault:
-            self._sensitivities = sensitivities(self.shadow, self.base, self.start)
+            self._alone |= sensitivities(self.shadow, self.base, self.start)
             kept = self._kept()
         plain = self._pinning(kept)
         result = self.trials.outcome(plain)
@@ -252,10 +252,9 @@ class Selection:
             for group in self._groups(spot for spot, own in self._named.items() if own == rule):
                 candidates.append(self._candidate(group, result, self.trials.outcome(self.low), rule.reason))
         chosen = set(flat(kept))
-        candidates += [
-            self._candidate(group, result) for group in self._groups(s for s in self._open if s not in chosen)
-        ]
-        said = (dataclasses.replace(rule, reason=self._why(rule, kept, candidates, result)) for rule in plain.rules)
+        rest = self._groups(spot for spot in self._open if spot not in chosen)
+        candidates += [self._candidate(group, result) for group in rest]
+        said = (replace(rule, reason=self._why(rule, kept, candidates, result)) for rule in plain.rules)
         policy = self._with_scale(plain.evolve(rules=tuple(said)), result)
         left = named(self.shadow, plain) if self._uncured and kept else self._uncured
         return Tuned(policy=policy, evidence=self._evidence(policy, result, candidates, left))
@@ -319,9 +318,8 @@ class Selection:
 
     def _rank(self, spot: Spot) -> tuple[float, ...]:
         """Order spots: suspects, what suspects read, and others; by what they lose, and alike ones by their bytes."""
-        alone = self._sensitivities.get(spot, Sensitivity())
-        lost = alone.local_db
-        kind = 0 if lost < SUSPECT_DB else 1 if alone.feeds else 2
+        lost = self._alone[spot].local_db
+        kind = 0 if lost < SUSPECT_DB else 1 if self._alone[spot].feeds else 2
         return kind, math.floor(lost / 10) if math.isfinite(lost) else lost, self._bytes[spot]
 
     # What to say ------------------------------------------------------------------------------------------
@@ -330,7 +328,7 @@ class Selection:
         self, group: list[Spot], result: Outcome, without: Outcome | None = None, reason: str = ""
     ) -> Candidate:
         """Say what is known of some ops; of those that are pinned, what all is without that."""
-        alone = worst_of([self._sensitivities.get(spot, Sensitivity()) for spot in group])
+        alone = worst_of([self._alone[spot] for spot in group])
         if without is not None and not reason:
             fails = without.note and alone.forward_db == -math.inf
             lost = f"it fails in {self.dtype}" if fails else alone.text(self.base.dtype)
@@ -339,7 +337,7 @@ class Selection:
             op=group[0][0],
             modules=tuple(spot[1] for spot in self._bytes if spot in group),
             kept=without is not None,
-            local_db=alone.local_db if self._sensitivities else None,
+            local_db=alone.local_db if self.start.is_fault else None,
             num_bytes=sum(self._bytes[spot] for spot in group),
             without_db=(without or result).sqnr_db,
             with_db=None if without is None else result.sqnr_db,
@@ -368,7 +366,6 @@ class Selection:
     def _evidence(
         self, policy: Policy, result: Outcome, candidates: list[Candidate], left: list[Finding]
     ) -> TuningEvidence:
-        judged = {name for names in self.shadow.judged for name in names}
         return TuningEvidence(
             dtype=self.dtype,
             steps=len(self.shadow.batches),
@@ -376,7 +373,7 @@ class Selection:
             start=self.trials.outcome(self.low),
             result=result,
             candidates=tuple(candidates),
-            unjudged=tuple(name for name in self.shadow.params if name not in judged),
+            unjudged=self.shadow.unjudged,
             no_kernel=tuple(self.no_kernel),
             uncured=tuple(f"{each.where}: {each.text}" for each in left),
             saved_bytes=self._saved_bytes(found=policy, O1=self.table, low=self.low),

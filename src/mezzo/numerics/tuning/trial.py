@@ -108,6 +108,7 @@ class Shadow:
         params: Its parameters that train, by path.
         gradients: The FP32 gradients of each step.
         judged: The parameters of each step whose gradients are more than rounding noise.
+        unjudged: Those that are in no step.
 
     Raises:
         UnsupportedError: The model cannot be copied.
@@ -157,7 +158,8 @@ class Shadow:
             if self._updates is not None:
                 self._updates.step(self.gradients[step])
         self.judged = [_known(gradients) for gradients in self.gradients]
-        self._names = sorted({name for names in self.judged for name in names})
+        self._names = [name for name in self.params if any(name in judged for judged in self.judged)]
+        self.unjudged = tuple(name for name in self.params if name not in self._names)
         if not self._names:
             raise PolicyError(
                 "no parameter got a gradient",
