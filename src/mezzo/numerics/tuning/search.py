@@ -408,9 +408,10 @@ def tune(
     batches, weights and random numbers as FP32 training steps, and judged by its gradients: a gradient that is not
     finite, or whose error is more than a tenth of it (signal to noise below 20 dB), is a fault. What
     :func:`mezzo.explain` names in the first step and a rule cures is pinned from the start, whether a gradient shows it
-    or not. A loss scale is tried first. Where none cures a fault, the smallest set of ops in modules that does is found
-    by bisection, those first that lose most by themselves; an op stays pinned only if that raises the worst gradient by
-    3 dB or makes it finite. What an optimizer makes of the gradients is compared as well, where one is given.
+    or not (of what a loss computes, only what has less than 30 dB); what it still finds in the end is told. A loss
+    scale is tried first. Where none cures a fault, the smallest set of ops in modules that does is found by bisection,
+    those first that lose most by themselves; an op stays pinned only if that raises the worst gradient by 3 dB or makes
+    it finite. What an optimizer makes of the gradients is compared as well, where one is given.
 
     The model is left as it is; all of this happens on a copy that drops nothing, though its hooks and ``forward`` do
     run. What is found holds for the weights and batches it was found with: tune on weights that have trained a little.
@@ -437,7 +438,7 @@ def tune(
     **Cost**: a copy of the model and, for each step, one of its weights and two of its gradients; ``steps`` passes for
     each policy that is tried, and some more backward passes for a loss scale. A healthy model takes one trial, one pin
     about four, k pins among n ops about ``2k·log2(n/k) + 3k``. Where a fault is found, one step's activations are kept.
-    One more forward pass is watched as :func:`mezzo.explain` does it.
+    One more forward pass is watched as :func:`mezzo.explain` does it, and one each time that it has named a rule.
 
     Example:
         >>> import torch
