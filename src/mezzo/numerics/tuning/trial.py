@@ -150,7 +150,7 @@ class Shadow:
         self._states: list[list[Tensor]] = []
         self._randoms: list[RandomStates] = []
         self.gradients: list[Gradients] = []
-        self._updates = None if optimizer is None else _Updates(optimizer, self.params)
+        self._updates = None if optimizer is None else _OptimizerSteps(optimizer, self.params)
         for step in range(len(batches)):
             self._states.append([tensor.detach().clone() for tensor in self._tensors()])
             self._randoms.append(RandomStates.now(self.devices))
@@ -248,7 +248,7 @@ def _not_finite(gradients: Gradients) -> list[str]:
     return [name for name, gradient in gradients.items() if not bool(gradient.isfinite().all())]
 
 
-class _Updates:
+class _OptimizerSteps:
     """The steps of an optimizer.
 
     Args:
@@ -273,9 +273,9 @@ class _Updates:
         self._make, self._optimizer, self._params = make, made, params
         self._before = {name: param.detach().clone() for name, param in params.items()}
 
-    def anew(self) -> _Updates:
+    def anew(self) -> _OptimizerSteps:
         """Return those of an optimizer that has taken no step, from the same weights."""
-        return _Updates(self._make, {name: nn.Parameter(value.clone()) for name, value in self._before.items()})
+        return _OptimizerSteps(self._make, {name: nn.Parameter(value.clone()) for name, value in self._before.items()})
 
     def step(self, gradients: Gradients) -> None:
         """Take a step with gradients."""
