@@ -170,10 +170,10 @@ def given_optimizers(given: Any) -> list[Optimizer]:
     if given is None:
         return []
     found = [given] if isinstance(given, Optimizer) or not isinstance(given, Iterable) else [*given]
-    wrong = [type(each).__name__ for each in found if not isinstance(each, Optimizer)] or ["an empty list"][: not found]
-    if wrong:
+    wrong = [type(each).__name__ for each in found if not isinstance(each, Optimizer)]
+    if wrong or not found:
         raise PolicyError(
-            f"a recorder takes a torch.optim.Optimizer, not {wrong[0]}",
+            f"a recorder takes a torch.optim.Optimizer, not {wrong[0] if wrong else 'an empty list'}",
             write="Recorder(model, optimizer), and of a torch.amp.GradScaler loss_scale=scaler",
         )
     return found
