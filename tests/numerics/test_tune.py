@@ -298,6 +298,18 @@ def test_ops_without_a_low_kernel_keep_what_the_table_gives_them():
     assert pins(found) == set()
     assert found.policy.explain("linalg_inv").treatment == "fp32"
 
+    def loss(model, batch):  # with other ops in the second step
+        y = model(batch[0])
+        square = y.T @ y / 32 + torch.eye(4)
+        late = len(batch[0]) == 16
+        more = torch.linalg.cholesky(square) if late else torch.linalg.inv(square) + torch.linalg.qr(square)[0]
+        return functional.cross_entropy(y, batch[1]) + more.mean()
+
+    (first, second) = batches()
+    found = tune(net(), loss, [first, tuple(each[:16] for each in second)], dtype="bfloat16", steps=2)
+    assert found.evidence.no_kernel == ("linalg_cholesky", "linalg_inv", "linalg_qr")
+    assert found.evidence.num_trials == 1
+
 
 def test_where_a_loss_scale_is_enough_it_is_the_answer():
     model = net()
