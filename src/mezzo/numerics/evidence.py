@@ -172,7 +172,7 @@ class RecordedOperand:
         saturated: Of these: elements beyond the largest that their scale reaches.
         flushed: Of these: elements that are not zero, and became zero.
         gradient_norm: Of gradients: the 2-norm of the weight's gradient, unscaled, from the output's gradient before it
-            was quantised; ``None`` where no quantised gradient went into it.
+            was quantised, of this rank's batch; ``None`` where no quantised gradient went into it.
         noise_norm: The 2-norm of what quantising that added to the weight's gradient.
     """
 
