@@ -85,6 +85,7 @@ class Origin:
         role: What it is, where it is a parameter, buffer or input, or a cast of one.
         path: The name of that.
         cast_by: Whose cast overflowed: the ``policy``'s or the ``model``'s own code's; ``None`` for other ops.
+        is_low_by_model: Whether the model's own code has cast all that the kernel read of the tensor's format.
         made_nan_by: Where it may be meant: op and line that first made NaN of it.
         readers: The calls that read it while it is as large, in order.
     """
@@ -106,6 +107,7 @@ class Origin:
     role: Role | None = None
     path: str = ""
     cast_by: Literal["policy", "model"] | None = None
+    is_low_by_model: bool = False
     made_nan_by: str = ""
     readers: list[Reader] = field(default_factory=list)
 
@@ -313,7 +315,8 @@ def _made(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind
         return "unbounded", cause, _bound(op)
     same = "; float64 gives the same of what it read: no precision of this op cures it"
     at_any = same if origin.needed is not None else ""
-    if any(each.num_zeros for each in origin.inputs) and (origin.tensor.num_inf or op == "div"):
+    is_divided = origin.kernel == "aten::div" and origin.inputs[-1].num_zeros > 0  # 0 / 0 in the derivative of a root
+    if any(each.num_zeros for each in origin.inputs) and (origin.tensor.num_inf or op == "div" or is_divided):
         what, cure = _AT_ZERO.get(op, ("a division by 0, or an infinite derivative", f"x + {_EPS}, where it is 0"))
         return "zero", f"{what}{at_any}{_flushed(origin)}", cure
     if origin.tensor.num_nan:
@@ -404,6 +407,8 @@ def _wider_format(origin: Origin, context: Context) -> tuple[str, str]:
         return ", and the model's own code casts it", "x.bfloat16() in place of x.half(), or no cast"
     if policy is not None and policy.dtype != origin.dtype:
         return f", which {policy} does not ask for: the model's own code casts", "x.float() before it"
+    if origin.is_low_by_model:
+        return "; the model's own code casts what is read", "x.float() before it"
     if origin.phase == "backward":
         return "; other gradients are not finite with a lower loss scale either", _bfloat16(context)
     if _is_scripted(origin.module, context):
