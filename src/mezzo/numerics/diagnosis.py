@@ -60,7 +60,7 @@ class Alert:
     cure: tuple[Policy, str] | None = None
 
 
-class Run:
+class RecordedRun:
     """What was recorded of a run, each fact found once.
 
     Args:
@@ -69,7 +69,8 @@ class Run:
     Attributes:
         steps: The recorded steps.
         has_session: Whether a session trained it.
-        policy: Its policy; without a session O1, in FP16.
+        is_low: Whether it did in 16 bits.
+        policy: Its policy if so; else O1 in FP16.
         dtype: That of the policy; ``None`` without a session.
         totals: Each tensor, summed over the steps; gradients over those that were not skipped, since these are a run's.
     """
@@ -77,7 +78,8 @@ class Run:
     def __init__(self, evidence: Evidence) -> None:
         self.steps, self.dtype = evidence.steps, evidence.header.compute_dtype
         self.has_session = evidence.header.policy is not None
-        self.policy = Policy.parse(evidence.header.policy or str(Policy.O1(FP16.name)))
+        self.is_low = self.has_session and self.dtype in (FP16.name, BF16.name)
+        self.policy = Policy.parse(evidence.header.policy or "") if self.is_low else Policy.O1(FP16.name)
         taken = (each for step in self.steps for each in step.tensors if not (step.skipped and each.kind in GRADIENTS))
         groups = grouped(taken, lambda each: (each.kind, name_of(each)))
         self.totals = [RecordedTensor.total_of(each) for each in groups.values()]
@@ -217,7 +219,7 @@ _CAUSES: Final[Mapping[tuple[str, bool], tuple[str, str]]] = {
 }
 
 
-def not_finite(run: Run) -> Alert | None:
+def not_finite(run: RecordedRun) -> Alert | None:
     """Say which tensors are not finite, in the first recorded step that they spoil; or else which may be masks."""
     step, found = run.spoilt
     is_mask = step is None and bool(run.masks)
@@ -247,7 +249,7 @@ def not_finite(run: Run) -> Alert | None:
     )
 
 
-def idle(run: Run) -> Alert | None:
+def idle(run: RecordedRun) -> Alert | None:
     """Say that every recorded step was skipped, so that nothing was trained."""
     if not all(step.skipped for step in run.steps):
         return None
@@ -262,7 +264,7 @@ def idle(run: Run) -> Alert | None:
     )
 
 
-def flushed(run: Run) -> Alert | None:
+def flushed(run: RecordedRun) -> Alert | None:
     """Say how many gradients FP16 loses at the loss scale that they have in the run."""
     covered = [each.coverage(FP16, scale) for scale, each in run.gradients]
     total, zeros, lost = (sum(getattr(each, name) for each in covered) for name in ("total", "zero", "subnormal"))
@@ -320,7 +322,7 @@ def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
     return first
 
 
-def stopped(run: Run) -> Alert | None:
+def stopped(run: RecordedRun) -> Alert | None:
     """Find weights that are stored in 16 bits alone, and do not move although they have gradients."""
     low = run.stored_low
     lost = {path: each for path, each in run.lost.items() if path in low}
@@ -340,7 +342,7 @@ def stopped(run: Run) -> Alert | None:
     )
 
 
-def near(run: Run) -> Alert | None:
+def near(run: RecordedRun) -> Alert | None:
     """Find activations of an FP16 run that come near its end."""
     found = {
         name_of(each): each.histogram.max_abs
@@ -466,7 +468,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if not any(step.tensors for step in evidence.steps):
         line = "The recorded steps had no tensor of 32 bits or less." if evidence.steps else "No step was recorded."
         return Diagnosis(lines=(line,))
-    run = Run(evidence)
+    run = RecordedRun(evidence)
     spoiling = [alert for fault in (not_finite, idle) if (alert := fault(run)) is not None]
     found = spoiling + [alert for fault in (near, flushed, stopped) if (alert := fault(run)) is not None]
     formats: tuple[FormatAnswer, ...] = ()
@@ -476,7 +478,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         if run.dtype == FP16.name:
             lines.append(_RECORDED_IN_FP16)
     cures = [each.cure for each in found if each.cure is not None]
-    if not run.has_session or run.dtype not in (FP16.name, BF16.name):
+    if not run.is_low:
         cures = [(each.policy, each.line) for each in formats if each.policy is not None]
     policy, why = cures[0] if cures else (None, "")
     alerts = tuple(sorted(found, key=lambda alert: alert.level != "bad"))
@@ -626,7 +628,7 @@ def _fp8(totals: Sequence[RecordedTensor]) -> FormatAnswer:
     return FormatAnswer(format=f"{E4M3.name}+{E5M2.name}", is_safe=not lossy, line=line)
 
 
-def _swallowing(run: Run) -> Iterator[str]:
+def _swallowing(run: RecordedRun) -> Iterator[str]:
     """Say of the 16-bit formats how many updates vanish where weights are stored in them alone."""
     # What a weight of 16 bits has swallowed already is no update any more: an alert says how much that was.
     lost = {path: each for path, each in run.lost.items() if path not in run.stored_low}
