@@ -84,6 +84,13 @@ def test_at_zero_in_other_words():
     assert search(lambda x: 1 / (x + 1e-8), [1.0, 0.0]) is None
 
 
+def test_a_row_of_zeros_that_is_normalised():
+    weights = torch.ones(2, 1)
+    overflow = search(lambda x: torch._weight_norm(x.reshape(2, 2), weights, 0), [1.0, 2.0, 0.0, 0.0])
+    assert (overflow.kind, overflow.op, overflow.tensor.num_nan) == ("zero", "_weight_norm", 2)
+    assert overflow.cause.startswith("a division by the norm of a row of zeros")
+
+
 def test_no_gradient_arrives_where_a_derivative_is_infinite():
     """Of ``where`` the side that is not taken gets a gradient of 0, and 0 / 0 is NaN."""
     for op in ("sqrt", "log"):

@@ -118,16 +118,6 @@ class RecordedRun:
         return None, []
 
     @functools.cached_property
-    def gradients(self) -> list[tuple[float, ExponentHistogram]]:
-        """The gradients that FP16 held in steps that were not skipped, each with the loss scale that it had."""
-        return [
-            (min(step.loss_scales, default=1.0), each.histogram)
-            for step in self.steps
-            for each in step.tensors
-            if each.kind in GRADIENTS and each.dtype == FP16.name and not step.skipped
-        ]
-
-    @functools.cached_property
     def lost(self) -> dict[str, SwallowedUpdates]:
         """The updates of each weight that vanish."""
         return {each.path: each.swallowed for each in self.totals if each.swallowed is not None}
@@ -137,16 +127,6 @@ class RecordedRun:
         """The dtypes of the weights that have 16 bits and no FP32 value besides."""
         low = (FP16.name, BF16.name)
         return {each.path: each.dtype for each in self.totals if each.kind == "weights" and each.dtype in low}
-
-    @functools.cached_property
-    def better_scale(self) -> LossScale | None:
-        """A loss scale that keeps more of the gradients that FP16 loses; ``None`` where none does."""
-        whole = ExponentHistogram.total_of(each for _, each in self.gradients)
-        if not self.gradients or whole.infs or whole.nans:
-            return None
-        # Of zeros nothing is known but that they are small: from above the scale comes down by itself.
-        highest = min(whole.best_scale(FP16), CEILING) if whole.max_abs else CEILING
-        return LossScale.dynamic(init=highest) if highest >= 2.0 * max(scale for scale, _ in self.gradients) else None
 
     def scaled(self, scale: LossScale, why: str) -> tuple[Policy, str]:
         """Return the run's policy with another loss scale, and with FP32 weights: FP16 cannot unscale gradients."""
@@ -266,16 +246,25 @@ def idle(run: RecordedRun) -> Alert | None:
 
 def flushed(run: RecordedRun) -> Alert | None:
     """Say how many gradients FP16 loses at the loss scale that they have in the run."""
-    covered = [each.coverage(FP16, scale) for scale, each in run.gradients]
+    gradients = [
+        (min(step.loss_scales, default=1.0), each.histogram)
+        for step in run.steps
+        for each in step.tensors
+        if each.kind in GRADIENTS and each.dtype == FP16.name and not step.skipped
+    ]
+    covered = [each.coverage(FP16, scale) for scale, each in gradients]
     total, zeros, lost = (sum(getattr(each, name) for each in covered) for name in ("total", "zero", "subnormal"))
     if not total or (lost <= SUBNORMAL * (total - zeros) and zeros < total):
         return None
-    lowest = min(scale for scale, _ in run.gradients)
-    is_scaled = any(scale != 1.0 for scale, _ in run.gradients)
-    carried = f"at loss scale {lowest:,.10g}" if is_scaled else "without a loss scale"
+    scales = {scale for scale, _ in gradients}
+    carried = "without a loss scale" if scales == {1.0} else f"at loss scale {min(scales):,.10g}"
     what = f"{share_text(lost, total - zeros)} of the gradients that are not zero lose digits {carried}."
     write, cure = f"{both('dtype=bfloat16')}, which needs no loss scale", run.in_bf16
-    if (scale := run.better_scale) is not None:
+    whole = ExponentHistogram.total_of(each for _, each in gradients)
+    # Of zeros nothing is known but that they are small: from above the scale comes down by itself.
+    highest = min(whole.best_scale(FP16), CEILING) if whole.max_abs and not (whole.infs or whole.nans) else CEILING
+    if highest >= 2.0 * max(scales) and not (whole.infs or whole.nans):
+        scale = LossScale.dynamic(init=highest)
         cure = run.scaled(scale, "The loss scale moves the gradients into FP16's range.")
         # Without a session it is torch's scaler that has one.
         torchs = f"torch.amp.GradScaler(init_scale=2.0**{round(math.log2(scale.init))})"
@@ -285,7 +274,7 @@ def flushed(run: RecordedRun) -> Alert | None:
         what=f"All gradients are zero {carried}." if zeros == total else what,
         where=f"{len(covered)} tensors in float16, {share_text(zeros, total)} of their values zero",
         why="They are smaller than FP16's normal numbers, and what is below "
-        f"{FP16.smallest_subnormal / 2 / lowest:.2g} is flushed to zero.",
+        f"{FP16.smallest_subnormal / 2 / min(scales):.2g} is flushed to zero.",
         write=write,
         cure=cure,
     )

@@ -214,6 +214,7 @@ _FAULTS: Final[tuple[tuple[str, Kind, str, str], ...]] = (
     ("sqrt", "zero", "the derivative of a root is infinite at 0", "(x + {eps}).sqrt()"),
     ("pow", "zero", "a negative power of 0, its own or its derivative's", "(x + {eps}).pow(exponent)"),
     ("log log2 log10", "zero", "the logarithm of 0", "x.clamp_min({eps}).{op}()"),
+    ("_weight_norm", "zero", "a division by the norm of a row of zeros", "a weight without such a row, at first too"),
     ("", "zero", "a division by 0, or an infinite derivative", "x + {eps}, where it is 0"),
     ("pow", "domain", "a fractional power of a negative number", "x.clamp_min({eps}).pow(exponent)"),
     ("sqrt rsqrt", "domain", "the root of a negative number", "x.clamp_min({eps}).{op}()"),
@@ -309,28 +310,28 @@ def _made(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind
     if origin.dtype.itemsize < 4 and (origin.needed is None or origin.holds == torch.float32):
         remark, cure = _wider_format(origin, context)
         return "range", f"{_needs(origin)}{remark}", cure
+    op = origin.op if any(known == origin.op for _, known in _CURES) else origin.kernel.removeprefix("aten::")
     if origin.holds is not None:
         cause = f"{_needs(origin)}: it grows without bound, and no format to train in holds it"
-        return "unbounded", cause, _words("unbounded", origin)[1]
-    is_divided = origin.kernel == "aten::div" and origin.inputs[-1].num_zeros > 0  # 0 / 0 in the derivative of a root
+        return "unbounded", cause, _words("unbounded", op)[1]
+    # Derivatives divide as well: that of a root at 0.
+    is_divided = origin.kernel == "aten::div" and origin.inputs[-1].num_zeros > 0
+    does_only_divide = ("zero", op) in _CURES and ("domain", op) not in _CURES
     kind: Kind = "domain" if origin.tensor.num_nan else "unbounded"
-    if any(each.num_zeros for each in origin.inputs) and (origin.tensor.num_inf or origin.op == "div" or is_divided):
+    if any(each.num_zeros for each in origin.inputs) and (origin.tensor.num_inf or is_divided or does_only_divide):
         kind = "zero"
-    cause, cure = _words(kind, origin)
-    if origin.needed is not None and kind == "unbounded":
-        cause += " in float64 as well"
-    elif origin.needed is not None:
-        cause += "; float64 gives the same of what it read: no precision of this op cures it"
+    cause, cure = _words(kind, op)
+    if origin.needed is not None:
+        same = "; float64 gives the same of what it read: no precision of this op cures it"
+        cause += " in float64 as well" if kind == "unbounded" else same
     return kind, cause + ("" if kind == "domain" else _flushed(origin)), cure
 
 
-def _words(kind: Kind, origin: Origin) -> tuple[str, str]:
-    """Return the cause and the cure of what no format helps: those of the op, else of the kernel, else of the kind."""
-    kernel = origin.kernel.removeprefix("aten::")
-    op = origin.op if any(known == origin.op for _, known in _CURES) else kernel
-    texts = _CURES.get((kind, op)) or _CURES[kind, ""]
-    cause, cure = (text.format(op=op, eps="torch.finfo(x.dtype).eps") for text in texts)
-    return cause, cure
+def _words(kind: Kind, op: str) -> tuple[str, str]:
+    """Return the cause and the cure of what no format helps: those of the op, or else of the kind."""
+    cause, cure = _CURES.get((kind, op)) or _CURES[kind, ""]
+    eps = "torch.finfo(x.dtype).eps"
+    return cause.format(op=op), cure.format(op=op, eps=eps)
 
 
 def _needs(origin: Origin) -> str:
