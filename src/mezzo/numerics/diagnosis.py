@@ -60,7 +60,7 @@ class Alert:
     cure: tuple[Policy, str] | None = None
 
 
-class RecordedRun:
+class RunFacts:
     """What was recorded of a run, each fact found once.
 
     Args:
@@ -199,7 +199,7 @@ _CAUSES: Final[Mapping[tuple[str, bool], tuple[str, str]]] = {
 }
 
 
-def not_finite(run: RecordedRun) -> Alert | None:
+def not_finite(run: RunFacts) -> Alert | None:
     """Say which tensors are not finite, in the first recorded step that they spoil; or else which may be masks."""
     step, found = run.spoilt
     is_mask = step is None and bool(run.masks)
@@ -229,7 +229,7 @@ def not_finite(run: RecordedRun) -> Alert | None:
     )
 
 
-def idle(run: RecordedRun) -> Alert | None:
+def idle(run: RunFacts) -> Alert | None:
     """Say that every recorded step was skipped, so that nothing was trained."""
     if not all(step.skipped for step in run.steps):
         return None
@@ -244,7 +244,7 @@ def idle(run: RecordedRun) -> Alert | None:
     )
 
 
-def flushed(run: RecordedRun) -> Alert | None:
+def flushed(run: RunFacts) -> Alert | None:
     """Say how many gradients FP16 loses at the loss scale that they have in the run."""
     gradients = [
         (min(step.loss_scales, default=1.0), each.histogram)
@@ -311,7 +311,7 @@ def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
     return first
 
 
-def stopped(run: RecordedRun) -> Alert | None:
+def stopped(run: RunFacts) -> Alert | None:
     """Find weights that are stored in 16 bits alone, and do not move although they have gradients."""
     low = run.stored_low
     lost = {path: each for path, each in run.lost.items() if path in low}
@@ -331,7 +331,7 @@ def stopped(run: RecordedRun) -> Alert | None:
     )
 
 
-def near(run: RecordedRun) -> Alert | None:
+def near(run: RunFacts) -> Alert | None:
     """Find activations of an FP16 run that come near its end."""
     found = {
         name_of(each): each.histogram.max_abs
@@ -457,7 +457,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if not any(step.tensors for step in evidence.steps):
         line = "The recorded steps had no tensor of 32 bits or less." if evidence.steps else "No step was recorded."
         return Diagnosis(lines=(line,))
-    run = RecordedRun(evidence)
+    run = RunFacts(evidence)
     spoiling = [alert for fault in (not_finite, idle) if (alert := fault(run)) is not None]
     found = spoiling + [alert for fault in (near, flushed, stopped) if (alert := fault(run)) is not None]
     formats: tuple[FormatAnswer, ...] = ()
@@ -617,7 +617,7 @@ def _fp8(totals: Sequence[RecordedTensor]) -> FormatAnswer:
     return FormatAnswer(format=f"{E4M3.name}+{E5M2.name}", is_safe=not lossy, line=line)
 
 
-def _swallowing(run: RecordedRun) -> Iterator[str]:
+def _swallowing(run: RunFacts) -> Iterator[str]:
     """Say of the 16-bit formats how many updates vanish where weights are stored in them alone."""
     # What a weight of 16 bits has swallowed already is no update any more: an alert says how much that was.
     lost = {path: each for path, each in run.lost.items() if path not in run.stored_low}
