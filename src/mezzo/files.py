@@ -8,6 +8,7 @@ one of them is a program.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import io
@@ -21,7 +22,8 @@ import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, Final
+from types import NoneType, UnionType
+from typing import IO, Any, Final, Union, get_args, get_origin, get_type_hints
 
 from mezzo.errors import message
 
@@ -283,6 +285,37 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [jsonable(inner) for inner in value]
     return value
+
+
+def made_of(kind: Any, value: Any) -> Any:
+    """Make a value of what :func:`jsonable` has made of it.
+
+    Args:
+        kind: Its type: a dataclass, or what a field of one is annotated with.
+        value: Mappings for dataclasses, lists for tuples; what is of a dataclass already stays.
+
+    Raises:
+        TypeError: A field is missing, or is none of the dataclass.
+        ValueError: A text is no number.
+
+    Example:
+        >>> made_of(tuple[float, ...], [1.5, "nan", "-inf"])
+        (1.5, nan, -inf)
+    """
+    outer, inner = get_origin(kind), get_args(kind)
+    if outer in (UnionType, Union):
+        return None if value is None else made_of(next(each for each in inner if each is not NoneType), value)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        types = _types(kind)
+        return value if isinstance(value, kind) else kind(**{k: made_of(types.get(k), v) for k, v in value.items()})
+    if outer is tuple:
+        return tuple(made_of(inner[0], each) for each in value)
+    if outer is Mapping:
+        return {key: made_of(inner[1], each) for key, each in value.items()}
+    return float(value) if kind is float else value
+
+
+_types = functools.cache(get_type_hints)
 
 
 def json_text(value: Any) -> str:

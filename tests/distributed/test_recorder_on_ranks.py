@@ -78,6 +78,35 @@ def test_counts_of_ranks_are_added_up(how, in_session):
                 assert found[key][2].with_gradient == swallowed.with_gradient, key
 
 
+def operands(wrap):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 32))
+    x = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)).exp2().pow(9)
+    if wrap:
+        model, x = DistributedDataParallel(model), x.chunk(dist.get_world_size())[dist.get_rank()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    amp = MixedPrecision(model, optimizer, "O1,bf16,mxfp8_module=*0,emulate=true")
+    with Recorder(model, optimizer, every=1) as recorder:
+        with amp.autocast():
+            loss = model(x).float().sum()
+        amp.backward(loss)
+        amp.step()
+    (step,) = recorder.evidence.steps
+    names = {(each.module.removeprefix("module."), each.role) for each in step.operands}
+    return names, {
+        (each.module.removeprefix("module."), each.role): (each.elements, each.saturated, each.flushed)
+        for each in step.operands
+        if each.role != "weight"  # which every rank quantises
+    }
+
+
+def test_what_operands_of_ranks_lose_is_added_up():
+    names, expected = operands(wrap=False)
+    assert expected["0", "activation"][2] > 0, (names, expected)
+    for found in on_ranks(2, operands, True):
+        assert found == (names, expected)
+
+
 def recorded_by_some(in_session):
     model = DistributedDataParallel(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)

@@ -5,6 +5,8 @@ from .fault import in_file
 # fmt: off
 FAULTS = (
     *in_file("files.py",
+        ("files: infinity is lost in JSON", "return float(value) if kind is float else value", "return value",
+         "tests/plan/test_plan.py", "a plan would not come back as it was"),
         ("files: no sync before the rename", "            os.fsync(file.fileno())\n", "",
          "tests/test_files.py::test_a_file_is_on_the_disk_before_it_has_its_name",
          "R5: a crash would leave a checkpoint of zeros under the right name"),

@@ -188,8 +188,6 @@ FAULTS = (
          "costs of NaN"),
     ),
     *in_file("plan/planned.py",
-        ("plan: infinity is lost in JSON", "float(value) if isinstance(value, str) else value", "value", PLAN,
-         "a plan would not come back as it was"),
         ("plan: each module's unsaid op is printed", "plan.unsaid[: None if full else _MOST_UNSAID]", "plan.unsaid",
          f"{PLAN}::test_what_is_printed_is_short_for_many_modules", "a line for each of 32 layers"),
         ("plan: FP64 is drawn as low", "is_low = each.dtype == low", 'is_low = each.dtype != "float32"', PLAN,

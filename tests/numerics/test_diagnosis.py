@@ -249,6 +249,15 @@ def test_activations_that_fp16_cannot_hold_are_what_bf16_is_for():
         assert "FP16 ends at 65504" in found.alerts[0].why
         assert found.policy == Policy.parse(policy.replace("float16", "bfloat16"))
     assert diagnose(made(policy="O1", dtype="bfloat16", skipped=True, activations=spoilt)).policy is None
+    found = diagnose(made(policy="O3,dtype=float16", dtype="float16", skipped=True, activations=spoilt))
+    assert found.policy == Policy.O1("bfloat16")
+    assert diagnose(made(policy="O0", dtype="float32", weights=spoilt)).policy is None
+
+
+def test_how_near_activations_come_is_asked_of_all_steps():
+    runs = [made(policy="O1,dtype=float16", dtype="float16", step=n, activations=ONES * 1e4 * (5 - n)) for n in (1, 2)]
+    (alert,) = diagnose(dataclasses.replace(runs[0], steps=(*runs[0].steps, *runs[1].steps))).alerts
+    assert alert.why.startswith("the.activations reaches 4e+04 of 65504")
 
 
 # Runs that are sick ------------------------------------------------------------------------------------------

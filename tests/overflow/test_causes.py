@@ -84,6 +84,23 @@ def test_at_zero_in_other_words():
     assert search(lambda x: 1 / (x + 1e-8), [1.0, 0.0]) is None
 
 
+def test_a_row_of_zeros_that_is_normalised():
+    weights = torch.ones(2, 1)
+    overflow = search(lambda x: torch._weight_norm(x.reshape(2, 2), weights, 0), [1.0, 2.0, 0.0, 0.0])
+    assert (overflow.kind, overflow.op, overflow.tensor.num_nan) == ("zero", "_weight_norm", 2)
+    assert overflow.cause.startswith("a division by the norm of a row of zeros")
+
+
+def test_no_gradient_arrives_where_a_derivative_is_infinite():
+    """Of ``where`` the side that is not taken gets a gradient of 0, and 0 / 0 is NaN."""
+    for op in ("sqrt", "log"):
+        overflow = search(lambda x: torch.where(x > 0, getattr(torch, op)(x), x), [1.0, 0.0])  # noqa: B023
+        assert (overflow.kind, overflow.op, overflow.phase, overflow.tensor.num_nan) == ("zero", op, "backward", 1), op
+        assert overflow.cause == f"{AT_ZERO[op][2]}{SAME}", op
+        cure = rewritten(overflow)
+        assert search(lambda x: torch.where(x > 0, cure(x), x), [1.0, 0.0]) is None, op  # noqa: B023
+
+
 OUTSIDE = {
     "sqrt": (-1.0, "the root of a negative number"),
     "rsqrt": (-1.0, "the root of a negative number"),
@@ -386,6 +403,9 @@ def test_a_cast_of_the_model_s_own():
     overflow = search(lambda x: x.half() * 2, [5e4], policy="O1,dtype=bfloat16,emulate=true")
     assert (overflow.op, overflow.cure) == ("mul", "x.float() before it")
     assert "which O1,dtype=bfloat16,emulate=true does not ask for" in overflow.cause
+    overflow = search(lambda x: x.half() * 2, [5e4], policy=FP16)  # whose own format it is, and yet no policy casts it
+    assert (overflow.op, overflow.cure) == ("mul", "x.float() before it")
+    assert overflow.cause.endswith("; the model's own code casts what is read")
 
 
 def test_two_models_that_lack_each_other_s_modules(step):

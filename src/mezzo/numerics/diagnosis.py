@@ -15,7 +15,7 @@ import torch
 from mezzo.errors import PolicyError, message, shown, some_of
 from mezzo.explanation.rows import format_text, share_text
 from mezzo.formats import BF16, E4M3, E5M2, FP16, Format
-from mezzo.numerics.evidence import Evidence, RecordedStep, RecordedTensor, SwallowedUpdates
+from mezzo.numerics.evidence import Evidence, RecordedStep, RecordedTensor, SwallowedUpdates, grouped
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.policy import Policy
 from mezzo.policy.rules import both
@@ -24,7 +24,7 @@ from mezzo.trace.observe import FIRST
 
 # What is wrong with a recorded run itself: values not finite, gradients flushed, steps skipped, weights at rest.
 
-Level = Literal["ok", "warn", "bad"]
+Level = Literal["warn", "bad"]
 
 #: Shares of updates that vanish: what is said, and what stops a weight.
 SWALLOWED: Final = 0.1
@@ -49,6 +49,7 @@ class Alert:
         where: Policy, module or tensor.
         why: The evidence.
         write: What cures it, as text to paste.
+        cure: The policy to go on with, and what it changes; ``None`` where no policy cures it.
     """
 
     level: Level
@@ -56,160 +57,227 @@ class Alert:
     where: str = ""
     why: str = ""
     write: str = ""
+    cure: tuple[Policy, str] | None = None
 
 
-def first_not_finite(evidence: Evidence) -> tuple[RecordedStep | None, list[RecordedTensor]]:
-    """Return the first recorded step with tensors that are not finite and spoil it, and those tensors; or none.
+class RunFacts:
+    """What was recorded of a run, each fact found once.
 
-    They are weights, or else activations, or else gradients in a step that was taken all the same.
+    Args:
+        evidence: The evidence, with a tensor at least.
+
+    Attributes:
+        steps: The recorded steps.
+        has_session: Whether a session trained it.
+        is_low: Whether it did in 16 bits.
+        policy: Its policy if so; else O1 in FP16.
+        dtype: That of the policy; ``None`` without a session.
+        totals: Each tensor, summed over the steps; gradients over those that were not skipped, since these are a run's.
     """
-    masks = masks_of(evidence)
-    for step in evidence.steps:
-        for kinds in (("weights",), ("activations",), GRADIENTS):
-            found = [each for each in step.tensors if each.kind in kinds and not is_finite(each)]
-            if found and _is_spoilt(step, found, masks):
-                return step, found
-    return None, []
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.steps, self.dtype = evidence.steps, evidence.header.compute_dtype
+        self.has_session = evidence.header.policy is not None
+        self.is_low = self.has_session and self.dtype in (FP16.name, BF16.name)
+        self.policy = Policy.parse(evidence.header.policy or "") if self.is_low else Policy.O1(FP16.name)
+        taken = (each for step in self.steps for each in step.tensors if not (step.skipped and each.kind in GRADIENTS))
+        groups = grouped(taken, lambda each: (each.kind, name_of(each)))
+        self.totals = [RecordedTensor.total_of(each) for each in groups.values()]
+
+    @functools.cached_property
+    def masks(self) -> dict[str, RecordedStep]:
+        """The activations that are infinite as those of a mask, each with the first step that has it so.
+
+        They are in steps whose gradients are finite, or at least what the model returns: a softmax has made zeros of
+        them.
+        """
+        found: dict[str, RecordedStep] = {}
+        for step in self.steps:
+            outputs = [each for each in step.tensors if each.kind == "activations" and not each.module]
+            if (outputs and all(map(is_finite, outputs))) or not (step.skipped or _spoils_weights(step)):
+                for each in _not_finite_in(step, "activations"):
+                    if not each.histogram.nans:
+                        found.setdefault(name_of(each), step)
+        return found
+
+    @functools.cached_property
+    def spoilt(self) -> tuple[RecordedStep | None, list[RecordedTensor]]:
+        """The first step with tensors that are not finite and spoil it, and those tensors; or none.
+
+        They are weights, or else activations, or else gradients in a step that was taken all the same.
+        """
+        for step in self.steps:
+            activations = _not_finite_in(step, "activations")
+            for found, is_spoilt in (
+                (_not_finite_in(step, "weights"), True),
+                (activations, any(each.histogram.nans or name_of(each) not in self.masks for each in activations)),
+                (_not_finite_in(step, *GRADIENTS), _spoils_weights(step)),
+            ):
+                if found and is_spoilt:
+                    return step, found
+        return None, []
+
+    @functools.cached_property
+    def lost(self) -> dict[str, SwallowedUpdates]:
+        """The updates of each weight that vanish."""
+        return {each.path: each.swallowed for each in self.totals if each.swallowed is not None}
+
+    @functools.cached_property
+    def stored_low(self) -> dict[str, str]:
+        """The dtypes of the weights that have 16 bits and no FP32 value besides."""
+        low = (FP16.name, BF16.name)
+        return {each.path: each.dtype for each in self.totals if each.kind == "weights" and each.dtype in low}
+
+    def scaled(self, scale: LossScale, why: str) -> tuple[Policy, str]:
+        """Return the run's policy with another loss scale, and with FP32 weights: FP16 cannot unscale gradients."""
+        if self.policy.param_dtype == torch.float32:
+            return dataclasses.replace(self.policy, loss_scale=scale), why
+        return Policy.O2(self.policy.dtype, emulate=self.policy.emulate, loss_scale=scale), why
+
+    @property
+    def in_bf16(self) -> tuple[Policy, str]:
+        """The run's policy in BF16."""
+        level = Policy.O2 if self.policy.halves else Policy.O1
+        wide = level(BF16.name, rules=self.policy.rules, emulate=self.policy.emulate)
+        return wide, "BF16 has FP32's range, and needs no loss scale."
+
+    @property
+    def in_fp32_weights(self) -> tuple[Policy, str]:
+        """The run's policy with weights in FP32."""
+        wide = Policy.O2(self.policy.dtype, emulate=self.policy.emulate)
+        return wide, "Weights of O2 are FP32, which no update leaves or rounds away in."
 
 
-def _is_spoilt(step: RecordedStep, found: list[RecordedTensor], masks: Mapping[str, RecordedStep]) -> bool:
-    if found[0].kind == "activations":
-        return any(each.histogram.nans or name_of(each) not in masks for each in found)
-    return found[0].kind == "weights" or _spoils_weights(step)
-
-
-def _spoils_weights(step: RecordedStep) -> bool:
-    """Whether a step was taken with gradients that are not finite; one of an activation may end before any weight."""
-    found = [each.kind for each in step.tensors if each.kind in GRADIENTS and not is_finite(each)]
-    has_weights = any(each.kind == GRADIENTS[1] for each in step.tensors)
-    return not step.skipped and (GRADIENTS[1] in found if has_weights else bool(found))
-
-
-def not_finite(evidence: Evidence) -> Iterator[Alert]:
-    """Say which tensors are not finite, in the first recorded step that they spoil; or else which may be masks."""
-    step, found = first_not_finite(evidence)
-    level: Level = "bad"
-    if step is None and (masks := masks_of(evidence)):
-        level, step = "warn", min(masks.values(), key=lambda each: each.step)
-        found = [each for each in step.tensors if each.kind == "activations" and each.histogram.infs]
-    if step is None:
-        return
-    first, kind = found[0], found[0].kind
-    (why, write), where = _cause(first), f"{name_of(first)} ({first.dtype})"
-    if level == "warn":
-        why, write = "What follows is finite all the same: they may be those of a mask, which are meant.", ""
-    if kind in GRADIENTS:
-        kind, first = "gradients", first_in_backward(step) or first
-        (why, write), where = _cause_in_backward(evidence, first), gradient_text(first)
-    others = f", and {len(found) - 1} more tensors" if len(found) > 1 else ""
-    yield Alert(
-        level=level,
-        what=f"{sum(map(_num_not_finite, found)):,} {kind} are infinite or NaN at step {step.step}.",
-        where=f"{where}{others}",
-        why=why,
-        write=write,
-    )
-
-
-def _cause(first: RecordedTensor) -> tuple[str, str]:
-    """Return why a tensor is not finite, and what to write."""
-    named = format_text([first.dtype])
-    explained = 'MixedPrecision(…, on_overflow="explain"), which names the op or the batch that they come from'
-    if first.dtype != FP16.name:
-        why = f"{named} reaches 3.4e38: training diverged, divided by zero or read such a batch, whatever the format."
-        return why, explained
-    if first.kind == "weights":
-        why = (
-            f"An update left FP16's range. Of weights in {named} alone optimizers compute in it, where AdamW's eps of "
-            "1e-8 is zero, and what is divided by it infinite."
-        )
-        return why, f'policy="O2,dtype={first.dtype}", whose weights are FP32'
-    why = "FP16 ends at 65504, whatever the loss scale, and what is beyond is infinite; or a batch had such numbers."
-    return why, f"{explained}; where it is FP16's range, {both('dtype=bfloat16')}"
-
-
-def _cause_in_backward(evidence: Evidence, first: RecordedTensor) -> tuple[str, str]:
-    """Return why gradients of a step that was taken are not finite, and what to write."""
-    taken = "the step was taken all the same, and its update spoils the weights."
-    if evidence.header.compute_dtype != FP16.name and first.dtype != FP16.name:
-        write = 'MixedPrecision(…, on_overflow="explain"), which names the op that made the first of them'
-        return f"The backward pass made them, whatever the format: {taken}", write
-    text = evidence.header.policy
-    policy = Policy.O1(FP16.name) if text is None else rescaled(Policy.parse(text), LossScale.dynamic())
-    write = f'MixedPrecision(model, optimizer, "{policy}"), whose loss scale skips such steps and comes down'
-    return f"The backward pass left the range of FP16: {taken}", write
-
-
-def flushed(evidence: Evidence) -> Iterator[Alert]:
-    """Say how many gradients FP16 loses at the loss scale that they have in the run."""
-    gradients = gradients_in_fp16(evidence)
-    scales = {scale for scale, _ in gradients}
-    covered = [each.coverage(FP16, scale) for scale, each in gradients]
-    total, zeros = sum(each.total for each in covered), sum(each.zero for each in covered)
-    lost = sum(each.subnormal for each in covered)
-    if not total or (lost <= SUBNORMAL * (total - zeros) and zeros < total):
-        return
-    carried = "without a loss scale" if scales == {1.0} else f"at loss scale {min(scales):,.10g}"
-    tiny = FP16.smallest_subnormal / 2 / min(scales)
-    scale = better_scale(evidence)
-    yield Alert(
-        level="bad" if lost > _ALL_BUT * (total - zeros) or zeros == total else "warn",
-        what=f"All gradients are zero {carried}."
-        if zeros == total
-        else f"{share_text(lost, total - zeros)} of the gradients that are not zero lose digits {carried}.",
-        where=f"{len(gradients)} tensors in float16, {share_text(zeros, total)} of their values zero",
-        why=f"They are smaller than FP16's normal numbers, and what is below {tiny:.2g} is flushed to zero.",
-        write=f"{both('dtype=bfloat16')}, which needs no loss scale" if scale is None else _written(evidence, scale),
-    )
-
-
-def better_scale(evidence: Evidence) -> LossScale | None:
-    """Return a loss scale that keeps more of the gradients that FP16 loses in a run; ``None`` where none does."""
-    gradients = gradients_in_fp16(evidence)
-    whole = ExponentHistogram.total_of(each for _, each in gradients)
-    if not gradients or whole.infs or whole.nans:
-        return None
-    # Of zeros nothing is known but that they are small: from above the scale comes down by itself.
-    highest = min(whole.best_scale(FP16), CEILING) if whole.max_abs else CEILING
-    return LossScale.dynamic(init=highest) if highest >= 2.0 * max(scale for scale, _ in gradients) else None
-
-
-def _written(evidence: Evidence, scale: LossScale) -> str:
-    """Write the run's policy with another loss scale; without a session it is torch's scaler that has one."""
-    if evidence.header.policy is None:
-        return f"torch.amp.GradScaler(init_scale=2.0**{round(math.log2(scale.init))})"
-    return f'policy="{rescaled(Policy.parse(evidence.header.policy), scale)}"'
-
-
-def rescaled(policy: Policy, scale: LossScale) -> Policy:
-    """Return a policy with another loss scale, and with FP32 weights: FP16 cannot unscale gradients."""
-    if policy.param_dtype == torch.float32:
-        return dataclasses.replace(policy, loss_scale=scale)
-    return Policy.O2(policy.dtype, emulate=policy.emulate, loss_scale=scale)
-
-
-def _num_not_finite(tensor: RecordedTensor) -> int:
-    return tensor.histogram.infs + tensor.histogram.nans
+def name_of(tensor: RecordedTensor) -> str:
+    """Return what a tensor is called in words: an output after its module."""
+    return tensor.path.removesuffix(".output")
 
 
 def is_finite(tensor: RecordedTensor) -> bool:
     """Whether there is neither infinity nor NaN in a tensor."""
-    return not _num_not_finite(tensor)
+    return not (tensor.histogram.infs or tensor.histogram.nans)
 
 
-def masks_of(evidence: Evidence) -> dict[str, RecordedStep]:
-    """Return the activations that are infinite as those of a mask, each with the first step that has it so.
+def _not_finite_in(step: RecordedStep, *kinds: str) -> list[RecordedTensor]:
+    return [each for each in step.tensors if each.kind in kinds and not is_finite(each)]
 
-    They are in steps whose gradients are finite, or at least what the model returns: a softmax has made zeros of them.
-    """
-    found: dict[str, RecordedStep] = {}
-    for step in evidence.steps:
-        outputs = [each for each in step.tensors if each.kind == "activations" and not each.module]
-        if (outputs and all(map(is_finite, outputs))) or not (step.skipped or _spoils_weights(step)):
-            for each in step.tensors:
-                if each.kind == "activations" and each.histogram.infs and not each.histogram.nans:
-                    found.setdefault(name_of(each), step)
-    return found
+
+def _spoils_weights(step: RecordedStep) -> bool:
+    """Whether a step was taken with gradients that are not finite; one of an activation may end before any weight."""
+    has_weights = any(each.kind == GRADIENTS[1] for each in step.tensors)
+    return not step.skipped and bool(_not_finite_in(step, *GRADIENTS[has_weights:]))
+
+
+def _explained(what: str) -> str:
+    return f'MixedPrecision(…, on_overflow="explain"), which names {what}'
+
+
+_TAKEN: Final = "the step was taken all the same, and its update spoils the weights."
+_ANY_FORMAT: Final = "reaches 3.4e38: training diverged, divided by zero or read such a batch, whatever the format."
+_ORIGIN: Final = _explained("the op or the batch that they come from")
+#: Why tensors are not finite, and what to write: by what they are, and whether that is in FP16.
+_CAUSES: Final[Mapping[tuple[str, bool], tuple[str, str]]] = {
+    ("weights", True): (
+        "An update left FP16's range. Of weights in FP16 alone optimizers compute in it, where AdamW's eps of 1e-8 is "
+        "zero, and what is divided by it infinite.",
+        'policy="O2,dtype=float16", whose weights are FP32',
+    ),
+    ("activations", True): (
+        "FP16 ends at 65504, whatever the loss scale, and what is beyond is infinite; or a batch had such numbers.",
+        f"{_ORIGIN}; where it is FP16's range, {both('dtype=bfloat16')}",
+    ),
+    ("gradients", True): (
+        f"The backward pass left the range of FP16: {_TAKEN}",
+        'MixedPrecision(model, optimizer, "{policy}"), whose loss scale skips such steps and comes down',
+    ),
+    ("weights", False): (f"{{format}} {_ANY_FORMAT}", _ORIGIN),
+    ("activations", False): (f"{{format}} {_ANY_FORMAT}", _ORIGIN),
+    ("gradients", False): (
+        f"The backward pass made them, whatever the format: {_TAKEN}",
+        _explained("the op that made the first of them"),
+    ),
+}
+
+
+def not_finite(run: RunFacts) -> Alert | None:
+    """Say which tensors are not finite, in the first recorded step that they spoil; or else which may be masks."""
+    step, found = run.spoilt
+    is_mask = step is None and bool(run.masks)
+    if is_mask:
+        step = min(run.masks.values(), key=lambda each: each.step)
+        found = [each for each in step.tensors if each.kind == "activations" and each.histogram.infs]
+    if step is None:
+        return None
+    first, kind, is_fp16 = found[0], found[0].kind, found[0].dtype == FP16.name
+    where = f"{name_of(first)} ({first.dtype})"
+    if kind in GRADIENTS:
+        first = first_in_backward(step) or first
+        kind, where, is_fp16 = "gradients", gradient_text(first), FP16.name in (run.dtype, first.dtype)
+    why, write = _CAUSES[kind, is_fp16]
+    if is_mask:
+        why, write = "What follows is finite all the same: they may be those of a mask, which are meant.", ""
+    scaled = run.scaled(LossScale.dynamic(), "Its loss scale skips steps whose gradients are not finite.")
+    cures = {"weights": run.in_fp32_weights, "activations": run.in_bf16, "gradients": scaled}
+    numbers = sum(each.histogram.infs + each.histogram.nans for each in found)
+    return Alert(
+        level="warn" if is_mask else "bad",
+        what=f"{numbers:,} {kind} are infinite or NaN at step {step.step}.",
+        where=where + (f", and {len(found) - 1} more tensors" if len(found) > 1 else ""),
+        why=why.format(format=format_text([first.dtype])),
+        write=write.format(policy=scaled[0]),
+        cure=cures[kind] if is_fp16 and not is_mask else None,
+    )
+
+
+def idle(run: RunFacts) -> Alert | None:
+    """Say that every recorded step was skipped, so that nothing was trained."""
+    if not all(step.skipped for step in run.steps):
+        return None
+    first, scale = first_in_backward(run.steps[0]), min(run.steps[-1].loss_scales, default=1.0)
+    return Alert(
+        level="bad",
+        what="All recorded steps were skipped.",
+        where="" if first is None else gradient_text(first),
+        why=f"Their gradients are not finite, the last ones at loss scale {scale:,.10g}: what formats would lose of "
+        "others is not known.",
+        write=_explained("the op that made the first of them, and a cure"),
+    )
+
+
+def flushed(run: RunFacts) -> Alert | None:
+    """Say how many gradients FP16 loses at the loss scale that they have in the run."""
+    gradients = [
+        (min(step.loss_scales, default=1.0), each.histogram)
+        for step in run.steps
+        for each in step.tensors
+        if each.kind in GRADIENTS and each.dtype == FP16.name and not step.skipped
+    ]
+    covered = [each.coverage(FP16, scale) for scale, each in gradients]
+    total, zeros, lost = (sum(getattr(each, name) for each in covered) for name in ("total", "zero", "subnormal"))
+    if not total or (lost <= SUBNORMAL * (total - zeros) and zeros < total):
+        return None
+    scales = {scale for scale, _ in gradients}
+    carried = "without a loss scale" if scales == {1.0} else f"at loss scale {min(scales):,.10g}"
+    what = f"{share_text(lost, total - zeros)} of the gradients that are not zero lose digits {carried}."
+    write, cure = f"{both('dtype=bfloat16')}, which needs no loss scale", run.in_bf16
+    whole = ExponentHistogram.total_of(each for _, each in gradients)
+    # Of zeros nothing is known but that they are small: from above the scale comes down by itself.
+    highest = min(whole.best_scale(FP16), CEILING) if whole.max_abs and not (whole.infs or whole.nans) else CEILING
+    if highest >= 2.0 * max(scales) and not (whole.infs or whole.nans):
+        scale = LossScale.dynamic(init=highest)
+        cure = run.scaled(scale, "The loss scale moves the gradients into FP16's range.")
+        # Without a session it is torch's scaler that has one.
+        torchs = f"torch.amp.GradScaler(init_scale=2.0**{round(math.log2(scale.init))})"
+        write = f'policy="{cure[0]}"' if run.has_session else torchs
+    return Alert(
+        level="bad" if lost > _ALL_BUT * (total - zeros) or zeros == total else "warn",
+        what=f"All gradients are zero {carried}." if zeros == total else what,
+        where=f"{len(covered)} tensors in float16, {share_text(zeros, total)} of their values zero",
+        why="They are smaller than FP16's normal numbers, and what is below "
+        f"{FP16.smallest_subnormal / 2 / min(scales):.2g} is flushed to zero.",
+        write=write,
+        cure=cure,
+    )
 
 
 def gradient_text(tensor: RecordedTensor) -> str:
@@ -230,15 +298,12 @@ def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
             path = path.rpartition(".")[0]
         return order.get(path, -1)
 
-    found = [each for each in step.tensors if each.kind in GRADIENTS and not is_finite(each)]
     # The gradient of what a module returns comes before those of its own weights.
-    found.sort(key=lambda each: (-place(each), GRADIENTS.index(each.kind)))
-    if not found:
-        return None
-    first, *others = found
-    for each in others:
+    found = sorted(_not_finite_in(step, *GRADIENTS), key=lambda each: (-place(each), GRADIENTS.index(each.kind)))
+    first = found[0] if found else None
+    for each in found[1:]:
         # A container hands on what its last module returns: the very tensor.
-        if first.kind == each.kind == GRADIENTS[0]:
+        if first is not None and first.kind == each.kind == GRADIENTS[0]:
             is_inside = each.module.startswith(f"{first.module}." if first.module else "")
             if not is_inside or each.histogram.numbers != first.histogram.numbers:
                 break
@@ -246,91 +311,47 @@ def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
     return first
 
 
-def stopped(evidence: Evidence, lost: Mapping[str, SwallowedUpdates]) -> Iterator[Alert]:
+def stopped(run: RunFacts) -> Alert | None:
     """Find weights that are stored in 16 bits alone, and do not move although they have gradients."""
-    low = {path: dtype for path, dtype in stored_low(evidence).items() if path in lost}
-    still = {path: lost[path].share_unmoved for path in low if lost[path].share_unmoved > SWALLOWED}
-    if still:
-        worst = max(still, key=lambda path: still[path])
-        unmoved, whole = sum(lost[path].unmoved for path in low), sum(lost[path].with_gradient for path in low)
-        dtype = format_text([low[worst]])
-        yield Alert(
-            level="bad" if unmoved > _STOPPED * whole else "warn",
-            what=f"{share_text(unmoved, whole)} of the weights with a gradient did not move.",
-            where=f"{worst}: {share_text(still[worst], 1)}; of {len(low)} weights {len(still)} lose over a tenth",
-            why=f"They are stored in {dtype}: an update of less than half the gap to the next number rounds away.",
-            write=f'policy="O2,dtype={low[worst]}", whose weights are FP32',
-        )
-
-
-def near(evidence: Evidence) -> Iterator[Alert]:
-    """Find activations of an FP16 run that come near its end."""
-    found = {
-        name_of(each): each.histogram.max_abs
-        for step in evidence.steps
-        for each in step.tensors
-        if each.kind == "activations" and each.dtype == FP16.name and each.histogram.max_abs > FP16.max / 4
-    }
-    if found and not first_not_finite(evidence)[1]:
-        worst = max(found, key=lambda name: (found[name], len(name)))  # of those that hand it on the innermost
-        yield Alert(
-            level="warn",
-            what=f"Activations reach {found[worst] / FP16.max:.0%} of FP16's range.".replace("%", " %"),
-            where=some_of(sorted(found), 3),
-            why=f"{worst} reaches {found[worst]:.4g} of 65504; a loss scale does not help activations.",
-            write=f"{both('dtype=bfloat16')}, which has the range of FP32",
-        )
-
-
-# The run, summed up ------------------------------------------------------------------------------------------
-
-
-def lost_updates(evidence: Evidence) -> dict[str, SwallowedUpdates]:
-    """Sum up the updates of each weight that vanish."""
-    found: dict[str, SwallowedUpdates] = {}
-    for each in (tensor for step in evidence.steps for tensor in step.tensors):
-        if each.swallowed is not None:
-            found[each.path] = found[each.path] + each.swallowed if each.path in found else each.swallowed
-    return found
-
-
-def stored_low(evidence: Evidence) -> dict[str, str]:
-    """Return the dtypes of the weights that have 16 bits and no FP32 value besides."""
-    tensors = (each for step in evidence.steps for each in step.tensors)
-    return {
-        each.path: each.dtype for each in tensors if each.kind == "weights" and each.dtype in (FP16.name, BF16.name)
-    }
-
-
-def idle(evidence: Evidence) -> Iterator[Alert]:
-    """Say that every recorded step was skipped, so that nothing was trained."""
-    if not all(step.skipped for step in evidence.steps):
-        return
-    first, scale = first_in_backward(evidence.steps[0]), min(evidence.steps[-1].loss_scales, default=1.0)
-    yield Alert(
-        level="bad",
-        what="All recorded steps were skipped.",
-        where="" if first is None else gradient_text(first),
-        why=f"Their gradients are not finite, the last ones at loss scale {scale:,.10g}: what formats would lose of "
-        "others is not known.",
-        write='MixedPrecision(…, on_overflow="explain"), which names the op that made the first of them, and a cure',
+    low = run.stored_low
+    lost = {path: each for path, each in run.lost.items() if path in low}
+    still = {path: each.share_unmoved for path, each in lost.items() if each.share_unmoved > SWALLOWED}
+    if not still:
+        return None
+    worst = max(still, key=lambda path: still[path])
+    whole = functools.reduce(operator.add, lost.values())
+    return Alert(
+        level="bad" if whole.share_unmoved > _STOPPED else "warn",
+        what=f"{share_text(whole.unmoved, whole.with_gradient)} of the weights with a gradient did not move.",
+        where=f"{worst}: {share_text(still[worst], 1)}; of {len(lost)} weights {len(still)} lose over a tenth",
+        why=f"They are stored in {format_text([low[worst]])}: an update of less than half the gap to the next number "
+        "rounds away.",
+        write=f'policy="O2,dtype={low[worst]}", whose weights are FP32',
+        cure=run.in_fp32_weights,
     )
 
 
-def gradients_in_fp16(evidence: Evidence) -> list[tuple[float, ExponentHistogram]]:
-    """Return the gradients that FP16 held in steps that were not skipped, each with the loss scale that it had."""
-    return [
-        (min(step.loss_scales, default=1.0), each.histogram)
-        for step in evidence.steps
-        for each in step.tensors
-        if each.kind in GRADIENTS and each.dtype == FP16.name and not step.skipped
-    ]
+def near(run: RunFacts) -> Alert | None:
+    """Find activations of an FP16 run that come near its end."""
+    found = {
+        name_of(each): each.histogram.max_abs
+        for each in run.totals
+        if each.kind == "activations" and each.dtype == FP16.name and each.histogram.max_abs > FP16.max / 4
+    }
+    if not found or run.spoilt[1]:
+        return None
+    worst = max(found, key=lambda name: (found[name], len(name)))  # of those that hand it on the innermost
+    return Alert(
+        level="warn",
+        what=f"Activations reach {found[worst] / FP16.max:.0%} of FP16's range.".replace("%", " %"),
+        where=some_of(sorted(found), 3),
+        why=f"{worst} reaches {found[worst]:.4g} of 65504; a loss scale does not help activations.",
+        write=f"{both('dtype=bfloat16')}, which has the range of FP32",
+        cure=run.in_bf16,
+    )
 
 
-def name_of(tensor: RecordedTensor) -> str:
-    """Return what a tensor is called in words: an output after its module."""
-    return tensor.path.removesuffix(".output")
-
+# Which formats would do --------------------------------------------------------------------------------------
 
 #: The share of gradients that FP16 may lose where training needs them: at 31 % a detection network diverged, at 0.1 %
 #: it trained as in FP32 (Micikevicius et al. 2018, section 3.2).
@@ -343,9 +364,6 @@ _SMALLEST: Final = round(math.log2(FP16.smallest_subnormal))
 _FLUSHED_IN_FP8: Final = 0.05
 #: The share of one weight's gradients whose loss leaves it all but untrained.
 _MOSTLY: Final = 0.5
-
-Place = tuple[str, str]
-Totals = Mapping[Place, ExponentHistogram]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -392,11 +410,15 @@ class Diagnosis:
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, as JSON has them; policies as their texts."""
 
-        def plain(value: Diagnosis | FormatAnswer) -> dict[str, Any]:
-            policy = None if value.policy is None else str(value.policy)
-            return dataclasses.asdict(dataclasses.replace(value, policy=None)) | {"policy": policy}
+        def plain(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return [*map(plain, value)]
+            if isinstance(value, Diagnosis | FormatAnswer | Alert):
+                return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+            return str(value) if isinstance(value, Policy) else value
 
-        return plain(dataclasses.replace(self, formats=())) | {"formats": [*map(plain, self.formats)]}
+        found: dict[str, Any] = plain(self)
+        return found
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
@@ -435,45 +457,37 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if not any(step.tensors for step in evidence.steps):
         line = "The recorded steps had no tensor of 32 bits or less." if evidence.steps else "No step was recorded."
         return Diagnosis(lines=(line,))
-    faults, lost = [*not_finite(evidence), *idle(evidence)], lost_updates(evidence)
-    alerts = [*faults, *flushed(evidence), *stopped(evidence, lost), *near(evidence)]
-    alerts.sort(key=lambda alert: alert.level != "bad")
-    if any(alert.level == "bad" for alert in faults):
-        policy, why = _advice(evidence, (), alerts)
-        return Diagnosis(alerts=tuple(alerts), policy=policy, why=why)
-    totals = _totals(evidence)
-    formats = (_fp16(totals), _bf16(totals), _fp8(totals))
-    policy, why = _advice(evidence, formats, alerts)
-    low = stored_low(evidence)
-    # What such a weight has swallowed already is no update any more: an alert says how much that was.
-    lines = [*_swallowing({path: each for path, each in lost.items() if path not in low})]
-    if evidence.header.compute_dtype == FP16.name:
-        lines.append("Recorded in FP16: gradients that it flushed are zeros here; a run under O0 shows what they were.")
-    return Diagnosis(formats=formats, lines=tuple(lines), alerts=tuple(alerts), policy=policy, why=why)
+    run = RunFacts(evidence)
+    spoiling = [alert for fault in (not_finite, idle) if (alert := fault(run)) is not None]
+    found = spoiling + [alert for fault in (near, flushed, stopped) if (alert := fault(run)) is not None]
+    formats: tuple[FormatAnswer, ...] = ()
+    lines: list[str] = []
+    if all(alert.level != "bad" for alert in spoiling):  # or numbers say nothing of formats
+        formats, lines = (_fp16(run.totals), _bf16(run.totals), _fp8(run.totals)), [*_swallowing(run)]
+        if run.dtype == FP16.name:
+            lines.append(_RECORDED_IN_FP16)
+    cures = [each.cure for each in found if each.cure is not None]
+    if not run.is_low:
+        cures = [(each.policy, each.line) for each in formats if each.policy is not None]
+    policy, why = cures[0] if cures else (None, "")
+    alerts = tuple(sorted(found, key=lambda alert: alert.level != "bad"))
+    return Diagnosis(formats=formats, lines=tuple(lines), alerts=alerts, policy=policy, why=why)
 
 
-# Evidence, summed up ----------------------------------------------------------------------------------------
-
-
-def _totals(evidence: Evidence) -> dict[Place, ExponentHistogram]:
-    """Sum up the histograms of each tensor over the steps that were not skipped, whose gradients are those of a run."""
-    found: dict[Place, list[ExponentHistogram]] = {}
-    for step in evidence.steps:
-        for each in step.tensors:
-            if not (step.skipped and each.kind in GRADIENTS):
-                found.setdefault((each.kind, name_of(each)), []).append(each.histogram)
-    return {place: ExponentHistogram.total_of(histograms) for place, histograms in found.items()}
+_RECORDED_IN_FP16: Final = (
+    "Recorded in FP16: gradients that it flushed are zeros here; a run under O0 shows what they were."
+)
 
 
 # Formats ----------------------------------------------------------------------------------------------------
 
 
-def _fp16(totals: Totals) -> FormatAnswer:
+def _fp16(totals: Sequence[RecordedTensor]) -> FormatAnswer:
     """Judge FP16: what overflows whatever the loss scale, and which loss scale keeps the gradients."""
     beyond = {
-        name: histogram.max_abs
-        for (kind, name), histogram in totals.items()
-        if kind in ("weights", "activations") and _beyond(histogram, FP16)
+        name_of(each): each.histogram.max_abs
+        for each in totals
+        if each.kind in ("weights", "activations") and _beyond(each, FP16)
     }
     if beyond:
         # What holds one of the others only hands it on.
@@ -485,8 +499,7 @@ def _fp16(totals: Totals) -> FormatAnswer:
             "mezzo tune finds what has to stay in FP32."
         )
         return FormatAnswer(format=FP16.name, is_safe=False, line=line)
-    gradients = [histogram for (kind, _), histogram in totals.items() if kind in GRADIENTS]
-    whole = ExponentHistogram.total_of(gradients)
+    whole = ExponentHistogram.total_of(each.histogram for each in totals if each.kind in GRADIENTS)
     policy = Policy.O1("float16")
     if not whole.max_abs or whole.infs or whole.nans:
         line = "FP16 holds all weights and activations; of gradients nothing is known."
@@ -551,20 +564,20 @@ class _Kept:
         return cls(lost=lost, subnormal=subnormal, text=text)
 
 
-def _beyond(histogram: ExponentHistogram, target: Format) -> int:
+def _beyond(tensor: RecordedTensor, target: Format) -> int:
     """Return how many finite values leave a format's range; a mask's infinities are meant."""
-    return histogram.coverage(target).overflow - histogram.infs
+    return tensor.histogram.coverage(target).overflow - tensor.histogram.infs
 
 
-def _flushed(histogram: ExponentHistogram, target: Format, scale: float) -> float:
+def _flushed(tensor: RecordedTensor, target: Format, scale: float) -> float:
     """Return the share that a format flushes to zero, of the values that are not zero."""
-    covered = histogram.coverage(target, scale)
+    covered = tensor.histogram.coverage(target, scale)
     return covered.underflow / max(1, covered.total - covered.zero - covered.nan)
 
 
-def _losers(totals: Totals, scale: float) -> str:
+def _losers(totals: Sequence[RecordedTensor], scale: float) -> str:
     """Name the weights of whose gradients FP16 flushes more than half at a loss scale; of none there is no text."""
-    shares = {name: _flushed(each, FP16, scale) for (kind, name), each in totals.items() if kind == GRADIENTS[1]}
+    shares = {name_of(each): _flushed(each, FP16, scale) for each in totals if each.kind == GRADIENTS[1]}
     lost = sorted((name for name in shares if shares[name] > _MOSTLY), key=lambda name: -shares[name])
     if not lost:
         return ""
@@ -572,39 +585,42 @@ def _losers(totals: Totals, scale: float) -> str:
     return f"; at 2^{round(math.log2(scale))} it flushes {share_text(shares[lost[0]], 1)} of those of {lost[0]}{more}"
 
 
-def _bf16(totals: Totals) -> FormatAnswer:
+def _bf16(totals: Sequence[RecordedTensor]) -> FormatAnswer:
     """Judge BF16: its range is FP32's, all but the last numbers."""
-    beyond = [name for (_, name), histogram in totals.items() if _beyond(histogram, BF16)]
+    beyond = [name_of(each) for each in totals if _beyond(each, BF16)]
+    line = "BF16 is safe: it has FP32's range, and needs no loss scale."
     if beyond:
         line = f"BF16 is not safe: {some_of(beyond, 3)} reach beyond {BF16.max:.4g}."
-        return FormatAnswer(format=BF16.name, is_safe=False, line=line)
-    line = "BF16 is safe: it has FP32's range, and needs no loss scale."
-    return FormatAnswer(format=BF16.name, is_safe=True, line=line, policy=Policy.O1("bfloat16"))
+    policy = None if beyond else Policy.O1("bfloat16")
+    return FormatAnswer(format=BF16.name, is_safe=not beyond, line=line, policy=policy)
 
 
-def _fp8(totals: Totals) -> FormatAnswer:
+def _fp8(totals: Sequence[RecordedTensor]) -> FormatAnswer:
     """Judge the eight-bit pair, each tensor at a scale of its own: E4M3 for what goes forward, E5M2 for gradients."""
     lossy: dict[str, float] = {}
-    for (kind, name), histogram in totals.items():
-        target = E5M2 if kind in GRADIENTS else E4M3
-        if kind == "updates" or not histogram.max_abs or histogram.infs or histogram.nans:
+    for each in totals:
+        target = E5M2 if each.kind in GRADIENTS else E4M3
+        if each.kind == "updates" or not each.histogram.max_abs or not is_finite(each):
             continue
-        share = _flushed(histogram, target, histogram.best_scale(target))
+        share = _flushed(each, target, each.histogram.best_scale(target))
         if share > _FLUSHED_IN_FP8:
-            lossy[f"{name} ({kind.replace('_', ' ')})"] = share
-    name = f"{E4M3.name}+{E5M2.name}"
-    said = "FP8 with a scale for each tensor, E4M3 forward and E5M2 for gradients,"
-    if not lossy:
-        line = f"{said} flushes at most {_FLUSHED_IN_FP8:.0%} of any tensor."
-        return FormatAnswer(format=name, is_safe=True, line=line.replace("%", " %"))
-    worst, *others = sorted(lossy, key=lambda each: -lossy[each])
-    more = f", and more than {100 * _FLUSHED_IN_FP8:g} % of {len(others)} other tensors" if others else ""
-    line = f"{said} is not safe: it flushes {share_text(lossy[worst], 1)} of {worst}{more}."
-    return FormatAnswer(format=name, is_safe=False, line=line)
+            lossy[f"{name_of(each)} ({each.kind.replace('_', ' ')})"] = share
+    limit, said = (
+        f"{100 * _FLUSHED_IN_FP8:g} %",
+        "FP8 with a scale for each tensor, E4M3 forward and E5M2 for gradients,",
+    )
+    line = f"{said} flushes at most {limit} of any tensor."
+    if lossy:
+        worst, *others = sorted(lossy, key=lambda each: -lossy[each])
+        more = f", and more than {limit} of {len(others)} other tensors" if others else ""
+        line = f"{said} is not safe: it flushes {share_text(lossy[worst], 1)} of {worst}{more}."
+    return FormatAnswer(format=f"{E4M3.name}+{E5M2.name}", is_safe=not lossy, line=line)
 
 
-def _swallowing(lost: Mapping[str, SwallowedUpdates]) -> Iterator[str]:
+def _swallowing(run: RunFacts) -> Iterator[str]:
     """Say of the 16-bit formats how many updates vanish where weights are stored in them alone."""
+    # What a weight of 16 bits has swallowed already is no update any more: an alert says how much that was.
+    lost = {path: each for path, each in run.lost.items() if path not in run.stored_low}
     for target in (FP16, BF16):
         known = {path: each for path, each in lost.items() if target.name in each.swallowed and each.updated}
         if not known:
@@ -619,34 +635,3 @@ def _swallowing(lost: Mapping[str, SwallowedUpdates]) -> Iterator[str]:
             )
         else:
             yield f"Weights stored in {name} swallow {share} of the updates."
-
-
-# What to write ----------------------------------------------------------------------------------------------
-
-
-def _advice(evidence: Evidence, formats: Sequence[FormatAnswer], alerts: Sequence[Alert]) -> tuple[Policy | None, str]:
-    """Return the policy to go on with: that of the run where it does, else the first format that is safe."""
-    header = evidence.header
-    current = None if header.policy is None else Policy.parse(header.policy)
-    if current is None or header.compute_dtype not in (FP16.name, BF16.name):
-        safe = [each for each in formats if each.policy is not None]
-        return (safe[0].policy, safe[0].line) if safe else (None, "")
-    spoilt = first_not_finite(evidence)[1]
-    if header.compute_dtype == FP16.name and any(each.kind in GRADIENTS for each in spoilt):
-        return rescaled(current, LossScale.dynamic()), "Its loss scale skips steps whose gradients are not finite."
-    scale = better_scale(evidence)
-    if alerts and current.param_dtype != torch.float32:
-        wide = Policy.O2(current.dtype, emulate=current.emulate)
-        if any(flushed(evidence)) and scale is not None:
-            wide = rescaled(current, scale)
-        return wide, "Weights of O2 are FP32, which no update leaves or rounds away in."
-    if header.compute_dtype == BF16.name or not alerts:
-        return None, ""
-    beyond = [each.dtype for each in spoilt][:1] == [FP16.name] or any(near(evidence))
-    if not beyond and scale is not None and any(flushed(evidence)):
-        return rescaled(current, scale), "The loss scale moves the gradients into FP16's range."
-    if beyond or any(flushed(evidence)):
-        level = Policy.O2 if current.halves else Policy.O1
-        bfloat16 = level(BF16.name, rules=current.rules, emulate=current.emulate)
-        return bfloat16, "BF16 has FP32's range, and needs no loss scale."
-    return None, ""

@@ -14,15 +14,15 @@ import math
 import operator
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import IO, Any, Final, Literal, TypeVar
 
 import torch
 
 from mezzo.errors import PolicyError, StateError, nearest, shown, some_of
-from mezzo.files import jsonable, whole
+from mezzo.files import jsonable, made_of, whole
 from mezzo.formats import Format, by_name
 from mezzo.numerics.histogram import ExponentHistogram
 from mezzo.policy.rules import as_named, matches
@@ -38,6 +38,17 @@ OPERANDS: Final = {"activation": "activations", "weight": "weights", "gradient":
 NOISE_LIMIT: Final = math.sqrt(3.0)
 
 Steps = Literal["newest", "all"] | int
+
+T = TypeVar("T", "RecordedTensor", "RecordedOperand")  # Python 3.11 has no `def f[T]`
+Key = TypeVar("Key")
+
+
+def grouped(items: Iterable[T], key: Callable[[T], Key]) -> dict[Key, list[T]]:
+    """Return items by their keys, both in the order in which they come."""
+    groups: dict[Key, list[T]] = {}
+    for each in items:
+        groups.setdefault(key(each), []).append(each)
+    return groups
 
 
 def kind_of(name: str) -> str:
@@ -135,6 +146,16 @@ class RecordedTensor:
         """The module's path and the tensor's name, as ``blocks.0.up.weight``."""
         return f"{self.module}.{self.name}" if self.module else self.name
 
+    @classmethod
+    def total_of(cls, tensors: Sequence[RecordedTensor]) -> RecordedTensor:
+        """Sum up several, at least one; it is called what the last is called."""
+        lost = [each.swallowed for each in tensors if each.swallowed is not None]
+        return dataclasses.replace(
+            tensors[-1],
+            histogram=ExponentHistogram.total_of(each.histogram for each in tensors),
+            swallowed=functools.reduce(operator.add, lost) if lost else None,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOperand:
@@ -151,7 +172,7 @@ class RecordedOperand:
         saturated: Of these: elements beyond the largest that their scale reaches.
         flushed: Of these: elements that are not zero, and became zero.
         gradient_norm: Of gradients: the 2-norm of the weight's gradient, unscaled, from the output's gradient before it
-            was quantised; ``None`` where no quantised gradient went into it.
+            was quantised, of this rank's batch; ``None`` where no quantised gradient went into it.
         noise_norm: The 2-norm of what quantising that added to the weight's gradient.
     """
 
@@ -204,6 +225,20 @@ class OperandLosses:
     below_noise: float | None
     noise: float | None
     steps: int
+
+    @classmethod
+    def of(cls, steps: Sequence[RecordedOperand]) -> OperandLosses:
+        """Sum up what several steps lost of one operand."""
+        first, elements = steps[0], sum(each.elements for each in steps)
+        below = [each.below_noise for each in steps if each.below_noise is not None]
+        noises = [each.noise for each in steps if each.noise is not None]
+        return cls(
+            module=first.module, name=first.name, role=first.role, format=first.format, steps=len(steps),
+            saturated=sum(each.saturated for each in steps) / elements,
+            flushed=sum(each.flushed for each in steps) / elements,
+            below_noise=sum(below) / len(below) if below else None,
+            noise=sum(noises) / len(noises) if noises else None,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -306,14 +341,15 @@ class Evidence:
             PolicyError: No such kind or module was recorded.
             StateError: No step, or not that one, has such a tensor.
         """
-        return ExponentHistogram.total_of(each.histogram for each in self.tensors(kind, module, step=step, name=name))
+        return RecordedTensor.total_of(self.tensors(kind, module, step=step, name=name)).histogram
 
     def swallowed(
         self, module: str | None = None, *, step: Steps = "newest", name: str | None = None
     ) -> SwallowedUpdates:
         """Count the updates that vanish, summed over some weights; arguments as of :meth:`histogram`."""
-        found = (each.swallowed for each in self.tensors("updates", module, step=step, name=name))
-        return functools.reduce(operator.add, (each for each in found if each is not None))
+        lost = RecordedTensor.total_of(self.tensors("updates", module, step=step, name=name)).swallowed
+        assert lost is not None, "each recorded update tells what of it vanishes"
+        return lost
 
     def tensors(
         self,
@@ -326,18 +362,11 @@ class Evidence:
         """Return what :meth:`histogram` would sum; never an empty list."""
         several = kind if isinstance(kind, Iterable) and not isinstance(kind, str) else [kind]
         kinds = [kind_of(each) for each in several]
-        places = None if module is None else self._places(module)
-        found: list[RecordedTensor] = []
-        for recorded in self._chosen(step):
-            found += (
-                each
-                for each in recorded.tensors
-                if each.kind in kinds
-                and (name is None or each.name == name)
-                and (places is None or (each.module, None) in places or (each.module, each.name) in places)
-            )
-            if found and step == "newest":
-                break
+
+        def asked(recorded: RecordedStep) -> list[RecordedTensor]:
+            return [each for each in recorded.tensors if each.kind in kinds and name in (None, each.name)]
+
+        found = self._of_steps(asked, module, step)
         if not found:
             raise self._nothing(kinds, module, step, name)
         return found
@@ -353,29 +382,9 @@ class Evidence:
             PolicyError: No such module was recorded.
             StateError: That step was not recorded.
         """
-        places = None if module is None else self._places(module)
-        found: dict[tuple[str, str, str, str], list[RecordedOperand]] = {}
-        for recorded in self._chosen(step):
-            for each in recorded.operands:
-                if places is None or (each.module, None) in places or (each.module, each.name) in places:
-                    found.setdefault((each.module, each.name, each.role, each.format), []).append(each)
-            if step == "newest" and found:
-                break
-        made = []
-        for (path, name, role, form), steps in found.items():
-            elements, told = sum(each.elements for each in steps), [each.below_noise for each in steps]
-            known = [each for each in told if each is not None]
-            noises = [each.noise for each in steps if each.noise is not None]
-            made.append(
-                OperandLosses(
-                    module=path, name=name, role=role, format=form, steps=len(steps),
-                    saturated=sum(each.saturated for each in steps) / elements,
-                    flushed=sum(each.flushed for each in steps) / elements,
-                    below_noise=sum(known) / len(known) if known else None,
-                    noise=sum(noises) / len(noises) if noises else None,
-                )
-            )  # fmt: skip
-        return made
+        found = self._of_steps(lambda recorded: recorded.operands, module, step)
+        of_operand = grouped(found, lambda each: (each.module, each.name, each.role, each.format))
+        return [OperandLosses.of(steps) for steps in of_operand.values()]
 
     def statistics(self) -> Iterator[dict[str, Any]]:
         """Yield a row for each recorded step, module and kind: where its numbers lie, as JSON has it.
@@ -384,20 +393,31 @@ class Evidence:
         ``swallowed_bf16`` (updates that vanish in BF16 weights; ``None`` where there are none) are counts of ``count``.
         """
         for recorded in self.steps:
-            groups: dict[tuple[str, str], list[RecordedTensor]] = {}
-            for each in recorded.tensors:
-                groups.setdefault((each.module, each.kind), []).append(each)
-            for (module, kind), several in groups.items():
-                together = ExponentHistogram.total_of(each.histogram for each in several)
-                lost = [each.swallowed.swallowed.get("bfloat16") for each in several if each.swallowed is not None]
+            for (module, kind), several in grouped(recorded.tensors, lambda each: (each.module, each.kind)).items():
+                total = RecordedTensor.total_of(several)
+                counts, lost = total.histogram, total.swallowed
                 yield {
                     "step": recorded.step, "module": module, "kind": kind,
                     "dtype": "+".join(dict.fromkeys(each.dtype for each in several)),
-                    "largest": together.max_abs, "zeros": together.zeros, "infs": together.infs,
-                    "nans": together.nans, "flushed_fp16": together.coverage("float16").underflow,
-                    "swallowed_bf16": sum(each or 0 for each in lost) if lost and None not in lost else None,
-                    "count": together.total,
+                    "largest": counts.max_abs, "zeros": counts.zeros, "infs": counts.infs, "nans": counts.nans,
+                    "flushed_fp16": counts.coverage("float16").underflow,
+                    "swallowed_bf16": None if lost is None else lost.swallowed.get("bfloat16"),
+                    "count": counts.total,
                 }  # fmt: skip
+
+    def _of_steps(self, asked: Callable[[RecordedStep], Sequence[T]], module: str | None, step: Steps) -> list[T]:
+        """Return what is asked of the steps that are chosen, as far as it is of the modules."""
+        places = None if module is None else self._places(module)
+        found: list[T] = []
+        for recorded in self._chosen(step):
+            found += (
+                each
+                for each in asked(recorded)
+                if places is None or not places.isdisjoint([(each.module, None), (each.module, each.name)])
+            )
+            if found and step == "newest":
+                break
+        return found
 
     def _chosen(self, step: Steps) -> Iterator[RecordedStep]:
         """Return the steps asked for, newest first."""
@@ -558,32 +578,22 @@ def read(path: str | os.PathLike[str]) -> Evidence:
 def _header(line: dict[str, Any]) -> EvidenceHeader:
     if (schema := line.pop("schema", None)) != SCHEMA:
         raise ValueError(f"it has schema {schema!r}, and this version of mezzo reads schema {SCHEMA}")
-    modules = tuple(RecordedModule(**each) for each in line["modules"])
-    lists = {name: tuple(line[name]) for name in ("kinds", "formats")}
-    return EvidenceHeader(**{**line, **lists, "modules": modules})
+    header: EvidenceHeader = made_of(EvidenceHeader, line)
+    return header
 
 
 def _step(line: dict[str, Any]) -> RecordedStep:
-    scales, tensors = tuple(map(float, line["loss_scales"])), tuple(map(_tensor_of, line["tensors"]))
-    operands = tuple(map(_operand_of, line["operands"]))
-    return RecordedStep(**{**line, "loss_scales": scales, "tensors": tensors, "operands": operands})
+    step: RecordedStep = made_of(RecordedStep, line | {"tensors": [each | _taken(each) for each in line["tensors"]]})
+    return step
 
 
-def _operand_of(line: dict[str, Any]) -> RecordedOperand:
-    norms = {name: None if line[name] is None else float(line[name]) for name in ("gradient_norm", "noise_norm")}
-    return RecordedOperand(**{**line, **norms})
-
-
-def _tensor_of(line: dict[str, Any]) -> RecordedTensor:
+def _taken(line: dict[str, Any]) -> dict[str, ExponentHistogram]:
+    """Take a tensor's counts out of its line, and return the histogram of them."""
     numbers = [0] * ROW
     for start, name in ((0, "counts"), (BINS, "powers")):
-        for exponent, count in line[name].items():
+        for exponent, count in line.pop(name).items():
             numbers[start + int(exponent) - FIRST] = count
-    numbers[ZEROS], numbers[INFS], numbers[NANS] = line["zeros"], line["infs"], line["nans"]
-    numbers[LARGEST] = int(torch.tensor(line["max_abs"], dtype=torch.float32).view(torch.int32))
-    lost = line["swallowed"]
-    return RecordedTensor(
-        **{name: line[name] for name in ("kind", "module", "name", "dtype")},
-        histogram=ExponentHistogram(torch.tensor(numbers, dtype=torch.int64)),
-        swallowed=None if lost is None else SwallowedUpdates(**lost),
-    )
+    for place, name in ((ZEROS, "zeros"), (INFS, "infs"), (NANS, "nans")):
+        numbers[place] = line.pop(name)
+    numbers[LARGEST] = int(torch.tensor(line.pop("max_abs"), dtype=torch.float32).view(torch.int32))
+    return {"histogram": ExponentHistogram(torch.tensor(numbers, dtype=torch.int64))}

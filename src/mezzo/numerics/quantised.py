@@ -11,7 +11,7 @@ effective (Chmiel et al., *FP4 All the Way: Fully Quantized Training of LLMs*, a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Final
@@ -23,11 +23,17 @@ from mezzo.cast.notes import listening, product_beside
 from mezzo.dispatch import DisableTorchFunction
 from mezzo.formats import E2M1, Quantized
 from mezzo.numerics.evidence import OPERANDS, RecordedOperand
+from mezzo.numerics.ranks import Counted
 from mezzo.numerics.subject import Subject
-from mezzo.numerics.watches import Tally
+from mezzo.numerics.watches import Place, Tally
 from mezzo.tensors import moved
 from mezzo.trace.modes import is_watched
+from mezzo.trace.observe import WIDTH
 
+#: What the kinds of places begin with that operands are counted at; role and format follow.
+_KIND: Final = "operands"
+#: Norms of a weight's gradient and its noise that were not computed.
+_UNKNOWN: Final[tuple[float | None, float | None]] = (None, None)
 #: By how much more than the largest element an element saturates: less is what FP32 arithmetic makes of scales.
 SLACK: Final = 2.0**-20
 
@@ -94,7 +100,7 @@ class OperandWatch:
         self._params, self._tally, self._factor = subject.params, tally, factor
         self.roles = {role for role, kind in OPERANDS.items() if kind in kinds}
         self.has_noise, self.is_open = "weight_gradients" in kinds, True
-        self._rows: dict[tuple[str, str, str, str], int] = {}
+        self._rows: dict[Place, int] = {}
         self._noise: dict[tuple[str, str], tuple[Tensor, Tensor]] = {}
         self._listening = ExitStack()
         if self.roles or self.has_noise:
@@ -112,7 +118,7 @@ class OperandWatch:
 
     def take(self, place: tuple[str, str], role: str, form: str, counts: Tensor) -> None:
         """Take what an operand has lost into the step."""
-        key = (*place, role, form)
+        key = (f"{_KIND} {role} {form}", *place)
         if key not in self._rows:
             self._rows[key] = self._tally.row(counts.device)
         self._tally.beside(self._rows[key])[: len(counts)].add_(counts)
@@ -133,23 +139,33 @@ class OperandWatch:
         """Norms of gradient and noise, 0-d, of each weight that has them."""
         return [torch.linalg.vector_norm(part) for parts in self._noise.values() for part in parts]
 
-    def found(self, rows: Sequence[Tensor], norms: Sequence[float], start: int) -> tuple[RecordedOperand, ...]:
-        """Return what was counted.
+    def counted(self, rows: Sequence[Tensor]) -> dict[Place, Counted]:
+        """Return what was counted, as ranks add it up.
 
         Args:
             rows: Those of the tally, on the host.
-            norms: What :attr:`norms` came to.
-            start: Where a row's numbers begin behind its histogram.
+        """
+        return {place: ("int64", rows[row]) for place, row in self._rows.items()}
+
+    def found(self, counted: Mapping[Place, Counted], norms: Sequence[float]) -> tuple[RecordedOperand, ...]:
+        """Return what was lost.
+
+        Args:
+            counted: What :meth:`counted` returned, on all ranks, among other counts.
+            norms: What :attr:`norms` came to, on this one.
         """
         by_weight = dict(zip(self._noise, zip(norms[::2], norms[1::2], strict=True), strict=True))
         made = []
-        for (module, name, role, form), row in self._rows.items():
-            elements, saturated, flushed = rows[row][start : start + 3].tolist()
-            gradient, noisy = by_weight.pop((module, name), (None, None)) if role == "gradient" else (None, None)
+        for (kind, *place), (_, row) in counted.items():
+            if not kind.startswith(_KIND):
+                continue
+            _, role, form = kind.split()
+            gradient, noise = by_weight.pop((place[0], place[1]), _UNKNOWN) if role == "gradient" else _UNKNOWN
+            elements, saturated, flushed = row[WIDTH : WIDTH + 3].tolist()
             made.append(
                 RecordedOperand(
-                    module=module, name=name, role=role, format=form, elements=elements, saturated=saturated,
-                    flushed=flushed, gradient_norm=gradient, noise_norm=noisy,
+                    module=place[0], name=place[1], role=role, format=form, elements=elements, saturated=saturated,
+                    flushed=flushed, gradient_norm=gradient, noise_norm=noise,
                 )
             )  # fmt: skip
         order = {place: at for at, place in enumerate(self._params.values())}

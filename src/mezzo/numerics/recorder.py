@@ -124,10 +124,11 @@ class Recording:
         end = len(loss_scales) + len(flags)
         is_skipped = skipped is True or any(numbers[len(loss_scales) : end])
         order = {each.path: place for place, each in enumerate(self._subject.ordered(self.called))}
-        counted = {place: self._counted(place, rows) for place in self._places}
+        counted = {place: self._counted(place, rows) for place in self._places} | self._operands.counted(rows)
         if (group := self._group()) is not None and self._attendance.is_complete(group):
             counted = summed(counted, group, next(self._subject.model.parameters()).device)
-        places = sorted(counted, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
+        tensors = [place for place in counted if place[0] in KINDS]
+        places = sorted(tensors, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
         return RecordedStep(
             step=step,
             loss_scales=tuple(numbers[: len(loss_scales)]),
@@ -135,7 +136,7 @@ class Recording:
             tensors=tuple(
                 self._tensor(place, *counted[place]) for place in places if not (is_skipped and place[0] == "updates")
             ),
-            operands=self._operands.found(rows, numbers[end:], WIDTH),
+            operands=self._operands.found(counted, numbers[end:]),
         )
 
     def _take(self, doors: Doors, rows: list[Tensor], returned: Sequence[Returned]) -> None:

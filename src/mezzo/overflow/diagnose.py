@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import linecache
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Final, Literal
@@ -85,6 +85,7 @@ class Origin:
         role: What it is, where it is a parameter, buffer or input, or a cast of one.
         path: The name of that.
         cast_by: Whose cast overflowed: the ``policy``'s or the ``model``'s own code's; ``None`` for other ops.
+        is_low_by_model: Whether the model's own code has cast all that the kernel read of the tensor's format.
         made_nan_by: Where it may be meant: op and line that first made NaN of it.
         readers: The calls that read it while it is as large, in order.
     """
@@ -106,6 +107,7 @@ class Origin:
     role: Role | None = None
     path: str = ""
     cast_by: Literal["policy", "model"] | None = None
+    is_low_by_model: bool = False
     made_nan_by: str = ""
     readers: list[Reader] = field(default_factory=list)
 
@@ -200,30 +202,31 @@ class Changed:
 
 #: More modules than these in FP32 are better served by another format.
 _MANY: Final = 3
-_EPS: Final = "torch.finfo(x.dtype).eps"
+_CLIPPED: Final = "MixedPrecision(…, max_grad_norm=1.0)"
 _FINITE_MASK: Final = 'scores.masked_fill(mask, torch.finfo(scores.dtype).min)   # in place of float("-inf")'
 _RELOAD: Final = 'model.load_state_dict(mezzo.load("checkpoint.pt"))   # one from before'
 
-#: What is infinite where a number is 0, and what to write instead.
-_AT_ZERO: Final[Mapping[str, tuple[str, str]]] = {
-    "div": ("a division by 0", "x / (y + torch.finfo(y.dtype).eps)"),
-    "reciprocal": ("a division by 0", f"(x + {_EPS}).reciprocal()"),
-    "rsqrt": ("a division by the root of 0", f"(x + {_EPS}).rsqrt()"),
-    "sqrt": ("the derivative of a root is infinite at 0", f"(x + {_EPS}).sqrt()"),
-    "pow": ("a negative power of 0, its own or its derivative's", f"(x + {_EPS}).pow(exponent)"),
-    **{name: ("the logarithm of 0", f"x.clamp_min({_EPS}).{name}()") for name in ("log", "log2", "log10")},
-}
-
-#: Where an op has no result, and what to write instead.
-_OUTSIDE: Final[Mapping[str, tuple[str, str]]] = {
-    "pow": ("a fractional power of a negative number", f"x.clamp_min({_EPS}).pow(exponent)"),
-    **{name: ("the root of a negative number", f"x.clamp_min({_EPS}).{name}()") for name in ("sqrt", "rsqrt")},
-    **{name: ("the logarithm of a negative number", f"x.clamp_min({_EPS}).{name}()") for name in
-       ("log", "log2", "log10")},
-    **{name: (f"{name} of a number beyond 1", f"x.clamp({_EPS} - 1, 1 - {_EPS}).{name}()") for name in
-       ("acos", "asin", "atanh")},
-    **{name: (f"{name} of a single number", f"x.{name}(correction=0)") for name in ("std", "var")},
-}  # fmt: skip
+#: Ops, what is wrong where no format would help, the cause, and what to write instead.
+_FAULTS: Final[tuple[tuple[str, Kind, str, str], ...]] = (
+    ("div", "zero", "a division by 0", "x / (y + torch.finfo(y.dtype).eps)"),
+    ("reciprocal", "zero", "a division by 0", "(x + {eps}).reciprocal()"),
+    ("rsqrt", "zero", "a division by the root of 0", "(x + {eps}).rsqrt()"),
+    ("sqrt", "zero", "the derivative of a root is infinite at 0", "(x + {eps}).sqrt()"),
+    ("pow", "zero", "a negative power of 0, its own or its derivative's", "(x + {eps}).pow(exponent)"),
+    ("log log2 log10", "zero", "the logarithm of 0", "x.clamp_min({eps}).{op}()"),
+    ("_weight_norm", "zero", "a division by the norm of a row of zeros", "a weight without such a row, at first too"),
+    ("", "zero", "a division by 0, or an infinite derivative", "x + {eps}, where it is 0"),
+    ("pow", "domain", "a fractional power of a negative number", "x.clamp_min({eps}).pow(exponent)"),
+    ("sqrt rsqrt", "domain", "the root of a negative number", "x.clamp_min({eps}).{op}()"),
+    ("log log2 log10", "domain", "the logarithm of a negative number", "x.clamp_min({eps}).{op}()"),
+    ("acos asin atanh", "domain", "{op} of a number beyond 1", "x.clamp({eps} - 1, 1 - {eps}).{op}()"),
+    ("std var", "domain", "{op} of a single number", "x.{op}(correction=0)"),
+    ("", "domain", "{op} has no result for these numbers", "arguments that {op} is defined for"),
+    ("exp expm1 exp2 sinh cosh", "unbounded", "the result is infinite", "x.clamp(max=80).{op}()"),
+    ("", "unbounded", "the result is infinite", f"a lower learning rate, or {_CLIPPED} from the start"),
+)
+#: Causes and cures by kind and op; "" stands for other ops.
+_CURES: Final = {(kind, op): (cause, cure) for ops, kind, cause, cure in _FAULTS for op in ops.split() or [""]}
 
 
 @dataclass(slots=True)
@@ -307,20 +310,28 @@ def _made(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind
     if origin.dtype.itemsize < 4 and (origin.needed is None or origin.holds == torch.float32):
         remark, cure = _wider_format(origin, context)
         return "range", f"{_needs(origin)}{remark}", cure
-    op = origin.op if origin.op in _AT_ZERO or origin.op in _OUTSIDE else origin.kernel.removeprefix("aten::")
+    op = origin.op if any(known == origin.op for _, known in _CURES) else origin.kernel.removeprefix("aten::")
     if origin.holds is not None:
         cause = f"{_needs(origin)}: it grows without bound, and no format to train in holds it"
-        return "unbounded", cause, _bound(op)
-    same = "; float64 gives the same of what it read: no precision of this op cures it"
-    at_any = same if origin.needed is not None else ""
-    if any(each.num_zeros for each in origin.inputs) and (origin.tensor.num_inf or op == "div"):
-        what, cure = _AT_ZERO.get(op, ("a division by 0, or an infinite derivative", f"x + {_EPS}, where it is 0"))
-        return "zero", f"{what}{at_any}{_flushed(origin)}", cure
-    if origin.tensor.num_nan:
-        what, cure = _OUTSIDE.get(op, (f"{op} has no result for these numbers", f"arguments that {op} is defined for"))
-        return "domain", f"{what}{at_any}", cure
-    at_any = " in float64 as well" if origin.needed is not None else ""
-    return "unbounded", f"the result is infinite{at_any}{_flushed(origin)}", _bound(op)
+        return "unbounded", cause, _words("unbounded", op)[1]
+    # Derivatives divide as well: that of a root at 0.
+    is_divided = origin.kernel == "aten::div" and origin.inputs[-1].num_zeros > 0
+    does_only_divide = ("zero", op) in _CURES and ("domain", op) not in _CURES
+    kind: Kind = "domain" if origin.tensor.num_nan else "unbounded"
+    if any(each.num_zeros for each in origin.inputs) and (origin.tensor.num_inf or is_divided or does_only_divide):
+        kind = "zero"
+    cause, cure = _words(kind, op)
+    if origin.needed is not None:
+        same = "; float64 gives the same of what it read: no precision of this op cures it"
+        cause += " in float64 as well" if kind == "unbounded" else same
+    return kind, cause + ("" if kind == "domain" else _flushed(origin)), cure
+
+
+def _words(kind: Kind, op: str) -> tuple[str, str]:
+    """Return the cause and the cure of what no format helps: those of the op, or else of the kind."""
+    cause, cure = _CURES.get((kind, op)) or _CURES[kind, ""]
+    eps = "torch.finfo(x.dtype).eps"
+    return cause.format(op=op), cure.format(op=op, eps=eps)
 
 
 def _needs(origin: Origin) -> str:
@@ -335,19 +346,15 @@ def _needs(origin: Origin) -> str:
 
 def _of_scale(origin: Origin, context: Context, lowered: float) -> str:
     needs = f"{_needs(origin)}, " if origin.needed is not None and math.isfinite(origin.needed) else ""
-    text = f"{needs}with the loss scale {context.loss_scale:g}; with {power(lowered)} every gradient is finite"
+    text = (
+        f"{needs}with the loss scale {context.loss_scale:g}; with 2**{int(math.log2(lowered))} every gradient is finite"
+    )
     scale = None if context.policy is None else context.policy.loss_scale
     if scale is not None and scale.mode == "dynamic" and scale.floor > lowered:
         text += f"\nthe scale is dynamic, and stops at its floor, {scale.floor:g}"
     elif scale is not None and scale.mode == "dynamic":
         text += "\nwhere the scale is dynamic it backs off to that by itself, one skipped step for each power of two"
     return text
-
-
-def _bound(op: str) -> str:
-    if op in ("exp", "expm1", "exp2", "sinh", "cosh"):
-        return f"x.clamp(max=80).{op}()"
-    return "a lower learning rate, or MixedPrecision(…, max_grad_norm=1.0) from the start"
 
 
 def _flushed(origin: Origin) -> str:
@@ -404,6 +411,8 @@ def _wider_format(origin: Origin, context: Context) -> tuple[str, str]:
         return ", and the model's own code casts it", "x.bfloat16() in place of x.half(), or no cast"
     if policy is not None and policy.dtype != origin.dtype:
         return f", which {policy} does not ask for: the model's own code casts", "x.float() before it"
+    if origin.is_low_by_model:
+        return "; the model's own code casts what is read", "x.float() before it"
     if origin.phase == "backward":
         return "; other gradients are not finite with a lower loss scale either", _bfloat16(context)
     if _is_scripted(origin.module, context):
@@ -517,13 +526,3 @@ def _lower_scale(context: Context, scale: float, remark: str = "") -> str:
     except PolicyError:  # O3 in float16 cannot unscale
         return _bfloat16(context)
     return assignment(f"loss_scale={after}", remark)
-
-
-def power(value: float) -> str:
-    """Write a power of two.
-
-    Example:
-        >>> power(512.0)
-        '2**9'
-    """
-    return f"2**{int(math.log2(value))}"

@@ -125,6 +125,8 @@ class Watch:
             origin.needed, origin.holds = measure.needed(
                 result.dtype, record.kernel, held.args, held.kwargs, held.before, position
             )
+            makers = [self.recorder.recorded.maker(value) for value in record.reads if value.dtype == result.dtype]
+            origin.is_low_by_model = bool(makers) and all(each is not None and self._by_model(each) for each in makers)
             return origin
         before, is_emulated = held.args[0], record.by == "emulation"
         last, read = self._last or (record, [])
@@ -143,13 +145,17 @@ class Watch:
     def _name_cast(self, origin: Origin, before: Tensor, record: KernelRecord) -> None:
         if origin.phase == "backward":
             return
-        call, by_mezzo = self._call(record), record.by in ("cast", "quantised")
-        origin.cast_by = "model" if call is not None and call.is_conversion and not by_mezzo else "policy"
+        origin.cast_by = "model" if self._by_model(record) else "policy"
         found = self.names.of(before)
         if found is not None:
             origin.role, origin.path = found[:2]
         if origin.cast_by == "policy":
             origin.rename(f"{'argument' if found is None else found[1]} cast to {origin.tensor.dtype}")
+
+    def _by_model(self, record: KernelRecord) -> bool:
+        """Whether a kernel is a cast of the model's own code."""
+        call, by_mezzo = self._call(record), record.by in ("cast", "quantised")
+        return record.kind in _CASTS and call is not None and call.is_conversion and not by_mezzo
 
     def _given(self, tensor: Tensor, record: KernelRecord | None = None) -> Origin:
         """Note a tensor that is non-finite and that nothing in the pass has made."""

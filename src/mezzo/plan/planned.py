@@ -17,7 +17,7 @@ from rich.text import Text
 from mezzo.errors import StateError, printable
 from mezzo.explanation.explanation import WIDEST, plain, table
 from mezzo.explanation.rows import byte_text, counted, folded, format_text, share_text
-from mezzo.files import json_text
+from mezzo.files import json_text, made_of
 from mezzo.plan.balance import Balance
 from mezzo.plan.costs import Totals
 from mezzo.policy import Policy
@@ -155,20 +155,7 @@ class Plan:
             StateError: It is no plan's.
         """
         try:
-            found = json.loads(text)
-            made = cls(
-                **found
-                | {
-                    "balance": Balance(**found["balance"]),
-                    "totals": {name: Totals(**_numbers(each)) for name, each in found["totals"].items()},
-                    "ops": tuple(PlannedOp(**each | {"reads": tuple(each["reads"])}) for each in found["ops"]),
-                    "casts": tuple(
-                        PlannedCast(**each | {"readers": tuple(each["readers"])}) for each in found["casts"]
-                    ),
-                    "inputs": tuple(found["inputs"]),
-                    "unsaid": tuple(found["unsaid"]),
-                }
-            )
+            made: Self = made_of(cls, json.loads(text))
             made.policy()
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StateError("this text is no plan", why=str(error), write="what plan.to_json() gave") from error
@@ -198,11 +185,6 @@ class Plan:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[RenderableType]:
         yield from self.parts()
-
-
-def _numbers(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Read infinity, for which JSON has no number."""
-    return {name: float(value) if isinstance(value, str) else value for name, value in totals.items()}
 
 
 # The answer, and the few rows that matter --------------------------------------------------------------------------

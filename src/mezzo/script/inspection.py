@@ -21,8 +21,8 @@ from mezzo.errors import MezzoError, StateError
 from mezzo.explanation import Explanation, explain
 from mezzo.explanation.explaining import own
 from mezzo.formats import BF16, E4M3, E5M2, FP16
-from mezzo.numerics import KINDS, Diagnosis, Evidence, ExponentHistogram, Recorder, SwallowedUpdates, diagnose
-from mezzo.numerics.evidence import FILE
+from mezzo.numerics import KINDS, Diagnosis, Evidence, RecordedTensor, Recorder, diagnose
+from mezzo.numerics.evidence import FILE, grouped
 from mezzo.policy import Policy
 from mezzo.script.program import (
     METRICS,
@@ -262,18 +262,15 @@ class Inspection:
 
     def lost(self, *, by_tensor: bool = False) -> Iterator[Lost]:
         """Yield what each format would lose of each kind, or of each tensor."""
-        groups: dict[tuple[str, str], list[tuple[ExponentHistogram, SwallowedUpdates | None]]] = {}
-        for each in (tensor for step in self.evidence.steps for tensor in step.tensors):
-            key = each.kind, each.path if by_tensor else ""
-            groups.setdefault(key, []).append((each.histogram, each.swallowed))
+        tensors = (tensor for step in self.evidence.steps for tensor in step.tensors)
+        groups = grouped(tensors, lambda each: (each.kind, each.path if by_tensor else ""))
         for kind, path in sorted(groups, key=lambda key: KINDS.index(key[0])):
-            histogram = ExponentHistogram.total_of(each for each, _ in groups[kind, path])
-            updates = [each for _, each in groups[kind, path] if each is not None]
+            whole = RecordedTensor.total_of(groups[kind, path])
             for target in FORMATS:
-                found = histogram.coverage(target)
-                shares = (found.underflow, found.subnormal, found.overflow - histogram.infs)
+                found = whole.histogram.coverage(target)
+                shares = (found.underflow, found.subnormal, found.overflow - whole.histogram.infs)
                 flushed, subnormal, overflow = (n / found.total if found.total else None for n in shares)
-                share = sum(updates[1:], updates[0]).share(target) if updates else math.nan
+                share = math.nan if whole.swallowed is None else whole.swallowed.share(target)
                 yield Lost(
                     kind=kind, tensor=path, format=target.name, flushed=flushed, subnormal=subnormal,
                     overflow=overflow, swallowed=None if math.isnan(share) else share,

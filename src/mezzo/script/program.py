@@ -21,7 +21,7 @@ from zipfile import is_zipfile
 
 import mezzo
 from mezzo.errors import PolicyError
-from mezzo.files import jsonable
+from mezzo.files import jsonable, made_of
 from mezzo.patches import patch
 
 _OURS: Final = os.path.dirname(os.path.abspath(mezzo.__file__)) + os.sep
@@ -191,13 +191,8 @@ class StepRecord:
 
 def read_steps(path: Path) -> list[StepRecord]:
     """Read a file of :attr:`StepRecord.line`; of one whose writer was killed, all whole lines."""
-    records = []
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            read = json.loads(line)
-            numbers = {name: float(read[name]) for name in ("loss", "scale", "grad_norm", "ms")}  # "nan" and "inf", too
-            records.append(StepRecord(**read | numbers))
-    return records
+    lines = path.read_text().splitlines(keepends=True)
+    return [made_of(StepRecord, json.loads(line)) for line in lines if line.endswith("\n")]
 
 
 def step_ms(records: Sequence[StepRecord]) -> tuple[float, float, float] | None:
