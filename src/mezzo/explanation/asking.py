@@ -261,7 +261,7 @@ class Asked:
             if record.flops is not None:
                 call = record.call
                 dtype = record.formats[0] if record.formats else name
-                key = record.module, call.op or record.name, dtype, call.why, call.line
+                key = record.module, record.op, dtype, call.why, call.line
                 count[key] += 1
                 flops[key] += record.flops[0]
         return tuple(
@@ -280,7 +280,7 @@ class Asked:
         for record in self._forward():
             if record.flops is not None:
                 for read in {labels[value.number] for value in _factors(record) if value.number in labels}:
-                    found[record.module, record.call.op or record.name, record.call.line, read] += 1
+                    found[record.module, record.op, record.call.line, read] += 1
             elif record.kind in HANDS_ON or record.kind == "rounding":
                 known = (labels[value.number] for value in record.reads if value.number in labels)
                 label: Integers | None = next(known, None)
