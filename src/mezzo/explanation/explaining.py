@@ -67,8 +67,8 @@ def explain(
         StateError: The model is prepared already.
 
     **Cost**: a second copy of weights and buffers while it runs, what pointwise kernels of 16 bits read until it ends,
-    and a training step at 100 to 200 µs of Python for each kernel: seconds for a model of thousands of ops. Kernels of which a finding may be
-    told run once more in FP64. Programs that torch compiled run uncompiled.
+    and a training step at 100 to 200 µs of Python for each kernel: seconds for a model of thousands of ops. Kernels of
+    which a finding may be told run once more in FP64. Programs that torch compiled run uncompiled.
 
     Example:
         >>> import torch
