@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from mezzo.explanation.asking import Asked
 from mezzo.explanation.low_numbers import LowNumbers
-from mezzo.explanation.rows import Finding, Product, Row, byte_text, folded, format_text, share_text
+from mezzo.explanation.rows import Finding, Product, Row, as_glob, byte_text, folded, format_text, share_text
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED
 from mezzo.policy.rules import both, exact
@@ -196,7 +195,7 @@ def _lost_integers(seen: Asked) -> Iterator[Finding]:
         module, op, line, found = fold.rows[0]
         lost, path = found.lost, exact(module)
         if len(fold.rows) > 1:
-            path = re.sub(r"\{[^}]*\}", "*", exact(fold.path))
+            path = as_glob(exact(fold.path))
         shape = f"{lost.num_changed:,} of {lost.num_all:,} change in {format_text([lost.dtype])}"
         cast = f", by the cast at {found.line}" if found.line else ""
         is_buffer = found.by not in ("policy", "model", "torch")

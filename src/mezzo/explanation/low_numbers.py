@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mezzo.errors import PolicyError
-from mezzo.explanation.rows import Finding, FindingKind, folded, format_text
+from mezzo.explanation.rows import Finding, FindingKind, as_glob, folded, format_text
 from mezzo.policy import Rule
 from mezzo.policy.rules import both, exact
 from mezzo.tensors import LOW, dtype_name, has_fraction
@@ -476,7 +476,7 @@ def _op_in_fp32(record: KernelRecord) -> tuple[str, ...]:
 
 def _finding(fault: _Fault, module: str, names: Collection[str]) -> Finding:
     """Write a finding, with one rule for alike modules."""
-    globs = (re.sub(r"\{[^}]*\}", "*", fold.path) for fold in folded(names, str, lambda name: None))
+    globs = (as_glob(fold.path) for fold in folded(names, str, lambda name: None))
     of_ops = fault.kind in _OF_OPS
     rule = f"{'fp32' if of_ops else 'fp32_module'}={'+'.join(globs)}" if names else ""
     cure = (", or " if of_ops else ", and ").join(each for each in (fault.words, rule and both(rule)) if each)

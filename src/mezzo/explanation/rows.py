@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final, Generic, Literal, TypeVar
 
 # Numbers and formats as people read them.
@@ -345,6 +346,11 @@ def folded(rows: Iterable[T], path: Callable[[T], str], rest: Callable[[T], Hash
     return [Fold(_text(parts), tuple(row for _, row in each)) for each, parts in found]
 
 
+def as_glob(path: str) -> str:
+    """Return a glob that matches each of the paths of a fold, which are globs by themselves."""
+    return re.sub(r"\{[^}]*\}", "*", path)
+
+
 def _part(text: str) -> str | frozenset[int]:
     is_index = text.isascii() and text.isdecimal() and str(int(text)) == text
     return frozenset([int(text)]) if is_index else text
@@ -352,25 +358,16 @@ def _part(text: str) -> str | frozenset[int]:
 
 def _merged(group: dict[Parts, list[tuple[int, T]]]) -> dict[Parts, list[tuple[int, T]]]:
     """Join paths that differ in one index, the last index first, then those that differ in the one before."""
-    length = len(next(iter(group)))
-    for position in reversed(range(length)):
-        joined: dict[Hashable, tuple[Parts, list[tuple[int, T]]]] = {}
+    for position, part in reversed([*enumerate(next(iter(group)))]):
+        if isinstance(part, str):  # a name, and so it is in all paths of a group
+            continue
+        joined: dict[tuple[Parts, Parts], tuple[frozenset[Any], list[tuple[int, T]]]] = {}
         for parts, rows in group.items():
-            here = parts[position]
-            key = (*parts[:position], None, *parts[position + 1 :]) if isinstance(here, frozenset) else parts
-            if key in joined and isinstance(here, frozenset):
-                others, before = joined[key]
-                union = (*parts[:position], here | _indices(others[position]), *parts[position + 1 :])
-                joined[key] = union, sorted([*before, *rows], key=lambda each: each[0])
-            else:
-                joined[key] = parts, rows
-        group = dict(joined.values())
+            around = parts[:position], parts[position + 1 :]
+            indices, before = joined.get(around, (frozenset[Any](), []))
+            joined[around] = indices.union(parts[position]), sorted([*before, *rows], key=itemgetter(0))
+        group = {(*left, indices, *right): rows for (left, right), (indices, rows) in joined.items()}
     return group
-
-
-def _indices(part: str | frozenset[int]) -> frozenset[int]:
-    assert isinstance(part, frozenset)
-    return part
 
 
 def _text(parts: Parts) -> str:

@@ -30,10 +30,12 @@ class Probe:
 
     Attributes:
         name: Under which :attr:`~mezzo.trace.table.KernelRecord.probes` holds what was measured.
+        gives: Names the numbers.
         wants: Whether anything is to be measured at a kernel that has run.
     """
 
     name: str
+    gives: Callable[..., Any]
 
     def __init__(self, wants: Wanted) -> None:
         self.wants = wants
@@ -47,7 +49,7 @@ class Probe:
 
     def read(self, numbers: list[float]) -> Any:
         """Make of the numbers what :attr:`~mezzo.trace.table.KernelRecord.probes` holds."""
-        raise NotImplementedError
+        return self.gives(*numbers)
 
 
 def is_measurable(tensor: Any) -> TypeGuard[Tensor]:
@@ -140,16 +142,12 @@ def lost_integers(tensor: Tensor, dtype: torch.dtype) -> LostIntegers | None:
 class Largest(Probe):
     """The largest finite magnitude of what a kernel reads first."""
 
-    name = "largest"
+    name, gives = "largest", float
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Measure the operand."""
         sizes = _sizes(args[0]) if is_measurable(args[0]) else None
         return None if sizes is None else _row(torch.where(torch.isfinite(sizes), sizes, 0.0).amax())
-
-    def read(self, numbers: list[float]) -> float:
-        """Return it."""
-        return numbers[0]
 
 
 class TotalOf(NamedTuple):
@@ -214,7 +212,7 @@ class DistinctOf(NamedTuple):
 class Distinct(Probe):
     """How many numbers of a result are different, and how many are in FP64: of positions, anchors and grids."""
 
-    name = "distinct"
+    name, gives = "distinct", DistinctOf
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Run the kernel again in FP64, and compare neighbours of both results, in their order."""
@@ -227,10 +225,6 @@ class Distinct(Probe):
         least = torch.cat([steps, steps.new_full((1,), math.inf)]).amin()
         count = steps.new_tensor(float(ours.numel()))
         return _row((gaps > 0).sum() + 1, (exact_gaps > 0).sum() + 1, (ours - theirs).abs().amax(), least, count)
-
-    def read(self, numbers: list[float]) -> DistinctOf:
-        """Name the numbers."""
-        return DistinctOf(*numbers)
 
 
 class DifferenceOf(NamedTuple):
@@ -257,7 +251,7 @@ class Difference(Probe):
     **Cost**: what such kernels read stays in memory until the pass is over.
     """
 
-    name = "difference"
+    name, gives = "difference", DifferenceOf
 
     def __init__(self, subtracts: Wanted, makes: Wanted) -> None:
         super().__init__(lambda record: subtracts(record) or makes(record))
@@ -285,10 +279,6 @@ class Difference(Probe):
         if not exact or exact[0].stride() != made.strides:
             return tensor.detach().double()
         return exact[0].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-    def read(self, numbers: list[float]) -> DifferenceOf:
-        """Name the sums."""
-        return DifferenceOf(*numbers)
 
 
 class _Made(NamedTuple):
