@@ -175,6 +175,21 @@ def test_what_a_finding_says_to_write_cures_it(case):
         assert error(cured, x, policy, right) < before / 8
 
 
+def test_codes_of_a_layer_and_of_the_model_itself_need_both_cures():
+    def run(linear):
+        return lambda model, x: (
+            model.one(x) * 0 + ((model.one(x) + linear(x, model.two.weight)).sigmoid() * 1000).long()
+        )
+
+    (finding,) = found(run(functional.linear), X, BF16)
+    words, rule = "a function under @mezzo.fp32 for this linear", "fp32_module=one"
+    assert finding.text.endswith(f'write {words}, and policy.keep_fp32(modules=["one"]), the text {rule}')
+    cured = run(lambda x, weight: in_fp32(functional.linear, x, weight))
+    assert found(run(functional.linear), X, f"{BF16},{rule}") != []
+    assert found(cured, X, BF16) != []
+    assert found(cured, X, f"{BF16},{rule}") == []
+
+
 class Squares(nn.Module):
     def __init__(self, shift=lambda output: output):
         super().__init__()

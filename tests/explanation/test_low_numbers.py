@@ -343,7 +343,9 @@ def test_codes_of_low_numbers():
     (finding,) = found(Codes(), digits)
     assert (finding.kind, finding.where) == ("codes", f"(model) long {line_of(Codes(), 3)}")
     assert "integers up to 4,096 are read off numbers in BF16, which holds all up to 256 only, 4 of " in finding.text
-    assert finding.text.endswith("write a function under @mezzo.fp32 for this linear")
+    assert finding.text.endswith(
+        'write a function under @mezzo.fp32 for this linear, or policy.fp32("linear"), the text fp32=linear'
+    )
 
 
 def test_few_bins_and_what_is_an_integer_before():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -42,10 +42,6 @@ _ARITHMETIC: Final = frozenset("sub rsub mul div true_divide pow square abs exp 
 #: What is sensitive to the small ones among the results of a filter bank.
 _MAGNITUDES: Final = frozenset("log log2 log10 log1p abs pow square angle atan2 view_as_complex complex".split())
 
-#: Kinds whose rule keeps ops in FP32, instead of what is written in the program. The other kinds keep modules in FP32,
-#: and write in the program what no module's rule reaches.
-_OF_OPS: Final[frozenset[FindingKind]] = frozenset({"sum by hand", "criterion"})
-
 
 def has_too_many_positions(record: KernelRecord) -> bool:
     """Whether a kernel makes more positions in a low format than the format has integers: a fact of shapes alone."""
@@ -68,7 +64,7 @@ class _Fault(NamedTuple):
         bits: How many of FP32's bits are lost.
         what: What happens, in words.
         words: What to write in the program; empty where a rule is all there is to write.
-        rules: What rules that cure it name, ops or modules.
+        rules: The rules that cure it, on ops or on modules.
     """
 
     kind: FindingKind
@@ -131,34 +127,20 @@ class LowNumbers:
             for fold in alike:
                 lines.add(fold.rows[0].place)
                 faults = [each for row in fold.rows for each in of_places[row.record.module, row.place]]
-                yield _finding(fold.rows[0], fold.text, dict.fromkeys(name for each in faults for name in each.rules))
+                yield _finding(fold.rows[0], fold.text, dict.fromkeys(rule for each in faults for rule in each.rules))
 
     # Sums by hand --------------------------------------------------------------------------------------
 
     @staticmethod
     def _sums(table: WatchedPass) -> Iterator[_Fault]:
-        """Find chains of additions of one line, each to the result of the last, that nothing else reads."""
-        chains: dict[int, list[tuple[KernelRecord, int]]] = {}  # by what they have come to; and where the new term is
-        for record in table.kernels:
-            if not _is_addition(record) or "total" not in record.probes or len({v.number for v in record.reads}) < 2:
-                continue
-            chain = [(record, 1)]
-            for place, value in enumerate(record.reads[: 1 if record.name == "sub" else 2]):
-                before = chains.get(value.number)
-                is_same = value.shape == record.gives[0].shape
-                if before and is_same and before[-1][0].call.line == record.call.line:
-                    chain = chains.pop(value.number)
-                    chain.append((record, 1 - place))
-                    break
-            chains[record.gives[0].number] = chain
-        for chain in chains.values():
-            first, last = chain[0][0], chain[-1][0]
+        for chain in _chains(table):
+            first, last = chain[0].record, chain[-1].record
             dtype = last.gives[0].dtype
             if first.call.line is None or len(chain) < num_integers(dtype) // 4 or _is_stream(table, chain):
                 continue
             size = math.prod(last.gives[0].shape)
-            exact_sum = first.probes["total"].terms[0]
-            magnitude = first.probes["total"].magnitudes[0]
+            start = 1 - chain[0].term
+            exact_sum, magnitude = (each[start] for each in first.probes["total"][:2])
             for record, term in chain:
                 times = size / max(1, math.prod(record.reads[term].shape))
                 times *= float(record.constants[-1]) if record.constants else 1.0
@@ -170,8 +152,8 @@ class LowNumbers:
                 continue
             what = f"{len(chain):,} terms added one by one in {_name(dtype)} come to {result:.4g} for {exact_sum:.4g}"
             # An operand that the program made low stays so, whatever a rule says of the terms.
-            start, added = table.maker(first.reads[1 - chain[0][1]]), table.maker(last.reads[chain[-1][1]])
-            is_made_low = start is None or not any(has_fraction(value.dtype) for value in start.reads)
+            total, added = table.maker(first.reads[start]), table.maker(last.reads[chain[-1].term])
+            is_made_low = total is None or not any(has_fraction(value.dtype) for value in total.reads)
             is_op = added is not None and added.kind == "other" and bool(added.call.op)
             rules = _op_in_fp32(added) if added is not None and is_op and not is_made_low else ()
             yield _Fault(
@@ -364,7 +346,32 @@ def _makes_codes(record: KernelRecord) -> bool:
     return is_cast and not has_fraction(record.gives[0].dtype) and record.gives[0].dtype != torch.bool
 
 
-def _is_stream(table: WatchedPass, chain: list[tuple[KernelRecord, int]]) -> bool:
+class _Addition(NamedTuple):
+    """One addition of a sum by hand, and which of its operands is the new term."""
+
+    record: KernelRecord
+    term: int
+
+
+def _chains(table: WatchedPass) -> Iterable[list[_Addition]]:
+    """Return the chains of additions of one line, each to the result of the last."""
+    chains: dict[int, list[_Addition]] = {}  # by what they have come to
+    for record in table.kernels:
+        if not _is_addition(record) or "total" not in record.probes or len({v.number for v in record.reads}) < 2:
+            continue
+        chain = [_Addition(record, 1)]
+        for place, value in enumerate(record.reads[: 1 if record.name == "sub" else 2]):
+            before = chains.get(value.number)
+            is_same = value.shape == record.gives[0].shape
+            if before and is_same and before[-1].record.call.line == record.call.line:
+                chain = chains.pop(value.number)
+                chain.append(_Addition(record, 1 - place))
+                break
+        chains[record.gives[0].number] = chain
+    return chains.values()
+
+
+def _is_stream(table: WatchedPass, chain: list[_Addition]) -> bool:
     """Whether what has come together is read by more than the next addition, as a residual stream is."""
     read = 0
     for (record, _), (after, _) in itertools.pairwise(chain):
@@ -452,34 +459,43 @@ def _format(record: KernelRecord) -> str:
 
 
 def _in_fp32(records: Sequence[KernelRecord]) -> tuple[str, tuple[str, ...]]:
-    """Return what keeps kernels in FP32: what to write where no module's rule reaches them, and the modules of others.
+    """Return what keeps kernels in FP32: what to write where no module's rule reaches them, and rules.
 
-    A cast of the model's own code is in no module's hands.
+    A cast of the model's own code is in no rule's hands. Where all are of the model itself, rules on ops do it, too.
     """
     if not records:
         return "inputs in FP32", ()
     casts = [each for each in records if each.kind == "cast" and each.by != "emulation"]
-    alone = dict.fromkeys(each.op for each in records if each.module in ("", LOSS) and each not in casts)
+    computed = [each for each in records if each not in casts]
+    alone = [each for each in computed if each.module in ("", LOSS)]
     words = [f"no cast of the model's own at {casts[0].call.line}"] if casts else []
-    words += [f"a function under @mezzo.fp32 for this {' and this '.join(alone)}"] if alone else []
-    modules = (exact(each.module) for each in records if each.module not in ("", LOSS) and each not in casts)
-    return ", and ".join(words), tuple(dict.fromkeys(modules))
+    if alone:
+        words.append(f"a function under @mezzo.fp32 for this {' and this '.join(dict.fromkeys(e.op for e in alone))}")
+    if len(alone) == len(records):
+        rules = [rule for each in alone for rule in _op_in_fp32(each)]
+    else:
+        rules = [str(Rule("fp32", module=exact(each.module))) for each in computed if each not in alone]
+    return ", and ".join(words), tuple(dict.fromkeys(rules))
 
 
 def _op_in_fp32(record: KernelRecord) -> tuple[str, ...]:
-    """Return what names the op of a kernel where it runs; nothing where no rule can."""
+    """Return the rule on the op of a kernel where it runs; nothing where no rule names the op."""
     module = None if record.module in ("", LOSS) else exact(record.module)
     with suppress(PolicyError):
-        return (str(Rule("fp32", op=record.op, module=module)).partition("=")[2],)
+        return (str(Rule("fp32", op=record.op, module=module)),)
     return ()
 
 
-def _finding(fault: _Fault, module: str, names: Collection[str]) -> Finding:
-    """Write a finding, with one rule for alike modules."""
-    globs = (as_glob(fold.path) for fold in folded(names, str, lambda name: None))
-    of_ops = fault.kind in _OF_OPS
-    rule = f"{'fp32' if of_ops else 'fp32_module'}={'+'.join(globs)}" if names else ""
-    cure = (", or " if of_ops else ", and ").join(each for each in (fault.words, rule and both(rule)) if each)
+def _finding(fault: _Fault, module: str, rules: Iterable[str]) -> Finding:
+    """Write a finding, with one rule for alike modules. A rule on an op may replace the words."""
+    named: dict[str, list[str]] = {}
+    for rule in rules:
+        key, _, name = rule.partition("=")
+        named.setdefault(key, []).append(name)
+    key = max(named, default="", key=len)  # fp32_module, where a rule of modules is among them
+    globs = (as_glob(fold.path) for fold in folded(named.get(key, ()), str, lambda name: None))
+    rule = f"{key}={'+'.join(globs)}" if key else ""
+    cure = (", or " if key == "fp32" else ", and ").join(each for each in (fault.words, rule and both(rule)) if each)
     text = f"{fault.what}, {fault.bits} of FP32's 24 bits lost: write {cure}"
     where = place_text(module, fault.record.op, fault.record.call.line)
     return Finding(kind=fault.kind, where=where, text=text, rule=rule)
