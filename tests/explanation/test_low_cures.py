@@ -147,6 +147,10 @@ CASES = {
         X, lambda model, x: slopes(model, x, lambda model, x: x) + 0 * model.one.bias[1:],
     ),
     "codes": ("codes", codes, X, None),
+    "codes of the model's own cast": (
+        "codes", lambda model, x: codes(model, x, lambda model, x: x.bfloat16()) + 0 * model.one.bias, X,
+        lambda model, x: codes(model, x, lambda model, x: x) + 0 * model.one.bias,
+    ),
     "codes of two layers": ("codes", codes_of_two, X, None),
     "codes of no module's": (
         "codes", lambda model, x: codes(model, x, lambda model, x: functional.linear(x, model.one.weight)), X,

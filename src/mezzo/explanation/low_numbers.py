@@ -465,7 +465,7 @@ def _in_fp32(records: Sequence[KernelRecord]) -> tuple[str, tuple[str, ...]]:
     """
     if not records:
         return "inputs in FP32", ()
-    casts = [each for each in records if each.kind == "cast" and each.by != "emulation"]
+    casts = [each for each in records if each.kind in ("cast", "rounding") and each.by not in ("cast", "emulation")]
     computed = [each for each in records if each not in casts]
     alone = [each for each in computed if each.module in ("", LOSS)]
     words = [f"no cast of the model's own at {casts[0].call.line}"] if casts else []
