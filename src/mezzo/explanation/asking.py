@@ -87,6 +87,8 @@ class Asked:
     Attributes:
         accounts: Whose each cast is.
         inner_ops: The kernels of each op, by module.
+        rows: Every op that read or made floating numbers in the forward pass, in the order of first use.
+        products: The products of the forward pass, those with the most operations first.
     """
 
     def __init__(self, table: WatchedPass, dtype: torch.dtype, stored: Mapping[str, LostIntegers]) -> None:
@@ -100,6 +102,7 @@ class Asked:
                 self.accounts[record] = self._account(record, numbered)
             if record.kind != "free cast":
                 self._enter(record)
+        self.rows, self.products = tallied(self._rows()), self._products()
 
     def _enter(self, record: KernelRecord) -> None:
         """Take note of a kernel: what enters it from outside the call is what the call computes in."""
@@ -159,17 +162,14 @@ class Asked:
 
     # Rows ---------------------------------------------------------------------------------------------
 
-    def rows(self) -> tuple[Row, ...]:
-        """Return every op that read or made floating numbers in the forward pass, in the order of first use."""
-        found = []
+    def _rows(self) -> Iterator[Row]:
         for call in self.table.calls:
             inside = self._inside.get(call)
             if call.is_backward or call.hidden or not call.has_returned or inside is None or not inside.has_run:
                 continue
             if inside.computes_in or any(has_fraction(getattr(torch, name)) for name in call.returns):
-                found.append(_row(call, inside))
                 self.inner_ops.setdefault((call.module, call.op), set()).update(inside.kernels)
-        return tallied(found)
+                yield _row(call, inside)
 
     # Casts --------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Asked:
 
     # Products -----------------------------------------------------------------------------------------
 
-    def _products(self) -> Iterator[tuple[KernelRecord, str]]:
+    def _multiplying(self) -> Iterator[tuple[KernelRecord, str]]:
         """Yield the products of the forward pass, and the format that each reads; no rotation, which is a cast's."""
         for record in self._forward():
             if record.by != "cast" and (record.flops is not None or record.sizes is not None):
@@ -233,17 +233,16 @@ class Asked:
     def misaligned(self) -> tuple[Misaligned, ...]:
         """Return the products with a dimension that tensor cores do not like."""
         found = []
-        for record, name in self._products():
+        for record, name in self._multiplying():
             multiple, shape = multiple_of(getattr(torch, name)), record.sizes or ()
             if multiple is not None and any(size % multiple for _, size in shape):
                 place: dict[str, Any] = {"module": record.module, "op": record.call.op, "line": record.call.line}
                 found.append(Misaligned(**place, shape=shape, dtype=name, multiple=multiple, count=1))
         return tallied(found)
 
-    def products(self) -> tuple[Product, ...]:
-        """Return the products, those with the most operations first."""
+    def _products(self) -> tuple[Product, ...]:
         found = []
-        for record, name in self._products():
+        for record, name in self._multiplying():
             if record.flops is not None:
                 dtype, why = next(iter(record.formats), name), record.call.why
                 place: dict[str, Any] = {"module": record.module, "op": record.op, "line": record.call.line}
