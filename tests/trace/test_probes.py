@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mezzo.trace.probes import Distinct, Extent, Ratio, RoundedIntegers, Total, lost_integers
+from mezzo.trace.probes import Difference, Distinct, Largest, Ratio, RoundedIntegers, Total, lost_integers
 from mezzo.trace.recording import PassRecorder
 from mezzo.trace.table import KernelRecord
 
@@ -46,31 +46,24 @@ def test_integers_that_a_cast_rounds():
     assert measured(lambda: torch.arange(300.0).double(), RoundedIntegers()) == []
 
 
-def test_an_extent():
+def test_the_largest_of_what_is_read():
     x = torch.tensor([0.0, -3.0, 0.25, torch.inf, torch.nan, -torch.inf])
     for run in (lambda: x * 1.0, lambda: x.half().mul(1.0)):
-        assert measured(run, Extent(of("mul"))) == [{"extent": (2, 1, 1, 0.25, 3.0)}]
-    (found,) = measured(
-        lambda: torch.tensor([300.7, -2.0]).long(),
-        Extent(lambda record: record.gives[0].dtype == torch.int64, of_operand=True),
-    )
-    assert found["extent"] == (0, 0, 0, 2.0, pytest.approx(300.7))
-    (found,) = measured(lambda: torch.zeros(2) * 1.0, Extent(of("mul")))
-    assert found["extent"] == (0, 0, 2, math.inf, 0.0)
-    assert measured(lambda: torch.zeros(0) * 1.0, Extent(of("mul"))) == []
+        assert measured(run, Largest(of("mul"))) == [{"largest": 3.0}]
+    assert measured(lambda: torch.full((2,), torch.inf) * 1.0, Largest(of("mul"))) == [{"largest": 0.0}]
+    assert measured(lambda: torch.zeros(0) * 1.0, Largest(of("mul"))) == []
 
 
 def test_sums_of_what_an_addition_reads_before_it_writes():
     generator = np.random.default_rng(0)
     x, y = (torch.from_numpy(generator.standard_normal(100)).bfloat16() for _ in range(2))
     wide = [each.double().numpy() for each in (x, y)]
-    total = lambda: Total(of("add"), lambda kernel: kernel._schema.name.startswith("aten::add"))  # noqa: E731
     for run in (lambda: x + y, lambda: x.clone().add_(y)):
-        (found,) = measured(run, total())
+        (found,) = measured(run, Total(of("add")))
         assert found["total"].terms == pytest.approx([each.sum() for each in wide])
         assert found["total"].magnitudes == pytest.approx([np.abs(each).sum() for each in wide])
         assert found["total"].result == pytest.approx((x + y).double().numpy().sum())
-    (found,) = measured(lambda: x + 1.0, total())
+    (found,) = measured(lambda: x + 1.0, Total(of("add")))
     assert len(found["total"].terms) == 1
 
 
@@ -83,7 +76,7 @@ def test_positions_that_fall_together():
     assert (found["distinct"].exact, found["distinct"].num_all) == (640, 640)
     assert found["distinct"].step == pytest.approx(2 / 639)
     assert found["distinct"].given < 640
-    assert measured(lambda: torch.arange(512, dtype=torch.bfloat16), Distinct(of("arange"), most=500)) == []
+    assert measured(lambda: torch.arange(2**16 + 1, dtype=torch.bfloat16), Distinct(of("arange"))) == []
 
 
 def test_a_ratio_against_operands_before_they_were_rounded():
@@ -106,8 +99,8 @@ def test_a_ratio_against_operands_before_they_were_rounded():
     for found, operands in ((rounded, low), (cast, wide)):
         ratios = expected(*(each.double().numpy() for each in operands), out)
         assert [found["ratio"].whole, *found["ratio"].places] == pytest.approx(ratios, rel=1e-6)
-    (few,) = measured(lambda: low[0] @ low[1].mT, Ratio(of("mm"), most=4))
-    assert few["ratio"] == (rounded["ratio"].whole, ())
+    (many,) = measured(lambda: low[0].float() @ torch.ones(8, 2**12 + 1), Ratio(of("mm")))
+    assert (len(many["ratio"].places), many["ratio"].whole > 100) == (0, True)
     (exact,) = measured(lambda: low[0] + low[0], Ratio(of("add")))
     assert exact["ratio"].whole == math.inf
 
@@ -120,6 +113,28 @@ def test_a_ratio_against_operands_before_they_were_rounded():
     (found,) = measured(written, Ratio(of("mm")))
     assert found == rounded
     assert measured(lambda: low[0].clone().add_(1.0), Ratio(of("add"))) == []
+
+
+def test_differences_and_what_they_were_before_rounding():
+    x = torch.randn(6, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    fields = {
+        "varied": (lambda: x * 1.0, x.double().numpy()),
+        "swallowed": (lambda: x * 2.0**-12 + 1.0, x.double().numpy() * 2.0**-12 + 1.0),
+        "of two tensors": (lambda: x * 2.0**-12 + x.new_ones(8), x.double().numpy() * 2.0**-12 + 1.0),
+        "constant": (lambda: x * 0.0 + 1.0, np.ones((6, 8))),
+    }
+    for name, (make, exact) in fields.items():
+
+        def run(make=make):
+            y = make()
+            return y[1:, 2:] - y[:-1, 2:]
+
+        (found,) = measured(run, Difference(of("sub"), lambda record: record.name in ("mul", "add")))
+        y = make()
+        assert found["difference"].subtracted == pytest.approx(y[1:, 2:].double().abs().sum().item())
+        assert found["difference"].given == pytest.approx(run().double().abs().sum().item())
+        assert found["difference"].exact == pytest.approx(np.abs(np.diff(exact[:, 2:], axis=0)).sum())
+        assert (found["difference"].given == 0) == (name != "varied")
 
 
 class Counted:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo.cast.casts import WeightCasts
 from mezzo.trace.function_calls import LOSS, around
-from mezzo.trace.measure import Names, edges, has_literal, is_finite, largest_in, needed, operands, range_of
+from mezzo.trace.measure import Names, edges, has_literal, is_finite, needed, operands, range_of, widened
 from mezzo.trace.recording import KernelTeller, PassRecorder
 from mezzo.trace.sandbox import leaves_of, untouched
 from mezzo.trace.table import flops_by_format, low_share
@@ -199,14 +199,14 @@ def test_a_kernel_in_a_wider_format():
     ):
         read = operands(kernel, args, {})
         kernel(*args)
-        assert largest_in(torch.float32, kernel, args, {}, read, 0) == largest
-        assert largest_in(torch.float64, kernel, args, {}, read, 0) == largest
+        assert needed(torch.float16, kernel, args, {}, read, 0) == (largest, torch.float32)
+        assert needed(torch.float32, kernel, args, {}, read, 0) == (largest, torch.float64)
     state = torch.get_rng_state()
     for kernel, args, kwargs, position in (
         (aten.native_dropout.default, (x, 0.5, True), {}, 0), (aten.add.out, (x, x), {"out": x}, 0),
         (aten.mm.default, (x, x), {}, 0), (aten.add.Tensor, (x, x), {}, 1),
     ):  # fmt: skip
-        assert largest_in(torch.float32, kernel, args, kwargs, [], position) is None
+        assert needed(torch.float16, kernel, args, kwargs, [], position) == (None, None)
     assert torch.equal(state, torch.get_rng_state())
     assert x.tolist() == [300.0, -400.0]
 
@@ -236,7 +236,7 @@ def half_only(x: torch.Tensor, refusal: str) -> torch.Tensor:
 def test_a_user_s_kernel_refuses_a_wider_format_in_its_own_way():
     x, kernel = torch.tensor([300.0], dtype=torch.float16), torch.ops.mezzo_tests.half_only.default
     for refusal in ("assert", "table", "torch"):
-        assert largest_in(torch.float16, kernel, (x, refusal), {}, [], 0) == math.inf
-        assert largest_in(torch.float32, kernel, (x, refusal), {}, [], 0) is None
+        assert [each.tolist() for each in widened(torch.float16, kernel, (x, refusal), {})] == [[math.inf]]
+        assert widened(torch.float32, kernel, (x, refusal), {}) is None
         read = operands(kernel, (x, refusal), {})
         assert needed(x.dtype, kernel, (x, refusal), {}, read, 0) == (None, None)

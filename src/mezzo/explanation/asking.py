@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Final
 
 import torch
 
-from mezzo.explanation.rows import Cast, Misaligned, Product, Row
+from mezzo.explanation.rows import Cast, Misaligned, Product, Row, tallied
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction
 from mezzo.trace.kernels import factors, multiple_of
 from mezzo.trace.measure import LostIntegers
@@ -18,8 +18,6 @@ from mezzo.trace.table import HANDS_ON, CallRecord, KernelRecord, Value, Watched
 _CASTABLE: Final = frozenset(map(dtype_name, CASTABLE))
 #: Nodes of casts; the other one is of a weight in halves.
 _OF_CASTS: Final = frozenset({"ToCopyBackward0", "LazyCloneBackward0"})
-
-Counted = TypeVar("Counted", Row, Misaligned)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +87,8 @@ class Asked:
     Attributes:
         accounts: Whose each cast is.
         inner_ops: The kernels of each op, by module.
+        rows: Every op that read or made floating numbers in the forward pass, in the order of first use.
+        products: The products of the forward pass, those with the most operations first.
     """
 
     def __init__(self, table: WatchedPass, dtype: torch.dtype, stored: Mapping[str, LostIntegers]) -> None:
@@ -102,6 +102,7 @@ class Asked:
                 self.accounts[record] = self._account(record, numbered)
             if record.kind != "free cast":
                 self._enter(record)
+        self.rows, self.products = tallied(self._rows()), self._products()
 
     def _enter(self, record: KernelRecord) -> None:
         """Take note of a kernel: what enters it from outside the call is what the call computes in."""
@@ -161,40 +162,34 @@ class Asked:
 
     # Rows ---------------------------------------------------------------------------------------------
 
-    def rows(self) -> tuple[Row, ...]:
-        """Return every op that read or made floating numbers in the forward pass, in the order of first use."""
-        found = Counter[Row]()
+    def _rows(self) -> Iterator[Row]:
         for call in self.table.calls:
             inside = self._inside.get(call)
             if call.is_backward or call.hidden or not call.has_returned or inside is None or not inside.has_run:
                 continue
             if inside.computes_in or any(has_fraction(getattr(torch, name)) for name in call.returns):
-                found[_row(call, inside)] += 1
                 self.inner_ops.setdefault((call.module, call.op), set()).update(inside.kernels)
-        return _with_counts(found)
+                yield _row(call, inside)
 
     # Casts --------------------------------------------------------------------------------------------
 
     def casts(self) -> tuple[Cast, ...]:
         """Return every conversion between floating dtypes, largest first; those of emulation last."""
-        count, sizes = Counter[Cast](), Counter[Cast]()
-        for record, account in self.accounts.items():
-            if record.kind == "cast":
-                (before,), (after,) = record.reads, record.gives
-                cast = Cast(
-                    module=record.module,
-                    op="" if record.call.hidden else record.call.op,
-                    phase="forward" if record.phase == "forward" else "backward",
-                    what=self.table.what(before),
-                    before=dtype_name(before.dtype),
-                    after=dtype_name(after.dtype),
-                    by=account.by,
-                    count=0,
-                    num_bytes=0,
-                )
-                count[cast] += 1
-                sizes[cast] += record.num_bytes
-        found = (replace(cast, count=number, num_bytes=sizes[cast]) for cast, number in count.items())
+        found = tallied(
+            Cast(
+                module=record.module,
+                op="" if record.call.hidden else record.call.op,
+                phase="forward" if record.phase == "forward" else "backward",
+                what=self.table.what(record.reads[0]),
+                before=dtype_name(record.reads[0].dtype),
+                after=dtype_name(record.gives[0].dtype),
+                by=account.by,
+                count=1,
+                num_bytes=record.num_bytes,
+            )
+            for record, account in self.accounts.items()
+            if record.kind == "cast"
+        )
         return tuple(sorted(found, key=lambda cast: (cast.by == "emulation", -cast.num_bytes, cast.module)))
 
     def moved_bytes(self) -> int:
@@ -228,7 +223,7 @@ class Asked:
 
     # Products -----------------------------------------------------------------------------------------
 
-    def _products(self) -> Iterator[tuple[KernelRecord, str]]:
+    def _multiplying(self) -> Iterator[tuple[KernelRecord, str]]:
         """Yield the products of the forward pass, and the format that each reads; no rotation, which is a cast's."""
         for record in self._forward():
             if record.by != "cast" and (record.flops is not None or record.sizes is not None):
@@ -237,38 +232,22 @@ class Asked:
 
     def misaligned(self) -> tuple[Misaligned, ...]:
         """Return the products with a dimension that tensor cores do not like."""
-        found = Counter[Misaligned]()
-        for record, name in self._products():
+        found = []
+        for record, name in self._multiplying():
             multiple, shape = multiple_of(getattr(torch, name)), record.sizes or ()
             if multiple is not None and any(size % multiple for _, size in shape):
-                line = record.call.line
-                each = Misaligned(
-                    module=record.module,
-                    op=record.call.op,
-                    shape=shape,
-                    dtype=name,
-                    multiple=multiple,
-                    count=0,
-                    line=line,
-                )
-                found[each] += 1
-        return _with_counts(found)
+                place: dict[str, Any] = {"module": record.module, "op": record.call.op, "line": record.call.line}
+                found.append(Misaligned(**place, shape=shape, dtype=name, multiple=multiple, count=1))
+        return tallied(found)
 
-    def products(self) -> tuple[Product, ...]:
-        """Return the products, those with the most operations first."""
-        count, flops = Counter[Any](), Counter[Any]()
-        for record, name in self._products():
+    def _products(self) -> tuple[Product, ...]:
+        found = []
+        for record, name in self._multiplying():
             if record.flops is not None:
-                call = record.call
-                dtype = record.formats[0] if record.formats else name
-                key = record.module, call.op or record.name, dtype, call.why, call.line
-                count[key] += 1
-                flops[key] += record.flops[0]
-        return tuple(
-            Product(module=module, op=op, dtype=dtype, count=count[key], flops=amount, why=why, line=line)
-            for key, amount in flops.most_common()
-            for module, op, dtype, why, line in [key]
-        )
+                dtype, why = next(iter(record.formats), name), record.call.why
+                place: dict[str, Any] = {"module": record.module, "op": record.op, "line": record.call.line}
+                found.append(Product(**place, dtype=dtype, count=1, flops=record.flops[0], why=why))
+        return tuple(sorted(tallied(found), key=lambda product: -product.flops))
 
     def integers(self) -> Counter[tuple[str, str, str | None, Integers]]:
         """Count the exact integers that products read rounded to a low format, by module, op and line."""
@@ -280,7 +259,7 @@ class Asked:
         for record in self._forward():
             if record.flops is not None:
                 for read in {labels[value.number] for value in _factors(record) if value.number in labels}:
-                    found[record.module, record.call.op or record.name, record.call.line, read] += 1
+                    found[record.module, record.op, record.call.line, read] += 1
             elif record.kind in HANDS_ON or record.kind == "rounding":
                 known = (labels[value.number] for value in record.reads if value.number in labels)
                 label: Integers | None = next(known, None)
@@ -291,10 +270,6 @@ class Asked:
                 if label is not None:
                     labels.update((value.number, label) for value in record.gives)
         return found
-
-
-def _with_counts(found: Counter[Counted]) -> tuple[Counted, ...]:
-    return tuple(replace(each, count=number) for each, number in found.items())
 
 
 def _factors(record: KernelRecord) -> Sequence[Value]:
@@ -315,7 +290,7 @@ def _row(call: CallRecord, inside: _CallSeen) -> Row:
         given=call.given,
         computes_in=inside.computes_in,
         returns=call.returns,
-        count=0,
+        count=1,
         treatment=decision.treatment,
         rule=None if decision.rule is None else str(decision.rule),
         reason=decision.reason,

@@ -66,9 +66,9 @@ def explain(
             the policy.
         StateError: The model is prepared already.
 
-    **Cost**: a second copy of weights and buffers while it runs, what casts read until it ends, and a training step at
-    100 to 200 µs of Python for each kernel: seconds for a model of thousands of ops. Kernels of which a finding may be
-    told run once more in FP64. Programs that torch compiled run uncompiled.
+    **Cost**: a second copy of weights and buffers while it runs, what pointwise kernels of 16 bits read until it ends,
+    and a training step at 100 to 200 µs of Python for each kernel: seconds for a model of thousands of ops. Kernels of
+    which a finding may be told run once more in FP64. Programs that torch compiled run uncompiled.
 
     Example:
         >>> import torch
@@ -125,18 +125,17 @@ def _traced(
             with recorder.watching(backward=True):
                 region.run_backward(differentiable, grad_tensors=ones)  # type: ignore[arg-type]
     asked = Asked(recorder.table(), policy.dtype, rounded)
-    rows, products = asked.rows(), asked.products()
     return Explanation(
         model=type(model).__name__,
         policy=str(policy),
         devices=tuple(dict.fromkeys(device.type for device in devices)),
         torch=torch.__version__,
-        emulated=_emulated(policy, region.device_types, rows),
-        rows=rows,
+        emulated=_emulated(policy, region.device_types, asked.rows),
+        rows=asked.rows,
         casts=asked.casts(),
         misaligned=asked.misaligned(),
-        findings=findings(model, policy, rows, products, asked, low, has_backward=bool(differentiable)),
-        products=products,
+        findings=findings(model, policy, asked, low, has_backward=bool(differentiable)),
+        products=asked.products,
         moved_bytes=asked.moved_bytes(),
         weights=str(stored) if (stored := halves(model)).count else "",
     )

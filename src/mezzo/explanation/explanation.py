@@ -6,9 +6,10 @@ import dataclasses
 import io
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from operator import attrgetter
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from rich import box
@@ -19,11 +20,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mezzo.errors import printable, some_of
+from mezzo.errors import PolicyError, printable, some_of
 from mezzo.explanation.rows import (
     Cast,
-    Explained,
-    Fold,
+    Emulated,
+    Finding,
     Misaligned,
     Product,
     Row,
@@ -32,6 +33,7 @@ from mezzo.explanation.rows import (
     folded,
     format_text,
     share_text,
+    summed,
 )
 from mezzo.files import jsonable
 from mezzo.policy import Policy
@@ -47,9 +49,11 @@ WORDS: Final = frozenset("what,because,decided by,shape,pad".split(","))
 #: Rows of a table that is sorted by cost, before the rest is added up.
 _MOST_ROWS: Final = 8
 
+#: The cells of a table, by the heads of its columns: an attribute of a row, or what writes it.
+_Columns = Mapping[str, str | Callable[[Any], str]]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+
+class Section(NamedTuple):
     """One table.
 
     Attributes:
@@ -62,91 +66,101 @@ class Section:
     title: str
     heads: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    rest: str = ""
+    rest: str
 
 
-# The few rows that matter ---------------------------------------------------------------------------------
-
-
-def few_rows(explained: Explained) -> Iterator[Section]:
+def few_rows(of: Explanation) -> Iterator[Section]:
     """Yield the tables that have rows: what costs most first, then what each op got."""
-    low = dtype_name(Policy.parse(explained.policy).dtype)
-    yield from _dearest(
-        f"products that do not run in {format_text([low])}",
-        "where,op,runs in,of FLOPs,because".split(","),
-        folded((p for p in explained.products if p.dtype != low), _module, lambda p: (p.op, p.dtype, p.why)),
-        cost=lambda product: product.flops,
-        whole=sum(product.flops for product in explained.products),
-        cells=lambda product, cost, share: (product.op, format_text([product.dtype]), share, product.why),
-    )
-    yield from _dearest(
-        "casts, forward and backward",
-        "where,for,what,by,bytes,share".split(","),
-        folded(
-            (cast for cast in explained.casts if cast.by != "emulation"),
-            _module,
-            lambda cast: (cast.op, cast.phase, cast.what, cast.before, cast.after, cast.by),
+    low, flops = dtype_name(Policy.parse(of.policy).dtype), _flops(of.products)
+    tables = (
+        _section(
+            f"products that do not run in {format_text([low])}",
+            _alike((each for each in of.products if each.dtype != low), "op dtype why"),
+            {
+                "where": _module, "op": "op", "runs in": lambda each: format_text([each.dtype]),
+                "of FLOPs": lambda each: share_text(each.flops, flops), "because": "why",
+            },
+            cost="flops", whole=flops,
         ),
-        cost=lambda cast: cast.num_bytes,
-        whole=explained.moved_bytes,
-        cells=lambda cast, cost, share: (
-            cast.op or "–",
-            f"{cast.what} {format_text([cast.before])} → {format_text([cast.after])}, {cast.phase}",
-            cast.by, byte_text(cost), share,
+        _section(
+            "casts, forward and backward",
+            _alike((cast for cast in of.casts if cast.by != "emulation"), "op phase what before after by"),
+            {
+                "where": _module, "for": "op",
+                "what": lambda each: f"{each.what} {_conversion(each)}, {each.phase}",
+                "by": "by", "bytes": _bytes, "share": lambda each: share_text(each.num_bytes, of.moved_bytes),
+            },
+            cost="num_bytes", whole=of.moved_bytes,
+        ),
+        _section(_PADDED, _alike(of.misaligned, "op shape"), _columns("where,op,shape,pad")),
+        # Products in FP32 are in a table of their own, above.
+        _section("findings", (each for each in of.findings if each.kind != "FP32 product"), _FOUND),
+        _section(
+            "ops, forward",
+            _alike(of.rows, " ".join(field.name for field in dataclasses.fields(Row) if field.name != "module")),
+            {"where": _module, "op": "op", "calls": "count", "precision": _precision, "decided by": _decider},
         ),
     )  # fmt: skip
-    pads = folded(explained.misaligned, _module, lambda each: (each.op, each.shape))
-    yield from _section(
-        "products whose dimensions tensor cores do not like",
-        "where,op,shape,pad".split(","),
-        ((_where(fold), fold.rows[0].op, _shape(fold.rows[0]), fold.rows[0].pads) for fold in pads),
+    return (table for table in tables if table.rows)
+
+
+def all_rows(of: Explanation) -> tuple[Section, ...]:
+    """Return every table with every row, empty ones too."""
+    ops: _Columns = {
+        **_columns("module,op,count,given"), "computes in": _computes_in, "returns": "returns",
+        "treatment": lambda row: f"{row.treatment} (!)" if row.disagreement else row.treatment,
+        "decided by": lambda row: f"rule {row.rule}" if row.rule else row.source, "because": "reason", "line": "line",
+    }  # fmt: skip
+    return (
+        _section("ops, forward", of.rows, ops),
+        _section("products, forward", of.products, _columns("module,op,count,runs in,flops,because,line")),
+        _section(_casts_title(of), of.casts, _columns("module,for,phase,what,from,to,by,count,bytes")),
+        _section(_PADDED, of.misaligned, _columns("module,op,count,format,shape,multiple of,pad,line")),
+        _section("findings", of.findings, _FOUND),
     )
-    # Products in FP32 are in a table of their own, above.
-    findings = (each for each in explained.findings if each.kind != "FP32 product")
-    yield from _section(
-        "findings", "kind,where,what".split(","), ((each.kind, each.where, each.text) for each in findings)
-    )
-    ops = folded(explained.rows, _module, lambda row: replace(row, module=""))
-    yield from _section("ops, forward", "where,op,calls,precision,decided by".split(","), map(_folded_op, ops))
 
 
-def _dearest(
-    title: str,
-    heads: Sequence[str],
-    folds: Sequence[Fold[Any]],
-    *,
-    cost: Callable[[Any], int],
-    whole: int,
-    cells: Callable[[Any, int, str], tuple[str, ...]],
-) -> Iterator[Section]:
-    """Yield a table sorted by what its rows cost together, the cheap end of it added up."""
-    costs = sorted(((sum(map(cost, fold.rows)), fold) for fold in folds), key=lambda pair: -pair[0])
-    # One row more says no less than a line about it.
-    num_shown = len(costs) if len(costs) <= _MOST_ROWS + 1 else _MOST_ROWS
-    rows = ((_where(fold), *cells(fold.rows[0], size, share_text(size, whole))) for size, fold in costs[:num_shown])
-    left = costs[num_shown:]
-    rest = f"and {len(left)} more rows, {share_text(sum(size for size, _ in left), whole)} together" if left else ""
-    yield from _section(title, heads, rows, rest)
-
-
-def _section(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]], rest: str = "") -> Iterator[Section]:
+def _section(title: str, rows: Iterable[Any], columns: _Columns, *, cost: str = "", whole: int = 0) -> Section:
+    """Return a table; one with a cost is sorted by it, and the cheap end of it added up."""
+    rows, rest = list(rows), ""
+    if cost:
+        rows.sort(key=attrgetter(cost), reverse=True)
+        # One row more says no less than a line about it.
+        left = rows[_MOST_ROWS:] if len(rows) > _MOST_ROWS + 1 else []
+        rows = rows[: len(rows) - len(left)]
+        share = share_text(sum(map(attrgetter(cost), left)), whole)
+        rest = f"and {len(left)} more rows, {share} together" if left else ""
     here = f"{os.getcwd()}{os.sep}"
-    cells = tuple(tuple(cell.replace(here, "") for cell in row) for row in rows)
-    if cells:
-        yield Section(title=title, heads=tuple(heads), rows=cells, rest=rest)
+    cells = tuple(tuple(_cell(row, column).replace(here, "") for column in columns.values()) for row in rows)
+    return Section(title, tuple(columns), cells, rest)
+
+
+def _alike(rows: Iterable[Any], fields: str) -> Iterator[Any]:
+    """Yield one row for those of alike modules that agree in some fields, with what they have together."""
+    for fold in folded(rows, attrgetter("module"), attrgetter(*fields.split())):
+        yield replace(summed(fold.rows), module=fold.text)
+
+
+def _cell(row: Any, column: str | Callable[[Any], str]) -> str:
+    value = getattr(row, column) if isinstance(column, str) else column(row)
+    text = f"{value:,}" if isinstance(value, int) else "+".join(value) if isinstance(value, tuple) else value
+    return text or "–"
+
+
+def _columns(heads: str) -> _Columns:
+    return {head: _CELLS.get(head, head) for head in heads.split(",")}
 
 
 def _module(row: Any) -> str:
-    return str(row.module)
+    return row.module or MODEL
 
 
-def _where(fold: Fold[Any]) -> str:
-    return fold.text or MODEL
+def _bytes(cast: Cast) -> str:
+    return byte_text(cast.num_bytes)
 
 
-def _folded_op(fold: Fold[Row]) -> tuple[str, ...]:
-    row = fold.rows[0]
-    return _where(fold), row.op, str(sum(each.count for each in fold.rows)), _precision(row), _decider(row)
+def _conversion(cast: Cast) -> str:
+    return f"{format_text([cast.before])} → {format_text([cast.after])}"
 
 
 def _precision(row: Row) -> str:
@@ -163,59 +177,36 @@ def _decider(row: Row) -> str:
     return f"rule {row.rule}{own}{mark}"
 
 
-# All rows ---------------------------------------------------------------------------------------------------
+def _computes_in(row: Row) -> str:
+    return f"{'+'.join(row.computes_in) or '–'}{', emulated' if row.emulated else ''}"
 
 
-def all_rows(explained: Explained) -> Iterator[Section]:
-    """Yield every table with every row, empty ones too."""
-    for title, heads, rows in (
-        ("ops, forward", "module,op,count,given,computes in,returns,treatment,decided by,because,line".split(","),
-         map(_op, explained.rows)),
-        ("products, forward", "module,op,count,runs in,flops,because,line".split(","),
-         ((p.module or MODEL, p.op, str(p.count), p.dtype, f"{p.flops:,}", p.why, p.line or "–")
-          for p in explained.products)),
-        (_casts_title(explained), "module,for,phase,what,from,to,by,count,bytes".split(","),
-         map(_cast, explained.casts)),
-        ("products whose dimensions tensor cores do not like",
-         "module,op,count,format,shape,multiple of,pad,line".split(","), map(_product, explained.misaligned)),
-        ("findings", "kind,where,what".split(","), ((each.kind, each.where, each.text) for each in explained.findings)),
-    ):  # fmt: skip
-        section = next(_section(title, heads, rows), None)
-        yield section or Section(title=f"{title}: none", heads=(), rows=())
-
-
-def _op(row: Row) -> Sequence[str]:
-    computes = "+".join(row.computes_in) or "–"
-    return (
-        row.module or MODEL, row.op, str(row.count), "+".join(row.given) or "–",
-        f"{computes}, emulated" if row.emulated else computes, "+".join(row.returns) or "–",
-        f"{row.treatment} (!)" if row.disagreement else row.treatment,
-        f"rule {row.rule}" if row.rule else row.source, row.reason, row.line or "–",
-    )  # fmt: skip
-
-
-def _casts_title(explained: Explained) -> str:
-    if not explained.casts:
+def _casts_title(of: Explanation) -> str:
+    if not of.casts:
         return "casts"
-    title = f"casts: {explained.num_casts()}, {byte_text(explained.cast_bytes())} read and written"
-    if emulation := explained.num_casts(by="emulation"):
+    title = f"casts: {of.num_casts()}, {byte_text(of.cast_bytes())} read and written"
+    if emulation := of.num_casts(by="emulation"):
         title += f"; and {emulation} by emulation, which a device with the arithmetic does not do"
     return title
 
 
-def _cast(cast: Cast) -> Sequence[str]:
-    where = (cast.module or MODEL, cast.op or "–", cast.phase, cast.what, cast.before, cast.after, cast.by)
-    return (*where, str(cast.count), byte_text(cast.num_bytes))
-
-
-def _product(entry: Misaligned) -> Sequence[str]:
-    counts = (str(entry.count), entry.dtype, _shape(entry), str(entry.multiple))
-    return (entry.module or MODEL, entry.op, *counts, entry.pads, entry.line or "–")
-
-
-def _shape(entry: Misaligned) -> str:
-    return " · ".join(f"{name} {size}" for name, size in entry.shape)
-
+_PADDED: Final = "products whose dimensions tensor cores do not like"
+#: What stands in columns whose heads are no attributes of their rows.
+_CELLS: Final[_Columns] = {
+    "module": _module,
+    "where": _module,
+    "for": "op",
+    "runs in": "dtype",
+    "format": "dtype",
+    "because": "why",
+    "from": "before",
+    "to": "after",
+    "bytes": _bytes,
+    "multiple of": "multiple",
+    "pad": "pads",
+    "shape": lambda each: " · ".join(f"{name} {size}" for name, size in each.shape),
+}
+_FOUND: Final[_Columns] = {"kind": "kind", "where": "where", "what": "text"}
 
 # What an explanation comes to, in words: what runs low, what does not and why, what casts cost, what to write.
 
@@ -241,111 +232,80 @@ class Answer:
     why: str
 
 
-def answer_to(explained: Explained) -> Answer:
+def answer_to(of: Explanation) -> Answer:
     """Say in words what an explanation comes to."""
-    policy = Policy.parse(explained.policy)
-    low = dtype_name(policy.dtype)
-    others = [each for each in explained.products if each.dtype != low]
-    points = (
-        *_other_products(explained, others), *_casts(explained), *_weights(explained), *_paddings(explained),
-        *_found(explained),
-    )  # fmt: skip
-    write, why = _advice(explained, policy, others)
-    return Answer(headline=_headline(explained, low, others), points=points, write=write, why=why)
+    policy = Policy.parse(of.policy)
+    others = [each for each in of.products if each.dtype != dtype_name(policy.dtype)]
+    # A better policy costs no accuracy in itself.
+    unlisted = list(dict.fromkeys(each.op for each in others if each.why == _UNLISTED))
+    is_better = policy.dtype != torch.float32 and bool(unlisted)
+    return Answer(
+        headline=_headline(of, dtype_name(policy.dtype), others),
+        points=(*_other_products(of, others), *_points(of)),
+        write=str(policy.low(*unlisted)) if is_better else "",
+        why=f"products that no list names run low: {some_of(unlisted)}" if is_better else "",
+    )
 
 
-# Products -----------------------------------------------------------------------------------------------
-
-
-def _headline(explained: Explained, low: str, others: list[Product]) -> str:
-    total, wide = _count(explained.products), _count(others)
-    products, under = f"{counted(total, 'product')} of {explained.model}", f"under {explained.policy}"
+def _headline(of: Explanation, low: str, others: list[Product]) -> str:
+    total, wide = _count(of.products), _count(others)
+    products, under = f"{counted(total, 'product')} of {of.model}", f"under {of.policy}"
     if not total:
-        return f"{explained.model} {under}: no matrix product or convolution was counted"
+        return f"{of.model} {under}: no matrix product or convolution was counted"
     every = f"All {products} run" if total > 1 else f"The {products} runs"
     if low == "float32" and not others:
         return f"{every} in FP32 {under}, which asks for nothing lower"
     if not others:
         return f"{every} in {format_text([low])} {under}: 100 % of {'their' if total > 1 else 'its'} FLOPs"
     if wide == total:
-        return f"No product of {explained.model} runs in {format_text([low])} {under}"
-    share = share_text(_flops(explained.products) - _flops(others), _flops(explained.products))
+        return f"No product of {of.model} runs in {format_text([low])} {under}"
+    share = share_text(_flops(of.products) - _flops(others), _flops(of.products))
     return f"{total - wide:,} of {products} run in {format_text([low])} {under}: {share} of their FLOPs"
 
 
-def _other_products(explained: Explained, others: list[Product]) -> Iterator[str]:
+def _other_products(of: Explanation, others: list[Product]) -> Iterator[str]:
     """Say of products in another format where they are, and why."""
     reasons: defaultdict[tuple[str, str], list[Product]] = defaultdict(list)
     for each in others:
         reasons[each.dtype, each.why].append(each)
     dearest = sorted(reasons.items(), key=lambda each: -_flops(each[1]))
     for (dtype, why), products in dearest[:_MOST_REASONS]:
-        share = share_text(_flops(products), _flops(explained.products))
-        folds = folded(products, lambda each: each.module, lambda each: each.op)
-        where = some_of([place_text(fold.text, fold.rows[0].op) for fold in folds], 1)
+        share = share_text(_flops(products), _flops(of.products))
+        where = some_of([place_text(each.module, each.op) for each in _alike(products, "op")], 1)
         yield f"{_count(products):,} in {format_text([dtype])}, {share} of the FLOPs: {where} ({why})"
     if rest := [each for _, products in dearest[_MOST_REASONS:] for each in products]:
-        share = share_text(_flops(rest), _flops(explained.products))
+        share = share_text(_flops(rest), _flops(of.products))
         yield f"{_count(rest):,} more for other reasons, {share} of the FLOPs"
 
 
-def _count(products: Iterable[Product]) -> int:
+def _points(of: Explanation) -> Iterator[str]:
+    """Say what casts cost, where weights lie, what to pad, and what the findings below are about, products apart."""
+    kinds = Counter[str]()
+    for cast in of.casts:
+        if cast.by != "emulation":
+            kinds[f"{cast.what}s {_conversion(cast)}"] += cast.num_bytes
+    total = of.cast_bytes()
+    if kinds:
+        share = f", {share_text(total, of.moved_bytes)} of all bytes" if of.moved_bytes else ""
+        dearest = ", ".join(f"{kind} {byte_text(size)}" for kind, size in kinds.most_common(2))
+        casts = f"{counted(of.num_casts(), 'cast')} read and write {byte_text(total)}{share}"
+    yield f"{casts}; the dearest: {dearest}" if kinds else "no casts"
+    if of.weights:
+        yield f"weights: {of.weights}"
+    if of.misaligned:
+        count = counted(_count(of.misaligned), "product")
+        yield f"{count} with dimensions that tensor cores do not like, such as {of.misaligned[0].pads}"
+    found = Counter(each.kind for each in of.findings if each.kind != "FP32 product")
+    if found:
+        yield f"findings below: {', '.join(f'{kind} ×{count}' if count > 1 else kind for kind, count in found.items())}"
+
+
+def _count(products: Iterable[Product | Misaligned]) -> int:
     return sum(each.count for each in products)
 
 
 def _flops(products: Iterable[Product]) -> int:
     return sum(each.flops for each in products)
-
-
-# Casts --------------------------------------------------------------------------------------------------
-
-
-def _casts(explained: Explained) -> Iterator[str]:
-    kinds: Counter[str] = Counter()
-    for cast in explained.casts:
-        if cast.by != "emulation":
-            kinds[f"{cast.what}s {format_text([cast.before])} → {format_text([cast.after])}"] += cast.num_bytes
-    if not kinds:
-        yield "no casts"
-        return
-    total = explained.cast_bytes()
-    dearest = ", ".join(f"{kind} {byte_text(size)}" for kind, size in kinds.most_common(2))
-    text = f"{counted(explained.num_casts(), 'cast')} read and write {byte_text(total)}{_of_all(explained, total)}"
-    yield f"{text}; the dearest: {dearest}"
-
-
-def _weights(explained: Explained) -> Iterator[str]:
-    if explained.weights:
-        yield f"weights: {explained.weights}"
-
-
-def _of_all(explained: Explained, size: int) -> str:
-    return f", {share_text(size, explained.moved_bytes)} of all bytes" if explained.moved_bytes else ""
-
-
-def _paddings(explained: Explained) -> Iterator[str]:
-    if explained.misaligned:
-        first = explained.misaligned[0]
-        count = counted(sum(entry.count for entry in explained.misaligned), "product")
-        yield f"{count} with dimensions that tensor cores do not like, such as {first.pads}"
-
-
-def _found(explained: Explained) -> Iterator[str]:
-    """Count what the findings below say, products apart, which are said above."""
-    kinds = Counter(each.kind for each in explained.findings if each.kind != "FP32 product")
-    if kinds:
-        yield f"findings below: {', '.join(f'{kind} ×{count}' if count > 1 else kind for kind, count in kinds.items())}"
-
-
-# What to write ------------------------------------------------------------------------------------------
-
-
-def _advice(explained: Explained, policy: Policy, others: list[Product]) -> tuple[str, str]:
-    """Return a better policy, and what it changes; only what costs no accuracy in itself."""
-    unlisted = list(dict.fromkeys(each.op for each in others if each.why == _UNLISTED))
-    if policy.dtype == torch.float32 or not unlisted:
-        return "", ""
-    return str(policy.low(*unlisted)), f"products that no list names run low: {some_of(unlisted)}"
 
 
 # An explanation as text: the answer first, then tables that fit the terminal and are never cut.
@@ -398,19 +358,23 @@ def table(
     return made
 
 
-def renderables(explanation: Explained, *, full: bool = False) -> Iterator[RenderableType]:
+def renderables(explanation: Explanation, *, full: bool = False) -> Iterator[RenderableType]:
     """Yield the answer, then the few rows that matter, or all of them.
 
     Args:
         explanation: The explanation.
         full: Whether to show every row.
     """
-    yield from _answer(answer_to(explanation))
+    answer = explanation.answer
+    yield Text(printable(answer.headline), style="bold", overflow="fold")
+    yield _grid(("·", point) for point in answer.points)
+    if answer.write:
+        yield _grid([("write", answer.write), ("", answer.why)])
     yield Text(f"{printable(terms(explanation))}\n", style="dim")
     yield from map(_rendered, all_rows(explanation) if full else few_rows(explanation))
 
 
-def terms(explanation: Explained) -> str:
+def terms(explanation: Explanation) -> str:
     """Say on what an explanation was measured."""
     arithmetic = "native arithmetic"
     if explanation.emulated:
@@ -421,27 +385,19 @@ def terms(explanation: Explained) -> str:
     return f"measured in one step on {devices}, {arithmetic}, torch {explanation.torch}"
 
 
-def _answer(answer: Answer) -> Iterator[RenderableType]:
-    yield Text(printable(answer.headline), style="bold", overflow="fold")
+def _grid(rows: Iterable[tuple[str, str]]) -> RenderableType:
     lines = Table.grid(padding=(0, 2))
-    for point in answer.points:
-        lines.add_row(Text("·"), Text(printable(point), overflow="fold"))
-    yield Padding(lines, (0, 0, 0, 2))
-    if answer.write:
-        advice = Table.grid(padding=(0, 2))
-        for label, text in (("write", answer.write), ("", answer.why)):
-            advice.add_row(Text(label), Text(printable(text), overflow="fold"))
-        yield Padding(advice, (0, 0, 0, 2))
+    for label, text in rows:
+        lines.add_row(Text(label), Text(printable(text), overflow="fold"))
+    return Padding(lines, (0, 0, 0, 2))
 
 
 def _rendered(section: Section) -> RenderableType:
+    if not section.rows:
+        return Text(f"{section.title}: none\n", style="bold")
     # The title is no part of the table, within whose width it would be folded. A table ends with an empty line.
-    parts: Sequence[RenderableType] = (
-        Text(section.title, style="bold"),
-        _Fitted(section) if section.rows else Text(),
-        *([Text(f"  {section.rest}\n")] if section.rest else ()),
-    )
-    return Group(*parts)
+    rest = [Text(f"  {section.rest}\n")] if section.rest else []
+    return Group(Text(section.title, style="bold"), _Fitted(section), *rest)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -467,7 +423,7 @@ class _Fitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation(Explained):
+class Explanation:
     """Which precision each op in each module gets, and why: what :func:`mezzo.explain` returns.
 
     It prints the answer in words and the few rows that matter, and compares by value.
@@ -486,6 +442,42 @@ class Explanation(Explained):
         moved_bytes: What all kernels of both passes read and write, casts included.
         weights: How many bytes of the parameters lie where; empty where none is stored in halves.
     """
+
+    model: str
+    policy: str
+    devices: tuple[str, ...]
+    torch: str
+    emulated: tuple[Emulated, ...]
+    rows: tuple[Row, ...]
+    casts: tuple[Cast, ...]
+    misaligned: tuple[Misaligned, ...]
+    findings: tuple[Finding, ...]
+    products: tuple[Product, ...] = ()
+    moved_bytes: int = 0
+    weights: str = ""
+
+    def num_casts(self, **fields: str) -> int:
+        """Count the casts whose fields have these values, emulation left out unless ``by="emulation"``.
+
+        Args:
+            **fields: Attributes of :class:`Cast`, such as ``phase="backward"``.
+        """
+        return sum(cast.count for cast in self._chosen(fields))
+
+    def cast_bytes(self, **fields: str) -> int:
+        """Add up the bytes that casts read and write, chosen as in :meth:`num_casts`."""
+        return sum(cast.num_bytes for cast in self._chosen(fields))
+
+    def _chosen(self, fields: Mapping[str, str]) -> Iterable[Cast]:
+        known = {field.name for field in dataclasses.fields(Cast)}
+        if unknown := [name for name in fields if name not in known]:
+            raise PolicyError(f"a cast has no {unknown[0]}", write=f"one of {', '.join(sorted(known))}")
+        return (
+            cast
+            for cast in self.casts
+            if all(getattr(cast, name) == value for name, value in fields.items())
+            and (cast.by != "emulation" or "by" in fields)
+        )
 
     @property
     def answer(self) -> Answer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from mezzo.explanation.asking import Asked
 from mezzo.explanation.low_numbers import LowNumbers
-from mezzo.explanation.rows import Finding, Product, Row, byte_text, folded, format_text, share_text
+from mezzo.explanation.rows import Finding, Product, Row, as_glob, byte_text, folded, format_text, share_text
 from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED
 from mezzo.policy.rules import both, exact
@@ -61,8 +60,6 @@ _WORTH_A_WORD: Final = 0.01
 def findings(
     model: nn.Module,
     policy: Policy,
-    rows: tuple[Row, ...],
-    products: tuple[Product, ...],
     seen: Asked,
     low: LowNumbers,
     *,
@@ -73,22 +70,20 @@ def findings(
     Args:
         model: The prepared copy.
         policy: The policy.
-        rows: Every op.
-        products: The products of the forward pass.
-        seen: What else was measured.
+        seen: What was measured.
         low: What sixteen bits have lost.
         has_backward: Whether a backward pass could run.
     """
     integers = [*_lost_integers(seen)]
     found = [
-        *_disagreements(rows),
-        *_without_effect(model, policy, rows, seen),
-        *_unreachable(policy, rows, seen),
-        *_fp32_products(policy, products),
+        *_disagreements(seen.rows),
+        *_without_effect(model, policy, seen),
+        *_unreachable(policy, seen),
+        *_fp32_products(policy, seen.products),
         *integers,
         *low.findings(told=integers),
         *_logits(seen),
-        *_tied(model, policy, rows),
+        *_tied(model, policy, seen.rows),
     ]
     if not has_backward:
         text = "nothing requires a gradient: parameters are frozen, or the output is detached; casts are the forward's"
@@ -107,12 +102,12 @@ def _disagreements(rows: Iterable[Row]) -> Iterator[Finding]:
 # Rules without effect ---------------------------------------------------------------------------------
 
 
-def _without_effect(model: nn.Module, policy: Policy, rows: tuple[Row, ...], seen: Asked) -> Iterator[Finding]:
+def _without_effect(model: nn.Module, policy: Policy, seen: Asked) -> Iterator[Finding]:
     """Tell rules that earlier ones leave nothing to from rules that this run gave nothing to."""
     modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     stored = {path: policy.product_rule(path) or policy.storage(path, path.rpartition(".")[0])[1] for path, _ in named}
-    decided = {row.rule for row in rows}
+    decided = {row.rule for row in seen.rows}
     for number, rule in enumerate(policy.rules):
         if str(rule) in decided and rule not in policy.rules[:number]:
             continue
@@ -127,7 +122,7 @@ def _without_effect(model: nn.Module, policy: Policy, rows: tuple[Row, ...], see
             text = f"all that it matches is decided before, by {by}; put it first, or drop it"
             yield Finding(kind="shadowed rule", where=str(rule), text=text)
         else:
-            text = f"it decided nothing in this run{_reason(rule, rows, seen)}"
+            text = f"it decided nothing in this run{_reason(rule, seen)}"
             yield Finding(kind="idle rule", where=str(rule), text=text)
 
 
@@ -138,13 +133,13 @@ def _winners(rule: Rule, policy: Policy, modules: Iterable[str]) -> list[Rule]:
     return [next(each for each in policy.rules if each.matches(op=op, module=place)) for op in ops for place in places]
 
 
-def _reason(rule: Rule, rows: tuple[Row, ...], seen: Asked) -> str:
+def _reason(rule: Rule, seen: Asked) -> str:
     if rule.module is not None and not any(map(rule.matches_module, seen.table.modules_run)):
         return f": no module that {rule.module} matches was called"
     ops = rule.ops if len(rule.ops) == 1 else ()
-    if elsewhere := sorted({row.module or MODEL for row in rows if row.op in ops}):
+    if elsewhere := sorted({row.module or MODEL for row in seen.rows if row.op in ops}):
         return f": {rule.op} ran only in {', '.join(elsewhere[:5])}"
-    if around := sorted({row.op for row in rows if COMPOSITES.get(row.op, frozenset()) & {*ops}}):
+    if around := sorted({row.op for row in seen.rows if COMPOSITES.get(row.op, frozenset()) & {*ops}}):
         return f": {rule.op} ran only inside {', '.join(around)}"
     return "" if rule.op is None else f": no op that {rule.op} matches was called"
 
@@ -152,10 +147,10 @@ def _reason(rule: Rule, rows: tuple[Row, ...], seen: Asked) -> str:
 # Where no rule reaches ----------------------------------------------------------------------------------
 
 
-def _unreachable(policy: Policy, rows: tuple[Row, ...], seen: Asked) -> Iterator[Finding]:
+def _unreachable(policy: Policy, seen: Asked) -> Iterator[Finding]:
     # What is for products of weights says nothing of those inside attention, say.
     rules = [rule for rule in policy.rules if rule.op is not None and rule.treatment not in QUANTISED]
-    for row in rows:
+    for row in seen.rows:
         inside = COMPOSITES.get(row.op, frozenset()) | seen.inner_ops.get((row.module, row.op), set()) - {row.op}
         for rule in rules:
             if str(rule) == row.rule or rule.treatment == row.treatment:
@@ -196,7 +191,7 @@ def _lost_integers(seen: Asked) -> Iterator[Finding]:
         module, op, line, found = fold.rows[0]
         lost, path = found.lost, exact(module)
         if len(fold.rows) > 1:
-            path = re.sub(r"\{[^}]*\}", "*", exact(fold.path))
+            path = as_glob(exact(fold.path))
         shape = f"{lost.num_changed:,} of {lost.num_all:,} change in {format_text([lost.dtype])}"
         cast = f", by the cast at {found.line}" if found.line else ""
         is_buffer = found.by not in ("policy", "model", "torch")

@@ -9,21 +9,21 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mezzo.errors import PolicyError
-from mezzo.explanation.rows import Finding, FindingKind, folded, format_text
+from mezzo.explanation.rows import Finding, FindingKind, as_glob, folded, format_text
 from mezzo.policy import Rule
 from mezzo.policy.rules import both, exact
-from mezzo.tensors import LOW, dtype_name, has_fraction, tensors
+from mezzo.tensors import LOW, dtype_name, has_fraction
 from mezzo.trace.function_calls import LOSS, place_text
-from mezzo.trace.probes import Distinct, Extent, Probe, Ratio, Total, is_measurable
+from mezzo.trace.kernels import factors
+from mezzo.trace.probes import Difference, Distinct, Largest, Probe, Ratio, Total
 from mezzo.trace.table import HANDS_ON, KernelRecord, Value, WatchedPass
 
 #: A sum by hand is told where it is off by more than this share of its terms' magnitudes, and is so long: a quarter of
@@ -35,9 +35,9 @@ _QUIET_DB: Final = 30.0
 _FEW_ROWS: Final = 8
 
 _POSITIONS: Final = frozenset("arange linspace range logspace".split())
-_ADDITIONS: Final = frozenset("aten::add aten::add_ aten::sub aten::sub_".split())
+#: What makes positions of positions, with constants.
 _SCALED: Final = frozenset("add sub rsub mul div true_divide pow neg".split())
-_ROUNDS: Final = frozenset("round floor ceil trunc".split())
+#: What a loss is to compute in FP32.
 _ARITHMETIC: Final = frozenset("sub rsub mul div true_divide pow square abs exp expm1 log log1p log2 log10".split())
 #: What is sensitive to the small ones among the results of a filter bank.
 _MAGNITUDES: Final = frozenset("log log2 log10 log1p abs pow square angle atan2 view_as_complex complex".split())
@@ -45,7 +45,7 @@ _MAGNITUDES: Final = frozenset("log log2 log10 log1p abs pow square angle atan2 
 
 def has_too_many_positions(record: KernelRecord) -> bool:
     """Whether a kernel makes more positions in a low format than the format has integers: a fact of shapes alone."""
-    if record.name not in _POSITIONS or not record.gives or record.gives[0].dtype not in LOW:
+    if record.name not in _POSITIONS or not _gives_low(record):
         return False
     return math.prod(record.gives[0].shape) > num_integers(record.gives[0].dtype)
 
@@ -63,8 +63,8 @@ class _Fault(NamedTuple):
         record: The kernel.
         bits: How many of FP32's bits are lost.
         what: What happens, in words.
-        words: What to write in the program; empty where the rule is all there is to write.
-        rule: The rule that cures it, too.
+        words: What to write in the program; empty where a rule is all there is to write.
+        rules: The rules that cure it, on ops or on modules.
     """
 
     kind: FindingKind
@@ -72,17 +72,12 @@ class _Fault(NamedTuple):
     bits: int
     what: str
     words: str
-    rule: Rule | None = None
+    rules: tuple[str, ...] = ()
 
     @property
     def place(self) -> str:
         """The line, or where there is none the module and the op: what is told of once."""
-        return self.record.call.line or place_text(self.record.module, self.op)
-
-    @property
-    def op(self) -> str:
-        """The op as the user's code has it."""
-        return self.record.call.op or self.record.name
+        return self.record.call.line or place_text(self.record.module, self.record.op)
 
 
 class LowNumbers:
@@ -103,11 +98,14 @@ class LowNumbers:
             if re.search(r"(Loss|Criterion)$", type(module).__name__):
                 self._losses.add(path)
         self.probes: tuple[Probe, ...] = (
-            Total(_is_addition, starts=lambda kernel: kernel._schema.name in _ADDITIONS),
+            Total(_is_addition),
             Distinct(self._makes_positions),
-            Ratio(self._is_compared, self._along),
-            Extent(self._makes_codes, of_operand=True),
-            Difference(),
+            Ratio(
+                lambda record: self._basis(record) is not None or self._is_loss(record) or _is_derivative(record),
+                self._along,
+            ),
+            Largest(lambda record: _makes_codes(record) and bool(_first_low(self._table(), record.reads[0]))),
+            Difference(_is_difference, lambda record: _gives_low(record) and _is_pointwise(record)),
         )
 
     def findings(self, told: Iterable[Finding] = ()) -> Iterator[Finding]:
@@ -120,53 +118,29 @@ class LowNumbers:
         kinds = (self._sums, self._positions, self._bases, self._criteria, self._derivatives, self._codes)
         lines = {finding.where.rpartition("(")[2].rstrip(")") for finding in told}
         for kind in kinds:
-            found: dict[tuple[str, str], _Fault] = {}
+            of_places: dict[tuple[str, str], list[_Fault]] = {}
             for fault in kind(table):
-                key = fault.record.module, fault.place
-                if fault.place not in lines and (key not in found or found[key].bits < fault.bits):
-                    found[key] = fault
-            for fold in folded(
-                found.values(), lambda fault: fault.record.module, lambda fault: (fault.place, fault.op)
-            ):
-                fault = fold.rows[0]
-                where = fold.text if len(fold.rows) > 1 else fault.record.module
-                rule = _joined([each.rule for each in fold.rows if each.rule is not None])
-                lines.add(fault.place)
-                place = place_text(where, fault.op, fault.record.call.line)
-                cure = ", or ".join(each for each in (fault.words, rule and both(str(rule))) if each)
-                text = f"{fault.what}, {fault.bits} of FP32's 24 bits lost: write {cure}"
-                yield Finding(kind=fault.kind, where=place, text=text, rule=str(rule or ""))
-
-    def _is_compared(self, record: KernelRecord) -> bool:
-        """Whether a kernel is run again in FP64."""
-        return self._basis(record) is not None or self._is_loss(record) or _is_derivative(record)
+                if fault.place not in lines:
+                    of_places.setdefault((fault.record.module, fault.place), []).append(fault)
+            gravest = (max(faults, key=lambda fault: fault.bits) for faults in of_places.values())
+            alike = folded(gravest, lambda fault: fault.record.module, lambda fault: (fault.place, fault.record.op))
+            for fold in alike:
+                lines.add(fold.rows[0].place)
+                faults = [each for row in fold.rows for each in of_places[row.record.module, row.place]]
+                yield _finding(fold.rows[0], fold.text, dict.fromkeys(rule for each in faults for rule in each.rules))
 
     # Sums by hand --------------------------------------------------------------------------------------
 
     @staticmethod
     def _sums(table: WatchedPass) -> Iterator[_Fault]:
-        """Find chains of additions of one line, each to the result of the last, that nothing else reads."""
-        chains: dict[int, list[tuple[KernelRecord, int]]] = {}  # by what they have come to; and where the new term is
-        for record in table.kernels:
-            if not _is_addition(record) or "total" not in record.probes or len({v.number for v in record.reads}) < 2:
-                continue
-            chain = [(record, 1)]
-            for place, value in enumerate(record.reads[: 1 if record.name == "sub" else 2]):
-                before = chains.get(value.number)
-                is_same = value.shape == record.gives[0].shape
-                if before and is_same and before[-1][0].call.line == record.call.line:
-                    chain = chains.pop(value.number)
-                    chain.append((record, 1 - place))
-                    break
-            chains[record.gives[0].number] = chain
-        for chain in chains.values():
-            first, last = chain[0][0], chain[-1][0]
+        for chain in _chains(table):
+            first, last = chain[0].record, chain[-1].record
             dtype = last.gives[0].dtype
             if first.call.line is None or len(chain) < num_integers(dtype) // 4 or _is_stream(table, chain):
                 continue
             size = math.prod(last.gives[0].shape)
-            exact_sum = first.probes["total"].terms[0]
-            magnitude = first.probes["total"].magnitudes[0]
+            start = 1 - chain[0].term
+            exact_sum, magnitude = (each[start] for each in first.probes["total"][:2])
             for record, term in chain:
                 times = size / max(1, math.prod(record.reads[term].shape))
                 times *= float(record.constants[-1]) if record.constants else 1.0
@@ -176,31 +150,28 @@ class LowNumbers:
             error = abs(result - exact_sum) / magnitude if magnitude else 0.0
             if not error > _OFF:
                 continue
-            total = table.maker(first.reads[1 - chain[0][1]])
-            is_given = total is None or not any(has_fraction(value.dtype) for value in total.reads)
-            what = (
-                f"{len(chain):,} terms added one by one in {format_text([dtype_name(dtype)])} come to {result:.4g} for "
-                f"{exact_sum:.4g}"
+            what = f"{len(chain):,} terms added one by one in {_name(dtype)} come to {result:.4g} for {exact_sum:.4g}"
+            # An operand that the program made low stays so, whatever a rule says of the terms.
+            total, added = table.maker(first.reads[start]), table.maker(last.reads[chain[-1].term])
+            is_made_low = total is None or not any(has_fraction(value.dtype) for value in total.reads)
+            is_op = added is not None and added.kind == "other" and bool(added.call.op)
+            rules = _op_in_fp32(added) if added is not None and is_op and not is_made_low else ()
+            yield _Fault(
+                "sum by hand", last, _lost(error), what, "the sum in FP32, total = total + term.float()", rules
             )
-            if is_given:  # what is added to it takes its dtype, whatever that was
-                words, rule = "total = torch.zeros((), device=x.device) before the first term, in FP32", None
-            else:
-                made = table.maker(last.reads[chain[-1][1]])
-                words = "the sum in FP32, total += term.float()"
-                rule = None if made is None or made.kind != "other" or not made.call.op else _op_in_fp32(made)
-            yield _Fault("sum by hand", last, _lost(error), what, words, rule)
 
     # Positions -----------------------------------------------------------------------------------------
 
     def _makes_positions(self, record: KernelRecord) -> bool:
         """Whether a kernel makes positions in a low format: by itself, or of some by arithmetic with constants."""
-        if record.phase != "forward" or not record.gives or record.gives[0].dtype not in LOW:
+        if not _gives_low(record):
             return False
         if record.name in _POSITIONS:
             return True
         if record.name == "cumsum":
             return _counts(self._table(), record.reads[0])
-        if not (record.kind == "rounding" or record.name in _SCALED):
+        is_cast = record.kind == "rounding" or (record.kind == "cast" and record.call.is_conversion)
+        if not (is_cast or record.name in _SCALED):
             return False
         while len(record.reads) == 1:
             maker = self._table().maker(record.reads[0])
@@ -211,43 +182,36 @@ class LowNumbers:
             record = maker
         return False
 
-    def _positions(self, table: WatchedPass) -> Iterator[_Fault]:
+    @staticmethod
+    def _positions(table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
             found = record.probes.get("distinct")
-            if found is None or not math.isfinite(found.step) or self._reads_product(table, record):
+            if found is None or not math.isfinite(found.step):
                 continue
             if found.given >= found.exact and found.error < found.step / 2:
                 continue
-            name = format_text([dtype_name(record.gives[0].dtype)])
+            if record.kind in ("rounding", "cast") and any(
+                reader.kind == "product" for reader in _readers(table, record.gives[0])
+            ):
+                continue  # those are lost integers
             what = (
-                f"{found.given:,} of {found.exact:,} positions are different in {name}, up to "
-                f"{found.error / found.step:.3g} steps off"
+                f"{found.given:,.0f} of {found.exact:,.0f} positions are different in "
+                f"{_name(record.gives[0].dtype)}, up to {found.error / found.step:.3g} steps off"
             )
-            cure = "torch.arange(n, device=x.device) and all arithmetic with it in FP32, and the cast last"
+            words = "torch.arange(n, device=x.device) and all arithmetic with it in FP32, and no cast of positions"
             if record.name in _POSITIONS:
-                cure += "; no rule does it, for the call's own dtype= wins"
-            bits = _lost(found.error / (found.step * found.num_all))
-            yield _Fault("positions", record, bits, what, cure)
-
-    @staticmethod
-    def _reads_product(table: WatchedPass, record: KernelRecord) -> bool:
-        """Whether rounded integers go into a product by themselves: then they are lost integers."""
-        return record.kind == "rounding" and any(
-            reader.kind == "product" for reader in _readers(table, record.gives[0])
-        )
+                words += "; no rule does it, for the call's own dtype= wins"
+            yield _Fault("positions", record, _lost(found.error / (found.step * found.num_all)), what, words)
 
     # Filter banks --------------------------------------------------------------------------------------
 
     def _basis(self, record: KernelRecord) -> int | None:
-        """Return which operand of a low product is of no parameter and no input; ``None`` for other kernels."""
+        """Return which factor of a low product is of no parameter and no input; ``None`` for other kernels."""
         self._learn()
         if record.phase != "forward" or not _is_low_product(record) or not record.gives:
             return None
-        places = (0, 1) if record.name in ("convolution", "mm", "bmm", "mv", "linear", "matmul") else (1, 2)
-        fixed = [self._fixed.get(value.number, True) for value in record.reads[:3]]
-        if len(fixed) <= places[1] or fixed[places[0]] == fixed[places[1]]:
-            return None
-        return 0 if fixed[places[0]] else 1
+        fixed = [self._fixed.get(value.number, True) for value in factors(record.kernel, record.reads)]
+        return fixed.index(True) if sorted(fixed) == [False, True] else None
 
     def _learn(self) -> None:
         """Follow which values are of no parameter and no input."""
@@ -262,10 +226,9 @@ class LowNumbers:
 
     def _along(self, record: KernelRecord) -> int:
         """Return the dimension of a result along which the rows of its filter bank lie."""
-        operand = self._basis(record)
         if record.name == "convolution":
             return 1
-        return -2 if operand == 0 and len(record.gives[0].shape) > 1 else -1
+        return -2 if self._basis(record) == 0 and len(record.gives[0].shape) > 1 else -1
 
     def _bases(self, table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
@@ -279,32 +242,26 @@ class LowNumbers:
             worst = sorted(ratio.places)[len(ratio.places) // (2 if rows < _FEW_ROWS else 10)]
             if not -math.inf < worst < _QUIET_DB:
                 continue
-            name = format_text([_format(record)])
             num_quiet = sum(place < _QUIET_DB for place in ratio.places)
             what = (
-                f"it multiplies by a table of constants in {name}, whose rounding is heard in {num_quiet:,} of "
-                f"{len(ratio.places):,} results: signal to noise is {worst:.3g} dB"
+                f"it multiplies by a table of constants in {_format(record)}, whose rounding is heard in {num_quiet:,} "
+                f"of {len(ratio.places):,} results: signal to noise is {worst:.3g} dB"
             )
-            yield _Fault("basis", record, _lost_at(worst), what, *_in_fp32(record))
+            yield _Fault("basis", record, _lost_at(worst), what, *_in_fp32([record]))
 
     # Losses --------------------------------------------------------------------------------------------
 
     def _is_loss(self, record: KernelRecord) -> bool:
         """Whether a kernel is arithmetic of a loss, in a low format."""
-        return (
-            record.phase == "forward" and record.module in self._losses and record.name in _ARITHMETIC
-            and bool(record.gives) and record.gives[0].dtype in LOW
-        )  # fmt: skip
+        return _gives_low(record) and record.module in self._losses and record.name in _ARITHMETIC
 
     def _criteria(self, table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
             ratio = record.probes.get("ratio")
-            if ratio is None or not self._is_loss(record) or not math.isfinite(ratio.whole):
-                continue
-            name = format_text([dtype_name(record.gives[0].dtype)])
-            what = f"the loss computes {record.call.op or record.name} in {name}, {_noise(ratio.whole)}"
-            cure = "criterion(output.float(), target)"
-            yield _Fault("criterion", record, _lost_at(ratio.whole), what, cure, _op_in_fp32(record))
+            if ratio is not None and self._is_loss(record) and math.isfinite(ratio.whole):
+                what = f"the loss computes {record.op} in {_name(record.gives[0].dtype)}, {_noise(ratio.whole)}"
+                words = "criterion(output.float(), target)"
+                yield _Fault("criterion", record, _lost_at(ratio.whole), what, words, _op_in_fp32(record))
 
     # Derivatives ---------------------------------------------------------------------------------------
 
@@ -312,92 +269,66 @@ class LowNumbers:
     def _derivatives(table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
             if _is_derivative(record) and (ratio := record.probes.get("ratio")) and math.isfinite(ratio.whole):
-                name = format_text([_format(record)])
-                what = f"a derivative that the forward pass takes is computed in {name}, {_noise(ratio.whole)}"
-                yield _Fault("forward derivative", record, _lost_at(ratio.whole), what, *_in_fp32(record))
-            if (found := record.probes.get("difference")) is not None:
-                dtype = record.gives[0].dtype
-                error = float(torch.finfo(dtype).eps) / 2 * found
-                if error > _OFF:
-                    name, maker = format_text([dtype_name(dtype)]), table.maker(record.reads[0]) or record
-                    what = f"differences of neighbours in {name} are 1/{found:.3g} of what is subtracted"
-                    yield _Fault("forward derivative", record, _lost(error), what, *_in_fp32(maker))
+                what = (
+                    f"a derivative that the forward pass takes is computed in {_format(record)}, {_noise(ratio.whole)}"
+                )
+                yield _Fault("forward derivative", record, _lost_at(ratio.whole), what, *_in_fp32([record]))
+            if (found := record.probes.get("difference")) is None:
+                continue
+            value, dtype = record.reads[0], record.gives[0].dtype
+            if found.given:
+                times = found.subtracted / found.given
+                error = float(torch.finfo(dtype).eps) / 2 * times
+                what = f"differences of neighbours in {_name(dtype)} are 1/{times:.3g} of what is subtracted"
+            else:  # all are 0, and of a field that is constant in FP32 they are to be
+                error = float(found.exact > torch.finfo(torch.float32).eps * found.subtracted)
+                what = f"differences of neighbours in {_name(dtype)} are all 0, and in FP32 are not"
+            if error > _OFF:
+                cure = _in_fp32(_first_low(table, value))
+                yield _Fault("forward derivative", record, _lost(error), what, *cure)
 
     # Codes ---------------------------------------------------------------------------------------------
 
-    def _makes_codes(self, record: KernelRecord) -> bool:
-        """Whether a kernel makes integers of numbers that a low format held."""
-        return self._low_behind(record) is not None
-
-    def _low_behind(self, record: KernelRecord) -> Value | None:
-        """Return the low numbers that a kernel makes integers of."""
-        is_code = record.kernel is torch.ops.aten._to_copy.default and record.phase == "forward" and bool(record.reads)
-        if not is_code or has_fraction(record.gives[0].dtype) or record.gives[0].dtype == torch.bool:
-            return None
-        value = record.reads[0]
-        while value.dtype not in LOW:
-            maker = self._table().maker(value)
-            if maker is None or not (maker.kind in HANDS_ON or maker.name in _ROUNDS | _SCALED) or not maker.reads:
-                return None
-            value = maker.reads[0]
-        return value
-
-    def _codes(self, table: WatchedPass) -> Iterator[_Fault]:
+    @staticmethod
+    def _codes(table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
-            value, extent = self._low_behind(record), record.probes.get("extent")
-            if value is None or extent is None or not extent.largest > num_integers(value.dtype):
+            if (largest := record.probes.get("largest")) is None:
                 continue
-            maker, source = table.maker(value), record
-            while maker is not None:  # the first of what computed low: what it gives is what all others are made of
-                source = source if maker.name in _ROUNDS or maker.kind in HANDS_ON else maker
-                before = maker.reads[0] if maker.flops is None and maker.reads else None
-                is_low = before is not None and (before.dtype in LOW or maker.by == "emulation")
-                maker = table.maker(before) if before is not None and is_low else None
-            name = format_text([dtype_name(value.dtype)])
-            what = (
-                f"integers up to {extent.largest:,.0f} are read off numbers in {name}, which holds all up to "
-                f"{num_integers(value.dtype):,} only"
-            )
-            bits = math.ceil(math.log2(extent.largest / num_integers(value.dtype)))
-            yield _Fault("codes", record, bits, what, *_in_fp32(source))
-
-
-class Difference:
-    """How much larger the numbers are than the differences of them, where places of one tensor are subtracted."""
-
-    name = "difference"
-
-    def begin(self, kernel: Any, args: Any, kwargs: Any) -> tuple[Tensor, ...] | None:
-        """Add up the magnitudes of what is subtracted, which is written to where the kernel is in-place."""
-        if kernel._schema.name not in ("aten::sub", "aten::sub_"):
-            return None
-        read = [each for each in tensors((args, kwargs)) if is_measurable(each) and each.dtype in LOW]
-        return (read[0].detach().double().abs().sum(),) if len(read) == 2 else None
-
-    def wants(self, record: KernelRecord) -> bool:
-        """Whether a kernel subtracts places of one tensor from others of it, in the forward pass."""
-        if record.name != "sub" or record.phase != "forward" or len(record.reads) != 2 or not record.gives:
-            return False
-        one, other = record.reads
-        return one.number == other.number and one.shape == other.shape and record.gives[0].dtype in LOW
-
-    def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
-        """Add up the magnitudes of the differences."""
-        return None if begun is None else torch.stack([*begun, out.detach().double().abs().sum()])
-
-    def read(self, numbers: list[float]) -> float | None:
-        """Divide; nothing where all are equal."""
-        return numbers[0] / numbers[1] if numbers[1] else None
+            first = _first_low(table, record.reads[0])
+            given, low = first[0].gives[0].dtype, first[0].call.low
+            dtype = given if given in LOW else getattr(torch, low)  # an emulated product gives FP32
+            holds = num_integers(dtype)
+            if largest > holds:
+                what = (
+                    f"integers up to {largest:,.0f} are read off numbers in {_name(dtype)}, which holds all up to "
+                    f"{holds:,} only"
+                )
+                bits = math.ceil(math.log2(largest / holds))
+                yield _Fault("codes", record, bits, what, *_in_fp32(first))
 
 
 # What a kernel is -------------------------------------------------------------------------------------
 
 
+def _gives_low(record: KernelRecord) -> bool:
+    """Whether a kernel of the forward pass gives low numbers."""
+    return record.phase == "forward" and bool(record.gives) and record.gives[0].dtype in LOW
+
+
+def _is_pointwise(record: KernelRecord) -> bool:
+    return torch.Tag.pointwise in record.kernel.tags
+
+
 def _is_addition(record: KernelRecord) -> bool:
+    return _gives_low(record) and record.name in ("add", "sub") and len(record.reads) == 2
+
+
+def _is_difference(record: KernelRecord) -> bool:
+    """Whether a kernel subtracts places of one tensor from others of it."""
+    is_low = _gives_low(record) and record.name == "sub" and len(record.reads) == 2
     return (
-        record.name in ("add", "sub") and record.phase == "forward" and len(record.reads) == 2
-        and bool(record.gives) and record.gives[0].dtype in LOW
-    )  # fmt: skip
+        is_low and record.reads[0].number == record.reads[1].number and record.reads[0].shape == record.reads[1].shape
+    )
 
 
 def _is_low_product(record: KernelRecord) -> bool:
@@ -409,7 +340,38 @@ def _is_derivative(record: KernelRecord) -> bool:
     return record.is_inner and record.phase == "backward" and _is_low_product(record)
 
 
-def _is_stream(table: WatchedPass, chain: list[tuple[KernelRecord, int]]) -> bool:
+def _makes_codes(record: KernelRecord) -> bool:
+    """Whether a kernel makes integers of numbers that may have a fraction."""
+    is_cast = record.kernel is torch.ops.aten._to_copy.default and record.phase == "forward" and bool(record.reads)
+    return is_cast and not has_fraction(record.gives[0].dtype) and record.gives[0].dtype != torch.bool
+
+
+class _Addition(NamedTuple):
+    """One addition of a sum by hand, and which of its operands is the new term."""
+
+    record: KernelRecord
+    term: int
+
+
+def _chains(table: WatchedPass) -> Iterable[list[_Addition]]:
+    """Return the chains of additions of one line, each to the result of the last."""
+    chains: dict[int, list[_Addition]] = {}  # by what they have come to
+    for record in table.kernels:
+        if not _is_addition(record) or "total" not in record.probes or len({v.number for v in record.reads}) < 2:
+            continue
+        chain = [_Addition(record, 1)]
+        for place, value in enumerate(record.reads[: 1 if record.name == "sub" else 2]):
+            before = chains.get(value.number)
+            is_same = value.shape == record.gives[0].shape
+            if before and is_same and before[-1].record.call.line == record.call.line:
+                chain = chains.pop(value.number)
+                chain.append(_Addition(record, 1 - place))
+                break
+        chains[record.gives[0].number] = chain
+    return chains.values()
+
+
+def _is_stream(table: WatchedPass, chain: list[_Addition]) -> bool:
     """Whether what has come together is read by more than the next addition, as a residual stream is."""
     read = 0
     for (record, _), (after, _) in itertools.pairwise(chain):
@@ -443,6 +405,33 @@ def _readers(table: WatchedPass, value: Value) -> list[KernelRecord]:
     return found
 
 
+def _first_low(table: WatchedPass, value: Value) -> list[KernelRecord]:
+    """Return the kernels that gave the low numbers, of no low ones or as products, of which others are made pointwise.
+
+    If these were in FP32, so would be all that is between them and the value.
+    """
+    found, waiting, seen = dict[KernelRecord, None](), [value], set[int]()
+
+    def is_low(value: Value) -> bool:
+        maker = table.maker(value)
+        return value.dtype in LOW or (maker is not None and maker.by == "emulation")
+
+    while waiting:
+        value = waiting.pop()
+        maker = table.maker(value)
+        if maker is None or value.number in seen:
+            continue
+        seen.add(value.number)
+        before = [] if maker.flops is not None else [each for each in maker.reads if has_fraction(each.dtype)]
+        if is_low(value):
+            low = list(filter(is_low, before))
+            waiting += low
+            found.update(dict.fromkeys([] if low else [maker]))
+        elif _is_pointwise(maker) or maker.kind in HANDS_ON:
+            waiting += before
+    return list(found)
+
+
 # What it costs, and what to write ---------------------------------------------------------------------
 
 
@@ -459,30 +448,54 @@ def _noise(ratio: float) -> str:
     return f"signal to noise {ratio:.3g} dB"
 
 
+def _name(dtype: torch.dtype) -> str:
+    return format_text([dtype_name(dtype)])
+
+
 def _format(record: KernelRecord) -> str:
     """Return the format of a product's operands: under emulation the one that FP32 stands for."""
     assert record.flops is not None
-    return record.call.low if record.by == "emulation" else dtype_name(record.flops[1])
+    return format_text([record.call.low]) if record.by == "emulation" else _name(record.flops[1])
 
 
-def _in_fp32(record: KernelRecord) -> tuple[str, Rule | None]:
-    """Return what keeps the module of a kernel in FP32, in words or as a rule."""
-    if record.module in ("", LOSS):
-        return f"a function under @mezzo.fp32 for this {record.call.op or record.name}", None
-    return "", Rule("fp32", module=exact(record.module))
+def _in_fp32(records: Sequence[KernelRecord]) -> tuple[str, tuple[str, ...]]:
+    """Return what keeps kernels in FP32: what to write where no module's rule reaches them, and rules.
+
+    A cast of the model's own code is in no rule's hands. Where all are of the model itself, rules on ops do it, too.
+    """
+    if not records:
+        return "inputs in FP32", ()
+    casts = [each for each in records if each.kind in ("cast", "rounding") and each.by not in ("cast", "emulation")]
+    computed = [each for each in records if each not in casts]
+    alone = [each for each in computed if each.module in ("", LOSS)]
+    words = [f"no cast of the model's own at {casts[0].call.line}"] if casts else []
+    if alone:
+        words.append(f"a function under @mezzo.fp32 for this {' and this '.join(dict.fromkeys(e.op for e in alone))}")
+    if len(alone) == len(records):
+        rules = [rule for each in alone for rule in _op_in_fp32(each)]
+    else:
+        rules = [str(Rule("fp32", module=exact(each.module))) for each in computed if each not in alone]
+    return ", and ".join(words), tuple(dict.fromkeys(rules))
 
 
-def _op_in_fp32(record: KernelRecord) -> Rule | None:
-    """Return the rule that keeps the op of a kernel in FP32 where it runs; ``None`` where no rule names the op."""
+def _op_in_fp32(record: KernelRecord) -> tuple[str, ...]:
+    """Return the rule on the op of a kernel where it runs; nothing where no rule names the op."""
+    module = None if record.module in ("", LOSS) else exact(record.module)
     with suppress(PolicyError):
-        module = None if record.module in ("", LOSS) else exact(record.module)
-        return Rule("fp32", op=record.call.op or record.name, module=module)
-    return None
+        return (str(Rule("fp32", op=record.op, module=module)),)
+    return ()
 
 
-def _joined(rules: list[Rule]) -> Rule | None:
-    """Return one rule for those of alike modules."""
-    paths = list(dict.fromkeys(rule.module for rule in rules if rule.module is not None))
-    if len(paths) < 2:
-        return next(iter(rules), None)
-    return replace(rules[0], module=re.sub(r"\{[^}]*\}", "*", folded(paths, str, lambda path: None)[0].path))
+def _finding(fault: _Fault, module: str, rules: Iterable[str]) -> Finding:
+    """Write a finding, with one rule for alike modules. A rule on an op may replace the words."""
+    named: dict[str, list[str]] = {}
+    for rule in rules:
+        key, _, name = rule.partition("=")
+        named.setdefault(key, []).append(name)
+    key = max(named, default="", key=len)  # fp32_module, where a rule of modules is among them
+    globs = (as_glob(fold.path) for fold in folded(named.get(key, ()), str, lambda name: None))
+    rule = f"{key}={'+'.join(globs)}" if key else ""
+    cure = (", or " if key == "fp32" else ", and ").join(each for each in (fault.words, rule and both(rule)) if each)
+    text = f"{fault.what}, {fault.bits} of FP32's 24 bits lost: write {cure}"
+    where = place_text(module, fault.record.op, fault.record.call.line)
+    return Finding(kind=fault.kind, where=where, text=text, rule=rule)

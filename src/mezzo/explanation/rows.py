@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final, Generic, Literal, TypeVar
-
-from mezzo.errors import PolicyError
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter, itemgetter
+from typing import Any, Final, Generic, Literal, TypeVar
 
 # Numbers and formats as people read them.
 
@@ -270,65 +269,28 @@ class Emulated:
     why: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explained:
-    """All that an explanation holds.
-
-    Attributes:
-        model: Class of the model.
-        policy: The policy's text.
-        devices: Types of the devices that held tensors.
-        torch: The torch version.
-        emulated: The families of products that the model has and that were computed in FP32 from rounded operands.
-        rows: Every op that read or made floating numbers in the forward pass, in the order of first use.
-        casts: Every conversion between floating dtypes, forward and backward, largest first.
-        misaligned: Products and convolutions in a low format whose dimensions should be padded.
-        findings: What else there is to know.
-        products: The matrix products and convolutions of the forward pass, those with the most operations first.
-        moved_bytes: What all kernels of both passes read and write, casts included.
-        weights: How many bytes of the parameters lie where; empty where none is stored in halves.
-    """
-
-    model: str
-    policy: str
-    devices: tuple[str, ...]
-    torch: str
-    emulated: tuple[Emulated, ...]
-    rows: tuple[Row, ...]
-    casts: tuple[Cast, ...]
-    misaligned: tuple[Misaligned, ...]
-    findings: tuple[Finding, ...]
-    products: tuple[Product, ...] = ()
-    moved_bytes: int = 0
-    weights: str = ""
-
-    def num_casts(self, **fields: str) -> int:
-        """Count the casts whose fields have these values, emulation left out unless ``by="emulation"``.
-
-        Args:
-            **fields: Attributes of :class:`Cast`, such as ``phase="backward"``.
-        """
-        return sum(cast.count for cast in self._chosen(fields))
-
-    def cast_bytes(self, **fields: str) -> int:
-        """Add up the bytes that casts read and write, chosen as in :meth:`num_casts`."""
-        return sum(cast.num_bytes for cast in self._chosen(fields))
-
-    def _chosen(self, fields: Mapping[str, str]) -> Iterable[Cast]:
-        known = {field.name for field in dataclasses.fields(Cast)}
-        if unknown := [name for name in fields if name not in known]:
-            raise PolicyError(f"a cast has no {unknown[0]}", write=f"one of {', '.join(sorted(known))}")
-        return (
-            cast
-            for cast in self.casts
-            if all(getattr(cast, name) == value for name, value in fields.items())
-            and (cast.by != "emulation" or "by" in fields)
-        )
-
-
 # Alike modules as one: rows that agree in all but the indices in their paths become ``blocks.{0..11}.norm1 ×12``.
-
 T = TypeVar("T")
+Counted = TypeVar("Counted", Row, Cast, Product, Misaligned)
+
+#: What rows that are alike have together.
+_SUMS: Final = ("count", "flops", "num_bytes")
+
+
+def summed(rows: Sequence[Counted]) -> Counted:
+    """Return the first of some rows, with what all of them have together."""
+    sums: dict[str, Any] = {name: sum(map(attrgetter(name), rows)) for name in _SUMS if hasattr(rows[0], name)}
+    return replace(rows[0], **sums)
+
+
+def tallied(rows: Iterable[Counted]) -> tuple[Counted, ...]:
+    """Return one row for all that differ in no more than what they count, each where the first of them was."""
+    groups: dict[Counted, list[Counted]] = {}
+    for row in rows:
+        zeros: dict[str, Any] = {name: 0 for name in _SUMS if hasattr(row, name)}
+        groups.setdefault(replace(row, **zeros), []).append(row)
+    return tuple(map(summed, groups.values()))
+
 
 #: A path, whose indices are sets: ``("blocks", {0, 1}, "norm")``.
 Parts = tuple[str | frozenset[int], ...]
@@ -384,6 +346,11 @@ def folded(rows: Iterable[T], path: Callable[[T], str], rest: Callable[[T], Hash
     return [Fold(_text(parts), tuple(row for _, row in each)) for each, parts in found]
 
 
+def as_glob(path: str) -> str:
+    """Return a glob that matches each of the paths of a fold, which are globs by themselves."""
+    return re.sub(r"\{[^}]*\}", "*", path)
+
+
 def _part(text: str) -> str | frozenset[int]:
     is_index = text.isascii() and text.isdecimal() and str(int(text)) == text
     return frozenset([int(text)]) if is_index else text
@@ -391,25 +358,16 @@ def _part(text: str) -> str | frozenset[int]:
 
 def _merged(group: dict[Parts, list[tuple[int, T]]]) -> dict[Parts, list[tuple[int, T]]]:
     """Join paths that differ in one index, the last index first, then those that differ in the one before."""
-    length = len(next(iter(group)))
-    for position in reversed(range(length)):
-        joined: dict[Hashable, tuple[Parts, list[tuple[int, T]]]] = {}
+    for position, part in reversed([*enumerate(next(iter(group)))]):
+        if isinstance(part, str):  # a name, and so it is in all paths of a group
+            continue
+        joined: dict[tuple[Parts, Parts], tuple[frozenset[Any], list[tuple[int, T]]]] = {}
         for parts, rows in group.items():
-            here = parts[position]
-            key = (*parts[:position], None, *parts[position + 1 :]) if isinstance(here, frozenset) else parts
-            if key in joined and isinstance(here, frozenset):
-                others, before = joined[key]
-                union = (*parts[:position], here | _indices(others[position]), *parts[position + 1 :])
-                joined[key] = union, sorted([*before, *rows], key=lambda each: each[0])
-            else:
-                joined[key] = parts, rows
-        group = dict(joined.values())
+            around = parts[:position], parts[position + 1 :]
+            indices, before = joined.get(around, (frozenset[Any](), []))
+            joined[around] = indices.union(parts[position]), sorted([*before, *rows], key=itemgetter(0))
+        group = {(*left, indices, *right): rows for (left, right), (indices, rows) in joined.items()}
     return group
-
-
-def _indices(part: str | frozenset[int]) -> frozenset[int]:
-    assert isinstance(part, frozenset)
-    return part
 
 
 def _text(parts: Parts) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,6 @@ _ALLOCATIONS: Final = frozenset("empty empty_like empty_strided new_empty new_em
 _REARRANGING: Final = frozenset("clone cat repeat index_select gather index constant_pad_nd flip roll".split())
 #: Kernels that read of a table only what they give.
 _LOOKS_UP: Final = frozenset("embedding gather index index_select".split())
-#: Products that add a term, which stands first.
-_ADDING: Final = frozenset("addmm baddbmm addbmm addmv addr".split())
 
 Shape = tuple[tuple[str, int], ...]
 Label = TypeVar("Label")
@@ -80,18 +78,10 @@ def written_places(kernel: Any) -> tuple[tuple[int, str], ...]:
     return tuple((n, a.name) for n, a in each if a.alias_info is not None and a.alias_info.is_write)
 
 
-def flat(*values: Any) -> Iterator[Any]:
-    """Yield what a kernel is given or returns, opening its lists: a schema knows no other containers."""
-    for value in values:
-        if isinstance(value, (tuple, list)):
-            yield from value
-        else:
-            yield value
-
-
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Return the tensors among what a kernel is given or returns, in their order."""
-    return [leaf for leaf in flat(*values) if isinstance(leaf, Tensor)]
+    """Return the tensors among what a kernel is given or returns, in their order, those of its lists too."""
+    opened = (value if isinstance(value, (tuple, list)) else (value,) for value in values)
+    return [leaf for leaves in opened for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def read_bytes(tensor: Tensor) -> int:
@@ -138,11 +128,11 @@ class Storages(Generic[Label]):
         found = None if storage is None else self._labels.get(storage._cdata)
         return None if found is None else found[0]
 
-    def put(self, each: Iterable[Tensor], label: Label, *, replace: bool = True) -> None:
+    def put(self, each: Iterable[Tensor], label: Label) -> None:
         """Label the storages of tensors."""
         for tensor in each:
             storage = _storage(tensor)
-            if storage is not None and (replace or storage._cdata not in self._labels):
+            if storage is not None:
                 # The weak reference keeps the address from being used again.
                 self._labels[storage._cdata] = (label, StorageWeakRef(storage))  # type: ignore[no-untyped-call]
 
@@ -156,51 +146,125 @@ def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
         return None
 
 
-def same_storage(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are views of one memory."""
-    mine, theirs = _storage(one), _storage(other)
-    return mine is not None and theirs is not None and bool(mine._cdata == theirs._cdata)
-
-
 # Products -------------------------------------------------------------------------------------------
+
+
+class _Measured(NamedTuple):
+    """How a product is measured, from its operands.
+
+    Attributes:
+        first: The position of the first operand: behind the term that it adds.
+        sizes: Its dimensions by name; ``None`` where it has none that matter.
+        flops: Its operations; ``None`` where ``torch.utils.flop_counter`` has a formula.
+    """
+
+    first: int = 0
+    sizes: Callable[[tuple[Any, ...]], Shape] | None = None
+    flops: Callable[[tuple[Any, ...]], int] | None = None
+
+
+def _scaled_flops(operands: tuple[Any, ...]) -> int:
+    a, b = operands[:2]  # (n, k), (k, m); where two elements share a byte, k is half as long
+    return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1]) * (2 if a.dtype == torch.float4_e2m1fn_x2 else 1)
+
+
+def _grouped_flops(operands: tuple[Any, ...]) -> int:
+    a, b = operands[:2]  # the groups lie along the first dimension, or one after the other along rows or along K
+    groups = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
+    return int(2 * a.numel() * b.shape[-1] // groups)
+
+
+def _vector_flops(operands: tuple[Any, ...]) -> int:
+    return 2 * int(operands[0].numel())
+
+
+def _weights(operands: tuple[Any, ...]) -> Sequence[Tensor]:
+    """Return the weights of a recurrent layer: one kernel takes a list, another each by itself."""
+    return operands[1] if isinstance(operands[1], (list, tuple)) else operands[1:3]
+
+
+def _recurrent_flops(operands: tuple[Any, ...]) -> int:
+    weights = sum(each.numel() for each in _weights(operands) if each.dim() > 1)
+    return int(2 * operands[0].numel() // operands[0].shape[-1] * weights)
+
+
+def _matrices(operands: tuple[Any, ...]) -> Shape:
+    a, b = operands[:2]  # (..., M, K), (..., K, N)
+    return ("M", a.shape[-2]), ("N", b.shape[-1]), ("K", a.shape[-1])
+
+
+def _convolution(operands: tuple[Any, ...]) -> Shape:
+    weight, transposed, groups = operands[1], operands[6], operands[8]
+    inputs, outputs = (weight.shape[0] // groups, weight.shape[1]) if transposed else (
+        weight.shape[1], weight.shape[0] // groups
+    )  # fmt: skip
+    if groups > 1 and inputs == 1:  # depthwise: no sum over channels, all of them side by side
+        return (("channels", groups * outputs),)
+    return ("channels in", inputs), ("channels out", outputs)
+
+
+def _attention(operands: tuple[Any, ...]) -> Shape:
+    query, key, value = operands[:3]  # (batch, heads, tokens, head_dim)
+    widths = [("head_dim", query.shape[-1])]
+    if value.shape[-1] != query.shape[-1]:
+        widths.append(("value head_dim", value.shape[-1]))
+    return ("queries", query.shape[-2]), ("keys", key.shape[-2]), *widths
+
+
+def _recurrent(operands: tuple[Any, ...]) -> Shape:
+    features, hidden = (each.shape[-1] for each in _weights(operands)[:2])
+    return ("batch", operands[0].shape[1]), ("input features", features), ("hidden features", hidden)
+
+
+# By aten kernel.
+_PRODUCTS: Final[Mapping[str, _Measured]] = {
+    **dict.fromkeys(("mm", "bmm", "_scaled_mm"), _Measured(0, _matrices)),
+    "_scaled_mm_v2": _Measured(0, _matrices, _scaled_flops),
+    "_grouped_mm": _Measured(0, None, _grouped_flops),
+    **dict.fromkeys(("addmm", "baddbmm"), _Measured(1, _matrices)),
+    "addbmm": _Measured(1, _matrices, lambda operands: 2 * operands[0].numel() * operands[1].shape[-1]),
+    **dict.fromkeys(("mv", "dot", "vdot"), _Measured(0, None, _vector_flops)),
+    "addmv": _Measured(1, None, _vector_flops),
+    "addr": _Measured(1, None, lambda operands: 2 * operands[0].numel() * operands[1].numel()),
+    "convolution": _Measured(0, _convolution),
+    "attention": _Measured(0, _attention),
+    **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), _Measured(0, _recurrent, _recurrent_flops)),
+}
+
+
+@functools.cache
+def _measured(kernel: Any) -> _Measured:
+    name = bare_name(kernel)
+    return _PRODUCTS.get("attention" if _is_attention(name) else name, _Measured())
+
+
+def _is_attention(name: str) -> bool:
+    return "scaled_dot_product" in name and not name.endswith("_backward")
+
+
+@functools.cache
+def _formula(kernel: Any) -> Callable[..., Any] | None:
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry.get(kernel.overloadpacket)
 
 
 def product(kernel: Any, args: tuple[Any, ...]) -> tuple[Shape, torch.dtype] | None:
     """Return a product's dimensions by name and its operands' dtype; ``None`` for any other kernel."""
-    found = _measured_by(kernel)
-    if found is None:
-        return None
-    position, measure = found
-    return measure(args[position:]), args[position].dtype
-
-
-@functools.cache
-def _measured_by(kernel: Any) -> tuple[int, Callable[[tuple[Any, ...]], Shape]] | None:
-    name = bare_name(kernel)
-    if "scaled_dot_product" in name and not name.endswith("_backward"):
-        name = "attention"
-    return _PRODUCTS.get(name)
+    first, sizes, _ = _measured(kernel)
+    return None if sizes is None else (sizes(args[first:]), args[first].dtype)
 
 
 def flops(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> tuple[int, torch.dtype] | None:
-    """Return the floating-point operations of a product and its operands' dtype; ``None`` for any other kernel.
-
-    The formulas are those of ``torch.utils.flop_counter``, and here where it has none.
-    """
-    formula = _formula(kernel)
-    dtype = formula and next((tensor.dtype for tensor in tensors_in(*args) if tensor.dtype.is_floating_point), None)
-    return None if formula is None or dtype is None else (formula(args, kwargs, out), dtype)
-
-
-@functools.cache
-def _formula(kernel: Any) -> Callable[[Any, Any, Any], int] | None:
-    """Return what counts a product's operations, from its arguments and its result."""
-    from torch.utils.flop_counter import flop_registry
-
-    own, torchs = _FLOPS.get(bare_name(kernel)), flop_registry.get(kernel.overloadpacket)
+    """Return the floating-point operations of a product and its operands' dtype; ``None`` for any other kernel."""
+    (first, _, own), formula = _measured(kernel), _formula(kernel)
+    dtypes = (tensor.dtype for tensor in tensors_in(*args) if tensor.dtype.is_floating_point)
+    dtype = next(dtypes, None) if own or formula else None
+    if dtype is None:
+        return None
     if own is not None:
-        return lambda args, kwargs, out: own(args)
-    return None if torchs is None else lambda args, kwargs, out: int(torchs(*args, **kwargs, out_val=out))
+        return own(args[first:]), dtype
+    return None if formula is None else (int(formula(*args, **kwargs, out_val=out)), dtype)
 
 
 def factors(kernel: Any, reads: Sequence[Read]) -> Sequence[Read]:
@@ -210,72 +274,5 @@ def factors(kernel: Any, reads: Sequence[Read]) -> Sequence[Read]:
         kernel: The product.
         reads: The tensors that it is given, in their order.
     """
-    name = bare_name(kernel)
-    last = 3 if "scaled_dot_product" in name else 2
-    return reads[1:3] if name in _ADDING else reads[:last]
-
-
-def _scaled_flops(args: tuple[Any, ...]) -> int:
-    a, b = args[:2]  # (n, k), (k, m); where two elements share a byte, k is half as long
-    return 2 * int(a.shape[0]) * int(a.shape[1]) * int(b.shape[1]) * (2 if a.dtype == torch.float4_e2m1fn_x2 else 1)
-
-
-def _grouped_flops(args: tuple[Any, ...]) -> int:
-    a, b = args[:2]  # the groups lie along the first dimension, or one after the other along rows or along K
-    groups = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
-    return int(2 * a.numel() * b.shape[-1] // groups)
-
-
-def _recurrent_flops(args: tuple[Any, ...]) -> int:
-    weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
-    return int(2 * args[0].numel() // args[0].shape[-1] * sum(each.numel() for each in weights if each.dim() > 1))
-
-
-_FLOPS: Final[Mapping[str, Callable[[tuple[Any, ...]], int]]] = {
-    "_grouped_mm": _grouped_flops,
-    "_scaled_mm_v2": _scaled_flops,
-    **dict.fromkeys(("mv", "dot", "vdot"), lambda args: 2 * args[0].numel()),
-    "addmv": lambda args: 2 * args[1].numel(),
-    "addr": lambda args: 2 * args[1].numel() * args[2].numel(),
-    "addbmm": lambda args: 2 * args[1].numel() * args[2].shape[-1],
-    **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), _recurrent_flops),
-}
-
-
-def _matrices(operands: tuple[Any, ...]) -> Shape:
-    a, b = operands[:2]  # (..., M, K), (..., K, N)
-    return ("M", a.shape[-2]), ("N", b.shape[-1]), ("K", a.shape[-1])
-
-
-def _convolution(operands: tuple[Any, ...]) -> Shape:
-    weight, transposed, groups = operands[0], operands[5], operands[7]
-    inputs, outputs = (weight.shape[0] // groups, weight.shape[1]) if transposed else (
-        weight.shape[1], weight.shape[0] // groups
-    )  # fmt: skip
-    if groups > 1 and inputs == 1:  # depthwise: no sum over channels, all of them side by side
-        return (("channels", groups * outputs),)
-    return ("channels in", inputs), ("channels out", outputs)
-
-
-def _attention(args: tuple[Any, ...]) -> Shape:
-    query, key, value = args[:3]  # (batch, heads, tokens, head_dim)
-    widths = [("head_dim", query.shape[-1])]
-    if value.shape[-1] != query.shape[-1]:
-        widths.append(("value head_dim", value.shape[-1]))
-    return ("queries", query.shape[-2]), ("keys", key.shape[-2]), *widths
-
-
-def _recurrent(args: tuple[Any, ...]) -> Shape:
-    weights = args[1] if isinstance(args[1], (list, tuple)) else args[1:3]
-    features, hidden = weights[0].shape[-1], weights[1].shape[-1]
-    return ("batch", args[0].shape[1]), ("input features", features), ("hidden features", hidden)
-
-
-# By aten kernel: the position of the operand whose dtype counts, and what reads the dimensions from it and the rest.
-_PRODUCTS: Final[Mapping[str, tuple[int, Callable[[tuple[Any, ...]], Shape]]]] = {
-    **dict.fromkeys(("mm", "bmm", "_scaled_mm", "_scaled_mm_v2"), (0, _matrices)),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), (1, _matrices)),
-    "convolution": (1, _convolution),
-    "attention": (0, _attention),
-    **dict.fromkeys(("_cudnn_rnn", "mkldnn_rnn_layer"), (0, _recurrent)),
-}
+    first = _measured(kernel).first
+    return reads[first : first + (3 if _is_attention(bare_name(kernel)) else 2)]

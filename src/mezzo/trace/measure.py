@@ -206,13 +206,13 @@ def widened(
         return None
 
 
-def largest_in(
+def needed(
     dtype: torch.dtype, kernel: Any, args: Any, kwargs: Any, read: list[Operand], position: int
-) -> float | None:
-    """Run a kernel again in a wider format, and return the largest magnitude of one of its results.
+) -> tuple[float | None, torch.dtype | None]:
+    """Run a kernel again in wider formats: what should a result hold, and which one holds it?
 
     Args:
-        dtype: The wider format.
+        dtype: The result's format.
         kernel: The kernel.
         args: Its positional arguments; what it wrote to is taken from ``read``.
         kwargs: Its keyword arguments.
@@ -220,29 +220,14 @@ def largest_in(
         position: Which of its results with fractions.
 
     Returns:
-        The magnitude, which may be inf or NaN; ``None`` where there is no such result.
+        The largest magnitude, and the next wider format that holds it. Inf or NaN, and no format, where none does;
+        ``None`` where no wider kernel could be run.
     """
-    found = widened(dtype, kernel, args, kwargs, {id(operand.argument): operand.tensor for operand in read})
-    if found is None or position >= len(found):
-        return None
-    values = _values(found[position])
-    return float(values.abs().amax()) if values.numel() else None
-
-
-def needed(dtype: torch.dtype, *call: Any) -> tuple[float | None, torch.dtype | None]:
-    """Return the magnitude that a kernel's result should hold, and the next wider format that does.
-
-    Args:
-        dtype: The result's format.
-        *call: The kernel and what it was given, as :func:`largest_in` takes them.
-
-    Returns:
-        Inf or NaN, and no format, where none holds it; ``None`` where no wider kernel could be run.
-    """
-    magnitude = None
+    magnitude, before = None, {id(operand.argument): operand.tensor for operand in read}
     for wider in (torch.float32, torch.float64):
         if torch.finfo(wider).bits > torch.finfo(dtype).bits:
-            magnitude = largest_in(wider, *call)
+            results = (widened(wider, kernel, args, kwargs, before) or [])[position:]
+            magnitude = float(_values(results[0]).abs().amax()) if results and results[0].numel() else None
             if magnitude is not None and math.isfinite(magnitude):
                 return magnitude, wider
     return magnitude, None

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeGuard
+import weakref
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,24 +19,37 @@ from mezzo.trace.table import KernelRecord
 
 #: Which kernels a probe is for.
 Wanted = Callable[[KernelRecord], bool]
+#: Larger results are not told apart place by place.
+_MOST_PLACES: Final = 2**12
+_MOST_POSITIONS: Final = 2**16
+_AS_THEY_ARE: Final[Mapping[int, Tensor]] = MappingProxyType({})
 
 
-class Probe(Protocol):
-    """Measures at kernels, without a host sync."""
+class Probe:
+    """Measures at kernels, without a host sync.
+
+    Attributes:
+        name: Under which :attr:`~mezzo.trace.table.KernelRecord.probes` holds what was measured.
+        gives: Names the numbers.
+        wants: Whether anything is to be measured at a kernel that has run.
+    """
 
     name: str
+    gives: Callable[..., Any]
+
+    def __init__(self, wants: Wanted) -> None:
+        self.wants = wants
 
     def begin(self, kernel: Any, args: Any, kwargs: Any) -> Any:
         """Look at what a kernel is about to read; what it returns goes to :meth:`measure`."""
 
-    def wants(self, record: KernelRecord) -> bool:
-        """Whether anything is to be measured at a kernel that has run."""
-
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Return numbers on the device, as one row in FP64; ``None`` where there is nothing to measure."""
+        raise NotImplementedError
 
     def read(self, numbers: list[float]) -> Any:
         """Make of the numbers what :attr:`~mezzo.trace.table.KernelRecord.probes` holds."""
+        return self.gives(*numbers)
 
 
 def is_measurable(tensor: Any) -> TypeGuard[Tensor]:
@@ -48,21 +62,34 @@ def _row(*numbers: Tensor) -> Tensor:
     return torch.stack([each.double() for each in numbers])
 
 
-class AfterKernels:
-    """What measures kernels once they have run, and needs nothing before."""
-
-    def begin(self, kernel: Any, args: Any, kwargs: Any) -> None:
-        """Keep nothing."""
+def _sizes(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().abs()
 
 
-class RoundedIntegers(AfterKernels):
+def _with_exact(
+    record: KernelRecord, args: Any, kwargs: Any, out: Any, before: Mapping[int, Tensor] = _AS_THEY_ARE
+) -> tuple[Tensor, Tensor] | None:
+    """Return a kernel's first result, and that of the same kernel in FP64; both in FP64."""
+    result = next(tensors(out), None)
+    if not is_measurable(result):
+        return None
+    exact = measure.widened(torch.float64, record.kernel, args, kwargs, before)
+    if not exact or not is_measurable(exact[0]) or exact[0].shape != result.shape:
+        return None
+    return result.detach().double(), exact[0].double()
+
+
+class RoundedIntegers(Probe):
     """What rounding to a low format does to tensors of integers, at casts of the forward pass."""
 
     name = "integers"
 
-    def wants(self, record: KernelRecord) -> bool:
-        """Whether it is a cast to a low format, in the forward pass."""
-        return record.phase == "forward" and record.kind in ("cast", "rounding") and record.gives[0].dtype in LOW
+    def __init__(self) -> None:
+        super().__init__(
+            lambda record: (
+                record.phase == "forward" and record.kind in ("cast", "rounding") and record.gives[0].dtype in LOW
+            )
+        )
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Return what :meth:`read` needs of a cast's argument."""
@@ -88,8 +115,7 @@ class RoundedIntegers(AfterKernels):
         known = values.new_tensor([values.numel(), highest, LOW.index(dtype)], dtype=torch.float64)
         return torch.cat([_row(largest, (values != values.trunc()).sum(), (rounded != values).sum()), known])
 
-    @staticmethod
-    def read(numbers: list[float]) -> LostIntegers | None:
+    def read(self, numbers: list[float]) -> LostIntegers | None:
         """Say what was lost; ``None`` where a number has a fraction or is not finite, or where none changes."""
         largest, num_fractions, num_changed, num_all, highest, number = numbers
         dtype = LOW[int(number)]
@@ -110,60 +136,18 @@ def lost_integers(tensor: Tensor, dtype: torch.dtype) -> LostIntegers | None:
         True
     """
     numbers = RoundedIntegers.numbers(tensor, dtype)
-    return None if numbers is None else RoundedIntegers.read(numbers.tolist())
+    return None if numbers is None else RoundedIntegers().read(numbers.tolist())
 
 
-class ExtentOf(NamedTuple):
-    """Where the numbers of a result lie.
+class Largest(Probe):
+    """The largest finite magnitude of what a kernel reads first."""
 
-    Attributes:
-        num_inf: How many infinities.
-        num_nan: How many NaN.
-        num_zeros: How many zeros.
-        smallest: Smallest finite magnitude that is not zero; inf where there is none.
-        largest: Largest finite magnitude; 0 where there is none.
-    """
-
-    num_inf: int
-    num_nan: int
-    num_zeros: int
-    smallest: float
-    largest: float
-
-
-@dataclass(slots=True)
-class Extent:
-    """Where the numbers of the first result lie; of a cast, or a kernel that gives integers, those of what it reads.
-
-    Attributes:
-        wants: At which kernels.
-        of_operand: Whether the first operand is measured instead of the result.
-    """
-
-    wants: Wanted
-    of_operand: bool = False
-    name: str = "extent"
-
-    def begin(self, kernel: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """Return the first operand, if it is that which is measured."""
-        return next(tensors((args, kwargs)), None) if self.of_operand else None
+    name, gives = "largest", float
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
-        """Return the five numbers."""
-        tensor = begun if self.of_operand else next(tensors(out), None)
-        if not is_measurable(tensor):
-            return None
-        sizes = tensor.detach().double().abs()
-        finite = torch.isfinite(sizes)
-        return _row(
-            torch.isinf(sizes).sum(), torch.isnan(sizes).sum(), (sizes == 0).sum(),
-            torch.where(finite & (sizes > 0), sizes, math.inf).amin(), torch.where(finite, sizes, 0.0).amax(),
-        )  # fmt: skip
-
-    def read(self, numbers: list[float]) -> ExtentOf:
-        """Name the five numbers."""
-        num_inf, num_nan, num_zeros, smallest, largest = numbers
-        return ExtentOf(int(num_inf), int(num_nan), int(num_zeros), smallest, largest)
+        """Measure the operand."""
+        sizes = _sizes(args[0]) if is_measurable(args[0]) else None
+        return None if sizes is None else _row(torch.where(torch.isfinite(sizes), sizes, 0.0).amax())
 
 
 class TotalOf(NamedTuple):
@@ -180,38 +164,31 @@ class TotalOf(NamedTuple):
     result: float
 
 
-@dataclass(slots=True)
-class Total:
-    """The sums of what an addition reads, before it writes, and of what it gives.
+class Total(Probe):
+    """The sums of what an addition or subtraction reads, before it writes, and of what it gives."""
 
-    Attributes:
-        wants: At which kernels.
-        starts: Whether a kernel may be wanted: the sums are made before it runs.
-    """
-
-    wants: Wanted
-    starts: Callable[[Any], bool]
-    name: str = "total"
+    name = "total"
 
     def begin(self, kernel: Any, args: Any, kwargs: Any) -> Tensor | None:
         """Add up what is read."""
-        read = list(tensors((args, kwargs)))[:2]
-        if not self.starts(kernel) or not read or not all(map(is_measurable, read)):
+        if kernel.overloadpacket not in _ADDITIONS:
             return None
-        values = [each.detach().double() for each in read]
-        return _row(*(each.sum() for each in values), *(each.abs().sum() for each in values))
+        read = list(tensors((args, kwargs)))[:2]
+        if not read or not all(map(is_measurable, read)):
+            return None
+        return _row(*(each.double().sum() for each in read), *(_sizes(each).sum() for each in read))
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Add up what was given."""
-        result = next(tensors(out), None)
-        if begun is None or not is_measurable(result):
-            return None
-        return torch.cat([begun, _row(result.detach().double().sum())])
+        return torch.cat([begun, _row(out.double().sum())]) if begun is not None and is_measurable(out) else None
 
     def read(self, numbers: list[float]) -> TotalOf:
         """Name the sums."""
         half = len(numbers) // 2
         return TotalOf(tuple(numbers[:half]), tuple(numbers[half:-1]), numbers[-1])
+
+
+_ADDITIONS: Final = (torch.ops.aten.add, torch.ops.aten.add_, torch.ops.aten.sub, torch.ops.aten.sub_)
 
 
 class DistinctOf(NamedTuple):
@@ -225,45 +202,94 @@ class DistinctOf(NamedTuple):
         num_all: How many numbers there are.
     """
 
-    given: int
-    exact: int
+    given: float
+    exact: float
     error: float
     step: float
-    num_all: int
+    num_all: float
 
 
-@dataclass(slots=True)
-class Distinct(AfterKernels):
-    """How many numbers of a result are different, and how many are in FP64: of positions, anchors and grids.
+class Distinct(Probe):
+    """How many numbers of a result are different, and how many are in FP64: of positions, anchors and grids."""
 
-    Attributes:
-        wants: At which kernels.
-        most: Of larger results nothing is measured.
-    """
-
-    wants: Wanted
-    most: int = 2**16
-    name: str = "distinct"
+    name, gives = "distinct", DistinctOf
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Run the kernel again in FP64, and compare neighbours of both results, in their order."""
-        result = next(tensors(out), None)
-        if not is_measurable(result) or result.numel() > self.most:
+        found = _with_exact(record, args, kwargs, out) if out.numel() <= _MOST_POSITIONS else None
+        if found is None:
             return None
-        exact = measure.widened(torch.float64, record.kernel, args, kwargs)
-        if not exact or not is_measurable(exact[0]) or exact[0].shape != result.shape:
-            return None
-        ours, theirs = result.detach().double().flatten(), exact[0].double().flatten()
+        ours, theirs = (each.flatten() for each in found)
         gaps, exact_gaps = ours.sort().values.diff(), theirs.sort().values.diff()
         steps = torch.where(exact_gaps > 0, exact_gaps, math.inf)
         least = torch.cat([steps, steps.new_full((1,), math.inf)]).amin()
-        count = steps.new_tensor(float(result.numel()))
+        count = steps.new_tensor(float(ours.numel()))
         return _row((gaps > 0).sum() + 1, (exact_gaps > 0).sum() + 1, (ours - theirs).abs().amax(), least, count)
 
-    def read(self, numbers: list[float]) -> DistinctOf:
-        """Name the numbers."""
-        given, exact, error, step, num_all = numbers
-        return DistinctOf(int(given), int(exact), error, step, int(num_all))
+
+class DifferenceOf(NamedTuple):
+    """Sums of magnitudes in FP64, where places of one tensor are subtracted from others of it.
+
+    Attributes:
+        subtracted: Of what is subtracted from.
+        given: Of the differences.
+        exact: Of the differences of the same numbers, had the arithmetic that made them been in FP64.
+    """
+
+    subtracted: float
+    given: float
+    exact: float
+
+
+class Difference(Probe):
+    """How much larger numbers are than their differences, where places of one tensor are subtracted.
+
+    Args:
+        subtracts: At which kernels.
+        makes: Which kernels give numbers that may be subtracted so: pointwise ones.
+
+    **Cost**: what such kernels read stays in memory until the pass is over.
+    """
+
+    name, gives = "difference", DifferenceOf
+
+    def __init__(self, subtracts: Wanted, makes: Wanted) -> None:
+        super().__init__(lambda record: subtracts(record) or makes(record))
+        self._subtracts = subtracts
+        self._made = Storages[_Made]()
+
+    def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
+        """Add up the magnitudes."""
+        if record.kernel._schema.is_mutable or not is_measurable(out):
+            return None
+        if self._subtracts(record):
+            one, other = map(self._exact, args[:2])
+            return _row(_sizes(args[0]).sum(), _sizes(out).sum(), (one - other).abs().sum())
+        read = list(tensors((args, kwargs)))
+        self._made.put([out], _Made(record.kernel, args, kwargs, read, out.stride(), versions([*read, out])))
+        return None
+
+    def _exact(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in FP64, as arithmetic with constants, or with one other tensor, would have made it there."""
+        made = self._made.get(tensor)
+        if made is None or made.versions != versions([*made.read, tensor]):
+            return tensor.detach().double()
+        before = {id(each): self._exact(each) for each in made.read} if len(made.read) == 1 else {}
+        exact = measure.widened(torch.float64, made.kernel, made.args, made.kwargs, before)
+        if not exact or exact[0].stride() != made.strides:
+            return tensor.detach().double()
+        return exact[0].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class _Made(NamedTuple):
+    """A pointwise kernel that has run."""
+
+    kernel: Any
+    args: Any
+    kwargs: Any
+    read: list[Tensor]
+    strides: tuple[int, ...]  # of its result
+    versions: list[int]  # of what it has read, then of its result
 
 
 class RatioOf(NamedTuple):
@@ -278,80 +304,68 @@ class RatioOf(NamedTuple):
     places: tuple[float, ...]
 
 
-@dataclass(slots=True)
-class Ratio(AfterKernels):
+class Ratio(Probe):
     """Signal to noise of the first result against the same kernel in FP64.
 
-    Operands that a cast made are taken as they were before it; of others their own numbers, in FP64.
+    Operands that a cast made are taken as they were before it, as long as the program holds what the cast has read; of
+    others their own numbers, in FP64.
 
-    Attributes:
+    Args:
         wanted: At which kernels.
         along: The dimension of a kernel's result along which places are told apart.
-        most: Up to how many places.
-
-    **Cost**: what casts read stays in memory until the pass is over.
     """
 
-    wanted: Wanted
-    along: Callable[[KernelRecord], int] = lambda record: -1
-    most: int = 2**12
-    name: str = "ratio"
-    _casts: Storages[_KeptCast] = field(default_factory=Storages)
+    name = "ratio"
 
-    def wants(self, record: KernelRecord) -> bool:
-        """Whether it is a cast, which is kept, or one of the kernels asked for."""
-        return record.kind == "cast" or self.wanted(record)
+    def __init__(self, wanted: Wanted, along: Callable[[KernelRecord], int] = lambda record: -1) -> None:
+        super().__init__(lambda record: record.kind == "cast" or wanted(record))
+        self._wanted, self._along = wanted, along
+        self._casts = Storages[_CastRead]()
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Run the kernel again in FP64, and add up the squares of its numbers and of the differences."""
         numbers = None
-        result = next(tensors(out), None)
-        if self.wanted(record) and not record.kernel._schema.is_mutable and is_measurable(result):
-            before = {id(each): self._exact(each) for each in tensors((args, kwargs))}
-            exact = measure.widened(torch.float64, record.kernel, args, kwargs, before)
-            if exact and is_measurable(exact[0]) and exact[0].shape == result.shape:
-                right = exact[0].double()
-                wrong = result.detach().double() - right
-                along = self.along(record)
-                size = result.shape[along] if result.dim() else 1
-                squares = [each.square() for each in (right, wrong)]
-                rows = [each.movedim(along, -1) if each.dim() else each for each in squares]
-                places = [each.reshape(-1, size).sum(0) for each in rows]
-                numbers = torch.cat(
-                    [*(each.sum().reshape(1) for each in places), *(places if size <= self.most else ())]
-                )
-        if record.kind == "cast" and is_measurable(args[0]) and is_measurable(out):
-            if record.by == "emulation" and out.dtype in LOW:  # a device with the arithmetic makes no such cast
-                return numbers
-            self._casts.put([out], _KeptCast(args[0], out.detach(), versions((args[0], out))))
+        if self._wanted(record) and not record.kernel._schema.is_mutable:
+            before = {id(each): self._before(each) for each in tensors((args, kwargs))}
+            if (found := _with_exact(record, args, kwargs, out, before)) is not None:
+                numbers = self._squares(*found, self._along(record))
+        # A device with the arithmetic makes no cast of emulation's to a low format.
+        is_made_up = record.by == "emulation" and record.gives[0].dtype in LOW
+        if record.kind == "cast" and not is_made_up and is_measurable(args[0]) and is_measurable(out):
+            kept = _CastRead(weakref.ref(args[0]), out.stride(), int(out.storage_offset()), versions((args[0], out)))
+            self._casts.put([out], kept)
         return numbers
 
-    def _exact(self, tensor: Tensor) -> Tensor:
+    @staticmethod
+    def _squares(ours: Tensor, right: Tensor, along: int) -> Tensor:
+        size = ours.shape[along] if ours.dim() else 1
+        rows = [each.movedim(along, -1) if each.dim() else each for each in (right.square(), (ours - right).square())]
+        places = [each.reshape(-1, size).sum(0) for each in rows]
+        return torch.cat([*(each.sum().reshape(1) for each in places), *(places if size <= _MOST_PLACES else ())])
+
+    def _before(self, tensor: Tensor) -> Tensor:
         """Return a tensor as it was before the casts that made it, if nothing was written to either since."""
-        while (cast := self._casts.get(tensor)) is not None:
-            if versions((cast.before, tensor)) != cast.versions:
+        while (cast := self._casts.get(tensor)) is not None and (read := cast.read()) is not None:
+            if read is tensor or read.stride() != cast.strides or versions((read, tensor)) != cast.versions:
                 break
-            if cast.before.stride() != cast.after.stride() or cast.before is tensor:
-                break
-            moved = tensor.storage_offset() - cast.after.storage_offset() + cast.before.storage_offset()
-            tensor = cast.before.detach().as_strided(tensor.shape, tensor.stride(), moved)
+            moved = tensor.storage_offset() - cast.offset + read.storage_offset()
+            tensor = read.detach().as_strided(tensor.shape, tensor.stride(), moved)
         return tensor
 
     def read(self, numbers: list[float]) -> RatioOf:
         """Turn the sums into dB."""
-        ratios = [_decibel(right, wrong) for right, wrong in zip(*_halves(numbers[2:]), strict=True)]
-        return RatioOf(_decibel(*numbers[:2]), tuple(ratios))
+        half = len(numbers) // 2
+        places = zip(numbers[2 : half + 1], numbers[half + 1 :], strict=True)
+        return RatioOf(_decibel(*numbers[:2]), tuple(_decibel(*place) for place in places))
 
 
-class _KeptCast(NamedTuple):
-    before: Tensor
-    after: Tensor
+class _CastRead(NamedTuple):
+    """What a cast has read, and where its result lies."""
+
+    read: weakref.ref[Tensor]
+    strides: tuple[int, ...]
+    offset: int
     versions: list[int]  # of both
-
-
-def _halves(numbers: list[float]) -> tuple[list[float], list[float]]:
-    half = len(numbers) // 2
-    return numbers[:half], numbers[half:]
 
 
 def _decibel(right: float, wrong: float) -> float:

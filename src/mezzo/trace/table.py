@@ -164,6 +164,11 @@ class KernelRecord:
     next_node: int = 0
     probes: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def op(self) -> str:
+        """The op as the user's code has it."""
+        return self.call.op or self.name
+
 
 class WatchedPass:
     """The table of a pass.
