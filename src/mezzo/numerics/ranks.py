@@ -28,8 +28,8 @@ class Attendance:
     for it. So each counts itself in the group's store before the step's own exchange, and reads after it how many
     record: all of them find the same number. Then it takes itself out again.
 
-    Recorders of one run find each other on other ranks by what they record. Of several alike the first to announce a
-    step on one rank belongs to the first on another: in sessions, and under DDP, ranks step their models in one order.
+    Recorders find each other on other ranks by what they record. Of several alike the first to announce a step on one
+    rank belongs to the first on another: in sessions and under DDP all ranks step their models in one order.
 
     Args:
         choices: What the recorder was asked for.
@@ -42,8 +42,9 @@ class Attendance:
         self._subject = choices.subject
         about = (choices.subject.modules, choices.every, choices.kinds, choices.formats)
         self._name = f"mezzo recorder {hashlib.sha256(repr(about).encode()).hexdigest()[:16]}"
-        self._key = ""
-        self._store: Any = None  # in which this rank is counted now
+        self._store: Any = None
+        self._key, self._taken = "", ""  # in it: for this recorder on all ranks, and for those of this rank alone
+        self._is_announced = False
         self._has_warned = False
         self.of_session: Any = None
 
@@ -54,26 +55,39 @@ class Attendance:
     def announce(self) -> None:
         """Say that this rank records the coming step."""
         group = self.group()
-        if group is None or self._store is not None:
+        if group is None or self._is_announced:
             return
-        self._store = group.get_group_store()
-        if not self._key:
-            number = self._store.add(f"{self._name} of rank {group.rank()}", 1)
-            self._key = f"{self._name}, {number}"
+        if self._store is None:
+            self._store, number, own = group.get_group_store(), 1, f" of rank {group.rank()}"
+            while self._store.add(f"{self._name}, {number}{own}", 1) > 1:  # another one of this rank has it
+                self._store.add(f"{self._name}, {number}{own}", -1)
+                number += 1
+            self._key, self._taken = f"{self._name}, {number}", f"{self._name}, {number}{own}"
         self._store.add(self._key, 1)
+        self._is_announced = True
 
     def withdraw(self) -> None:
         """Record the step no more."""
-        store, self._store = self._store, None
-        if store is not None:
-            with suppress(RuntimeError):  # a group that is gone has nobody to be told
-                store.add(self._key, -1)
+        if self._is_announced:
+            self._is_announced = False
+            self._leave(self._key)
+
+    def end(self) -> None:
+        """Record no step any more."""
+        self.withdraw()
+        if self._store is not None:
+            self._leave(self._taken)
+        self._store = None
+
+    def _leave(self, key: str) -> None:
+        with suppress(RuntimeError):  # of a group that is gone
+            self._store.add(key, -1)
 
     def summed(self, counted: dict[Place, Counted]) -> dict[Place, Counted]:
         """Return what all ranks have counted of the step, if all of them record it. One warning says if not."""
         if (group := self.group()) is None:
             return counted
-        present = 1 if self._store is None else self._store.add(self._key, 0)
+        present = self._store.add(self._key, 0) if self._is_announced else 1
         if present == group.size():
             return summed(counted, group, next(self._subject.model.parameters()).device)
         if not self._has_warned:

@@ -284,6 +284,7 @@ class RecordedRun:
         """Record no more, and leave nothing on the model."""
         self._disarm()
         self.outputs.remove()
+        self.ranks.end()
         if self._lines is not None:
             self._lines.close()
 
@@ -488,16 +489,16 @@ class Recorder:
 
     Gradients are recorded unscaled. Weight gradients are those that the optimizer gets, before they are clipped.
     Weights and updates are those of the FP32 value where one is kept. A skipped step has no updates. What a module
-    returns is counted in passes that gradients come back through: neither under ``no_grad``, nor twice where
-    checkpointing runs a pass again; the calls of a step are summed.
+    returns is counted in passes that gradients can come back through: neither under ``no_grad``, nor twice where
+    checkpointing runs a pass again; in evaluation mode where they do come. The calls of a step are summed.
 
     A session tells of its steps by itself. In a loop without one call :meth:`step`.
 
     Args:
         model: The model. Functions that use parameters directly are not seen. Where it is compiled, whole or in parts,
-            graphs count: in tuples and dicts the first four tensors, by their number. Under DDP, ``fully_shard`` and in
-            sessions on several ranks each rank makes a recorder, and all have the same counts; where only some do, each
-            of these has those of its own share, and a warning says so.
+            graphs count: of what a module returns the first four tensors. Under DDP, ``fully_shard`` and in sessions on
+            several ranks each rank makes a recorder, and all have the same counts; where only some do, each of these
+            has those of its own share, and a warning says so.
         optimizer: What updates it, or several. In a session it may be left out; in a loop without one there are then
             no updates, and weights are those that :meth:`step` finds.
         every: Steps from one recorded step to the next. Where two optimizers take turns, an odd number, or only one of
@@ -521,9 +522,9 @@ class Recorder:
     ``updates`` a copy of the weights while the step runs. Of each product below sixteen bits two more products in FP32,
     each of its operands in FP32 twice, and two FP32 values for each element of its weight. On other steps nothing in
     eager mode: there are hooks only in recorded ones. In graphs a call for each tensor, 4 to 9 µs on a CPU, which ends
-    fusions; the first block has torch.compile forget what it has made, and inside it graphs
-    are made for the hooks of modules. On several ranks one reduction a
-    recorded step. In memory 4.5 KB for each tensor, in graphs 90 KB for each module.
+    fusions; the first block has torch.compile forget what it has made, and inside it graphs are made for the hooks of
+    modules. A graph's backward pass runs once there, whatever ``retain_graph`` says. On several ranks one reduction a
+    recorded step. In memory 9 KB for each tensor, in graphs 36 KB for each module.
 
     Example:
         >>> import torch
