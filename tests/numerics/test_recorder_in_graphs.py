@@ -271,6 +271,20 @@ def test_names_and_the_order_of_calls_are_those_of_eager_mode(kinds):
     assert of_modes[eager] == of_modes[whole]
 
 
+def test_graphs_may_serve_the_next_recorder():
+    torch.compiler.reset()
+    model, (x,), found = net(Branching), batches(1), []
+    called = whole(model, Counting())
+    with Recorder(net()):  # as long as it lasts, graphs stay
+        for _ in range(2):
+            with Recorder(model) as recorder:
+                called(x).sum().backward()
+                recorder.step()
+            found.append(held(recorder.evidence, "activations", 1))
+    assert found[0] == found[1]
+    assert "branches.output['out']" in found[0]
+
+
 def test_what_a_graph_recomputes_is_counted_once():
     class Checkpointed(Net):
         def forward(self, x):

@@ -30,6 +30,18 @@ TRACES_HOOKS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 1
 MOST: Final = 1 << 12
 
 
+#: What tensors that modules return are called, in the order of the numbers that rows have for it. Of the process: a
+#: graph outlives the recorder that it was made for, and may serve the next one.
+NAMES: Final[list[str]] = []
+
+
+@constant_in_graphs
+def _number_of(name: str) -> int:
+    if name not in NAMES:
+        NAMES.append(name)
+    return NAMES.index(name)
+
+
 class OutputCounts:
     """The counts of one tensor that a module returns, and of the gradient that comes back to it.
 
@@ -111,7 +123,7 @@ class OutputHook(OwnHook):
             with DisableTorchFunction():
                 for place, tensor in each_tensor(output):
                     if is_countable(tensor) and tensor.numel():
-                        self._called(tensor, self._watch.number_of(f"output{place}"))
+                        self._called(tensor, _number_of(f"output{place}"))
         return None
 
     def make_ready(self) -> None:
@@ -126,22 +138,22 @@ class OutputHook(OwnHook):
 
     def _traced(self, output: Any) -> Any:
         """Count in a graph."""
-        hands_on = TRACES_HOOKS or self._watch.is_captured
+        has_hooks = TRACES_HOOKS or self._watch.is_captured
         unused = iter(self._in_graphs)
         through: list[Tensor] = []
         for place, tensor in each_tensor(output):
             if self._is_plain(tensor) and (counts := next(unused, None)) is not None:
-                name = self._watch.number_of(f"output{place}")
+                name = _number_of(f"output{place}")
                 apart = self._take(tensor, counts, name, observe_once)
                 if tensor.requires_grad and (self._watch.has_gradients or apart is not None):
-                    if hands_on:
+                    if has_hooks:
                         tensor.register_hook(partial(counts.arrived, name, apart))  # type: ignore[no-untyped-call]
                     else:
                         moved = () if apart is None else (apart, counts.values)
                         given = counts.gradient, counts.flag, counts.factor, *moved
                         tensor = _Arrival.apply(tensor, name, *given)  # type: ignore[no-untyped-call]
             through.append(tensor)
-        if hands_on:
+        if has_hooks:
             return None
         following = iter(through)
         return mapped(output, lambda _: next(following))
@@ -210,7 +222,6 @@ class OutputWatch:
         called: The paths of the modules that Python has called in it.
         keeps_hooks: Whether hooks stay on between recorded steps.
         is_captured: Whether what runs now is captured, or will be: then it counts as graphs of torch.compile do.
-        names: What tensors that modules return are called, in the order of their numbers.
         params: The rows of parameters' gradients in graphs.
     """
 
@@ -221,7 +232,6 @@ class OutputWatch:
         self.has_values, self.has_gradients = (kind in kinds for kind in ("activations", "activation_gradients"))
         self.is_counting, self.step, self.called = False, 0, set[str]()
         self.keeps_hooks, self.is_captured, self._width = False, False, width
-        self.names: list[str] = []
         self.params: dict[Tensor, Tensor] = {}
         self._shared: dict[torch.device, tuple[Tensor, Tensor]] = {}
         first = next(subject.model.parameters()).device
@@ -237,13 +247,6 @@ class OutputWatch:
     def new_row(self, device: torch.device) -> Tensor:
         """Return zeros to count in, in a storage of their own: a graph is made for tensors, not for places in one."""
         return torch.zeros(self._width, dtype=torch.int64, device=device)
-
-    @constant_in_graphs  # which are for all modules of a class, and tell by it what is counted where
-    def number_of(self, name: str) -> int:
-        """Return the number of a name."""
-        if name not in self.names:
-            self.names.append(name)
-        return self.names.index(name)
 
     def of_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return a device's flag, and its factor of gradients in graphs."""

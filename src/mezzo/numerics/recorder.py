@@ -33,7 +33,7 @@ from mezzo.numerics.evidence import (
     write_step,
 )
 from mezzo.numerics.histogram import ExponentHistogram
-from mezzo.numerics.outputs import OutputWatch
+from mezzo.numerics.outputs import NAMES, OutputWatch
 from mezzo.numerics.quantised import OperandWatch
 from mezzo.numerics.ranks import Attendance, Counted
 from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, updated_by
@@ -131,7 +131,7 @@ class Recording:
         ended: dict[str, int] = {}
         for kind, path, number in returned:
             if when := int(rows[number][WHEN]):
-                place = kind, path, self._outputs.names[int(rows[number][NAME])]
+                place = kind, path, NAMES[int(rows[number][NAME])]
                 self._places.setdefault(place, (None, []))[1].append(number)
                 when = when if kind == "activations" else -when
                 ended[path] = max(when, ended.get(path, when))
