@@ -131,3 +131,70 @@ def test_a_rank_that_records_by_itself_waits_for_nobody(in_session):
     (weights, found), (others, _) = on_ranks(2, recorded_by_some, in_session)
     assert weights == others
     assert sum(found["activations", "0.output"][1][:-1]) == 4 * 16  # its own half of the batch
+
+
+def recorded_twins(in_session):
+    """Two models of one class, whose recorders begin in another order on each rank."""
+    models = [net(), net()]
+    with torch.no_grad():
+        models[1][0].weight.mul_(8.0)
+    models = [DistributedDataParallel(model) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.125) for model in models]
+    amps = [MixedPrecision(*each, "O0") if in_session else None for each in zip(models, optimizers, strict=True)]
+    recorders = [Recorder(*each, every=1) for each in zip(models, optimizers, strict=True)]
+    store, keys = dist.group.WORLD.get_group_store(), []
+    x = batch().chunk(dist.get_world_size())[dist.get_rank()]
+    with contextlib.ExitStack() as opened:
+        for recorder in recorders if dist.get_rank() == 0 else reversed(recorders):
+            opened.enter_context(recorder)
+        for step in range(4):
+            for number, (model, optimizer, amp) in enumerate(zip(models, optimizers, amps, strict=True)):
+                if number == 1 and step % 2:  # which steps half as often
+                    continue
+                loss = model(x).square().sum()
+                amp.backward(loss) if amp else loss.backward()
+                amp.step() if amp else optimizer.step()
+                recorders[number].step()
+                optimizer.zero_grad()
+            dist.barrier()
+            keys.append(store.num_keys())
+    return [each.evidence.histogram("activations", step=1).numbers[:-1] for each in recorders], keys
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_recorders_alike_find_their_own_on_other_ranks_and_the_store_does_not_grow(in_session):
+    (first, keys), (second, _) = on_ranks(2, recorded_twins, in_session)
+    assert first == second  # both have the counts of both ranks
+    assert first[0] != first[1]
+    assert sum(first[0]) == sum(first[1]) == 8 * (16 + 16 + 4 + 4 + 4)
+    assert len(set(keys)) == 1
+
+
+def recorded_until(in_session):
+    """One rank stops recording while the other one goes on."""
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    amp = MixedPrecision(model, optimizer, "O0") if in_session else None
+    x = batch().chunk(dist.get_world_size())[dist.get_rank()]
+    recorder = Recorder(model, optimizer, every=2)
+    opened = contextlib.ExitStack()
+    opened.enter_context(recorder)
+    for step in range(4):
+        if step == 2 and dist.get_rank() == 0:
+            opened.close()
+        loss = model(x).square().sum()
+        amp.backward(loss) if amp else loss.backward()
+        amp.step() if amp else optimizer.step()
+        if step < 2 or dist.get_rank() == 1:
+            recorder.step()
+        optimizer.zero_grad()
+    opened.close()
+    return {each.step: recorder.histogram("activations", step=each.step).total for each in recorder.evidence.steps}
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_rank_that_has_ended_is_not_waited_for(in_session):
+    first, second = on_ranks(2, recorded_until, in_session, timeout=100)
+    assert first.keys() == {1}
+    assert second.keys() == {1, 3}
+    assert second[1] == first[1] == 2 * second[3]

@@ -407,6 +407,12 @@ def test_evaluation_is_not_counted_whether_gradients_are_off_or_not():
         amp.step()
     assert recorder.histogram("activations", "head").total == 7 * 3
     assert recorder.histogram("activation gradients", "block.up").total == 7 * 16
+    with Recorder(model) as recorder:
+        loss = model(x).sum()
+        for _ in range(2):  # values count once, however often gradients come
+            loss.backward(retain_graph=True)
+        recorder.step()
+    assert recorder.histogram("activations", "head").total == 7 * 3
 
 
 def test_shared_modules_tied_weights_and_what_cannot_be_counted():

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mezzo import MixedPrecision, Policy, PolicyError
 from mezzo.numerics import KINDS, Recorder, exponent_histogram
-from mezzo.numerics.doors import Door
+from mezzo.numerics.outputs import OutputHook
 
 from ..support.releases import torchscript
 
@@ -70,8 +70,10 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def doors(model):
-    return [hook for module in model.modules() for hook in module._forward_hooks.values() if isinstance(hook, Door)]
+def hooks(model):
+    return [
+        hook for module in model.modules() for hook in module._forward_hooks.values() if isinstance(hook, OutputHook)
+    ]
 
 
 class Counting:
@@ -117,7 +119,7 @@ def recorded(compiled, policy=None, backend=None, steps=4, every=2, kinds=KINDS,
             amp.step() if amp else optimizer.step()
             recorder.step()
             optimizer.zero_grad()
-    assert not doors(model)
+    assert not hooks(model)
     return recorder.evidence
 
 
@@ -213,6 +215,76 @@ def test_evaluation_in_graphs_counts_only_where_gradients_come_back():
     assert recorder.histogram("activation gradients", "blocks.0.two").total == 2 * 7 * 8
 
 
+@pytest.mark.parametrize("compiled", [eager, whole, by_blocks])
+def test_of_training_in_evaluation_mode_passes_count_that_gradients_come_back_through(compiled):
+    torch.compiler.reset()
+    model, (x, y) = net(), batches(2)
+    called = compiled(model.eval(), Counting())
+    expected = exponent_histogram(model(x)).numbers
+    for kinds in (("activations",), ("activations", "activation gradients")):
+        with Recorder(model, kinds=kinds) as recorder:
+            called(y.repeat(2, 1))
+            loss = called(x).sum()
+            called(y)
+            loss.backward()
+            called(y)
+            recorder.step()
+        assert recorder.histogram("activations", "head").numbers == expected
+    assert recorder.histogram("activation gradients", "head").total == 7 * 3
+
+
+class Branches(nn.Module):
+    """Calls its modules in another order than it has them, and returns a dict of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.first = nn.Linear(6, 3), nn.Linear(6, 6)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return {"out": self.last(hidden), "aside": (None, [hidden * 2])}
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.branches = nn.LayerNorm(3), Branches()
+
+    def forward(self, x):
+        found = self.branches(x)
+        return self.norm(found["out"]) + found["aside"][1][0].mean()
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ("activation_gradients",)])
+def test_names_and_the_order_of_calls_are_those_of_eager_mode(kinds):
+    of_modes = {}
+    for compiled in (eager, whole):
+        found = recorded(compiled, backend="aot_eager", make=Branching, steps=1, kinds=kinds)
+        of_modes[compiled] = [(each.kind, each.path) for each in found.steps[0].tensors]
+        names = [path for kind, path in of_modes[compiled] if kind == "activation_gradients"]
+        assert names == [
+            "branches.first.output", "branches.last.output", "branches.output['out']",
+            "branches.output['aside'][1][0]", "norm.output", "output",
+        ]  # fmt: skip
+        order = [each.path for each in found.header.modules]
+        assert order == ["branches.first", "branches.last", "branches", "norm", ""]
+    assert of_modes[eager] == of_modes[whole]
+
+
+def test_graphs_may_serve_the_next_recorder():
+    torch.compiler.reset()
+    model, (x,), found = net(Branching), batches(1), []
+    called = whole(model, Counting())
+    with Recorder(net()):  # as long as it lasts, graphs stay
+        for _ in range(2):
+            with Recorder(model) as recorder:
+                called(x).sum().backward()
+                recorder.step()
+            found.append(held(recorder.evidence, "activations", 1))
+    assert found[0] == found[1]
+    assert "branches.output['out']" in found[0]
+
+
 def test_what_a_graph_recomputes_is_counted_once():
     class Checkpointed(Net):
         def forward(self, x):
@@ -235,7 +307,7 @@ def test_inductor_counts_as_many_values():
 
 
 def test_more_observations_than_there_is_memory_for_are_refused(monkeypatch):
-    monkeypatch.setattr("mezzo.numerics.doors.MOST", 30)
+    monkeypatch.setattr("mezzo.numerics.outputs.MOST", 30)
     compiled = torch.compile(net(), backend="eager")
     with pytest.raises(PolicyError, match="40 observations are too many") as caught:
         Recorder(compiled).__enter__()
@@ -256,7 +328,7 @@ def test_the_steps_between_are_not_counted():
             optimizer.step()
             recorder.step()
             rows = torch.stack(
-                [row for door in doors(model) for pair in door.pairs for row in (pair.values, pair.gradient)]
+                [row for hook in hooks(model) for each in hook.counts() for row in (each.values, each.gradient)]
             )
             if number == 0:
                 counted = rows

@@ -8,7 +8,7 @@ import torch
 
 from mezzo.launched import Launch, jitted
 from mezzo.trace import observe as observing
-from mezzo.trace.observe import BINS, CALLS, COUNTABLE, DTYPE, FIRST, INFS, LARGEST, NANS, WIDTH, ZEROS, observe
+from mezzo.trace.observe import BINS, COUNTABLE, DTYPE, FIRST, INFS, LARGEST, NAME, NANS, WHEN, WIDTH, ZEROS, observe
 
 SPECIAL = torch.tensor(
     [0.0, -0.0, 2.0**-149, -(2.0**-149), 3 * 2.0**-149, 2.0**-127, 2.0**-126, -1.5 * 2.0**-126, 1.0, -1.0, 65504.0,
@@ -38,7 +38,7 @@ def by_numpy(tensor, factor=None):
     np.add.at(row, exponent - 1 - FIRST + BINS * (fraction == 0.5), 1)
     row[ZEROS], row[INFS], row[NANS] = (values == 0).sum(), np.isinf(values).sum(), np.isnan(values).sum()
     row[LARGEST] = np.float32(finite.max(initial=0)).view(np.int32)
-    row[CALLS], row[DTYPE] = 1, COUNTABLE.index(tensor.dtype) + 1
+    row[DTYPE] = COUNTABLE.index(tensor.dtype) + 1
     return row.tolist()
 
 
@@ -50,17 +50,23 @@ def row():
     return torch.zeros(WIDTH, dtype=torch.int64)
 
 
+def counted(row):
+    """A row without its time."""
+    row = row.tolist()
+    assert row[WHEN] > 0
+    return [*row[:WHEN], 0, *row[WHEN + 1 :]]
+
+
 def interpreted(request):
     """The Triton form, by Triton's interpreter: three programs, each of several blocks."""
     request.getfixturevalue("interpreted")
 
-    def run(x, row, flag, factor=None):
+    def run(x, row, flag, factor=None, name=0):
         vector = observing._vector(x)
         bits = vector.view(torch.int16) if vector.dtype == torch.bfloat16 else vector
         launch = Launch(jitted(observing.triton_source(vector.dtype), "observe"), {}, BLOCK=1024)
-        code = COUNTABLE.index(x.dtype) + 1
-        given = vector if factor is None else factor
-        launch(3, x.device, bits, vector.numel(), row, flag, given, int(factor is not None), code)
+        factors = (vector, 0) if factor is None else (factor, 1)
+        launch(3, x.device, bits, vector.numel(), row, flag, *factors, *observing._said(x, name))
 
     return run
 
@@ -79,10 +85,13 @@ def test_each_form_counts_what_numpy_counts(dtype, form, request):
         count(values, found, flag(0), factor)
         assert not found.any()
         count(values, found, flag(), factor)
-        assert found.tolist() == by_numpy(values, factor), factor
-        count(values, found, flag(), factor)  # is added
+        assert counted(found) == by_numpy(values, factor), factor
+        first = found[WHEN].item()
+        count(values, found, flag(), factor, 7)  # is added
         assert (found[:LARGEST] // 2).tolist() == by_numpy(values, factor)[:LARGEST]
-        assert found[LARGEST:].tolist() == [by_numpy(values, factor)[LARGEST], 2, COUNTABLE.index(dtype) + 1]
+        assert counted(found)[LARGEST:NAME] == by_numpy(values, factor)[LARGEST:NAME]
+        assert found[WHEN] > first
+        assert found[NAME] == 7
 
 
 def test_the_largest_is_kept_and_values_lie_as_they_like():
@@ -96,7 +105,7 @@ def test_the_largest_is_kept_and_values_lie_as_they_like():
     ):
         found = row()
         observe(view, found, flag())
-        assert found.tolist() == by_numpy(view)
+        assert counted(found) == by_numpy(view)
     found = row()
     for value in (3.0, 7.0, 5.0):
         observe(torch.tensor(value), found, flag())
@@ -113,13 +122,16 @@ def test_subnormals_count_where_a_process_takes_them_for_zero():
         observe(values, found, flag())
     finally:
         torch.set_flush_denormal(False)
-    assert torch.equal(found, expected)
+    assert counted(found) == counted(expected)
     assert not found[ZEROS]
 
 
-def test_threads_count_what_one_does(monkeypatch):
-    values, expected, found = any_bits(100_000), row(), row()
-    observe(values, expected, flag())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("number", [3, 1000, (1 << 16) - 1, 200_000])  # where values are looked at, and magnitudes
+def test_threads_count_what_one_does(dtype, number, monkeypatch):
+    values = torch.randn(number, generator=torch.Generator().manual_seed(0)).mul(1e-3).to(dtype)
     monkeypatch.setattr(observing, "threads", lambda elements: 3)
-    observe(values, found, flag())
-    assert torch.equal(found, expected)
+    for factor in (None, torch.tensor(0.37)):
+        found = row()
+        observe(values, found, flag(), factor)
+        assert counted(found) == by_numpy(values, factor), factor

@@ -22,6 +22,7 @@ from mezzo.trace.observe import (
     ROW,
     WIDTH,
     ZEROS,
+    move_row,
     observe,
 )
 
@@ -67,10 +68,7 @@ class ExponentHistogram:
         """
         total = torch.zeros(ROW, dtype=torch.int64)
         for each in histograms:
-            row = torch.tensor(each.numbers)
-            largest = torch.maximum(total[LARGEST], row[LARGEST])
-            total += row
-            total[LARGEST] = largest
+            move_row(torch.tensor(each.numbers), total)
         return cls(total)
 
     @property

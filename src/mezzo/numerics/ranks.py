@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections import Counter
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,50 +17,87 @@ from mezzo.trace.observe import LARGEST
 
 logger = logging.getLogger(__name__)
 
-#: How many steps this process has announced, by what is recorded of them.
-_ANNOUNCED: Final = Counter[str]()
+#: A tensor's dtype, and its row on the host.
+Counted = tuple[str, Tensor]
 
 
 class Attendance:
-    """Which ranks record the steps of a recorder.
+    """The ranks that train a model, and which of them record a step.
 
     A rank that records by itself would wait for ever in a reduction that the others never enter, or take their next one
-    for it. So each says in the group's store that it records, before the step's own exchange, and reads after it how
-    many have: all of them find the same number.
+    for it. So each counts itself in the group's store before the step's own exchange, and reads after it how many
+    record: all of them find the same number. Then it takes itself out again.
+
+    Recorders find each other on other ranks by what they record. Of several alike the first to announce a step on one
+    rank belongs to the first on another: in sessions and under DDP all ranks step their models in one order.
 
     Args:
         choices: What the recorder was asked for.
+
+    Attributes:
+        of_session: The ranks that a session steps with; ``None`` for one.
     """
 
     def __init__(self, choices: Choices) -> None:
-        subject = choices.subject
-        self._about = f"{type(subject.model).__name__} {len(subject.modules)} {choices.every} {[*choices.kinds]}"
-        self._key = ""  # of the step that is announced
+        self._subject = choices.subject
+        about = (choices.subject.modules, choices.every, choices.kinds, choices.formats)
+        self._name = f"mezzo recorder {hashlib.sha256(repr(about).encode()).hexdigest()[:16]}"
+        self._store: Any = None
+        self._key, self._taken = "", ""  # in it: for this recorder on all ranks, and for those of this rank alone
+        self._is_announced = False
         self._has_warned = False
+        self.of_session: Any = None
 
-    def announce(self, group: Any) -> None:
-        """Say once that this rank records the step; ``None`` for a group of one."""
-        if group is not None and not self._key:
-            _ANNOUNCED[self._about] += 1
-            self._key = f"mezzo recorder {self._about} {_ANNOUNCED[self._about]}"
-            group.get_group_store().add(self._key, 1)
+    def group(self) -> Any:
+        """Return the ranks that train the model; ``None`` for one."""
+        return self.of_session or self._subject.group()
 
-    def is_complete(self, group: Any) -> bool:
-        """Whether all ranks record the step that was announced, which then is over. One warning says if not."""
-        present = group.get_group_store().add(self._key, 0) if self._key else 1
-        self._key = ""
-        if present != group.size() and not self._has_warned:
+    def announce(self) -> None:
+        """Say that this rank records the coming step."""
+        group = self.group()
+        if group is None or self._is_announced:
+            return
+        if self._store is None:
+            self._store, number, own = group.get_group_store(), 1, f" of rank {group.rank()}"
+            while self._store.add(f"{self._name}, {number}{own}", 1) > 1:  # another one of this rank has it
+                self._store.add(f"{self._name}, {number}{own}", -1)
+                number += 1
+            self._key, self._taken = f"{self._name}, {number}", f"{self._name}, {number}{own}"
+        self._store.add(self._key, 1)
+        self._is_announced = True
+
+    def withdraw(self) -> None:
+        """Record the step no more."""
+        if self._is_announced:
+            self._is_announced = False
+            self._leave(self._key)
+
+    def end(self) -> None:
+        """Record no step any more."""
+        self.withdraw()
+        if self._store is not None:
+            self._leave(self._taken)
+        self._store = None
+
+    def _leave(self, key: str) -> None:
+        with suppress(RuntimeError):  # of a group that is gone
+            self._store.add(key, -1)
+
+    def summed(self, counted: dict[Place, Counted]) -> dict[Place, Counted]:
+        """Return what all ranks have counted of the step, if all of them record it. One warning says if not."""
+        if (group := self.group()) is None:
+            return counted
+        present = self._store.add(self._key, 0) if self._is_announced else 1
+        if present == group.size():
+            return summed(counted, group, next(self._subject.model.parameters()).device)
+        if not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "%d of %d ranks record, so that each counts its own share alone; make a Recorder on every rank for the "
                 "counts of all",
                 present, group.size(),
             )  # fmt: skip
-        return bool(present == group.size())
-
-
-#: A tensor's dtype, and its row on the host.
-Counted = tuple[str, Tensor]
+        return counted
 
 
 def summed(counted: dict[Place, Counted], group: Any, device: torch.device) -> dict[Place, Counted]:

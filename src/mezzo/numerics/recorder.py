@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,6 @@ import mezzo
 from mezzo.errors import PolicyError, StateError
 from mezzo.files import regular_or_new
 from mezzo.formats import Format
-from mezzo.numerics.doors import Doors
 from mezzo.numerics.evidence import (
     FILE,
     KINDS,
@@ -34,14 +33,14 @@ from mezzo.numerics.evidence import (
     write_step,
 )
 from mezzo.numerics.histogram import ExponentHistogram
+from mezzo.numerics.outputs import NAMES, OutputWatch
 from mezzo.numerics.quantised import OperandWatch
-from mezzo.numerics.ranks import Attendance, Counted, summed
+from mezzo.numerics.ranks import Attendance, Counted
 from mezzo.numerics.subject import WHY_UNSEEN, Choices, LossScaleNow, unseen, updated_by
 from mezzo.numerics.watches import (
     FIELDS,
     Place,
     Places,
-    Returned,
     Tally,
     WeightWatch,
     is_countable,
@@ -54,12 +53,14 @@ from mezzo.session.stats import Step
 from mezzo.sharded import is_distributed
 from mezzo.step.verdict import Judged
 from mezzo.tensors import dtype_name
-from mezzo.trace.observe import CALLS, COUNTABLE, DTYPE, LARGEST, ROW, WIDTH
+from mezzo.trace.observe import COUNTABLE, DTYPE, NAME, ROW, WHEN, WIDTH, move_row
 
-# One step that is being recorded, and who tells of it: the hooks of a loop without a session, or the session.
+logger = logging.getLogger(__name__)
 
 #: The kinds that are seen where modules are called.
 OF_PASSES: Final = frozenset(("activations", "activation_gradients"))
+
+# One step that is being recorded, and who tells of it: the hooks of a loop without a session, or the session.
 
 
 class Recording:
@@ -67,43 +68,32 @@ class Recording:
 
     Args:
         choices: What the recorder was asked for.
-        factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
-        doors: What counts where modules end; ``None`` where that is not asked for, or cannot be.
-        group: Returns the ranks whose counts are added up; ``None`` for this one's.
-        attendance: Which of these record.
+        scale: What gradients are multiplied by as they arrive.
+        outputs: What counts where modules end; ``None`` where that is not asked for, or cannot be.
+        ranks: Those that train the model.
 
     Attributes:
+        ranks: As given.
         weights: What is told of the parameters.
         called: The paths of the modules, in the order in which their calls ended, once it is finished.
     """
 
-    def __init__(
-        self,
-        choices: Choices,
-        factor: Callable[[], Tensor | None],
-        doors: Doors | None,
-        group: Callable[[], Any],
-        attendance: Attendance,
-    ) -> None:
-        self._group, self._attendance = group, attendance
-        self.called: list[str] = []
-        self._subject, self._formats, self._doors = choices.subject, choices.formats, doors
+    def __init__(self, choices: Choices, scale: LossScaleNow, outputs: OutputWatch, ranks: Attendance) -> None:
+        self.ranks, self.called = ranks, list[str]()
+        self._subject, self._formats, self._outputs = choices.subject, choices.formats, outputs
         self._tally = Tally(FIELDS + len(choices.formats))
         self._places: Places = {}
-        self.weights = WeightWatch(choices.subject, choices.kinds, choices.formats, self._tally, self._places, group)
-        if doors is not None:
-            doors.open()
-        self._operands = OperandWatch(choices.subject, choices.kinds, self._tally, factor)
+        self.weights = WeightWatch(
+            choices.subject, choices.kinds, choices.formats, self._tally, self._places, ranks.group
+        )
+        outputs.start()
+        self._operands = OperandWatch(choices.subject, choices.kinds, self._tally, scale.factor)
 
     def remove(self) -> None:
         """Let modules count no more, and listen to products no more."""
         self._operands.remove()
-        if self._doors is not None:
-            self._doors.close()
-
-    def announce(self) -> None:
-        """Tell other ranks that this one records the step, before they meet in it."""
-        self._attendance.announce(self._group())
+        self._outputs.stop()
+        self.ranks.withdraw()
 
     def finish(self, step: int, loss_scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> RecordedStep:
         """Bring everything to the host.
@@ -117,18 +107,17 @@ class Recording:
         """
         self.weights.rest()
         flags = [] if isinstance(skipped, bool) else skipped
-        returned = [] if self._doors is None else self._doors.found(self._tally)
+        returned = self._outputs.take_all(self._tally)
         rows, numbers = self._tally.fetch([*loss_scales, *flags, *self._operands.norms])
-        if self._doors is not None:
-            self._take(self._doors, rows, returned)
+        self._take(returned, rows)
         end = len(loss_scales) + len(flags)
         is_skipped = skipped is True or any(numbers[len(loss_scales) : end])
         order = {each.path: place for place, each in enumerate(self._subject.ordered(self.called))}
-        counted = {place: self._counted(place, rows) for place in self._places} | self._operands.counted(rows)
-        if (group := self._group()) is not None and self._attendance.is_complete(group):
-            counted = summed(counted, group, next(self._subject.model.parameters()).device)
+        own = {place: self._counted(place, rows) for place in self._places} | self._operands.counted(rows)
+        counted = self.ranks.summed(own)
         tensors = [place for place in counted if place[0] in KINDS]
-        places = sorted(tensors, key=lambda place: (KINDS.index(place[0]), order[place[1]]))
+        params = {place: number for number, place in enumerate(self._subject.params.values())}
+        places = sorted(tensors, key=lambda place: (KINDS.index(place[0]), order[place[1]], params.get(place[1:], 0)))
         return RecordedStep(
             step=step,
             loss_scales=tuple(numbers[: len(loss_scales)]),
@@ -139,24 +128,24 @@ class Recording:
             operands=self._operands.found(counted, numbers[end:]),
         )
 
-    def _take(self, doors: Doors, rows: list[Tensor], returned: Sequence[Returned]) -> None:
-        """Take in what modules have returned, and see whether Python or graphs called them."""
-        counted = set[str]()
-        for place, number, needed in returned:
-            if rows[number][CALLS] and (needed is None or rows[needed][CALLS]):
+    def _take(self, returned: Sequence[tuple[str, str, int]], rows: Sequence[Tensor]) -> None:
+        """Take in what modules have returned, and in which order: where only gradients are known, the last is first."""
+        ended: dict[str, int] = {}
+        for kind, path, number in returned:
+            if when := int(rows[number][WHEN]):
+                place = kind, path, NAMES[int(rows[number][NAME])]
                 self._places.setdefault(place, (None, []))[1].append(number)
-                counted.add(place[1])
-        self.called = [*doors.called]
-        if counted.difference(doors.called):
-            self.called = [path for path in self._subject.inner_first() if path in counted or path in doors.called]
-            doors.stay()
+                when = when if kind == "activations" else -when
+                ended[path] = max(when, ended.get(path, when))
+        self.called = sorted(ended, key=ended.__getitem__)
+        self._outputs.counted(self.called)
 
-    def _counted(self, place: Place, rows: list[Tensor]) -> Counted:
+    def _counted(self, place: Place, rows: Sequence[Tensor]) -> Counted:
         """Return the dtype of a tensor, and its row."""
-        dtype, numbers = self._places[place]
-        row = torch.stack([rows[number] for number in numbers]).sum(0)
-        row[LARGEST] = max(int(rows[number][LARGEST]) for number in numbers)
-        return dtype or dtype_name(COUNTABLE[int(rows[numbers[0]][DTYPE]) - 1]), row
+        dtype, (first, *others) = self._places[place]
+        for number in others:
+            move_row(rows[number], rows[first])
+        return dtype or dtype_name(COUNTABLE[int(rows[first][DTYPE]) - 1]), rows[first]
 
     def _tensor(self, place: Place, dtype: str, row: Tensor) -> RecordedTensor:
         kind, module, name = place
@@ -176,7 +165,7 @@ class PlainLoop:
     Args:
         recording: What is told.
         choices: What the recorder was asked for.
-        factor: Returns what to multiply gradients with as they arrive; ``None`` for 1.
+        scale: What gradients are multiplied by as they arrive.
 
     Attributes:
         guards: Whether its hooks of optimizers make these a session's: they look.
@@ -184,8 +173,8 @@ class PlainLoop:
 
     guards: ClassVar[bool] = False
 
-    def __init__(self, recording: Recording, choices: Choices, factor: Callable[[], Tensor | None]) -> None:
-        self._weights, self._factor = recording.weights, factor
+    def __init__(self, recording: Recording, choices: Choices, scale: LossScaleNow) -> None:
+        self._recording, self._scale = recording, scale
         self._optimizers = choices.optimizers
         self._flags: list[Tensor] = []
         self._has_stepped = False
@@ -199,6 +188,8 @@ class PlainLoop:
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
             )
+        if any(map(is_distributed, choices.subject.params)):  # whose gradients nothing tells of
+            recording.ranks.announce()
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -213,13 +204,14 @@ class PlainLoop:
 
     @torch.no_grad()
     def _accumulated(self, param: Tensor) -> None:
+        self._recording.ranks.announce()
         if param.grad is not None:
-            self._weights.gradient(param, param.grad, self._factor())
+            self._recording.weights.gradient(param, param.grad, self._scale.factor())
 
     @torch.no_grad()
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
         self._has_stepped = True
-        if isinstance(getattr(optimizer, "grad_scale", None), Tensor) and self._factor() is None:
+        if isinstance(getattr(optimizer, "grad_scale", None), Tensor) and self._scale.factor() is None:
             raise PolicyError(
                 "gradients carry a loss scale that the recorder does not know",
                 where=type(optimizer).__name__,
@@ -232,104 +224,211 @@ class PlainLoop:
         updated = updated_by(optimizer)
         for param in filter(is_distributed, updated):  # whose gradients fully_shard puts there
             if param.grad is not None:
-                self._weights.gradient(param, param.grad, self._factor())
-        self._weights.before(updated)
+                self._recording.weights.gradient(param, param.grad, self._scale.factor())
+        self._recording.weights.before(updated)
 
     @torch.no_grad()
     def _after(self, *_: Any) -> None:
-        self._weights.after()
+        self._recording.weights.after()
+
+
+class RecordedRun:
+    """A run: how far it is, the step that is recorded now, and what was recorded before. It alone owns them.
+
+    Args:
+        choices: What the recorder was asked for.
+        loss_scale: What it was told of it.
+        keep: How many recorded steps are kept in memory; ``None`` keeps all.
+        stream: The file that each recorded step is written to at once.
+
+    Attributes:
+        choices: As given.
+        scale: The loss scale.
+        ranks: Those that train the model.
+        outputs: What counts where modules end.
+        policy: That of the first session that updates the model; ``None`` as long as there is none.
+        recording: What is told of the step; ``None`` where it is not recorded.
+        taken: How many steps there were.
+        steps: What was recorded of them.
+    """
+
+    def __init__(self, choices: Choices, loss_scale: Any, keep: int | None, stream: Path | None) -> None:
+        self.choices, self._stream = choices, stream
+        self.scale = LossScaleNow(loss_scale, next(choices.subject.model.parameters()).device)
+        self.ranks = Attendance(choices)
+        kinds = OF_PASSES.intersection(choices.kinds)
+        if kinds and (scripted := choices.subject.scripted()) is not None:
+            _say_hidden(scripted, choices.kinds)
+            kinds = frozenset()
+        self.outputs = OutputWatch(choices.subject, kinds, WIDTH + FIELDS + len(choices.formats), self.scale.factor)
+        self.policy: Policy | None = None
+        self.recording: Recording | None = None
+        self.taken, self.steps = 0, deque[RecordedStep](maxlen=keep)
+        self._called: list[str] = []
+        self._loop: PlainLoop | None = None
+        self._lines: IO[str] | None = None
+
+    def __repr__(self) -> str:
+        model = type(self.choices.subject.model).__name__
+        return f"Recorder({model}, every={self.choices.every}: {self.taken} steps, {len(self.steps)} recorded)"
+
+    def open(self) -> None:
+        """Record the first step."""
+        try:
+            self._arm()
+            if self._stream is not None:
+                self._lines = self._stream.open("w", encoding="utf-8")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Record no more, and leave nothing on the model."""
+        self._disarm()
+        self.outputs.remove()
+        self.ranks.end()
+        if self._lines is not None:
+            self._lines.close()
+
+    def joined(self, policy: Policy, group: Any) -> None:
+        """Have a session tell of the steps: with which policy, and the ranks that it steps with; ``None`` for one."""
+        self.policy, self.ranks.of_session = self.policy or policy, group
+        self._leave_loop()
+
+    def looped(self) -> None:
+        """Count a step of a loop; where a session tells of steps, do nothing."""
+        if self.policy is None:
+            scale = self.scale.scale() if self._loop is not None else None
+            self.advance([] if scale is None else [scale], True if self._loop is None else self._loop.skipped)
+
+    @torch.no_grad()
+    def advance(self, scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> None:
+        """Count a step, take what was recorded of it, and make ready for the next.
+
+        Args:
+            scales: 0-d: the scale of each loss.
+            skipped: Whether the weights were left alone, or 0-d tensors of which one says so.
+        """
+        self.taken += 1
+        try:
+            if self.recording is not None:
+                step = self.recording.finish(self.taken, scales, skipped)
+                self._called += self.recording.called
+                self.steps.append(step)
+                if self._lines is not None:
+                    write_step(self._lines, self.header, step)
+        finally:
+            self._disarm()
+        if self.taken % self.choices.every == 0:
+            self._arm()
+
+    def _arm(self) -> None:
+        self.scale.told(None)  # graphs are told of it as they begin to count
+        self.recording = Recording(self.choices, self.scale, self.outputs, self.ranks)
+        self.scale.told(None)  # and a scaler may change it until gradients come
+        if self.policy is None:
+            self._loop = PlainLoop(self.recording, self.choices, self.scale)
+
+    def _disarm(self) -> None:
+        if self.recording is not None:
+            self.recording.remove()
+        self.recording = None
+        self._leave_loop()
+
+    def _leave_loop(self) -> None:
+        if self._loop is not None:
+            self._loop.remove()
+        self._loop = None
+
+    @property
+    def header(self) -> EvidenceHeader:
+        """What is said of the run."""
+        mode = "given" if self.scale.is_given else "none"
+        return EvidenceHeader(
+            mezzo=mezzo.__version__,
+            model=type(self.choices.subject.model).__name__,
+            policy=None if self.policy is None else str(self.policy),
+            compute_dtype=None if self.policy is None else dtype_name(self.policy.dtype),
+            loss_scale=mode if self.policy is None else self.policy.loss_scale.mode,
+            every=self.choices.every,
+            kinds=tuple(self.choices.kinds),
+            formats=tuple(each.name for each in self.choices.formats),
+            modules=self.choices.subject.ordered(self._called),
+        )
+
+
+def _say_hidden(where: str, kinds: Sequence[str]) -> None:
+    """Say that activations are inside scripted code; where nothing else was asked for, refuse."""
+    if OF_PASSES.issuperset(kinds):
+        raise unseen(where)
+    logger.warning(
+        "activations inside torch.jit are not recorded (%s): %s; run the model uncompiled, in eager mode, for them",
+        where, WHY_UNSEEN,
+    )  # fmt: skip
 
 
 class SessionSide:
-    """What sessions tell a recorder of, while its block is open: a :class:`mezzo.session.observers.StepObserver`.
+    """What sessions tell of a run, while it is recorded: a :class:`mezzo.session.observers.GraphObserver`.
 
     Args:
-        owner: The recorder, for errors.
-        choices: What it was asked for.
-        scale: Where its gradients' scale comes from.
-        scaled: Called when that may be another one.
-        doors: Returns what counts in graphs.
-        joined: Called when a session turns out to update the model.
-        advance: Called after a step of such a session, with the loss scales and the flags of which one says that it was
-            skipped.
-
-    Attributes:
-        recording: What is told of the step; ``None`` where it is not recorded.
-        policy: That of the first session that updates the model; ``None`` as long as there is none.
-        group: The ranks that such a session steps with; ``None`` for one.
+        run: What is told.
     """
 
-    def __init__(
-        self,
-        owner: object,
-        choices: Choices,
-        scale: LossScaleNow,
-        scaled: Callable[[], None],
-        doors: Callable[[], Doors | None],
-        joined: Callable[[], None],
-        advance: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
-    ) -> None:
-        self.recording: Recording | None = None
-        self.policy: Policy | None = None
-        self.group: Any = None
-        self._owner, self._choices, self._scale = owner, choices, scale
-        self._scaled, self._doors, self._joined, self._advance = scaled, doors, joined, advance
+    def __init__(self, run: RecordedRun) -> None:
+        self._run = run
         self._ours: list[Watched] = []
         self._stepping: Watched | None = None
         self._moved: set[Tensor] = set()
         self._captured: Step | None = None  # the step of the last call that ran Python, whose tensors a replay writes
 
     def __repr__(self) -> str:
-        return repr(self._owner)
+        return repr(self._run)
 
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
         """Know of a session that updates the model, and take the scale of the gradients that are about to come."""
         self._join(engine)
-        self._scale.told(scale)
-        self._scaled()
-        if self.recording is not None:
-            self.recording.announce()
+        self._run.scale.told(scale)
+        self._run.outputs.take_factor()
+        if self._run.recording is not None:
+            self._run.ranks.announce()
 
     def _join(self, engine: Watched) -> None:
         """Know of a session that updates the model."""
         if engine not in self._ours and self._updated(engine):
-            if self._scale.is_given:
+            if self._run.scale.is_given:
                 raise PolicyError(
                     "a recorder in a session is not given a loss scale",
-                    where=repr(self._owner),
+                    where=repr(self),
                     why="the session knows which scale its gradients carry",
                     write="Recorder(model, optimizer), without loss_scale=",
                 )
             self._ours.append(engine)
-            self.policy = self.policy or engine.weights.policy
-            self.group = engine.ranks.group if engine.ranks.size > 1 else None
-            self._joined()
+            self._run.joined(engine.weights.policy, engine.ranks.group if engine.ranks.size > 1 else None)
 
     def enters(self, engine: Watched) -> None:
         """Count the weights that a captured step is about to move: outside of its graph, where each replay would."""
         self._join(engine)
-        doors = self._doors()
-        if engine not in self._ours or doors is None:
+        if engine not in self._ours:
             return
-        doors.capture()
-        if self.recording is not None:
-            self.recording.announce()
+        self._run.outputs.capture()
+        if self._run.recording is not None:
+            self._run.ranks.announce()
             with torch.no_grad():
-                self.recording.weights.before(self._updated(engine))
+                self._run.recording.weights.before(self._updated(engine))
 
     def leaves(self, engine: Watched, is_done: bool) -> None:
         """Count the updates of a captured step, and take in what its graph has counted."""
-        doors, step, recording = self._doors(), self._captured, self.recording
-        if engine not in self._ours or doors is None:
+        if engine not in self._ours:
             return
-        doors.is_captured = False
+        self._run.outputs.is_captured = False
+        recording, step = self._run.recording, self._captured
         if recording is not None and not is_done:
             recording.weights.keep(())
         if not is_done or step is None:
             return
         if recording is not None:
             with torch.no_grad():
-                for param, row in doors.gradients.items():
+                for param, row in self._run.outputs.params.items():
                     recording.weights.counted(param, row)
                 recording.weights.after()
         self._end(engine, step)
@@ -338,10 +437,14 @@ class SessionSide:
         """Count the weights that a step is about to move, and the gradients that it takes."""
         if engine not in self._ours:
             return
-        if engine.is_captured:
-            self._judged_in_graph(judged, self._updated(engine))
+        updated, recording = self._updated(engine), self._run.recording
+        factor = None if judged.scale is None else inverse(judged.scale)
+        taken = [(param, g) for param, g in zip(judged.params, judged.gradients, strict=True) if param in updated]
+        if engine.is_captured:  # which counts them in each step, recorded or not
+            for param, gradient in taken if "weight_gradients" in self._run.choices.kinds else ():
+                if param in self._run.choices.subject.params and is_countable(gradient):
+                    self._run.outputs.count_gradient(param, gradient, factor)
             return
-        updated, recording = self._updated(engine), self.recording
         is_first = self._stepping is not engine  # and no further evaluation of a closure
         self._stepping = engine
         self._moved = updated.intersection(judged.params)
@@ -350,19 +453,8 @@ class SessionSide:
         if is_first:
             recording.weights.before(self._moved)
         recording.weights.keep(self._moved)
-        factor = None if judged.scale is None else inverse(judged.scale)
-        for param, gradient in zip(judged.params, judged.gradients, strict=True):
-            if param in self._moved:
-                recording.weights.gradient(param, gradient, factor)
-
-    def _judged_in_graph(self, judged: Judged, updated: set[Tensor]) -> None:
-        """Count gradients in a graph, whether this step is recorded or not."""
-        factor, doors = None if judged.scale is None else inverse(judged.scale), self._doors()
-        if doors is None or "weight_gradients" not in self._choices.kinds:
-            return
-        for param, gradient in zip(judged.params, judged.gradients, strict=True):
-            if param in updated and param in self._choices.subject.params and is_countable(gradient):
-                doors.count_gradient(param, gradient, factor)
+        for param, gradient in taken:
+            recording.weights.gradient(param, gradient, factor)
 
     def stepped(self, engine: Watched, step: Step) -> None:
         """Count the updates, once the step is done."""
@@ -372,23 +464,20 @@ class SessionSide:
         is_ours, self._stepping = engine is self._stepping and bool(self._moved), None
         if not is_ours:
             return
-        if self.recording is not None:
-            self.recording.weights.after()
+        if self._run.recording is not None:
+            self._run.recording.weights.after()
         self._end(engine, step)
 
     def _end(self, engine: Watched, step: Step) -> None:
         is_scaled = engine.weights.policy.loss_scale.mode != "none"
-        self._advance([step.scale] if is_scaled else [], [step.skipped])
+        self._run.advance([step.scale] if is_scaled else [], [step.skipped])
 
     def _updated(self, engine: Watched) -> set[Tensor]:
         """Return the model's parameters that a session's optimizers update, of those that were chosen."""
-        own = set(self._choices.subject.model.parameters())
+        own = set(self._run.choices.subject.model.parameters())
         updated = {param for param in engine.weights.updated() if param in own}
-        chosen = [updated_by(each) for each in self._choices.optimizers]
+        chosen = [updated_by(each) for each in self._run.choices.optimizers]
         return updated.intersection(set().union(*chosen)) if chosen else updated
-
-
-logger = logging.getLogger(__name__)
 
 
 class Recorder:
@@ -402,16 +491,16 @@ class Recorder:
 
     Gradients are recorded unscaled. Weight gradients are those that the optimizer gets, before they are clipped.
     Weights and updates are those of the FP32 value where one is kept. A skipped step has no updates. What a module
-    returns is counted in passes that gradients come back through: neither under ``no_grad``, nor twice where
-    checkpointing runs a pass again; the calls of a step are summed.
+    returns is counted in passes that gradients can come back through: neither under ``no_grad``, nor twice where
+    checkpointing runs a pass again; in evaluation mode where they do come. The calls of a step are summed.
 
     A session tells of its steps by itself. In a loop without one call :meth:`step`.
 
     Args:
         model: The model. Functions that use parameters directly are not seen. Where it is compiled, whole or in parts,
-            graphs count: in tuples and dicts the first four tensors, by their number. Under DDP, ``fully_shard`` and in
-            sessions on several ranks each rank makes a recorder, and all have the same counts; where only some do, each
-            of these has those of its own share, and a warning says so.
+            graphs count: of what a module returns the first four tensors. Under DDP, ``fully_shard`` and in sessions on
+            several ranks each rank makes a recorder, and all have the same counts; where only some do, each of these
+            has those of its own share, and a warning says so.
         optimizer: What updates it, or several. In a session it may be left out; in a loop without one there are then
             no updates, and weights are those that :meth:`step` finds.
         every: Steps from one recorded step to the next. Where two optimizers take turns, an odd number, or only one of
@@ -435,9 +524,9 @@ class Recorder:
     ``updates`` a copy of the weights while the step runs. Of each product below sixteen bits two more products in FP32,
     each of its operands in FP32 twice, and two FP32 values for each element of its weight. On other steps nothing in
     eager mode: there are hooks only in recorded ones. In graphs a call for each tensor, 4 to 9 µs on a CPU, which ends
-    fusions; the first block has torch.compile forget what it has made, and inside it graphs
-    are made for the hooks of modules. On several ranks one reduction a
-    recorded step. In memory 4.5 KB for each tensor, in graphs 90 KB for each module.
+    fusions; the first block has torch.compile forget what it has made, and inside it graphs are made for the hooks of
+    modules. A graph's backward pass runs once there, whatever ``retain_graph`` says. On several ranks one reduction a
+    recorded step. In memory 9 KB for each tensor, in graphs 36 KB for each module.
 
     Example:
         >>> import torch
@@ -469,64 +558,30 @@ class Recorder:
         stream: str | os.PathLike[str] | None = None,
         loss_scale: float | Tensor | Any = None,
     ) -> None:
-        self._choices = Choices.of(model, optimizer, every, formats, kinds, modules, keep)
-        self._attendance = Attendance(self._choices)
-        self._scale = LossScaleNow(loss_scale, next(model.parameters()).device)
-        self._stream = None if stream is None else _file_at(stream)
-        self._lines: IO[str] | None = None
-        self._steps: deque[RecordedStep] = deque(maxlen=keep)
-        self._doors: Doors | None = None
-        self._session = SessionSide(
-            self,
-            self._choices,
-            self._scale,
-            self._say_scale,
-            lambda: self._doors,
-            self._leave_loop,
-            self._advance,
-        )
-        self._taken = 0
-        self._called: list[str] = []
-        self._loop: PlainLoop | None = None
-        self._opened = ExitStack()
+        choices = Choices.of(model, optimizer, every, formats, kinds, modules, keep)
+        self._run = RecordedRun(choices, loss_scale, keep, None if stream is None else _file_at(stream))
+        self._watching = ExitStack()
         self._stage: Literal["new", "open", "ended"] = "new"
 
     def __repr__(self) -> str:
-        model = type(self._choices.subject.model).__name__
-        return f"Recorder({model}, every={self._choices.every}: {self._taken} steps, {len(self._steps)} recorded)"
-
-    # A run ---------------------------------------------------------------------------------------------
+        return repr(self._run)
 
     def __enter__(self) -> Self:
         if self._stage != "new":
             raise StateError(
                 "a recorder records one run", where=repr(self), write="with Recorder(model, optimizer) as recorder: …"
             )
-        try:
-            self._doors = self._made_doors()
-            self._arm()
-            if self._stream is not None:
-                self._lines = self._opened.enter_context(self._stream.open("w", encoding="utf-8"))
-        except BaseException:
-            self._disarm()
-            self._end_doors()
-            raise
-        self._opened.enter_context(watching(self._session))
+        self._run.open()
+        self._watching.enter_context(watching(SessionSide(self._run)))
         self._stage = "open"
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._disarm()
-        self._end_doors()
-        self._opened.close()
+        self._watching.close()
+        self._run.close()
         self._stage = "ended"
-
-    def _end_doors(self) -> None:
-        if self._doors is not None:
-            self._doors.end()
-        self._doors = None
 
     def step(self) -> None:
         """Say that a step is done, after ``optimizer.step()``; where a session says so by itself, this does nothing.
@@ -540,99 +595,14 @@ class Recorder:
             raise StateError(
                 "recorder.step() outside of its block", write="with Recorder(model, optimizer) as recorder: …"
             )
-        if self._session.policy is not None:
-            return
-        scale = self._scale.scale() if self._session.recording is not None else None
-        self._advance([] if scale is None else [scale], True if self._loop is None else self._loop.skipped)
-
-    def _made_doors(self) -> Doors:
-        """Return what counts where modules end."""
-        subject, kinds = self._choices.subject, OF_PASSES.intersection(self._choices.kinds)
-        if kinds and (scripted := subject.scripted()) is not None:
-            self._say_hidden(scripted)
-            kinds = frozenset()
-        doors = Doors(subject, kinds, WIDTH + FIELDS + len(self._choices.formats), self._scale.factor)
-        if subject.is_compiled:
-            doors.stay()
-        return doors
-
-    def _arm(self) -> None:
-        self._scale.told(None)
-        self._session.recording = Recording(
-            self._choices, self._scale.factor, self._doors, self._ranks, self._attendance
-        )
-        self._scale.told(None)  # which graphs were told of now, and a scaler may change until gradients come
-        if self._session.policy is None:
-            self._session.recording.announce()
-            self._loop = PlainLoop(self._session.recording, self._choices, self._scale.factor)
-
-    def _ranks(self) -> Any:
-        """Return the ranks that train the model; ``None`` for one."""
-        return self._session.group or self._choices.subject.group()
-
-    def _say_scale(self) -> None:
-        if self._doors is not None:
-            self._doors.scaled()
-
-    def _say_hidden(self, where: str) -> None:
-        """Say that activations are inside scripted code; where nothing else was asked for, refuse."""
-        if OF_PASSES.issuperset(self._choices.kinds):
-            raise unseen(where)
-        logger.warning(
-            "activations inside torch.jit are not recorded (%s): %s; run the model uncompiled, in eager mode, for them",
-            where, WHY_UNSEEN,
-        )  # fmt: skip
-
-    def _disarm(self) -> None:
-        if self._session.recording is not None:
-            self._session.recording.remove()
-        self._session.recording = None
-        self._leave_loop()
-
-    def _leave_loop(self) -> None:
-        if self._loop is not None:
-            self._loop.remove()
-        self._loop = None
-
-    @torch.no_grad()
-    def _advance(self, scales: Sequence[Tensor], skipped: bool | Sequence[Tensor]) -> None:
-        """Count a step, take what was recorded of it, and make ready for the next."""
-        self._taken += 1
-        recording = self._session.recording
-        try:
-            if recording is not None:
-                step = recording.finish(self._taken, scales, skipped)
-                self._called += recording.called
-                self._steps.append(step)
-                if self._lines is not None:
-                    write_step(self._lines, self._header, step)
-        finally:
-            self._disarm()
-        if self._taken % self._choices.every == 0:
-            self._arm()
+        self._run.looped()
 
     # What was recorded ---------------------------------------------------------------------------------
 
     @property
     def evidence(self) -> Evidence:
         """What was recorded up to now."""
-        return Evidence(header=self._header, steps=tuple(self._steps), num_steps=self._taken)
-
-    @property
-    def _header(self) -> EvidenceHeader:
-        policy = self._session.policy
-        mode = "given" if self._scale.is_given else "none"
-        return EvidenceHeader(
-            mezzo=mezzo.__version__,
-            model=type(self._choices.subject.model).__name__,
-            policy=None if policy is None else str(policy),
-            compute_dtype=None if policy is None else dtype_name(policy.dtype),
-            loss_scale=mode if policy is None else policy.loss_scale.mode,
-            every=self._choices.every,
-            kinds=tuple(self._choices.kinds),
-            formats=tuple(each.name for each in self._choices.formats),
-            modules=self._choices.subject.ordered(self._called),
-        )
+        return Evidence(header=self._run.header, steps=tuple(self._run.steps), num_steps=self._run.taken)
 
     def histogram(
         self, kind: str | Iterable[str], module: str | None = None, *, step: Steps = "newest", name: str | None = None

@@ -173,7 +173,7 @@ def is_countable(tensor: Tensor) -> bool:
     )
 
 
-def count(tensor: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None = None) -> None:
+def count(tensor: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None = None, name: int = 0) -> None:
     """Count a tensor's values: of a sparse one what it holds.
 
     Args:
@@ -181,13 +181,14 @@ def count(tensor: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None = Non
         row: Where they are counted, on its device.
         flag: Whether they are, on its device.
         factor: 0-d, on any device: what to multiply them by in FP32; ``None`` for 1.
+        name: What the row is to say of it.
 
     **Cost**: one kernel; no host sync.
     """
     values = tensor.detach()
     if values.is_sparse:
         values = values.coalesce().values()
-    observe(values, row, flag, None if factor is None else moved(factor, values.device))
+    observe(values, row, flag, None if factor is None else moved(factor, values.device), name)
 
 
 class Tally:
@@ -271,8 +272,6 @@ class Tally:
 Place = tuple[str, str, str]
 #: The rows of each tensor, with its dtype where that is not the one of what was counted.
 Places = dict[Place, tuple[str | None, list[int]]]
-#: Of rows that modules fill: the place, the number, and that of another row; it counts only if that was counted in.
-Returned = tuple[Place, int, int | None]
 
 
 class WeightWatch:
@@ -285,7 +284,6 @@ class WeightWatch:
         tally: What counts.
         places: What is told of the rows.
         group: Returns the ranks whose counts are added up; ``None`` for this one's.
-
     """
 
     def __init__(
