@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 from mezzo.errors import PolicyError, UnsupportedError
-from mezzo.plan.cut import Edge, Placement, Problem, cost, place
+from mezzo.plan.cut import Edge, Placement, Problem, cheapest, cost
 from mezzo.plan.heuristics import Listed, gray, painted, promoted
 
 from ..support.refusals import refused
@@ -40,9 +40,9 @@ def check(problem, *, exactly):
     least, low = exhaustive(problem)
     if low is None:
         with pytest.raises(PolicyError, match=r"forbidden in both precisions|must be low"):
-            place(problem)
+            cheapest(problem)
         return False
-    placement = place(problem)
+    placement = cheapest(problem)
     assert placement.cost == cost(problem, placement.low)
     if exactly:
         assert placement == Placement(low, float(least)), problem
@@ -70,7 +70,7 @@ def test_the_cost_is_the_definition():
 def test_sums_are_exact():
     problem = Problem((1e16, 1, -1e16), (INF, INF, INF), ())
     assert cost(problem, (False, False, False)) == 1
-    assert place(problem) == Placement((False, False, False), 1)
+    assert cheapest(problem) == Placement((False, False, False), 1)
 
 
 def test_what_is_forbidden_costs_infinitely_much():
@@ -111,7 +111,7 @@ PLACED = [
 def test_small_problems():
     for name, high, low, tensors, expected in PLACED:
         problem = Problem(high, low, tuple(Edge(*each) for each in tensors))
-        placement = place(problem)
+        placement = cheapest(problem)
         assert placement.low == tuple(each == "1" for each in expected), name
         assert placement.cost == float(exhaustive(problem)[0]), name
 
@@ -210,8 +210,8 @@ def test_the_order_of_ops_and_tensors_changes_nothing():
                     for e in reversed(problem.tensors)
                 ],
             )
-            low = place(problem).low
-            assert place(moved).low == tuple(low[op] for op in order), name
+            low = cheapest(problem).low
+            assert cheapest(moved).low == tuple(low[op] for op in order), name
 
 
 # Large ones --------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_a_chain_of_ten_thousand():
         }
         best = {is_low: (before[0] + own, before[1] + one) for is_low, (before, own, one) in best.items()}
     problem = Problem(high, low, [Edge(i, (i + 1,), down[i], up[i]) for i in range(size - 1)])
-    placement = place(problem)
+    placement = cheapest(problem)
     least, fewest = min(best.values())
     assert (placement.cost, sum(placement.low)) == (float(least), fewest)
 
@@ -242,7 +242,7 @@ def test_a_star_of_ten_thousand():
     consumers = tuple(range(1, size))
     for down, expected in ((gain - 1, sum(map(min, high, low)) + gain - 1), (gain, sum(high)), (gain + 1, sum(high))):
         problem = Problem(high, [INF, *low[1:]], (Edge(0, consumers, down, 0),))
-        placement = place(problem)
+        placement = cheapest(problem)
         assert placement.cost == expected
         assert any(placement.low) == (down < gain)
 
@@ -283,13 +283,13 @@ def test_a_network_against_the_linear_relaxation():
     chance = random.Random(3)
     for number, cast in ((lambda: chance.randint(0, 3), 2), (chance.random, 0.5), (chance.random, 3.0)):
         problem = layered(chance, 800, number, cast)
-        assert place(problem).cost == pytest.approx(relaxed(problem), rel=1e-9)
+        assert cheapest(problem).cost == pytest.approx(relaxed(problem), rel=1e-9)
 
 
 def test_a_network_of_ten_thousand_is_no_worse_after_any_single_change():
     chance = random.Random(4)
     problem = layered(chance, 10_000, lambda: chance.randint(0, 10**13), 1)
-    placement = place(problem)
+    placement = cheapest(problem)
     assert 1000 < sum(placement.low) < 9000
     for op in chance.sample(range(10_000), 20):
         other = list(placement.low)
@@ -313,7 +313,7 @@ def test_no_heuristic_is_cheaper():
             for op, each in enumerate(graph.consumers())
         ]
         problem = Problem(high, low, casts)
-        best = place(problem).cost
+        best = cheapest(problem).cost
         for rule in (promoted, gray, painted):
             other = cost(problem, rule(graph))
             assert best <= other, rule.__name__
@@ -336,7 +336,7 @@ CONFLICTS = [
 def test_conflicts_name_their_ops():
     for high, low, tensors, *words in CONFLICTS:
         with refused(PolicyError, *words):
-            place(Problem(high, low, [Edge(*each) for each in tensors]))
+            cheapest(Problem(high, low, [Edge(*each) for each in tensors]))
 
 
 REFUSED = [
@@ -377,4 +377,4 @@ def test_what_is_refused():
 def test_without_scipy_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.sparse.csgraph", None)
     with refused(UnsupportedError, "the cheapest placement needs scipy", "pip install", "scipy"):
-        place(Problem((1,), (0,), ()))
+        cheapest(Problem((1,), (0,), ()))
