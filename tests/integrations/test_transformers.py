@@ -13,6 +13,7 @@ from torch import nn
 
 import mezzo
 from mezzo.errors import NumericsError
+from mezzo.session.session import engine_of
 from mezzo.tensors import tensors
 
 from ..support.products import Products
@@ -75,7 +76,7 @@ def test_losses_are_fp32s_kernels_are_low_and_steps_the_trainers(hf, made):
         trainer, steps = hf.plug(made(optimizer, num_train_epochs=1), policy), []
 
         def counted(trainer=trainer, begin=trainer.create_optimizer, steps=steps):
-            optimizer, engine = begin(), trainer.session.engine
+            optimizer, engine = begin(), engine_of(trainer.session)
             step = engine.step
             engine.step = lambda *args, **kwargs: steps.append(step(*args, **kwargs)) or steps[-1]
             return optimizer

@@ -18,6 +18,7 @@ from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.refusals import models_and_optimizers
+from mezzo.session.session import engine_of, weights_of
 from mezzo.session.state_tree import save
 
 require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "accelerate")
@@ -183,7 +184,7 @@ class AcceleratedPrecision(AttachedPrecision):
 
     def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self.is_closed:  # prepared optimizers go on calling it
-            return self.engine.writes.steps_by[optimizer](*args, **kwargs)
+            return self._engine.writes.steps_by[optimizer](*args, **kwargs)
         return None if self._is_telling else super()._own_step(optimizer, of, *args, **kwargs)
 
     def step_and_tell(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -208,14 +209,14 @@ class _AcceleratorsScaler(SessionScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Step or skip, and let Accelerate know which."""
-        if self.amp.is_closed or optimizer not in self.amp.weights.optimizers:
+        if self.amp.is_closed or optimizer not in weights_of(self.amp).optimizers:
             optimizer.step(*args, **kwargs)
         else:
             self.amp.step_and_tell(optimizer, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, also while gradients wait for a step."""
-        return {} if self.amp.is_closed else save(self.amp.engine, self.amp.policy, in_window=True)
+        return {} if self.amp.is_closed else save(engine_of(self.amp), self.amp.policy, in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a session's state, or another scaler's."""

@@ -21,6 +21,7 @@ from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
 from mezzo.session.refusals import wrong_options
+from mezzo.session.session import engine_of, weights_of
 from mezzo.session.state_tree import save
 from mezzo.session.weights import widen_states
 from mezzo.tensors import LOW
@@ -141,10 +142,10 @@ class MezzoPrecision(Precision):
         """Begin the session, or have it take an optimizer: what Fabric sets up."""
         if self.session is None:
             self._begin(_FabricsSession, [optimizer])
-        elif len(self.session.weights.models) == len(self._converted):
+        elif len(weights_of(self.session).models) == len(self._converted):
             self.session.add(optimizer)
         elif self.session.last_step is None:
-            before = self.session.weights.optimizers
+            before = weights_of(self.session).optimizers
             self.session.close()
             self._begin(_FabricsSession, [*before, optimizer])
         else:
@@ -161,7 +162,7 @@ class MezzoPrecision(Precision):
     def teardown(self) -> None:
         """End the session, and give models their FP32 weights back; the Trainer asks for it after each run."""
         self._saved = self.state_dict()
-        stepped = [] if self.session is None else self.session.weights.optimizers
+        stepped = [] if self.session is None else weights_of(self.session).optimizers
         if self.session is not None:
             self.session.close()
         self._undo.close()
@@ -206,7 +207,7 @@ class MezzoPrecision(Precision):
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of a scaled loss, whose gradients are plain in the end."""
-        scaled = self._open().engine.scale(tensor) if self._converted else tensor
+        scaled = engine_of(self._open()).scale(tensor) if self._converted else tensor
         if _is_the_trainers(model):
             super().backward(scaled, model, *args, **kwargs)
         else:
@@ -263,7 +264,7 @@ class MezzoPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, for a checkpoint of the Trainer's; after a run that of its end."""
         # Also while gradients wait for a step.
-        return self._saved if self.session is None else save(self.session.engine, self.policy, in_window=True)
+        return self._saved if self.session is None else save(engine_of(self.session), self.policy, in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a checkpoint of the Trainer's."""
