@@ -133,7 +133,7 @@ def test_a_skipped_step_writes_nothing_holds_the_scheduler_and_is_logged(hf, mad
 
 
 def test_an_overflow_is_explained_in_pythons_log_or_ends_the_run(hf, made, caplog):
-    trainer = hf.plug(made(max_steps=1), "O1,dtype=float16", on_overflow="explain")
+    trainer = hf.plug(made(max_steps=1), "O1,dtype=float16", on_overflow="locate")
     with torch.no_grad():
         trainer.model.transformer.ln_f.weight.mul_(1e6)
     trainer.train()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.grad_scaler import SessionScaler
-from mezzo.session.refusals import models_and_optimizers
+from mezzo.session.refusals import Reaction, models_and_optimizers
 from mezzo.session.session import engine_of, weights_of
 from mezzo.session.state_tree import save
 
@@ -40,7 +40,7 @@ def attach(
     optimizers: Optimizer | Iterable[Optimizer],
     policy: Policy | str | os.PathLike[str] = "O1",
     *,
-    on_overflow: Literal["skip", "explain", "raise"] = "skip",
+    on_overflow: Reaction = "skip",
 ) -> AcceleratedPrecision:
     """Train under a policy with Accelerate; the program stays as it is.
 

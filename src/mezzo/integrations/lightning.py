@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from mezzo.patches import Binding
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
-from mezzo.session.refusals import wrong_options
+from mezzo.session.refusals import Reaction, wrong_options
 from mezzo.session.session import engine_of, weights_of
 from mezzo.session.state_tree import save
 from mezzo.session.weights import widen_states
@@ -95,7 +95,7 @@ class MezzoPrecision(Precision):
         self,
         policy: Policy | str | os.PathLike[str] = "O1",
         *,
-        on_overflow: Literal["skip", "explain", "raise"] = "skip",
+        on_overflow: Reaction = "skip",
         hold_schedulers: bool = True,
     ) -> None:
         raise_together(wrong_options(on_overflow=on_overflow))

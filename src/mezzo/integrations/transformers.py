@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -11,7 +11,7 @@ from mezzo.cast import prepare
 from mezzo.errors import PolicyError, UnsupportedError, raise_together, require_extra, shown
 from mezzo.policy import Policy
 from mezzo.session.calls import Calls
-from mezzo.session.refusals import wrong_options
+from mezzo.session.refusals import Reaction, wrong_options
 
 require_extra("transformers", "mixed precision for the Trainer needs transformers", "transformers", "accelerate")
 
@@ -33,7 +33,7 @@ def plug(
     trainer: T,
     policy: Policy | str | os.PathLike[str] = "O1",
     *,
-    on_overflow: Literal["skip", "explain", "raise"] = "skip",
+    on_overflow: Reaction = "skip",
 ) -> T:
     """Let a Trainer of transformers, or of a class that derives from it, train and evaluate under a policy.
 

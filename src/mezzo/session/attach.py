@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from mezzo.session.calls import Calls
 from mezzo.session.closures import closure_of, evaluates_once, handing_on
 from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.passes import run_inside, run_pass, walk_of
-from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
+from mezzo.session.refusals import Reaction, check_optimizers, chosen, listed, models_and_optimizers
 from mezzo.session.session import MixedPrecision, engine_of, weights_of
 from mezzo.session.stats import Step
 from mezzo.session.writers import inner_optimizers
@@ -66,7 +66,7 @@ def attach(
     *,
     max_grad_norm: float | None = None,
     hold_schedulers: bool = True,
-    on_overflow: Literal["skip", "explain", "raise"] = "skip",
+    on_overflow: Reaction = "skip",
     process_group: ProcessGroup | None = None,
 ) -> AttachedPrecision:
     """Train in mixed precision with a loop that stays as it is, until ``amp.detach()``.

@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,7 +23,15 @@ from mezzo.session.closures import evaluated
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
 from mezzo.session.passes import retaining, run_pass, walk_of
-from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
+from mezzo.session.refusals import (
+    Reaction,
+    check_loss,
+    check_session,
+    chosen,
+    models_and_optimizers,
+    reaction_of,
+    wrong_options,
+)
 from mezzo.session.state_tree import Stateful
 from mezzo.session.stats import Stats, Step
 from mezzo.session.weights import Weights, handles_of
@@ -48,7 +56,7 @@ class MixedPrecision:
         policy: A :class:`Policy`, its text, or the path of a policy file; of prepared models theirs, else ``"O1"``.
         max_grad_norm: Clip the 2-norm of all gradients of a step together to this; ``None`` does not clip.
         on_overflow: What a skipped step does besides: nothing (``"skip"``), say where the overflow began
-            (``"explain"``: the batch is run again with checks) or raise a :class:`NumericsError` (``"raise"``).
+            (``"locate"``: the batch is run again with checks) or raise a :class:`NumericsError` (``"raise"``).
         process_group: The ranks that step together, as one; all of ``torch.distributed``'s when omitted.
 
     Raises:
@@ -59,7 +67,7 @@ class MixedPrecision:
 
     **Cost**: per step one pass that reads the gradients (their norm is also the overflow check). mezzo's and torch's
     fused optimizers then unscale, clip and skip in their own kernel; for others one pass multiplies the gradients by
-    clip coefficient / scale, left out where that is 1, and one host sync learns whether to skip. ``"explain"`` keeps
+    clip coefficient / scale, left out where that is 1, and one host sync learns whether to skip. ``"locate"`` keeps
     the inputs and the models' output gradients alive until the step; both it and ``"raise"`` cost one host sync. On
     several ranks one exchange of three numbers, and one of norms where parameters are sharded; no host sync.
 
@@ -90,7 +98,7 @@ class MixedPrecision:
         policy: Policy | str | os.PathLike[str] | None = None,
         *,
         max_grad_norm: float | None = None,
-        on_overflow: Literal["skip", "explain", "raise"] = "skip",
+        on_overflow: Reaction = "skip",
         process_group: ProcessGroup | None = None,
     ) -> None:
         raise_together(wrong_options(max_grad_norm=max_grad_norm, on_overflow=on_overflow))
@@ -109,8 +117,8 @@ class MixedPrecision:
             for undo in (*self._engine.watch(given), *self._engine.watch_models(), guarded(self._engine.writes)):
                 self._undo.callback(undo)
             self._engine.plan_anew()  # told of its own hooks
-            self._on_overflow = on_overflow
-            looks, end = reaction(on_overflow, self._weights, self.no_sync)
+            self._on_overflow: str = reaction_of(on_overflow)
+            looks, end = reaction(self._on_overflow, self._weights, self.no_sync)
             self._undo.callback(end)
             if looks is not None:
                 self._engine.observers.append(looks)

@@ -16,7 +16,7 @@ FIRST = 3
 # Sessions -------------------------------------------------------------------------------------------------
 
 SESSIONS = {
-    r'(?s)is looked at.*where  on_overflow="explain"': lambda: Loop(on_overflow="explain"),
+    r'(?s)is looked at.*where  on_overflow="locate"': lambda: Loop(on_overflow="locate"),
     r'(?s)is looked at.*where  on_overflow="raise".*on_overflow="skip"': lambda: Loop(on_overflow="raise"),
     "AdamW cannot be captured(?s:.*)group 0, no kernel that skips": lambda: Loop(
         make=lambda groups: torch.optim.AdamW(groups, lr=1e-2)
