@@ -75,7 +75,7 @@ def test_positions_that_fall_together():
     (found,) = measured(lambda: torch.linspace(-1, 1, 640, dtype=torch.bfloat16), Distinct(of("linspace")))
     assert (found["distinct"].exact, found["distinct"].num_all) == (640, 640)
     assert found["distinct"].step == pytest.approx(2 / 639)
-    assert found["distinct"].given < 640
+    assert found["distinct"].result < 640
     assert measured(lambda: torch.arange(2**16 + 1, dtype=torch.bfloat16), Distinct(of("arange"))) == []
 
 
@@ -132,9 +132,9 @@ def test_differences_and_what_they_were_before_rounding():
         (found,) = measured(run, Difference(of("sub"), lambda record: record.name in ("mul", "add")))
         y = make()
         assert found["difference"].subtracted == pytest.approx(y[1:, 2:].double().abs().sum().item())
-        assert found["difference"].given == pytest.approx(run().double().abs().sum().item())
+        assert found["difference"].result == pytest.approx(run().double().abs().sum().item())
         assert found["difference"].exact == pytest.approx(np.abs(np.diff(exact[:, 2:], axis=0)).sum())
-        assert (found["difference"].given == 0) == (name != "varied")
+        assert (found["difference"].result == 0) == (name != "varied")
 
 
 class Counted:

@@ -84,7 +84,7 @@ def user_line(until: int = 0) -> str | None:
     no line of the user's.
 
     Args:
-        until: The frame that runs the model, as :func:`here` names it. What called it is no line of the model's.
+        until: The frame that runs the model, as :func:`frame_id` names it. What called it is no line of the model's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame) != until:
@@ -95,7 +95,7 @@ def user_line(until: int = 0) -> str | None:
     return None
 
 
-def here() -> int:
+def frame_id() -> int:
     """Name the frame that calls, for as long as it runs; it is not kept alive by its name."""
     return id(sys._getframe(1))
 
@@ -160,8 +160,8 @@ class Decider:
             op=op,
             decision=decision,
             goes_back=param is not None and differences is not None and differences.gives_back,
-            low=dtype_name(self.policy.dtype),
-            given=_names(given),
+            low_dtype=dtype_name(self.policy.dtype),
+            argument_dtypes=_names(given),
             cause=_cause(kwargs, is_off=self.policy.casts and not _autocasts(device_type)),
             written=None if into is None else _names(list(tensors(into))),
         )
@@ -262,18 +262,18 @@ MODEL: Final = "(model)"
 LOSS: Final = "(loss)"
 
 
-def place_text(module: str, op: str, line: str | None = None) -> str:
+def location_text(module: str, op: str, line: str | None = None) -> str:
     """Write where an op is, for people.
 
     Example:
-        >>> place_text("", "linear", "model.py:7")
+        >>> location_text("", "linear", "model.py:7")
         '(model) linear (model.py:7)'
     """
     return f"{module or MODEL} {op}{f' ({line})' if line else ''}"
 
 
 @dataclass(slots=True)
-class Place:
+class Location:
     """In a module, and in one call of a torch function or between calls."""
 
     module: str
@@ -285,7 +285,7 @@ class Place:
         return None if self.module == LOSS else self.module
 
 
-class Where:
+class Locator:
     """The place of a pass, and of the forward pass that its backward nodes come from.
 
     Args:
@@ -302,10 +302,10 @@ class Where:
         self.is_backward = False
         self.modules_run: set[str] = set()
         self._until, self._instead = until, instead
-        self._places = [Place(LOSS)]
+        self._places = [Location(LOSS)]
         self._level = 1  # how many places there were when the backward pass began
         self.is_inner = False
-        self._timeline: list[tuple[int, Place]] = []
+        self._timeline: list[tuple[int, Location]] = []
         self._owners: dict[int, str] = {}
 
     def learn_owners(self, model: nn.Module) -> None:
@@ -313,7 +313,7 @@ class Where:
         self._owners.update((id(p), n.rpartition(".")[0]) for n, p in model.named_parameters())
 
     @property
-    def now(self) -> Place:
+    def now(self) -> Location:
         """Where the program is, forward."""
         return self._places[-1]
 
@@ -321,12 +321,12 @@ class Where:
         """Return the user's line."""
         return user_line(self._until) or self._instead
 
-    def enter(self, place: Place) -> None:
+    def enter(self, place: Location) -> None:
         """Be in a module, or in a call."""
         self._places.append(place)
         self._mark()
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: Location) -> None:
         """Be where the program was before, whatever lies between."""
         if any(each is place for each in self._places):
             while self._places.pop() is not place:
@@ -357,7 +357,7 @@ class Where:
         recomputes = len(self._places) > self._level or (torch.is_grad_enabled() and not self.is_inner)
         return self.is_backward and not recomputes
 
-    def place(self) -> Place:
+    def of_kernel(self) -> Location:
         """Return where a kernel belongs: to the running module, or to the one whose backward pass runs."""
         if not self.is_backward or len(self._places) > self._level:
             return self.now
@@ -365,10 +365,10 @@ class Where:
         if node is None:
             return self.now
         if (variable := getattr(node, "variable", None)) is not None:
-            return Place(self._owners.get(id(variable), ""))
+            return Location(self._owners.get(id(variable), ""))
         return self.of_node(node)
 
-    def of_node(self, node: Any) -> Place:
+    def of_node(self, node: Any) -> Location:
         """Return where an autograd node was made."""
         found = bisect_right(self._timeline, number_of(node), key=lambda mark: mark[0])
         return self._timeline[found - 1][1] if found else self.now

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.cast.notes import watched
 from mezzo.compiling import compiled_inside_alone
 from mezzo.dispatch import TorchDispatchMode, dispatch_modes, function_modes
-from mezzo.trace.function_calls import Place, Where, opened_by_region
+from mezzo.trace.function_calls import Location, Locator, opened_by_region
 from mezzo.trace.measure import numbered
 
 _BACKWARD_FUNCTIONS: Final = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -43,9 +43,9 @@ class _ModuleHooks:
         path: The module's path.
     """
 
-    def __init__(self, where: Where, mode: Callable[[], CallMode], path: str) -> None:
+    def __init__(self, where: Locator, mode: Callable[[], CallMode], path: str) -> None:
         self._where, self._mode, self._path = where, mode, path
-        self._entered: list[Place] = []
+        self._entered: list[Location] = []
         self._pushed: list[CallMode | None] = []
 
     def on(self, module: nn.Module) -> list[RemovableHandle]:
@@ -61,7 +61,7 @@ class _ModuleHooks:
         ]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._entered.append(Place(self._path))
+        self._entered.append(Location(self._path))
         self._where.modules_run.add(self._path)
         self._where.enter(self._entered[-1])
 
@@ -82,7 +82,7 @@ class _ModuleHooks:
 
 
 @contextmanager
-def hooked(where: Where, mode: Callable[[], CallMode], models: Sequence[nn.Module]) -> Iterator[None]:
+def hooked(where: Locator, mode: Callable[[], CallMode], models: Sequence[nn.Module]) -> Iterator[None]:
     """Hook every module of prepared models inside the block, so that it is known which one runs."""
     with ExitStack() as hooks:
         for prefix, model in numbered(models):
@@ -95,7 +95,7 @@ def hooked(where: Where, mode: Callable[[], CallMode], models: Sequence[nn.Modul
 class CallMode(TorchFunctionMode):
     """See every torch function that the model's code calls, and inside those that a region opens."""
 
-    def __init__(self, where: Where, begin: Callable[..., Place], finish: Callable[[Place, Any], None]) -> None:
+    def __init__(self, where: Locator, begin: Callable[..., Location], finish: Callable[[Location, Any], None]) -> None:
         super().__init__()
         self._where, self._begin, self._finish = where, begin, finish
 

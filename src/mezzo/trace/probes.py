@@ -87,7 +87,7 @@ class RoundedIntegers(Probe):
     def __init__(self) -> None:
         super().__init__(
             lambda record: (
-                record.phase == "forward" and record.kind in ("cast", "rounding") and record.gives[0].dtype in LOW
+                record.phase == "forward" and record.effect in ("cast", "rounding") and record.gives[0].dtype in LOW
             )
         )
 
@@ -195,14 +195,14 @@ class DistinctOf(NamedTuple):
     """How many different numbers there are.
 
     Attributes:
-        given: In the result.
+        result: In the result.
         exact: In the result of the same kernel in FP64.
         error: The largest difference between both.
         step: The smallest distance between two different numbers in FP64; inf where there are none.
         num_all: How many numbers there are.
     """
 
-    given: float
+    result: float
     exact: float
     error: float
     step: float
@@ -232,12 +232,12 @@ class DifferenceOf(NamedTuple):
 
     Attributes:
         subtracted: Of what is subtracted from.
-        given: Of the differences.
+        result: Of the differences.
         exact: Of the differences of the same numbers, had the arithmetic that made them been in FP64.
     """
 
     subtracted: float
-    given: float
+    result: float
     exact: float
 
 
@@ -318,7 +318,7 @@ class Ratio(Probe):
     name = "ratio"
 
     def __init__(self, wanted: Wanted, along: Callable[[KernelRecord], int] = lambda record: -1) -> None:
-        super().__init__(lambda record: record.kind == "cast" or wanted(record))
+        super().__init__(lambda record: record.effect == "cast" or wanted(record))
         self._wanted, self._along = wanted, along
         self._casts = Storages[_CastRead]()
 
@@ -331,7 +331,7 @@ class Ratio(Probe):
                 numbers = self._squares(*found, self._along(record))
         # A device with the arithmetic makes no cast of emulation's to a low format.
         is_made_up = record.by == "emulation" and record.gives[0].dtype in LOW
-        if record.kind == "cast" and not is_made_up and is_measurable(args[0]) and is_measurable(out):
+        if record.effect == "cast" and not is_made_up and is_measurable(args[0]) and is_measurable(out):
             kept = _CastRead(weakref.ref(args[0]), out.stride(), int(out.storage_offset()), versions((args[0], out)))
             self._casts.put([out], kept)
         return numbers

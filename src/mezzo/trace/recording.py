@@ -18,11 +18,11 @@ from mezzo.dispatch import DisableTorchFunction
 from mezzo.policy import Decision, Policy, Rule
 from mezzo.tensors import dtype_name, each_tensor, tensors, values_of
 from mezzo.trace import kernels, measure, modes
-from mezzo.trace.function_calls import Decider, Place, Where, around, kernel_name
+from mezzo.trace.function_calls import Decider, Location, Locator, around, kernel_name
 from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import Operand
 from mezzo.trace.probes import Probe
-from mezzo.trace.table import NO_CALL, CallRecord, KernelKind, KernelRecord, NodeName, Value, WatchedPass
+from mezzo.trace.table import NO_CALL, CallRecord, KernelEffect, KernelRecord, NodeName, Value, WatchedPass
 
 _NOTHING: Final[Mapping[int, tuple[Rule, str]]] = MappingProxyType({})
 
@@ -31,7 +31,7 @@ Called = Callable[[CallRecord, Any, Any, Any], Callable[[Any], None] | None]
 
 
 @dataclass(slots=True)
-class Held:
+class KernelTensors:
     """The tensors of a kernel that has just run, for who looks at them now: the table keeps none.
 
     Attributes:
@@ -76,13 +76,13 @@ class PassRecorder:
         policy: Policy | None = None,
         ruled: Mapping[int, tuple[Rule, str]] = _NOTHING,
         *,
-        where: Where | None = None,
+        where: Locator | None = None,
         probes: Sequence[Probe] = (),
         called: Called | None = None,
-        ran: Callable[[KernelRecord, Held], None] | None = None,
+        ran: Callable[[KernelRecord, KernelTensors], None] | None = None,
     ) -> None:
         policy = policy or Policy.O0()
-        self.where = where or Where()
+        self.where = where or Locator()
         self.recorded = WatchedPass()
         self.recorded.modules_run = self.where.modules_run
         self._decider, self._dtype = Decider(policy, ruled), policy.dtype
@@ -153,7 +153,7 @@ class PassRecorder:
 
     # Calls --------------------------------------------------------------------------------------------
 
-    def _begin(self, function: Any, args: Any, kwargs: Any) -> Place:
+    def _begin(self, function: Any, args: Any, kwargs: Any) -> Location:
         """Count what happens from now on to one call, until it is left."""
         with DisableTorchFunction():
             before = self.where.now
@@ -164,7 +164,7 @@ class PassRecorder:
             if by == "region":  # one that the model's code entered, and which lies above the mode that tells
                 call.cause = "a region that the model's own code enters decides here"
             self._enter(call, before.module)
-            place = Place(before.module, call)
+            place = Location(before.module, call)
             self.where.enter(place)
             if self._called is not None:
                 self._open[id(place)] = self._called(call, function, args, kwargs)
@@ -175,7 +175,7 @@ class PassRecorder:
         call.line = self.where.line()
         self.recorded.calls.append(call)
 
-    def _finish(self, place: Place, out: Any) -> None:
+    def _finish(self, place: Location, out: Any) -> None:
         """Take note of what a call returns."""
         call = place.call
         assert call is not None
@@ -218,7 +218,7 @@ class PassRecorder:
                 if probe.wants(record) and (numbers := probe.measure(record, args, kwargs, out, what)) is not None:
                     self._measured.append((record, probe, numbers))
             if self._ran is not None:
-                self._ran(record, Held(args, kwargs, read, out))
+                self._ran(record, KernelTensors(args, kwargs, read, out))
 
     def _place_record(self, record: KernelRecord, args: Any, kwargs: Any, out: Any) -> None:
         """Say of a kernel where it belongs, and which values it reads and writes."""
@@ -240,15 +240,15 @@ class PassRecorder:
             record.call.op = record.name
             self._leave(record.call, out)
         if place.call is not None and any(note.kind == "widened" for note in notes()):
-            reason = f"no kernel in {place.call.low} here"
+            reason = f"no kernel in {place.call.low_dtype} here"
             place.call.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
         self._number(record, args, kwargs, out)
 
-    def _place(self) -> Place:
+    def _place(self) -> Location:
         """Return where a kernel belongs; emulation runs backward passes inside its own, whose kernels belong to it."""
         nodes = (note.about for note in reversed(notes()) if isinstance(note.about, BackwardCFunction))
         node = next(nodes, None) if self.where.is_backward else None
-        return self.where.place() if node is None else self.where.of_node(node)
+        return self.where.of_kernel() if node is None else self.where.of_node(node)
 
     def _number(self, record: KernelRecord, args: Any, kwargs: Any, out: Any) -> None:
         """Number what a kernel reads, and what it writes, anew."""
@@ -315,12 +315,12 @@ def kernel_record(
     by, formats = around()
     flops, product = kernels.flops(kernel, args, kwargs, out), kernels.product(kernel, args)
     given, results = kernels.tensors_in(*args, *kwargs.values()), kernels.tensors_in(out)
-    kind = "free cast" if is_free else _kind(kernel, args, out, is_product=flops is not None or product is not None)
-    stands_for = low if by == "emulation" and kind != "cast" else None
+    effect = "free cast" if is_free else _effect(kernel, args, out, is_product=flops is not None or product is not None)
+    stands_for = low if by == "emulation" and effect != "cast" else None
     return KernelRecord(
         kernel=kernel,
         name=kernel_name(kernel),
-        kind=kind,
+        effect=effect,
         constants=tuple(each for each in (*args, *kwargs.values()) if isinstance(each, (int, float))),
         by=by,
         formats=formats,
@@ -330,7 +330,7 @@ def kernel_record(
     )
 
 
-def _kind(kernel: Any, args: Any, out: Any, *, is_product: bool) -> KernelKind:
+def _effect(kernel: Any, args: Any, out: Any, *, is_product: bool) -> KernelEffect:
     if kernels.is_cast(kernel, args, out):
         return "cast"
     if kernels.is_rounding(kernel, args, out):

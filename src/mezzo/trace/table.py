@@ -22,12 +22,12 @@ KernelPhase = Literal["forward", "recomputed", "backward"]
 #: A view, and memory that nothing has been written to, make no record. ``free cast``: the high half of a weight in
 #: halves is read, which moves nothing. ``rounding``: integers become low numbers. ``rearranging``: what is read is put
 #: elsewhere, and nothing computed.
-KernelKind = Literal["cast", "free cast", "rounding", "rearranging", "product", "other"]
+KernelEffect = Literal["cast", "free cast", "rounding", "rearranging", "product", "other"]
 #: What mezzo does around a kernel: see :func:`~mezzo.trace.function_calls.around`.
 Doing = Literal["emulation", "cast", "quantised", "buffer", "region", "other"]
 
 #: What hands on the numbers that it reads, rounded at most.
-HANDS_ON: Final[frozenset[KernelKind]] = frozenset({"cast", "free cast", "rearranging"})
+HANDS_ON: Final[frozenset[KernelEffect]] = frozenset({"cast", "free cast", "rearranging"})
 
 
 class Value(NamedTuple):
@@ -70,8 +70,8 @@ class CallRecord:
     Attributes:
         op: The op's base name.
         decision: What the policy decided.
-        low: Name of the policy's compute dtype.
-        given: Names of the dtypes of the arguments that hold fractions.
+        low_dtype: Name of the policy's compute dtype.
+        argument_dtypes: Names of the dtypes of the arguments that hold fractions.
         goes_back: Whether FP32 results go back to the compute dtype: of a parameter with a rule, without autocast.
         cause: Why the policy would not reach this call, should it turn out so.
         written: Names of the dtypes of what it writes to, which keeps them; ``None`` where it returns new tensors.
@@ -86,8 +86,8 @@ class CallRecord:
 
     op: str
     decision: Decision
-    low: str
-    given: tuple[str, ...] = ()
+    low_dtype: str
+    argument_dtypes: tuple[str, ...] = ()
     goes_back: bool = False
     cause: str = ""
     written: tuple[str, ...] | None = None
@@ -112,7 +112,7 @@ class CallRecord:
 
 #: What a kernel belongs to that no call has asked for.
 NO_CALL: Final = CallRecord(
-    op="", decision=Decision(treatment="native", rule=None, reason="", source="op table"), low="", hidden=True
+    op="", decision=Decision(treatment="native", rule=None, reason="", source="op table"), low_dtype="", hidden=True
 )
 _CONVERSIONS: Final = frozenset("to float half bfloat16 double type type_as to_copy _to_copy".split())
 
@@ -124,7 +124,7 @@ class KernelRecord:
     Attributes:
         kernel: The kernel itself, of ``torch.ops``.
         name: Its base name: ``softmax`` for ``aten::_softmax``.
-        kind: What it does.
+        effect: What it does.
         constants: Its numbers and truth values that are no tensors, in their order.
         by: What mezzo does around it.
         formats: Formats of the quantised operands of the product around it.
@@ -146,7 +146,7 @@ class KernelRecord:
 
     kernel: Any
     name: str
-    kind: KernelKind
+    effect: KernelEffect
     constants: tuple[int | float | bool, ...]
     by: Doing
     formats: tuple[str, ...]
@@ -211,14 +211,14 @@ class WatchedPass:
         """Return the kernels that read a value, or a view of it."""
         return self._readers.get(value.number, [])
 
-    def what(self, value: Value) -> str:
+    def role_of(self, value: Value) -> str:
         """Say what a value holds: a ``parameter``, a ``buffer``, an ``activation`` or a ``gradient``.
 
         A cast of a parameter counts as one; so does a buffer that was written to.
         """
         maker = self.maker(value)
-        while not value.role and maker is not None and maker.kind in ("cast", "free cast"):
-            value, is_half = maker.reads[0], maker.kind == "free cast"
+        while not value.role and maker is not None and maker.effect in ("cast", "free cast"):
+            value, is_half = maker.reads[0], maker.effect == "free cast"
             maker = self.maker(value)
             if is_half and not value.role:
                 return "parameter"
