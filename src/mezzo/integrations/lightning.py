@@ -25,7 +25,7 @@ from mezzo.session.session import engine_of, weights_of
 from mezzo.session.state_tree import save
 from mezzo.session.weights import widen_states
 from mezzo.tensors import LOW
-from mezzo.weights.models import follow
+from mezzo.weights.models import hide_storage
 
 require_extra("lightning", "the precision plugin for Lightning needs lightning", "lightning.pytorch")
 
@@ -120,7 +120,7 @@ class MezzoPrecision(Precision):
             if prepared.model is not module:  # which is what is saved, copied, and trained by the session
                 vars(module)["_mezzo_prepared"] = [prepared]
                 self._undo.callback(vars(module).pop, "_mezzo_prepared", None)
-                self._undo.callback(follow(module))
+                self._undo.callback(hide_storage(module))
                 if _is_the_trainers(module):
                     self._calls = Calls([module], self.policy, self._region, methods=False)
                     self._undo.callback(self._calls.close)
