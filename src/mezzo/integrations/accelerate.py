@@ -38,7 +38,7 @@ def attach(
     accelerator: Accelerator,
     models: nn.Module | Iterable[nn.Module],
     optimizers: Optimizer | Iterable[Optimizer],
-    policy: Policy | str | os.PathLike[str] = "O1",
+    policy: Policy | str | os.PathLike[str] | None = None,
     *,
     on_overflow: Reaction = "skip",
 ) -> AcceleratedPrecision:
@@ -61,7 +61,7 @@ def attach(
         accelerator: The accelerator, of ``mixed_precision="no"``.
         models: The model, or a list of models.
         optimizers: The optimizer, or a list of them.
-        policy: A policy, its text, or the path of a policy file.
+        policy: A policy, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
 
     Returns:
@@ -96,7 +96,8 @@ def attach(
     if not isinstance(accelerator, Accelerator):
         raise PolicyError(f"the accelerator is {shown(accelerator)}", write=_ORDER)
     refuse(accelerator)
-    return AcceleratedPrecision(accelerator, models, optimizers, Policy.of(policy), on_overflow=on_overflow)
+    asked = None if policy is None else Policy.of(policy)
+    return AcceleratedPrecision(accelerator, models, optimizers, asked, on_overflow=on_overflow)
 
 
 def refuse(accelerator: Accelerator, models: Iterable[nn.Module] = ()) -> None:
@@ -153,7 +154,9 @@ class AcceleratedPrecision(AttachedPrecision):
 
     _binds: ClassVar[tuple[str, ...]] = ("calls",)
 
-    def __init__(self, accelerator: Accelerator, models: Any, optimizers: Any, policy: Policy, **options: Any) -> None:
+    def __init__(
+        self, accelerator: Accelerator, models: Any, optimizers: Any, policy: Policy | None, **options: Any
+    ) -> None:
         subjects, given = models_and_optimizers(models, optimizers)
         modules = [each for each in subjects if isinstance(each, nn.Module)]
         if len(modules) < len(subjects):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared, autocast, prepare
+from mezzo.cast.device import default_kinds, usual_policy
 from mezzo.cast.model.outputs import given_out
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
 from mezzo.patches import Binding
@@ -61,7 +62,7 @@ class MezzoPrecision(Precision):
     ``mezzo/skipped``, a count of steps; for Fabric :meth:`metrics` has both.
 
     Args:
-        policy: A policy, its text, or the path of a policy file.
+        policy: A policy, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
         hold_schedulers: Whether schedulers wait where the steps since their last one were skipped.
 
@@ -93,13 +94,13 @@ class MezzoPrecision(Precision):
 
     def __init__(
         self,
-        policy: Policy | str | os.PathLike[str] = "O1",
+        policy: Policy | str | os.PathLike[str] | None = None,
         *,
         on_overflow: Reaction = "skip",
         hold_schedulers: bool = True,
     ) -> None:
         raise_together(wrong_options(on_overflow=on_overflow))
-        self.policy = Policy.of(policy)
+        self.policy = usual_policy(default_kinds()) if policy is None else Policy.of(policy)
         self.session: AttachedPrecision | None = None
         self._options: dict[str, Any] = {"on_overflow": on_overflow, "hold_schedulers": hold_schedulers}
         self._converted: dict[nn.Module, Prepared] = {}

@@ -7,7 +7,6 @@ nothing of mezzo.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 import types
@@ -23,7 +22,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mezzo.backward import door, thread_owner
 from mezzo.cast import Prepared
-from mezzo.cast.device import fast_format
 from mezzo.dispatch import is_transformed
 from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.hooks import complete
@@ -44,8 +42,6 @@ from mezzo.step.gradients import any_gradient
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
-logger = logging.getLogger(__name__)
 
 #: The key under which an optimizer's state dict has the session's state; plain torch ignores it.
 CARRIED: Final = "mezzo"
@@ -166,10 +162,6 @@ class AttachedPrecision(MixedPrecision):
         self, models: Any, optimizers: Any, policy: Any = None, *, hold_schedulers: bool = True, **options: Any
     ) -> None:
         subjects, given = models_and_optimizers(models, optimizers)
-        if policy is None and not any(isinstance(each, Prepared) for each in subjects):
-            kinds = {p.device.type for each in subjects if isinstance(each, nn.Module) for p in each.parameters()}
-            policy = Policy.O1(fast_format(kinds))
-            logger.info("no policy is given: %s, in the format for this machine (mezzo doctor says why)", policy)
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
         self._known_by: weakref.ref[AttachedPrecision] | None = None

@@ -53,7 +53,8 @@ class MixedPrecision:
         models: The model, or a list of models. Converted in place where the policy stores them in low precision. One
             that is wrapped first (DistributedDataParallel) is what :func:`mezzo.prepare` returned, or its wrapper.
         optimizers: The optimizer, or a list of them, over parameters of these models.
-        policy: A :class:`Policy`, its text, or the path of a policy file; of prepared models theirs, else ``"O1"``.
+        policy: A :class:`Policy`, its text, or the path of a policy file; that of prepared models, or else O1 in the
+            machine's fast format, when omitted.
         max_grad_norm: Clip the 2-norm of all gradients of a step together to this; ``None`` does not clip.
         on_overflow: What a skipped step does besides: nothing (``"skip"``), say where the overflow began
             (``"locate"``: the batch is run again with checks) or raise a :class:`NumericsError` (``"raise"``).
