@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared, autocast, prepare
-from mezzo.cast.device import default_kinds, usual_policy
+from mezzo.cast.device import default_device_types, usual_policy
 from mezzo.cast.model.outputs import given_out
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
 from mezzo.patches import Binding
@@ -100,7 +100,7 @@ class MezzoPrecision(Precision):
         hold_schedulers: bool = True,
     ) -> None:
         raise_together(wrong_options(on_overflow=on_overflow))
-        self.policy = usual_policy(default_kinds()) if policy is None else Policy.of(policy)
+        self.policy = usual_policy(default_device_types()) if policy is None else Policy.of(policy)
         self.session: AttachedPrecision | None = None
         self._options: dict[str, Any] = {"on_overflow": on_overflow, "hold_schedulers": hold_schedulers}
         self._converted: dict[nn.Module, Prepared] = {}
