@@ -98,9 +98,9 @@ def test_a_ratio_against_operands_before_they_were_rounded():
     (cast,) = measured(lambda: wide[0].bfloat16() @ wide[1].bfloat16().mT, Ratio(of("mm")))
     for found, operands in ((rounded, low), (cast, wide)):
         ratios = expected(*(each.double().numpy() for each in operands), out)
-        assert [found["ratio"].whole, *found["ratio"].places] == pytest.approx(ratios, rel=1e-6)
+        assert [found["ratio"].whole, *found["ratio"].entries] == pytest.approx(ratios, rel=1e-6)
     (many,) = measured(lambda: low[0].float() @ torch.ones(8, 2**12 + 1), Ratio(of("mm")))
-    assert (len(many["ratio"].places), many["ratio"].whole > 100) == (0, True)
+    assert (len(many["ratio"].entries), many["ratio"].whole > 100) == (0, True)
     (exact,) = measured(lambda: low[0] + low[0], Ratio(of("add")))
     assert exact["ratio"].whole == math.inf
 

@@ -233,19 +233,19 @@ class LowNumbers:
     def _bases(self, table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
             ratio = record.probes.get("ratio")
-            if ratio is None or self._basis(record) is None or not ratio.places:
+            if ratio is None or self._basis(record) is None or not ratio.entries:
                 continue
             readers = _readers(table, record.gives[0])
             if readers and not any(reader.name in _MAGNITUDES or _squares(reader) for reader in readers):
                 continue
-            rows = math.prod(record.gives[0].shape) // len(ratio.places)
-            worst = sorted(ratio.places)[len(ratio.places) // (2 if rows < _FEW_ROWS else 10)]
+            rows = math.prod(record.gives[0].shape) // len(ratio.entries)
+            worst = sorted(ratio.entries)[len(ratio.entries) // (2 if rows < _FEW_ROWS else 10)]
             if not -math.inf < worst < _QUIET_DB:
                 continue
-            num_quiet = sum(place < _QUIET_DB for place in ratio.places)
+            num_quiet = sum(place < _QUIET_DB for place in ratio.entries)
             what = (
                 f"it multiplies by a table of constants in {_format(record)}, whose rounding is heard in {num_quiet:,} "
-                f"of {len(ratio.places):,} results: signal to noise is {worst:.3g} dB"
+                f"of {len(ratio.entries):,} results: signal to noise is {worst:.3g} dB"
             )
             yield _Fault("basis", record, _lost_at(worst), what, *_in_fp32([record]))
 
