@@ -240,7 +240,7 @@ def _emulated(policy: Policy, device_types: tuple[str, ...], rows: tuple[Row, ..
             if family in were and choice.action == "emulate":
                 found[family] = Emulated(family, choice.reason)
         for treatment in below:
-            lacks = recipe_of(policy, treatment).found_on(kind, policy.dtype).lacks
+            lacks = recipe_of(policy, treatment).support_on(kind, policy.dtype).lacks
             name = f"{treatment} products"
             found[name] = Emulated(name, "emulate=True asks for it" if policy.emulate is True else lacks)
     return tuple(found.values())
