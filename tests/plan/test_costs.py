@@ -37,7 +37,7 @@ class Call(nn.Module):
         self.weights = nn.ParameterList([torch.randn(shape) for shape in weights])
 
     def forward(self, *inputs):
-        return self.function(*inputs, *(self.weights[place] for place in range(len(self.weights))))
+        return self.function(*inputs, *(self.weights[index] for index in range(len(self.weights))))
 
 
 def counted(model, *inputs, policy="O1,bf16", objective=0.0, fused=False, on=EVEN):
@@ -194,7 +194,7 @@ def test_what_is_written_to_a_buffer_is_cast():
 
     account = counted(Counting(), torch.randn(4, 8))
     low = cheapest(account.problem).low[: len(account.graph.ops)]
-    assert [each.num_elements for each in account.casts(low)] == [32, 32, 64, 8]
+    assert [crossing.num_elements for crossing in account.casts(low)] == [32, 32, 64, 8]
 
 
 def test_the_cut_is_the_cheapest_of_all_placements():
@@ -207,7 +207,7 @@ def test_the_cut_is_the_cheapest_of_all_placements():
         graph = capture(model, args, kwargs, Policy.parse(case.policy))
         for objective, fused in itertools.product((0.0, 0.5, 1.0), (False, True)):
             account = Costs(graph, EVEN, objective=objective, fused=fused)
-            found = cheapest(account.problem).low[: len(graph.ops)]
+            low = cheapest(account.problem).low[: len(graph.ops)]
             free = [op.index for op in graph.ops if op.fixed is None]
             assert len(free) <= 10, name
             costs = []
@@ -216,7 +216,7 @@ def test_the_cut_is_the_cheapest_of_all_placements():
                 for index, is_low in zip(free, chosen, strict=True):
                     low[index] = is_low
                 costs.append(account.totals(low).cost)
-            assert account.totals(found).cost == pytest.approx(min(costs)), (name, objective, fused)
+            assert account.totals(low).cost == pytest.approx(min(costs)), (name, objective, fused)
             tried += len(costs)
     assert tried > 500
 
@@ -232,7 +232,7 @@ def test_no_rival_is_cheaper():
             rivals = dict(planned(account, low, objective=objective, name=name).totals)
             own = rivals.pop("plan").cost
             assert math.isfinite(own)
-            assert all(own <= each.cost * (1 + 1e-12) for each in rivals.values()), (name, objective, fused)
+            assert all(own <= rival.cost * (1 + 1e-12) for rival in rivals.values()), (name, objective, fused)
             assert math.isfinite(rivals["torch.autocast"].cost)
 
 
@@ -256,12 +256,12 @@ def test_the_balance_is_what_data_sheets_say():
         (("sm_200",), 20, DEFAULT_SPEEDUP),
         (("xpu",), 20, DEFAULT_SPEEDUP),
     ):
-        found = balance(has)
-        assert found.fp32_flops_per_byte == pytest.approx(per_byte), has
-        assert found.low_speedup == pytest.approx(speedup), has
+        device = balance(has)
+        assert device.fp32_flops_per_byte == pytest.approx(per_byte), has
+        assert device.low_speedup == pytest.approx(speedup), has
         emulated = balance(has, emulated=True)
         assert emulated.low_speedup == DEFAULT_SPEEDUP
-        assert emulated.fp32_flops_per_byte == found.fp32_flops_per_byte
+        assert emulated.fp32_flops_per_byte == device.fp32_flops_per_byte
     for row in TABLE:
         assert row.low >= 2 * row.fp32 * 0.999
         assert row.source

@@ -28,7 +28,7 @@ def exhaustive(problem):
     for low in itertools.product((False, True), repeat=len(problem.high)):
         terms = [b if is_low else a for a, b, is_low in zip(problem.high, problem.low, low, strict=True)]
         for edge in problem.tensors:
-            wants = {low[each] for each in edge.consumers}
+            wants = {low[consumer] for consumer in edge.consumers}
             terms += [edge.down] if not low[edge.producer] and True in wants else []
             terms += [edge.up] if low[edge.producer] and False in wants else []
         if INF not in terms and (sum(map(Fraction, terms)), sum(low)) < best[:2]:
@@ -110,9 +110,9 @@ PLACED = [
 
 def test_small_problems():
     for name, high, low, tensors, expected in PLACED:
-        problem = Problem(high, low, tuple(Edge(*each) for each in tensors))
+        problem = Problem(high, low, tuple(Edge(*tensor) for tensor in tensors))
         placement = cheapest(problem)
-        assert placement.low == tuple(each == "1" for each in expected), name
+        assert placement.low == tuple(digit == "1" for digit in expected), name
         assert placement.cost == float(exhaustive(problem)[0]), name
 
 
@@ -128,8 +128,8 @@ def problems(draw, numbers, most=7):
     size = draw(st.integers(1, most))
     op, one = st.integers(0, size - 1), costs(numbers, None)
     edge = st.builds(Edge, op, st.lists(op, max_size=4).map(tuple), costs(numbers, 0), costs(numbers, 0))
-    each = st.lists(one, min_size=size, max_size=size)
-    return Problem(draw(each), draw(each), draw(st.lists(edge, max_size=9)))
+    of_ops = st.lists(one, min_size=size, max_size=size)
+    return Problem(draw(of_ops), draw(of_ops), draw(st.lists(edge, max_size=9)))
 
 
 @given(problems(st.integers(-3, 3)))
@@ -206,7 +206,7 @@ def test_the_order_of_ops_and_tensors_changes_nothing():
                 [problem.high[op] for op in order],
                 [problem.low[op] for op in order],
                 [
-                    Edge(new[e.producer], tuple(new[each] for each in reversed(e.consumers)), e.down, e.up)
+                    Edge(new[e.producer], tuple(new[consumer] for consumer in reversed(e.consumers)), e.down, e.up)
                     for e in reversed(problem.tensors)
                 ],
             )
@@ -275,7 +275,7 @@ def layered(chance, size, number, cast):
             consumers[chance.randrange(max(0, op - 50), op)].append(op)
     high, low = ([number() for _ in range(size)] for _ in range(2))
     return Problem(
-        high, low, [Edge(op, tuple(each), cast * number(), cast * number()) for op, each in enumerate(consumers)]
+        high, low, [Edge(op, tuple(readers), cast * number(), cast * number()) for op, readers in enumerate(consumers)]
     )
 
 
@@ -306,11 +306,11 @@ def test_no_heuristic_is_cheaper():
         size = chance.randint(2, 12)
         lists = chance.choices(["allow", "infer", "clear", "deny", None], weights=(3, 3, 3, 1, 1), k=size)
         graph = Listed(lists, [tuple(chance.choices(range(op), k=min(op, chance.randint(1, 3)))) for op in range(size)])
-        high = [INF if each == "allow" else chance.randint(0, 9) for each in lists]
-        low = [INF if each in ("deny", None) else chance.randint(0, 9) for each in lists]
+        high = [INF if colour == "allow" else chance.randint(0, 9) for colour in lists]
+        low = [INF if colour in ("deny", None) else chance.randint(0, 9) for colour in lists]
         casts = [
-            Edge(op, tuple(each), chance.randint(0, 9), chance.randint(0, 9))
-            for op, each in enumerate(graph.consumers())
+            Edge(op, tuple(readers), chance.randint(0, 9), chance.randint(0, 9))
+            for op, readers in enumerate(graph.consumers())
         ]
         problem = Problem(high, low, casts)
         best = cheapest(problem).cost
@@ -336,7 +336,7 @@ CONFLICTS = [
 def test_conflicts_name_their_ops():
     for high, low, tensors, *words in CONFLICTS:
         with refused(PolicyError, *words):
-            cheapest(Problem(high, low, [Edge(*each) for each in tensors]))
+            cheapest(Problem(high, low, [Edge(*tensor) for tensor in tensors]))
 
 
 REFUSED = [
