@@ -16,7 +16,7 @@ from rich.console import Console, RenderableType
 from typer.core import TyperCommand
 
 import mezzo
-from mezzo.cast.device import default_kinds, fast_format
+from mezzo.cast.device import default_device_types, fast_format
 from mezzo.errors import MezzoError, PolicyError, message
 from mezzo.explanation.explanation import WIDEST, plain
 from mezzo.files import json_text
@@ -97,7 +97,7 @@ def usual_format(option: str) -> str:
     Args:
         option: The option that chooses the other format, with ``{}`` for its name.
     """
-    fast = fast_format(default_kinds())
+    fast = fast_format(default_device_types())
     other = "fp16" if fast == torch.bfloat16 else "bf16"
     if os.environ.get("RANK", "0") == "0":
         why = f"{dtype_name(fast)} is the format for this machine (mezzo doctor says why)"

@@ -22,7 +22,7 @@ from mezzo.cast.device import (
     FormatSupport,
     intended,
 )
-from mezzo.cast.products import kinds_on
+from mezzo.cast.products import recipe_support
 from mezzo.checkup import WIDTHS, Checkup, checked
 from mezzo.cli.app import ALERT, app, console_for, show_json
 from mezzo.errors import printable
@@ -112,12 +112,12 @@ def _document(reports: list[DeviceReport], rows: list[Row]) -> dict[str, Any]:
             {
                 "products": name,
                 "dtype": dtype_name(dtype),
-                "native": not operands.lacks,
-                "output": dtype_name(operands.output),
-                "detail": operands.lacks,
+                "native": not recipe.lacks,
+                "output": dtype_name(recipe.output),
+                "detail": recipe.lacks,
             }
             for dtype in report.formats
-            for name, operands in kinds_on(report.device_type, dtype).items()
+            for name, recipe in recipe_support(report.device_type, dtype).items()
         ]
         devices.append(document)
     return {"verdict": [_verdict(row) for row in rows], **environment(), "devices": devices}
@@ -197,11 +197,11 @@ def _below_sixteen(reports: list[DeviceReport]) -> Table:
         (
             report.device_type,
             name,
-            WHAT_MEZZO_DOES["emulate" if operands.lacks else "native"],
-            operands.lacks or "tried here",
+            WHAT_MEZZO_DOES["emulate" if recipe.lacks else "native"],
+            recipe.lacks or "tried here",
         )
         for report in reports
-        for name, operands in kinds_on(report.device_type, torch.bfloat16).items()
+        for name, recipe in recipe_support(report.device_type, torch.bfloat16).items()
     )
     caption = Text("of weights, where a rule of the policy asks for them", style="dim")
     heads = ("device", "products in", "mezzo will", "because")
