@@ -30,6 +30,15 @@ from mezzo.tensors import DTYPES, LOW, dtype_name, dtype_of
 Level = Literal["O0", "O1", "O2", "O3"]
 #: The optimisation levels, in the field's numbering (apex).
 LEVELS: Final[tuple[Level, ...]] = get_args(Level)
+#: The words that a policy's text may begin with, in lower case: the level that each stands for, and the dtype where it
+#: says one. A dtype alone is O1 in it; the words with a dash are Lightning's.
+OPENINGS: Final[dict[str, tuple[Level, torch.dtype | None]]] = {
+    **{level.lower(): (level, None) for level in LEVELS},
+    **{word: ("O1" if dtype in LOW else "O0", dtype) for word, dtype in DTYPES.items()},
+    "bf16-mixed": ("O1", torch.bfloat16), "bf16-true": ("O3", torch.bfloat16),
+    "16": ("O1", torch.float16), "16-mixed": ("O1", torch.float16), "16-true": ("O3", torch.float16),
+    "32": ("O0", torch.float32), "32-true": ("O0", torch.float32),
+}  # fmt: skip
 
 #: What the published recipe of NVFP4 adds to its formats: random Hadamard transforms of what weight gradients are made
 #: of, gradients rounded at random, and weights in blocks of two dimensions.
@@ -37,7 +46,7 @@ _TRICKS: Final = ("rht", "stochastic", "2d")
 _BOOLEANS: Final[dict[str, Any]] = {"true": True, "false": False}
 #: What each field can be, by the words for it.
 WORDS: Final[dict[str, dict[str, Any]]] = {
-    "level": {level: level for level in LEVELS},
+    "level": {level.lower(): level for level in LEVELS},
     **dict.fromkeys(("dtype", "param_dtype"), DTYPES),
     "output_dtype": {**DTYPES, "none": None},
     "keep_batchnorm_fp32": _BOOLEANS,
@@ -301,6 +310,11 @@ _AROUND: Final = re.compile(r"\s*([,=+*()])\s*")
 _TOML: Final = re.compile(r"^\s*(version\s*=|level\s*=\s*[\"']|\[)", re.MULTILINE)
 
 
+def is_opening(word: str) -> bool:
+    """Whether a policy's text may begin with a word: a level, a dtype, or one of Lightning's."""
+    return _bare(word) in OPENINGS
+
+
 def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
     """Read a policy's text; see :meth:`mezzo.Policy.parse`.
 
@@ -331,9 +345,11 @@ def read(text: str, path: str = "") -> tuple[Any, dict[str, Any]]:
             if isinstance(entry, PolicyError):
                 raise entry
             if not level:
-                level = entry if entry in LEVELS else "O1"  # as which the rest is read
-                if level != entry:
+                level, dtype = OPENINGS.get(_bare(entry), ("O1", None))  # as O1 the rest of a wrong text is read
+                if not is_opening(entry):
                     raise _wrong_level(entry)
+                if dtype is not None:
+                    given["dtype"] = dtype_name(dtype)
             elif is_rule((words := entry.partition("="))[0]) and words[2]:
                 rules += parse_rules(words[0], words[2], reason)
             else:
@@ -393,14 +409,18 @@ def _wrong_level(entry: str) -> PolicyError:
         return PolicyError(f"unknown level {shown(entry)}",
                            why=f"there is no such file, and a text begins with {', '.join(LEVELS)}",
                            write=f"Policy.load(path) of a file, whose name may end with {SUFFIX}")  # fmt: skip
-    is_entry = _is_dtype(entry) or key in ("dtype", *FIELDS) or is_rule(key)
-    why = "a level stands first" if is_entry else nearest(entry, LEVELS)
-    first, *others = re.findall(r"[\w.]+", value or entry) or ("O1",)  # another separator, or level=O1
-    level = first.upper() if first.upper() in LEVELS else "O1"
-    dtype = next(filter(_is_dtype, others), "bfloat16")
-    pair = entry if "=" in entry or _is_dtype(entry) else f"{key}={_example(key)}"
-    written = f"O1,{pair}" if is_entry else level if level == "O0" else f"{level},dtype={dtype}"
-    return PolicyError(f"unknown level {shown(entry)}" if entry else "there is no level", why=why, write=both(written))
+    if key in ("dtype", *FIELDS) or is_rule(key):
+        pair = entry if value else f"{key}={_example(key)}"
+        return PolicyError(f"unknown level {shown(entry)}", why="a level stands first", write=both(f"O1,{pair}"))
+    first, *words = re.findall(r"[\w.-]+", value or entry) or ("O1",)  # another separator, or level=O1
+    nearest_opening = first if is_opening(first) else closest(first, OPENINGS, least=0.75)
+    level, dtype = OPENINGS.get(_bare(nearest_opening), ("O1", None))
+    word = next(filter(_is_dtype, words), dtype_name(dtype or torch.bfloat16))
+    return PolicyError(
+        f"unknown level {shown(entry)}" if entry else "there is no level",
+        why=nearest(entry, LEVELS),
+        write=both(level if level == "O0" else f"{level},dtype={word}"),
+    )
 
 
 def _example(key: str) -> str:
@@ -413,8 +433,9 @@ def _example(key: str) -> str:
 def _no_pair(entry: str, key: str) -> PolicyError:
     """Build the error for an entry without a value: a key, or a word that is not even a dtype's."""
     keys = ["dtype", *FIELDS, *RULE_KEYS]
-    if entry in LEVELS:
-        return PolicyError(f"the level {entry} does not stand first", write=both(f"{entry},dtype=bfloat16"))
+    if (level := entry.upper()) in LEVELS:
+        cure = both(level if level == "O0" else f"{level},dtype=bfloat16")
+        return PolicyError(f"the level {level} does not stand first", write=cure)
     if key in keys:
         return PolicyError(f"{shown(entry)} is not key=value", write=both(f"{key}={_example(key)}"))
     dtype = closest(key, (word for word, each in DTYPES.items() if each in LOW)) or "bfloat16"

@@ -12,10 +12,11 @@ import torch
 from mezzo.errors import PolicyError, raise_together, shown
 from mezzo.policy import fields
 from mezzo.policy import fields as texts
-from mezzo.policy.fields import LEVELS, Level
+from mezzo.policy.fields import Level
 from mezzo.policy.ops import MOVES, OPS, QUANTISED, VIEWS, Op, Treatment, out_of_place, resolve, written_form
 from mezzo.policy.rules import Decision, Rule, both, format_rules
 from mezzo.scale import LossScale
+from mezzo.tensors import DTYPES, dtype_name
 
 Lists = Literal["portable", "device"]
 Norms = Literal["fp32", "fp32_math"]
@@ -376,22 +377,23 @@ class Policy:
 
         Args:
             text: A level, then ``key=value`` for fields and rules, such as
-                ``O1,dtype=bfloat16,low=softmax+gelu,fp32_module=head.*``. ``bf16``, ``fp16`` and ``fp32`` are words
-                for a dtype wherever one stands; a bare one is ``dtype``: ``O1,bf16``. Lines are entries, too, and what
-                stands behind ``#`` is the reason of the rules before it.
+                ``O1,bf16,low=softmax+gelu,fp32_module=head.*``. ``bf16``, ``fp16`` and ``fp32`` are words for a dtype
+                wherever one stands, and one alone is ``dtype``. Without a level it is O1: ``bf16`` means ``O1,bf16``,
+                as Lightning's ``bf16-mixed`` does; ``bf16-true`` means ``O3,bf16``, and ``fp32`` means ``O0``. Lines
+                are entries, too, and the text behind ``#`` is the reason of the rules before it.
 
         Raises:
             PolicyError: Every problem of the text: unknown levels, keys and values with the nearest valid one.
         """
         if not isinstance(text, str):
-            raise PolicyError(f"a policy's text is not {shown(text)}", write='Policy.parse("O1,dtype=bfloat16")')
+            raise PolicyError(f"a policy's text is not {shown(text)}", write='Policy.parse("O1,bf16")')
         return cls(**fields.resolved(*texts.read(text)))
 
     @classmethod
-    def of(cls, value: Policy | str | os.PathLike[str]) -> Policy:
-        """Accept a policy, its text, or the path of a file that :meth:`save` wrote.
+    def of(cls, value: PolicyLike) -> Policy:
+        """Return the policy that a value stands for: a policy, its text, a dtype, or the path of a file.
 
-        What is no policy's text, and ends in ``.policy`` or names a file, is a path.
+        A dtype means O1 in it. A string that is no policy's text, and ends in ``.policy`` or names a file, is a path.
 
         Raises:
             PolicyError: As :meth:`parse` and :meth:`load`; or the value is something else.
@@ -400,18 +402,20 @@ class Policy:
             return value
         if isinstance(value, os.PathLike):
             return cls.load(value)
+        if isinstance(value, torch.dtype) and value in DTYPES.values():
+            return cls.parse(dtype_name(value))
         if isinstance(value, str):
             try:
                 return cls.parse(value)
             except PolicyError:
-                is_text = value.partition(",")[0].strip() in LEVELS
-                is_there = os.path.exists(value) and os.sep in value  # a folder says so
-                if os.path.isfile(value) or is_there or (value.endswith(texts.SUFFIX) and not is_text):
+                is_text = texts.is_opening(value.partition(",")[0].strip())
+                is_path = os.path.exists(value) and os.sep in value  # of a folder, too, which `load` refuses
+                if os.path.isfile(value) or is_path or (value.endswith(texts.SUFFIX) and not is_text):
                     return cls.load(value)
                 raise
         raise PolicyError(
-            f"a policy cannot be made from {type(value).__name__}",
-            write=f"mezzo.{both('O1,dtype=bfloat16')}; or the path of a policy file",
+            f"a policy cannot be made from {value if isinstance(value, torch.dtype) else type(value).__name__}",
+            write=f"mezzo.{both('O1,bf16')}; or the path of a policy file",
         )
 
     def differences(self, other: Policy) -> tuple[str, ...]:
@@ -448,6 +452,10 @@ class Policy:
             return cls(**fields.resolved(level, given))
         except PolicyError as problem:
             raise PolicyError(f"policy file {shown(os.fspath(path))}: {problem}") from None
+
+
+#: What a policy is given as: itself, its text, a dtype (O1 in it), or the path of a file.
+PolicyLike = Policy | str | os.PathLike[str] | torch.dtype
 
 
 # The op table, where no rule decides -------------------------------------------------------------------

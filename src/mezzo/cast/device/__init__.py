@@ -10,6 +10,7 @@ from mezzo.cast.device.decide import Action, Choice, arithmetic, emulated_famili
 from mezzo.cast.device.probing import (
     ISA_LIMIT,
     ISA_VARIABLE,
+    KNOWN_DEVICE_TYPES,
     DeviceReport,
     FamilySupport,
     FormatSupport,
@@ -23,6 +24,7 @@ __all__ = [
     "FAMILIES",
     "ISA_LIMIT",
     "ISA_VARIABLE",
+    "KNOWN_DEVICE_TYPES",
     "Action",
     "Choice",
     "Claim",
