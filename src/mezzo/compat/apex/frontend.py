@@ -21,6 +21,7 @@ from mezzo.policy import Policy
 from mezzo.scale import LossScale
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
+from mezzo.session.session import engine_of, weights_of
 from mezzo.tensors import dtype_of
 
 # The options of ``amp.initialize`` as a policy, and what they contradict each other in.
@@ -364,12 +365,12 @@ def scale_loss(
         yield loss
         return
     named = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
-    if foreign := [type(each).__name__ for each in named if _inner(each) not in session.weights.optimizers]:
+    if foreign := [type(each).__name__ for each in named if _inner(each) not in weights_of(session).optimizers]:
         what = "amp.scale_loss was given an optimizer that amp.initialize was not"
         raise PolicyError(what, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
     if loss_id:
         _AMP.share_one_scale()
-    yield session.engine.scale(loss)
+    yield engine_of(session).scale(loss)
 
 
 @contextlib.contextmanager
@@ -406,8 +407,8 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
     """
     found: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
     if (session := _AMP.training("amp.state_dict")) is not None:
-        session.engine.update()  # what the last step has found counts
-        state = session.engine.scaler.state_dict()
+        engine_of(session).update()  # what the last step has found counts
+        state = engine_of(session).scaler.state_dict()
         found[f"{_SCALER}0"] = {"loss_scale": state["scale"], "unskipped": state["clean_steps"]}
     return found
 
