@@ -5,7 +5,7 @@ from .fault import in_file
 # fmt: off
 FAULTS = (
     *in_file("policy/policy.py",
-        ("policy: the last rule wins", "rules=(*first, *kept)", "rules=(*kept, *first)",
+        ("policy: the last rule wins", "rules=(*first, *remaining)", "rules=(*remaining, *first)",
          "tests/policy/test_policy.py::test_builders_put_their_rule_first_and_return_new_policies",
          "a rule that is added would change nothing"),
         ("policy: batch norm is never low", "if is_norm and self.keep_batchnorm_fp32:", "if is_norm:",
@@ -22,7 +22,7 @@ FAULTS = (
          "tests/policy/test_ops.py::test_in_place_and_out_forms_are_explained_by_what_returns_a_new_tensor",
          "an FP32 row for a cache in BF16 would have all of the cache copied, twice"),
         ("policy: an older rule on the same thing stays",
-         "kept = (rule for rule in self.rules if rule.selector not in said)", "kept = self.rules",
+         "remaining = (rule for rule in self.rules if rule.selector not in selectors)", "remaining = self.rules",
          "tests/policy/test_policy.py::test_builders_put_their_rule_first_and_return_new_policies",
          'policy.low("exp").fp32("exp") would be refused as a contradiction'),
         ("policy: O1 stores halves", 'return self.level == "O2"', 'return self.level in ("O1", "O2")',
@@ -117,7 +117,7 @@ FAULTS = (
         ("policy: fp32 alone is O1", '("O1" if dtype in LOW else "O0", dtype)', '("O1", dtype)',
          "tests/policy/test_policy.py::test_words_that_people_type_for_a_policy",
          "the word for no mixed precision would be refused"),
-        ("policy: a key that stands twice wins", "    if key in given:", "    if False:",
+        ("policy: a key that stands twice wins", "    if key in field_texts:", "    if False:",
          "tests/policy/test_refusals.py::test_what_is_refused_and_what_to_write",
          "the last of two values would decide silently"),
         ("policy: a mark of byte order is a word", 'data.decode("utf-8-sig")', 'data.decode("utf-8")',
