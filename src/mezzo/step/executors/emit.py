@@ -458,7 +458,8 @@ def _cast(word: str, source: torch.dtype, target: torch.dtype, dialect: Dialect)
     Raises:
         NoKernel: To a dtype of memory. Languages would cut values off, or move bits; storages round before they store.
     """
-    own = dialect.operations.get(f"{_COPY} of {target}", dialect.operations.get(_COPY))
+    keys = f"{_COPY} of {target} from {source}", f"{_COPY} of {target}", _COPY
+    own = next((dialect.operations[key] for key in keys if key in dialect.operations), None)
     template = dialect.widened.get(source, own)
     if template is None or target not in _COMPUTED:
         raise _lacking(f"{_COPY} of {target}", dialect)
