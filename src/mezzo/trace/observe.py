@@ -30,11 +30,11 @@ from torch import Tensor
 
 from mezzo.backward import runs_backward
 from mezzo.compiled import CppKernel, built, threads
+from mezzo.emit.cpp import CPP, headers
+from mezzo.emit.tracing import Dialect, spelled
+from mezzo.emit.triton import TRITON
 from mezzo.errors import UnsupportedError
 from mezzo.launched import Launch, has_triton, jitted, on
-from mezzo.step.executors.cpp_source import CPP, headers
-from mezzo.step.executors.emit import Dialect, spelled
-from mezzo.step.executors.triton_source import TRITON
 from mezzo.tensors import flat, moved
 
 logger = logging.getLogger(__name__)

@@ -1,192 +1,62 @@
-"""C++ source of both passes: pass 2 from its one pure function (:mod:`.emit`), pass 1 as it stands here.
+"""C++ source of both passes: pass 2 from its one pure function (:mod:`.source`), pass 1 as it stands here.
 
-Plain loops over elements, which compilers turn into vector instructions; no header of torch's, so that they compile in
-a second.
+Pass 2 computes in vectors (:mod:`.vectors`); no header of torch's or of the processor's, so that kernels compile in
+tenths of a second.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Final
 
-import numpy as np
 import torch
 
-from mezzo.step.executors.emit import ALIKE, ORDER, Dialect, Line, Of, written
+from mezzo.emit.cpp import CPP as NUMBERS
+from mezzo.emit.cpp import headers
+from mezzo.emit.tracing import Dialect, Line, Of
+from mezzo.step.executors.source import ORDER, written
 from mezzo.step.executors.vectors import VECTORS
 from mezzo.step.moments import GROUP
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 
-#: BF16 and FP16 are moved as their bits: compilers have no such type in C++ before GCC 13.
-_TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
-    {
-        torch.float32: "float",
-        torch.float16: "uint16_t",
-        torch.bfloat16: "uint16_t",
-        torch.int32: "int32_t",
-        torch.int16: "int16_t",
-        torch.int8: "int8_t",
-        torch.uint8: "uint8_t",
-        torch.bool: "bool",
-    }
-)
-
-#: C++ for each aten operation that occurs. Compiled without contraction, with integers that wrap.
-_OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **ALIKE,
-        "aten.add.Tensor": "{0} + {1}",
-        "aten.sub.Tensor": "{0} - {1}",
-        "aten.mul.Tensor": "{0} * {1}",
-        "aten.neg.default": "-{0}",
-        "aten.div.Tensor of torch.float32": "{0} / {1}",
-        "aten.reciprocal.default of torch.float32": "1.0f / {0}",
-        "aten.sqrt.default of torch.float32": "__builtin_sqrtf({0})",
-        "aten.abs.default of torch.float32": "__builtin_fabsf({0})",
-        "aten.abs.default of torch.int32": "__builtin_abs({0})",
-        "aten.round.default of torch.float32": "__builtin_rintf({0})",
-        "aten.sign.default of torch.float32": "float({0} > 0) - float({0} < 0)",
-        "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",
-        "aten.clamp.default": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",
-        "aten.where.self": "{0} ? {1} : {2}",
-        "aten.masked_fill.Scalar": "{1} ? {2} : {0}",
-        "aten.view.dtype": "bits<{dtype}>({0})",
-        "aten._to_copy.default": "{dtype}({0})",
-        "aten._to_copy.default of torch.int32": "to_int32({0})",
-    }
-)
-
-
-def _literal(value: float, dtype: torch.dtype) -> str:
-    if dtype != torch.float32:
-        return f"{_TYPES[dtype]}({int(value)})"
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(value))  # not twice, to digits and then to FP32
-    if math.isnan(rounded):
-        return '__builtin_nanf("")'
-    return f"{rounded!r}f" if math.isfinite(rounded) else f"{'-' if rounded < 0 else ''}__builtin_inff()"
-
-
-CPP: Final = Dialect(
-    name="C++",
-    types=_TYPES,
-    operations=_OPERATIONS,
-    widened=MappingProxyType({torch.bfloat16: "from_bfloat16({0})", torch.float16: "{0}"}),
-    narrowed=MappingProxyType(
-        {
-            torch.bfloat16: "to_bfloat16({0})",
-            torch.float16: "{0}",
-            torch.int8: "int8_t({0})",
-            torch.uint8: "uint8_t({0})",
-        }
-    ),
-    assigned="const {type} {name} = {value};",
-    stored="{target} = {value};",
-    stored_of_group="{target} = {value};",
-    largest="{type} {name} = {value};",
-    spread="{0}",
-    literal=_literal,
-)
-
-_COMMON: Final = """\
-#include <cstdint>
-#include <cstring>
-
-template <class To, class From> static inline To bits(From value) {
-    static_assert(sizeof(To) == sizeof(From), "another size");
-    To same;
-    std::memcpy(&same, &value, sizeof same);
-    return same;
-}
-
-// GCC takes float(int32_t(x)) for trunc(x), which makes -0.0 of -0.5; but not of what is no -0.0 any more.
-template <class From> static inline int32_t to_int32(From value) { return int32_t(value); }
-static inline int32_t to_int32(float value) { return int32_t(__builtin_truncf(value) + 0.0f); }
-
-static inline float from_bfloat16(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
-static inline uint16_t to_bfloat16(float value) { return uint16_t(bits<uint32_t>(value) >> 16); }
-"""
-
-#: Exact both ways: values to store are on the format's grid. FP16 goes through a row of FP32, since compilers do not
-#: find the processor's own conversion by themselves, and spelled out it takes as long as all of AdamW. There subnormals
-#: are integers · 2⁻²⁴, so that none is a subnormal of FP32's on the way, which a process may have set to count as zero.
-#: Only kernels that need it have this, for the header takes four times as long to compile as a kernel.
-_FLOAT16: Final = """\
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
-static inline float from_float16(uint16_t value) {
-    const int32_t magnitude = value & 0x7FFF, sign = int32_t(value & 0x8000) << 16;
-    const int32_t normal = (magnitude << 13) + (magnitude < 0x7C00 ? 112 << 23 : 224 << 23);
-    const int32_t subnormal = bits<int32_t>(float(magnitude) * 0x1p-24f);
-    return bits<float>((magnitude < 0x0400 ? subnormal : normal) | sign);
-}
-static inline uint16_t to_float16(float value) {
-    const int32_t pattern = bits<int32_t>(value), magnitude = pattern & 0x7FFFFFFF;
-    const float size = bits<float>(magnitude);
-    const int32_t subnormal = int32_t((size < 0x1p-14f ? size : 0.0f) * 0x1p24f);
-    const int32_t finite = magnitude < (113 << 23) ? subnormal : (magnitude >> 13) - (112 << 10);
-    const int32_t rest = magnitude > 0x7F800000 ? 0x7E00 : 0x7C00;
-    return uint16_t((magnitude < (143 << 23) ? finite : rest) | ((pattern >> 16) & 0x8000));
-}
-
-static void widen(const uint16_t* __restrict from, float* __restrict to, int64_t count) {
-    int64_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= count; i += 8)
-        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-#endif
-    for (; i < count; ++i) to[i] = from_float16(from[i]);
-}
-static void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t count) {
-    int64_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= count; i += 8)
-        _mm_storeu_si128(
-            reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT)
-        );
-#endif
-    for (; i < count; ++i) to[i] = to_float16(from[i]);
-}
-"""
-
-#: The same of vectors. Other templates are those of functions that have no operator, and those that make numbers of
-#: conditions, for one that holds is -1.
-VECTOR_CPP: Final = replace(
-    CPP,
-    types=MappingProxyType({**_TYPES, torch.float32: "F", torch.int32: "I", torch.bool: "I"}),
+#: C++ of vectors, where that of numbers says something else: functions have other names, and a condition that holds is
+#: -1. Elements are read from memory as FP32 or int32.
+CPP: Final[Dialect] = replace(
+    NUMBERS,
+    types=MappingProxyType({**NUMBERS.types, torch.float32: "F", torch.int32: "I", torch.bool: "I"}),
     operations=MappingProxyType(
         {
-            **_OPERATIONS,
+            **NUMBERS.operations,
             "aten.scalar_tensor.default": "same<{dtype}>({0})",
             "aten.sqrt.default of torch.float32": "root({0})",
             "aten.abs.default of torch.float32": "size({0})",
             "aten.abs.default of torch.int32": "size({0})",
             "aten.round.default of torch.float32": "rounded({0})",
             "aten.sign.default of torch.float32": "to_float(({0} < 0.0f) - ({0} > 0.0f))",
+            "aten.__rshift__.Scalar, zeros=True": "shifted({0}, {1})",
+            "aten._to_copy.default of torch.bool": "is_nonzero({0})",
             "aten.maximum.default": "({0} > {1}) | ({0} != {0}) ? {0} : {1}",
             "aten._to_copy.default of torch.float32": "to_float({0})",
             "aten._to_copy.default of torch.float32 from torch.bool": "to_float(-{0})",
             "aten._to_copy.default of torch.int32 from torch.bool": "-{0}",
         }
     ),
-    widened=MappingProxyType(dict.fromkeys(CPP.widened, "{0}")),
-    narrowed=MappingProxyType(dict.fromkeys(_TYPES, "{0}")),
+    widened=MappingProxyType(dict.fromkeys(NUMBERS.widened, "{0}")),
+    narrowed=MappingProxyType(dict.fromkeys(NUMBERS.types, "{0}")),
+    spread="{0}",
     stored="store({target}_row + i, {value}, n);",
     stored_of_group="store({target}_row + i, {value}, n);",
     largest="{name} = larger({name}, among({value}, n));",
-    literal=lambda value, dtype: str(-int(value)) if dtype == torch.bool else _literal(value, dtype),
+    literal=lambda value, dtype: str(-int(value)) if dtype == torch.bool else NUMBERS.literal(value, dtype),
 )
 
 #: Elements in memory: which they are tells ``load`` and ``store`` how to convert them.
 _IN_MEMORY: Final[Mapping[torch.dtype, str]] = MappingProxyType(
-    {**_TYPES, torch.float16: "float16", torch.bfloat16: "bfloat16"}
+    {**NUMBERS.types, torch.float16: "float16", torch.bfloat16: "bfloat16"}
 )
 
 _UPDATE: Final = """\
@@ -274,11 +144,6 @@ extern "C" void kernel(
 ROW: Final = 1 << 10
 
 
-def headers(dtypes: tuple[torch.dtype, ...]) -> str:
-    """Return what kernels for elements of some dtypes begin with."""
-    return _COMMON + (_FLOAT16 if torch.float16 in dtypes else "")
-
-
 @cache
 def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> str:
     """Write the kernel of pass 2 for tensors without gaps.
@@ -295,7 +160,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     Raises:
         NoKernel: The rule or the storage uses an operation that is not in the table.
     """
-    names, stored, step = written(rule, storage, dtypes, VECTOR_CPP)
+    names, stored, step = written(rule, storage, dtypes, CPP)
     tensors = list(zip(names, dtypes, strict=True))
     pointers = [f"{'' if name in stored else 'const '}{_IN_MEMORY[dtype]}*" for name, dtype in tensors]
     addresses = ["addresses[tensor]", *(f"row[{column}]" for column in range(1, len(names)))]
@@ -308,18 +173,22 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
     reads = [_read(name, dtype, step.places[name][0]) for name, dtype in tensors if name in step.used]
     numbers = [f"const F {number} = same<F>(scalars[{index}]);" for index, number in enumerate(rule.numbers)]
     numbers += [line.text for line in step.lines if line.of == Of.STEP]
-    return _COMMON + VECTORS + _UPDATE.format(
-        columns=", ".join(f"{pointer} __restrict {name}_at" for pointer, name in zip(pointers, names, strict=True)),
-        numbers=_lines(4, *numbers),
-        rows=_lines(8, *rows),
-        loops=_loops([*reads, *step.lines]),
-        row=ROW,
-        group=GROUP,
-        width=len(names),
-        pointers=", ".join(
-            f"reinterpret_cast<{pointer}>({address})" for pointer, address in zip(pointers, addresses, strict=True)
-        ),
-        key="keys[tensor]" if "key" in step.used else "0",
+    return (
+        headers(())
+        + VECTORS
+        + _UPDATE.format(
+            columns=", ".join(f"{pointer} __restrict {name}_at" for pointer, name in zip(pointers, names, strict=True)),
+            numbers=_lines(4, *numbers),
+            rows=_lines(8, *rows),
+            loops=_loops([*reads, *step.lines]),
+            row=ROW,
+            group=GROUP,
+            width=len(names),
+            pointers=", ".join(
+                f"reinterpret_cast<{pointer}>({address})" for pointer, address in zip(pointers, addresses, strict=True)
+            ),
+            key="keys[tensor]" if "key" in step.used else "0",
+        )
     )
 
 
@@ -382,7 +251,7 @@ class _Loop:
         return [line for line in computed if line.name in names and line not in self.lines]
 
     def again(self, computed: Sequence[Line]) -> list[Line]:
-        """Return which of its inputs it computes again: one operation on others, which is less than to store and read."""
+        """Return which of its inputs it computes again: those that one operation makes of others."""
         inputs = self.inputs(computed)
         names = {line.name for line in inputs}
         return [line for line in inputs if line.reads and names.issuperset(line.reads)]
@@ -426,8 +295,8 @@ def norm_source(dtype: torch.dtype) -> str:
     ``kernel`` takes pointers to addresses and lengths of tensors (int64), the chunks (as :func:`update_source`), and
     where to put the sum of each chunk's squares (float64), which depends on no number of threads.
     """
-    row = f"const {_TYPES[dtype]}* __restrict gradient_row = gradient_at + row;"
+    row = f"const {NUMBERS.types[dtype]}* __restrict gradient_row = gradient_at + row;"
     if dtype == torch.float16:
         row = f"alignas(64) float gradient_row[{ROW}]; widen(gradient_at + row, gradient_row, count);"
-    value = CPP.widened.get(dtype, "{0}").format("gradient_row[i]")
-    return headers((dtype,)) + _NORM.format(type=_TYPES[dtype], value=value, rows=row, row=ROW)
+    value = NUMBERS.widened.get(dtype, "{0}").format("gradient_row[i]")
+    return headers((dtype,)) + _NORM.format(type=NUMBERS.types[dtype], value=value, rows=row, row=ROW)

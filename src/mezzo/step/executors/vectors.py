@@ -28,6 +28,8 @@ struct bfloat16 { uint16_t bits; };
 template <class V, class T> INLINE V same(T value) { return value - V{}; }  // -0.0 is kept
 INLINE I lanes() { I v; for (int k = 0; k < W; ++k) v[k] = k; return v; }
 INLINE I shifted(I v, int by) { return I(U(v) >> by); }  // with zeros
+INLINE I is_nonzero(F v) { return v != 0.0f; }
+INLINE I is_nonzero(I v) { return v != 0; }
 INLINE F size(F v) { return bits<F>(bits<I>(v) & 0x7FFFFFFF); }
 INLINE I size(I v) { return v < 0 ? -v : v; }
 INLINE F root(F v) { F r; for (int k = 0; k < W; ++k) r[k] = __builtin_sqrtf(v[k]); return r; }

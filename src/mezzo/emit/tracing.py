@@ -1,9 +1,9 @@
 """Source of pure functions, operation by operation, in whatever language has a table of them.
 
-Pass 2 (:func:`mezzo.step.verdict.updated`) and the few numbers that all of a step shares (its verdict, counts, a rule's
-numbers, the next loss scale) are pure functions. Each is traced to a graph of aten operations on 0-d tensors, and each
-operation becomes a line. What is written by hand is where elements lie (``cpp_source``, ``triton_source``), and nothing
-about rules, storages or rounding.
+The arithmetic of block formats, pass 2 of a step (:func:`mezzo.step.verdict.updated`) and the few numbers that all of a
+step shares (its verdict, counts, a rule's numbers, the next loss scale) are pure functions. Each is traced to a graph
+of aten operations on 0-d tensors, and each operation becomes a line. What is written by hand is where elements lie, in
+the rooms that have kernels, and nothing about formats, rules, storages or rounding.
 
 Releases of torch trace one function to different operations. Those that change no value are left out, whatever a
 release calls them. An operation that a language has no line for is no error of a step's: :class:`NoKernel` says so
@@ -27,10 +27,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from mezzo.step.moments import is_coded
-from mezzo.step.storage import Storage
-from mezzo.step.update import UpdateRule
-from mezzo.step.verdict import NoKernel, updated
+from mezzo.errors import UnsupportedError
 
 #: From tensors to tensors: without side effects, and without a branch on values.
 Pure: TypeAlias = Callable[..., Sequence[Tensor]]
@@ -71,8 +68,6 @@ _ITEM: Final = "<built-in function getitem>"
 _LARGEST: Final = "aten.amax.default"
 #: What to write of what no kernel is written of.
 WRITE: Final = "nothing: torch's own operations compute the same; for a kernel, {}"
-#: What the number of an element is called.
-ORDER: Final = "order"
 #: What is computed in. All others are dtypes of memory: a cast leaves them, and storages alone round to them.
 _COMPUTED: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.bool})
 #: What reads bits, whose dtype is not the result's.
@@ -82,6 +77,12 @@ _CONDITIONS: Final[Mapping[str, int]] = MappingProxyType({"aten.where.self": 0, 
 #: What bools are good for but for being copied: languages compute otherwise with them.
 _LOGIC: Final = ("aten.bitwise_", "aten.where.", "aten.masked_fill.", "aten.eq.", "aten.ne.", "aten.scalar_tensor.")
 _SHIFTS: Final = ("aten.__rshift__.Scalar", "aten.__lshift__.Scalar")
+#: A right shift that puts in zeros, and no copies of the sign, where a language has a line for it.
+_WITH_ZEROS: Final = f"{_SHIFTS[0]}, zeros=True"
+
+
+class NoKernel(UnsupportedError):  # noqa: N818 - an error by its base
+    """A kernel cannot be built; torch's own operations compute the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +100,12 @@ class Dialect:
         narrowed: A template from an FP32 value on a low format's grid to the element to store; of the other dtypes
             what ``_to_copy`` makes.
         assigned: A line that names a value: ``type``, ``name``, ``value``.
-        stored: A line that writes a value of an element: ``target``, ``value``.
+        literal: Spells a number among values of a dtype.
+        stored: A line that writes a value of an element: ``target``, ``value``. This and what follows is of a walk over
+            elements, which the room that has it adds to the language.
         stored_of_group: The same of a group.
         largest: A line that makes the largest of a group's values, none of which is negative: ``name``, ``value``.
         spread: A template from what a value of a group is called to what an element calls it.
-        literal: Spells a number among values of a dtype.
     """
 
     name: str
@@ -112,11 +114,16 @@ class Dialect:
     widened: Mapping[torch.dtype, str]
     narrowed: Mapping[torch.dtype, str]
     assigned: str
-    stored: str
-    stored_of_group: str
-    largest: str
-    spread: str
     literal: Callable[[float, torch.dtype], str]
+    stored: str = ""
+    stored_of_group: str = ""
+    largest: str = ""
+    spread: str = ""
+
+    def element_of(self, value: Word, dtype: torch.dtype) -> str:
+        """Return the element to store of an FP32 value on the grid of its dtype."""
+        template = self.narrowed.get(dtype, self.operations[_COPY])
+        return template.format(value, dtype=self.types[dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +212,7 @@ def spelled(
     """
     given, known, lines = iter(names), dict[fx.Node, Any](), list[Line]()
     used, results = set[Word](), list[Result]()
-    graph = _traced(function, examples)
+    graph = _traced(function, examples, dialect)
     places = _places(graph, names, elements, groups)
 
     def named(node: fx.Node, name: str, template: str, value: str) -> str:
@@ -276,7 +283,7 @@ def _places(
     return places
 
 
-def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
+def _traced(function: Pure, examples: Sequence[Tensor], dialect: Dialect) -> fx.Graph:
     """Return a function's operations, without those that change no value.
 
     Raises:
@@ -290,6 +297,8 @@ def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
             graph: fx.Graph = make_fx(pure, tracing_mode="fake")(*examples).graph
         for node in graph.nodes:
             _view_itself(node)
+            if _WITH_ZEROS in dialect.operations:
+                _shift_zeros_in(node)
         # All are found before any goes: a view of a copy lies otherwise than what was copied.
         for node in [node for node in graph.nodes if _keeps_values(node)]:
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -314,6 +323,17 @@ def _view_itself(node: fx.Node) -> None:
         node.target, node.meta["val"] = view, view(*args, **options)
 
 
+def _shift_zeros_in(node: fx.Node) -> None:
+    """Make one operation of a right shift of int32 and a mask that clears the bits which the shift has put in."""
+    match str(node.target), node.args:
+        case "aten.bitwise_and.Scalar", (fx.Node(args=(value, int(number))) as shift, int(mask)) if (
+            str(shift.target) == _SHIFTS[0]
+            and shift.meta["val"].dtype == torch.int32
+            and mask == (1 << (32 - number)) - 1
+        ):
+            node.target, node.args, node.kwargs = shift.target, (value, number), {"zeros": True}
+
+
 def _keeps_values(node: fx.Node) -> bool:
     """Whether an operation returns the values of the one tensor that it takes.
 
@@ -332,63 +352,6 @@ def _keeps_values(node: fx.Node) -> bool:
         return True
     lying = [(each.stride(), each.storage_offset(), each.is_neg(), each.is_conj()) for each in (before, after)]
     return getattr(node.target, "is_view", False) and lying[0] == lying[1]
-
-
-def update_name(rule: UpdateRule, storage: Storage) -> str:
-    """Return what profilers call the kernel of a rule with its options and a storage."""
-    return "_".join((rule.name, *sorted(rule.options), storage.name))
-
-
-def written(
-    rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], dialect: Dialect
-) -> tuple[list[str], list[str], Spelled]:
-    """Write the update of one element, with a line for each target to store: not for one that stays as it is.
-
-    What is not in tensors goes by the names of ``rule.numbers``, ``multiplier``, ``key`` and ``order``.
-
-    Args:
-        rule: What to do.
-        storage: How weights are stored.
-        dtypes: The gradient's, then the parts' and the states'.
-        dialect: The language.
-
-    Returns:
-        What the elements in memory are called: the gradient's, then the parts' and the states'; which of them are
-        stored; and the lines.
-
-    Raises:
-        NoKernel: The rule or the storage uses an operation that is not in the language's table, or torch cannot trace
-            them.
-    """
-    num_parts = storage.num_parts
-    in_codes = any(map(is_coded, dtypes[1 + num_parts :]))
-    kept = [[f"{name}_state", f"{name}_scale"] if in_codes else [f"{name}_state"] for name in rule.states]
-    names = ["gradient", *(f"part{place}" for place in range(num_parts)), *itertools.chain(*kept)]
-    scales = [scale for _, scale in kept] if in_codes else []
-    scalars, *others = (torch.ones(size, dtype=torch.float32, device="cpu") for size in (len(rule.numbers), (), (), ()))
-    elements = [torch.ones((), dtype=dtype, device="cpu") for dtype in dtypes]
-    examples = [*elements, scalars, others[0], *(each.to(torch.int32) for each in others[1:])]
-
-    def step(gradient: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        return updated(rule, storage, gradient, others[:-4], *others[-4:])
-
-    words = [*names, rule.numbers, "multiplier", "key", ORDER]
-    of_elements = [*(name for name in names if name not in scales), ORDER]
-    step_of = spelled(step, examples, words, dialect, elements=of_elements, groups=scales)
-    stored = []
-    for target, dtype, result in zip(names[1:], dtypes[1:], step_of.results, strict=True):
-        if result.word == target:
-            continue
-        stored.append(target)
-        step_of.used.add(result.word)  # another's element, where nothing is computed
-        narrowed = dialect.narrowed.get(dtype, dialect.operations[_COPY]).format(
-            result.word, dtype=dialect.types[dtype]
-        )
-        of, phase = Of.GROUP if target in scales else Of.ELEMENT, step_of.places[result.word][1]
-        template = dialect.stored_of_group if target in scales else dialect.stored
-        line = Line(template.format(target=target, value=narrowed), of, phase, reads=(str(result.word),))
-        step_of.lines.append(line)
-    return names, stored, step_of
 
 
 def _expression(node: fx.Node, known: Mapping[fx.Node, Any], dialect: Dialect) -> str:
@@ -489,5 +452,5 @@ def _lacking(operation: str, dialect: Dialect) -> NoKernel:
     return NoKernel(
         f"no {dialect.name} for {operation} of torch {torch.__version__}",
         why="kernels are written from a table of the operations on numbers that steps consist of",
-        write=WRITE.format(f"a line in {dialect.name}'s table beside mezzo.step.executors.emit"),
+        write=WRITE.format(f"a line in {dialect.name}'s table beside mezzo.emit.tracing"),
     )
