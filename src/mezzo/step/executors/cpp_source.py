@@ -39,7 +39,7 @@ CPP: Final[Dialect] = replace(
             "aten.sign.default of torch.float32": "to_float(({0} < 0.0f) - ({0} > 0.0f))",
             "aten.__rshift__.Scalar, zeros=True": "shifted({0}, {1})",
             "aten._to_copy.default of torch.bool": "is_nonzero({0})",
-            "aten.maximum.default": "({0} > {1}) | ({0} != {0}) ? {0} : {1}",
+            "aten.maximum.default": "larger({0}, {1})",
             "aten._to_copy.default of torch.float32": "to_float({0})",
             "aten._to_copy.default of torch.float32 from torch.bool": "to_float(-{0})",
             "aten._to_copy.default of torch.int32 from torch.bool": "-{0}",

@@ -34,7 +34,11 @@ INLINE F size(F v) { return bits<F>(bits<I>(v) & 0x7FFFFFFF); }
 INLINE I size(I v) { return v < 0 ? -v : v; }
 INLINE F root(F v) { F r; for (int k = 0; k < W; ++k) r[k] = __builtin_sqrtf(v[k]); return r; }
 INLINE F rounded(F v) { F r; for (int k = 0; k < W; ++k) r[k] = __builtin_rintf(v[k]); return r; }
+#if defined(__AVX2__)
+INLINE I to_int32(F v) { I r; __asm__("vcvttps2dq %1, %0" : "=v"(r) : "vm"(v)); return r; }
+#else
 INLINE I to_int32(F v) { I r; for (int k = 0; k < W; ++k) r[k] = to_int32(v[k]); return r; }
+#endif
 INLINE I to_int32(I v) { return v; }
 INLINE F to_float(I v) { return __builtin_convertvector(v, F); }
 
@@ -71,24 +75,29 @@ WRITE(int16_t, "vpmovdw")
 WRITE(uint16_t, "vpmovdw")
 INLINE void write(bfloat16* to, F v) { write(reinterpret_cast<uint16_t*>(to), shifted(bits<I>(v), 16)); }
 #elif defined(__AVX2__)
-// In each half of a register some bytes of each lane, and then both together: cut off, as a cast does.
-INLINE I chosen(I v, I bytes) { I r; __asm__("vpshufb %2, %1, %0" : "=x"(r) : "x"(v), "xm"(bytes)); return r; }
-template <class T> INLINE void write8(T* to, I v) {
+using X = int32_t __attribute__((vector_size(16)));
+INLINE X upper(I v) { X r; __asm__("vextracti128 $1, %1, %0" : "=x"(r) : "x"(v)); return r; }
+template <class T> INLINE void write16(T* to, X v) { __asm__("vmovdqu %1, %0" : "=m"(at(to)) : "x"(v)); }
+template <class T> INLINE void write8(T* to, I v) {  // the first bytes of lanes: cut off, as a cast does
     const int32_t first = 0x0C080400;
-    v = chosen(v, I{first, -1, -1, -1, first, -1, -1, -1});
-    __asm__("vpermd %1, %2, %0" : "=x"(v) : "xm"(v), "x"(I{0, 4, 1, 1, 1, 1, 1, 1}));
-    __asm__("vmovq %x1, %0" : "=m"(at(to)) : "x"(v));
-}
-template <class T> INLINE void write16(T* to, I v, int32_t first, int32_t second) {
-    v = chosen(v, I{first, second, -1, -1, first, second, -1, -1});
-    __asm__("vpermq $8, %1, %0" : "=x"(v) : "xm"(v));
-    __asm__("vmovdqu %x1, %0" : "=m"(at(to)) : "x"(v));
+    __asm__("vpshufb %2, %1, %0" : "=x"(v) : "x"(v), "xm"(I{first, -1, -1, -1, first, -1, -1, -1}));
+    X r;
+    __asm__("vpunpckldq %1, %x2, %0" : "=x"(r) : "x"(upper(v)), "x"(v));
+    __asm__("vmovq %1, %0" : "=m"(at(to)) : "x"(r));
 }
 INLINE void write(int8_t* to, I v) { write8(to, v); }
 INLINE void write(uint8_t* to, I v) { write8(to, v); }
-INLINE void write(int16_t* to, I v) { write16(to, v, 0x05040100, 0x0D0C0908); }
-INLINE void write(uint16_t* to, I v) { write16(to, v, 0x05040100, 0x0D0C0908); }
-INLINE void write(bfloat16* to, F v) { write16(to, bits<I>(v), 0x07060302, 0x0F0E0B0A); }
+INLINE void write(int16_t* to, I v) {  // all values fit
+    X r;
+    __asm__("vpackssdw %1, %x2, %0" : "=x"(r) : "x"(upper(v)), "x"(v));
+    write16(to, r);
+}
+INLINE void write(uint16_t* to, I v) {
+    X r;
+    __asm__("vpackusdw %1, %x2, %0" : "=x"(r) : "x"(upper(v)), "x"(v));
+    write16(to, r);
+}
+INLINE void write(bfloat16* to, F v) { write(reinterpret_cast<uint16_t*>(to), shifted(bits<I>(v), 16)); }
 #else
 #define WRITE(T) INLINE void write(T* to, I v) { \
     const Narrow<T> narrow = __builtin_convertvector(v, Narrow<T>); std::memcpy(to, &narrow, sizeof narrow); }
@@ -137,6 +146,7 @@ template <class T, class V> INLINE void store(T* to, V v, int n) {
 }
 
 // The largest of a group, of values that are not negative: first lane by lane, then of the lanes of W groups at once.
+INLINE F larger(F v, F w) { return (v > w) | (v != v) ? v : w; }
 INLINE I larger(I v, I w) { return v > w ? v : w; }
 INLINE I among(I v, int n) { return n == W ? v : lanes() < n ? v : I{}; }
 
@@ -164,9 +174,9 @@ INLINE I among(I v, int n) { return n == W ? v : lanes() < n ? v : I{}; }
 template <int count> INLINE I largest(const int32_t* rows) {  // lane k of the result is that of row k, where count is W
     if constexpr (count == 1) return read(rows);
     else {
-        const I v = largest<count / 2>(rows), w = largest<count / 2>(rows + count / 2 * W);
-        if constexpr (count <= 4) return larger(SHUFFLE(v, w, EVEN), SHUFFLE(v, w, ODD));
-        else return larger(SHUFFLE(v, w, EVEN_FOURS), SHUFFLE(v, w, ODD_FOURS));
+        const F v = bits<F>(largest<count / 2>(rows)), w = bits<F>(largest<count / 2>(rows + count / 2 * W));
+        if constexpr (count <= 4) return larger(bits<I>(SHUFFLE(v, w, EVEN)), bits<I>(SHUFFLE(v, w, ODD)));
+        else return larger(bits<I>(SHUFFLE(v, w, EVEN_FOURS)), bits<I>(SHUFFLE(v, w, ODD_FOURS)));
     }
 }
 """
