@@ -91,7 +91,7 @@ def test_what_was_there_before(kind, tmp_path, monkeypatch):
 def test_a_loss_that_fails_behind_the_model():
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    amp = mezzo.MixedPrecision(model, optimizer, "O1,fp16,emulate=true", on_overflow="explain")
+    amp = mezzo.MixedPrecision(model, optimizer, "O1,fp16,emulate=true", on_overflow="locate")
 
     def fn():
         with amp.autocast():

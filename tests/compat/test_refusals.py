@@ -96,7 +96,7 @@ TORCH = [
     (twice("step"), StateError, ["step() was called already since the last update()\n  where  SGD"]),
     (twice("unscale_"), StateError, ["unscale_() was called already since the last update()"]),
     (lambda g: g.scaler.step(g.optimizer) or g.scaler.unscale_(g.optimizer), StateError, ["unscale_() after step()"]),
-    (never_scaled("step"), StateError, ["step() before backward()", "write  scaler.scale(loss).backward()"]),
+    (never_scaled("step"), StateError, ["step() before backward(): gradients", "write  scaler.scale(loss).backward()"]),
     (never_scaled("unscale_"), StateError, ["unscale_() before backward()"]),
     (never_scaled("update"), StateError, ["update() has nothing to go by"]),
     (lambda g: g.scaler.update(), StateError, ["update() has nothing to go by"]),

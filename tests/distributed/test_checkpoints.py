@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
 from mezzo import MixedPrecision, StateError, optim
+from mezzo.session.session import weights_of
 from mezzo.step.moments import valued
 
 from .ranks import on_ranks
@@ -212,13 +213,13 @@ def by_torch(kinds, folder):
         for seed in range(2):
             model, amp = session(world, policy, name, seed)
             train(model, amp, range(0 if seed else 2))
-            weights, moments = get_state_dict(model, amp.engine.weights.optimizers[0])
+            weights, moments = get_state_dict(model, weights_of(amp).optimizers[0])
             sessions.append((model, amp, {"model": weights, "optimizer": moments}))
         (model, amp, there), (other, same, read) = sessions
         checkpoint.save(there, checkpoint_id=folder / f"torch{world}{policy}{name}")
         checkpoint.load(read, checkpoint_id=folder / f"torch{world}{policy}{name}")
         moments = {"model_state_dict": read["model"], "optim_state_dict": read["optimizer"]}
-        set_state_dict(other, same.engine.weights.optimizers[0], **moments)
+        set_state_dict(other, weights_of(same).optimizers[0], **moments)
         train(model, amp, range(2, 4))
         train(other, same, range(2, 4))
         wrong += [("went on", world, policy, name)] * (kept(amp) != kept(same))

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mezzo
+from mezzo.session.session import weights_of
 
 from .ranks import on_ranks, text_of
 
@@ -114,7 +115,7 @@ def mezzo_sharded(level):
 def noise():
     """Each rank rounds by noise of its own."""
     _, amp = session("O1,dtype=bfloat16,nvfp4_module=*1")
-    (memory,) = amp.engine.weights.memories()
+    (memory,) = weights_of(amp).memories()
     memory.counts = True  # as in a backward pass of the session
     return int(memory.draw(torch.device("cpu")))
 

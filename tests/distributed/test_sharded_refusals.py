@@ -54,8 +54,8 @@ def test_what_cannot_be_sharded_stays_as_it_is(alone):
 
 def test_an_overflow_of_a_sharded_model_is_not_explained_in_the_run(alone):
     model = mezzo.fully_shard(net(), O2)
-    with pytest.raises(UnsupportedError, match=r"cannot be explained in the run\n  where  1 modules"):
-        mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), O2, on_overflow="explain")
+    with pytest.raises(UnsupportedError, match=r"cannot be located in the run\n  where  1 modules"):
+        mezzo.MixedPrecision(model, torch.optim.SGD(model.parameters(), lr=0.1), O2, on_overflow="locate")
 
 
 @pytest.mark.filterwarnings("ignore:FSDP")

@@ -12,7 +12,7 @@ FAULTS = (
     ),
     *in_file("script/runner.py",
         ("script: the loss scale begins anew where parameters thaw",
-         "                self.amp.engine.scaler.load_state_dict(self._scale)\n", "                pass\n",
+         "                engine_of(self.amp).scaler.load_state_dict(self._scale)\n", "                pass\n",
          "tests/script/test_gathering.py::test_the_loss_scale_goes_on_where_parameters_thaw_and_begins_anew_with_a_new_model",
          "a run that thaws its layers skips steps until the scale has come down again"),
         ("script: gradients are dropped where a session begins anew",

@@ -35,7 +35,7 @@ FAULTS = (
          TOLD, "gradients of two optimizers that have come to share a parameter would be stepped with again"),
     ),
     *in_file("session/grad_scaler.py",
-        ("plan: a scaler over a session tells nothing", "        amp.engine.plan_anew()\n", "",
+        ("plan: a scaler over a session tells nothing", "        engine_of(amp).plan_anew()\n", "",
          TOLD,
          "gradients of a framework's loop would have 16 bits"),
     ),

@@ -19,6 +19,7 @@ from lightning.fabric import Fabric  # noqa: E402
 from lightning.fabric.strategies.strategy import Strategy  # noqa: E402
 
 from mezzo.integrations.lightning import MezzoPrecision  # noqa: E402
+from mezzo.session.session import weights_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("emulating")
 
@@ -261,7 +262,7 @@ def test_what_tells_the_plugin_of_optimizers_ends_with_it():
     fabrics[0].strategy.precision.teardown()
     optimizer = fabrics[1].setup_optimizers(torch.optim.SGD(models[1].parameters(), lr=0.1))
     assert fabrics[0].strategy.precision.session is None
-    assert fabrics[1].strategy.precision.session.weights.optimizers == [optimizer.optimizer]
+    assert weights_of(fabrics[1].strategy.precision.session).optimizers == [optimizer.optimizer]
     del fabrics, models, optimizer  # without a teardown
     gc.collect()
     assert vars(Strategy)["setup_optimizer"] is plain

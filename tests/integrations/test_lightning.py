@@ -323,7 +323,7 @@ def test_an_overflow_is_explained_in_pythons_log_or_ends_the_run(caplog):
             return super().scores(x * 1e5 if len(self.losses) == 1 else x)
 
     policy = "O1,dtype=float16,fp32=mul"
-    module, _ = fitted(MezzoPrecision(policy, on_overflow="explain"), Overflowing(), limit_train_batches=3)
+    module, _ = fitted(MezzoPrecision(policy, on_overflow="locate"), Overflowing(), limit_train_batches=3)
     plain, _ = fitted(policy, Overflowing(), limit_train_batches=3)
     assert module.logged == plain.logged
     assert all(map(torch.equal, module.parameters(), plain.parameters()))

@@ -13,6 +13,7 @@ from torch import nn
 
 import mezzo
 from mezzo.errors import NumericsError
+from mezzo.session.session import engine_of
 from mezzo.tensors import tensors
 
 from ..support.products import Products
@@ -75,7 +76,7 @@ def test_losses_are_fp32s_kernels_are_low_and_steps_the_trainers(hf, made):
         trainer, steps = hf.plug(made(optimizer, num_train_epochs=1), policy), []
 
         def counted(trainer=trainer, begin=trainer.create_optimizer, steps=steps):
-            optimizer, engine = begin(), trainer.session.engine
+            optimizer, engine = begin(), engine_of(trainer.session)
             step = engine.step
             engine.step = lambda *args, **kwargs: steps.append(step(*args, **kwargs)) or steps[-1]
             return optimizer
@@ -132,7 +133,7 @@ def test_a_skipped_step_writes_nothing_holds_the_scheduler_and_is_logged(hf, mad
 
 
 def test_an_overflow_is_explained_in_pythons_log_or_ends_the_run(hf, made, caplog):
-    trainer = hf.plug(made(max_steps=1), "O1,dtype=float16", on_overflow="explain")
+    trainer = hf.plug(made(max_steps=1), "O1,dtype=float16", on_overflow="locate")
     with torch.no_grad():
         trainer.model.transformer.ln_f.weight.mul_(1e6)
     trainer.train()

@@ -385,7 +385,7 @@ def test_what_checkpointing_runs_again_is_counted_once(reentrant):
 
 
 def test_evaluation_is_not_counted_whether_gradients_are_off_or_not():
-    model, optimizer, amp = session("O1 FP16", on_overflow="explain")
+    model, optimizer, amp = session("O1 FP16", on_overflow="locate")
     x, y = batches(2)
     with Recorder(model, optimizer) as recorder:
         with torch.no_grad():

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mezzo
 from mezzo import LossScale, MixedPrecision, Policy
+from mezzo.session.session import weights_of
 
 INF, NAN = float("inf"), float("nan")
 
@@ -114,7 +115,7 @@ def train_plainly(model, optimizer, number, *, spoilt=False, micro_batches=1, ed
 
 def weights(amp):
     """The values that optimizers update, exactly."""
-    return [value.detach().clone() for model in amp.weights.models for value in model.state_dict().values()]
+    return [value.detach().clone() for model in weights_of(amp).models for value in model.state_dict().values()]
 
 
 def facts(model, *optimizers, amp=None):

@@ -194,7 +194,7 @@ for optim, policy in ((mezzo.optim, "O2,dtype=bfloat16"), (torch.optim, "O1")):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
     optimizer = optim.AdamW(model.parameters())
     before = surroundings()
-    amp = mezzo.MixedPrecision(model, optimizer, policy, max_grad_norm=1.0, on_overflow="explain")
+    amp = mezzo.MixedPrecision(model, optimizer, policy, max_grad_norm=1.0, on_overflow="locate")
     compare(before, "session")
     for number in range(2):
         with amp.autocast():

@@ -9,6 +9,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import mezzo
+from mezzo.session.session import engine_of, weights_of
 
 from ..support.products import Products
 from .loops import assert_same, attached, batch, built, network
@@ -125,7 +126,7 @@ def test_what_comes_out_of_the_model_is_fp32_and_what_goes_on_inside_is_not(poli
         assert seen == [torch.bfloat16] * 3 + [torch.float32]
     assert "forward" not in vars(inner)
     with attached(*built(), "O1,emulate=true,output_dtype=float16") as amp:
-        assert amp.weights.models[0](batch(0)[0]).dtype == torch.float16
+        assert weights_of(amp).models[0](batch(0)[0]).dtype == torch.float16
 
 
 def test_methods_are_the_models_own():
@@ -304,7 +305,7 @@ def test_what_methods_call_in_turn_are_calls_of_modules(odd):
             lambda: model.fit(iter([x, x]))
         )  # given no tensor: products of its own are FP32, of modules low
         assert used == {"bfloat16", "float32"}
-        assert amp.engine.windows[0].now.passes == 2
+        assert engine_of(amp).windows[0].now.passes == 2
         (given,) = model.steps(x)
         assert given.dtype == torch.float32
         with pytest.raises(StopIteration) as returned:

@@ -1,11 +1,11 @@
-"""What a skipped step does besides: infinities of other kinds, ``on_overflow="explain"`` and ``"raise"``."""
+"""What a skipped step does besides: infinities of other kinds, ``on_overflow="locate"`` and ``"raise"``."""
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
-from mezzo import LossScale, MixedPrecision, NumericsError, Policy
+from mezzo import LossScale, MixedPrecision, NumericsError, Policy, PolicyError
 from mezzo.overflow import Changed
 
 from .loops import FP32, OPTIMIZERS, assert_same, attached, backward, batch, built, facts, session, train
@@ -166,8 +166,8 @@ def test_an_overflow_raises_names_what_is_not_finite_and_the_loop_goes_on(level)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_explained_step_says_where_it_began(level, caplog):
-    model, amp = made(level, "explain")
+def test_a_located_step_says_where_it_began(level, caplog):
+    model, amp = made(level, "locate")
     x = torch.ones(2, 4)
     assert stepped(amp, model, x, 1.0).overflow is None
     assert not caplog.records
@@ -179,8 +179,15 @@ def test_an_explained_step_says_where_it_began(level, caplog):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_the_old_word_for_locating_is_taken():
+    (_, new), (_, old) = made("O1", "locate"), made("O1", "explain")
+    assert new.on_overflow == old.on_overflow == "locate"
+    with pytest.raises(PolicyError, match=r"unknown on_overflow 'explian'\n  why    .*skip, locate, raise"):
+        made("O1", "explian")
+
+
 def test_only_the_passes_of_the_window_are_run_again():
-    model, amp = made("O1", "explain")
+    model, amp = made("O1", "locate")
     x, y = torch.ones(2, 4), torch.full((2, 4), 0.5)
     passed(amp, model, x * 1e38, 1.0)
     amp.zero_grad()  # what had overflowed elsewhere is thrown away
@@ -195,8 +202,8 @@ def test_only_the_passes_of_the_window_are_run_again():
     assert isinstance(amp.step().overflow, Changed)
 
 
-def test_loops_by_calls_of_their_own_are_explained_and_ended_too(caplog):
-    for reaction in ("explain", "raise"):
+def test_loops_by_calls_of_their_own_are_located_and_ended_too(caplog):
+    for reaction in ("locate", "raise"):
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with attached(model, optimizer, POLICY.format("O1"), on_overflow=reaction):

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import mezzo
 from mezzo import MixedPrecision, StateError
 from mezzo.session.grad_scaler import SessionScaler
+from mezzo.session.session import engine_of, weights_of
 
 from .loops import assert_same, attached, gradients, network
 
@@ -110,7 +111,7 @@ class Scaler(Five):
         super().__init__(models, optimizers, policy)
         scaler = SessionScaler(self.amp)
         self.backward = lambda loss, **options: scaler.scale(loss).backward(**options)
-        self.done = lambda: [scaler.unscale_(each) for each in self.amp.weights.optimizers if has_gradients(each)]
+        self.done = lambda: [scaler.unscale_(each) for each in weights_of(self.amp).optimizers if has_gradients(each)]
 
 
 class Plain:
@@ -498,7 +499,7 @@ def test_a_patch_of_torchs_own_that_comes_and_goes_leaves_passes_scaled():
         out.register_hook(seen.append)
         out.sum().backward()
         assert seen[0].unique().tolist() == [1024.0]
-        assert {each.now.passes for each in amp.engine.windows} == {1}
+        assert {each.now.passes for each in engine_of(amp).windows} == {1}
 
 
 def test_an_engine_that_others_have_put_back_ends_the_step_before_anything_is_written():

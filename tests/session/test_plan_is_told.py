@@ -13,6 +13,7 @@ from torch import nn
 
 import mezzo
 from mezzo.session.grad_scaler import SessionScaler
+from mezzo.session.session import engine_of
 
 from .loops import assert_near, batch
 
@@ -59,7 +60,7 @@ class Program:
 
     def is_planned(self, *, writes=False):
         if self.amp is not None:
-            found = self.amp.engine.plan.differences(self.amp.engine.planned())
+            found = engine_of(self.amp).plan.differences(engine_of(self.amp).planned())
             assert not [each for each in found if writes or not ("deciding" in each or "writers" in each)]
 
     def group(self, number=0):
@@ -248,8 +249,8 @@ def evaluated(program, number):
 def test_a_scaler_over_a_session_tells_its_plan():
     """Gradients of a framework's loop are FP32, which a session in the five lines may have in 16 bits."""
     program = Program("five lines", "mezzo")
-    assert program.amp.engine.plan.windows[0].halves
+    assert engine_of(program.amp).plan.windows[0].halves
     SessionScaler(program.amp)
     program.is_planned(writes=True)
-    assert not program.amp.engine.plan.windows[0].halves
+    assert not engine_of(program.amp).plan.windows[0].halves
     program.ended()

@@ -15,6 +15,7 @@ from mezzo import MixedPrecision, StateError, optim
 from mezzo.cast.products import ROLES, operands
 from mezzo.cast.products.memory import moved_on
 from mezzo.session.capture import Captured
+from mezzo.session.session import engine_of, weights_of
 
 from ..acceptance.captured import predicated
 from ..support.refusals import bits, refused
@@ -69,8 +70,8 @@ def train(model, amp, number):
 
 
 def histories(amp):
-    names = amp.engine.weights.names()
-    memories = amp.engine.weights.memories()
+    names = weights_of(amp).names()
+    memories = weights_of(amp).memories()
     return {names[id(weight)]: history.tolist() for each in memories for weight, history in each.histories()}
 
 
@@ -150,7 +151,7 @@ def test_histories_are_those_of_lists_whatever_the_loop_does(seed, takes, monkey
             plain.clear()
         elif action == "clear theirs":
             optimizer.zero_grad()
-        elif amp.engine.windows[0].now.passes and model.again.weight.grad is not None:
+        elif engine_of(amp).windows[0].now.passes and model.again.weight.grad is not None:
             skips = action == "skipped step"
             if skips:
                 model.first.weight.grad.fill_(float("inf"))
@@ -245,7 +246,7 @@ def test_two_optimizers_and_two_models_keep_histories_of_their_own():
 def test_each_draw_of_noise_is_another_one_and_the_sessions_own():
     model, _, amp = session(NVFP4)
     generator = torch.get_rng_state()
-    memory = amp.engine.weights.memories()[0]
+    memory = weights_of(amp).memories()[0]
     memory.counts = True  # as in a backward pass of the session
     drawn = [int(memory.draw(torch.device("cpu"))) for _ in range(100)]
     assert len({*drawn}) == 100

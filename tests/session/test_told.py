@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.session.session import engine_of
 
 SCALES = ["none", "64"]
 
@@ -26,7 +27,7 @@ def backward(model, amp):
 
 
 def up_to_date(amp):
-    return not amp.engine.plan.differences(amp.engine.planned())
+    return not engine_of(amp).plan.differences(engine_of(amp).planned())
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from mezzo import LossScale, MixedPrecision, Policy
+from mezzo.session.session import engine_of
 
 
 def bits(tree):
@@ -44,10 +45,10 @@ def of_optimizer(optimizer):
 
 
 def of_session(amp):
-    yield amp.loss_scale, amp.stats(), amp.max_grad_norm, amp.is_closed, amp.engine.writes.broken, repr(amp)
+    yield amp.loss_scale, amp.stats(), amp.max_grad_norm, amp.is_closed, engine_of(amp).writes.broken, repr(amp)
     if not amp.is_closed:
         yield [(value, value.grad) for value in amp.master_params()]
-        yield [(each.now.passes, each.now.scale, each.now.found) for each in amp.engine.windows]
+        yield [(each.now.passes, each.now.scale, each.now.found) for each in engine_of(amp).windows]
 
 
 def of_path(path):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final
 
 from torch import nn
 from torch.optim import Optimizer
@@ -17,7 +17,8 @@ from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.grad_scaler import SessionScaler
-from mezzo.session.refusals import models_and_optimizers
+from mezzo.session.refusals import Reaction, models_and_optimizers
+from mezzo.session.session import engine_of, weights_of
 from mezzo.session.state_tree import save
 
 require_extra("accelerate", "mixed precision for Accelerate needs accelerate", "accelerate")
@@ -37,9 +38,9 @@ def attach(
     accelerator: Accelerator,
     models: nn.Module | Iterable[nn.Module],
     optimizers: Optimizer | Iterable[Optimizer],
-    policy: Policy | str | os.PathLike[str] = "O1",
+    policy: Policy | str | os.PathLike[str] | None = None,
     *,
-    on_overflow: Literal["skip", "explain", "raise"] = "skip",
+    on_overflow: Reaction = "skip",
 ) -> AcceleratedPrecision:
     """Train under a policy with Accelerate; the program stays as it is.
 
@@ -60,7 +61,7 @@ def attach(
         accelerator: The accelerator, of ``mixed_precision="no"``.
         models: The model, or a list of models.
         optimizers: The optimizer, or a list of them.
-        policy: A policy, its text, or the path of a policy file.
+        policy: A policy, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
 
     Returns:
@@ -95,7 +96,8 @@ def attach(
     if not isinstance(accelerator, Accelerator):
         raise PolicyError(f"the accelerator is {shown(accelerator)}", write=_ORDER)
     refuse(accelerator)
-    return AcceleratedPrecision(accelerator, models, optimizers, Policy.of(policy), on_overflow=on_overflow)
+    asked = None if policy is None else Policy.of(policy)
+    return AcceleratedPrecision(accelerator, models, optimizers, asked, on_overflow=on_overflow)
 
 
 def refuse(accelerator: Accelerator, models: Iterable[nn.Module] = ()) -> None:
@@ -152,7 +154,9 @@ class AcceleratedPrecision(AttachedPrecision):
 
     _binds: ClassVar[tuple[str, ...]] = ("calls",)
 
-    def __init__(self, accelerator: Accelerator, models: Any, optimizers: Any, policy: Policy, **options: Any) -> None:
+    def __init__(
+        self, accelerator: Accelerator, models: Any, optimizers: Any, policy: Policy | None, **options: Any
+    ) -> None:
         subjects, given = models_and_optimizers(models, optimizers)
         modules = [each for each in subjects if isinstance(each, nn.Module)]
         if len(modules) < len(subjects):
@@ -183,7 +187,7 @@ class AcceleratedPrecision(AttachedPrecision):
 
     def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if self.is_closed:  # prepared optimizers go on calling it
-            return self.engine.writes.steps_by[optimizer](*args, **kwargs)
+            return self._engine.writes.steps_by[optimizer](*args, **kwargs)
         return None if self._is_telling else super()._own_step(optimizer, of, *args, **kwargs)
 
     def step_and_tell(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -208,14 +212,14 @@ class _AcceleratorsScaler(SessionScaler):
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Step or skip, and let Accelerate know which."""
-        if self.amp.is_closed or optimizer not in self.amp.weights.optimizers:
+        if self.amp.is_closed or optimizer not in weights_of(self.amp).optimizers:
             optimizer.step(*args, **kwargs)
         else:
             self.amp.step_and_tell(optimizer, *args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, also while gradients wait for a step."""
-        return {} if self.amp.is_closed else save(self.amp.engine, self.amp.policy, in_window=True)
+        return {} if self.amp.is_closed else save(engine_of(self.amp), self.amp.policy, in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a session's state, or another scaler's."""

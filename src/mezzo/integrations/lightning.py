@@ -7,24 +7,26 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared, autocast, prepare
+from mezzo.cast.device import default_device_types, usual_policy
 from mezzo.cast.model.outputs import given_out
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
 from mezzo.patches import Binding
 from mezzo.policy import Policy
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
-from mezzo.session.refusals import wrong_options
+from mezzo.session.refusals import Reaction, wrong_options
+from mezzo.session.session import engine_of, weights_of
 from mezzo.session.state_tree import save
 from mezzo.session.weights import widen_states
 from mezzo.tensors import LOW
-from mezzo.weights.models import follow
+from mezzo.weights.models import hide_storage
 
 require_extra("lightning", "the precision plugin for Lightning needs lightning", "lightning.pytorch")
 
@@ -60,7 +62,7 @@ class MezzoPrecision(Precision):
     ``mezzo/skipped``, a count of steps; for Fabric :meth:`metrics` has both.
 
     Args:
-        policy: A policy, its text, or the path of a policy file.
+        policy: A policy, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
         hold_schedulers: Whether schedulers wait where the steps since their last one were skipped.
 
@@ -92,13 +94,13 @@ class MezzoPrecision(Precision):
 
     def __init__(
         self,
-        policy: Policy | str | os.PathLike[str] = "O1",
+        policy: Policy | str | os.PathLike[str] | None = None,
         *,
-        on_overflow: Literal["skip", "explain", "raise"] = "skip",
+        on_overflow: Reaction = "skip",
         hold_schedulers: bool = True,
     ) -> None:
         raise_together(wrong_options(on_overflow=on_overflow))
-        self.policy = Policy.of(policy)
+        self.policy = usual_policy(default_device_types()) if policy is None else Policy.of(policy)
         self.session: AttachedPrecision | None = None
         self._options: dict[str, Any] = {"on_overflow": on_overflow, "hold_schedulers": hold_schedulers}
         self._converted: dict[nn.Module, Prepared] = {}
@@ -119,7 +121,7 @@ class MezzoPrecision(Precision):
             if prepared.model is not module:  # which is what is saved, copied, and trained by the session
                 vars(module)["_mezzo_prepared"] = [prepared]
                 self._undo.callback(vars(module).pop, "_mezzo_prepared", None)
-                self._undo.callback(follow(module))
+                self._undo.callback(hide_storage(module))
                 if _is_the_trainers(module):
                     self._calls = Calls([module], self.policy, self._region, methods=False)
                     self._undo.callback(self._calls.close)
@@ -141,10 +143,10 @@ class MezzoPrecision(Precision):
         """Begin the session, or have it take an optimizer: what Fabric sets up."""
         if self.session is None:
             self._begin(_FabricsSession, [optimizer])
-        elif len(self.session.weights.models) == len(self._converted):
+        elif len(weights_of(self.session).models) == len(self._converted):
             self.session.add(optimizer)
         elif self.session.last_step is None:
-            before = self.session.weights.optimizers
+            before = weights_of(self.session).optimizers
             self.session.close()
             self._begin(_FabricsSession, [*before, optimizer])
         else:
@@ -161,7 +163,7 @@ class MezzoPrecision(Precision):
     def teardown(self) -> None:
         """End the session, and give models their FP32 weights back; the Trainer asks for it after each run."""
         self._saved = self.state_dict()
-        stepped = [] if self.session is None else self.session.weights.optimizers
+        stepped = [] if self.session is None else weights_of(self.session).optimizers
         if self.session is not None:
             self.session.close()
         self._undo.close()
@@ -206,7 +208,7 @@ class MezzoPrecision(Precision):
 
     def backward(self, tensor: Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
         """Run the backward pass of a scaled loss, whose gradients are plain in the end."""
-        scaled = self._open().engine.scale(tensor) if self._converted else tensor
+        scaled = engine_of(self._open()).scale(tensor) if self._converted else tensor
         if _is_the_trainers(model):
             super().backward(scaled, model, *args, **kwargs)
         else:
@@ -263,7 +265,7 @@ class MezzoPrecision(Precision):
     def state_dict(self) -> dict[str, Any]:
         """Return the session's state, for a checkpoint of the Trainer's; after a run that of its end."""
         # Also while gradients wait for a step.
-        return self._saved if self.session is None else save(self.session.engine, self.policy, in_window=True)
+        return self._saved if self.session is None else save(engine_of(self.session), self.policy, in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from a checkpoint of the Trainer's."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from mezzo.cast import prepare
+from mezzo.cast.device import usual_policy
 from mezzo.errors import PolicyError, UnsupportedError, raise_together, require_extra, shown
 from mezzo.policy import Policy
 from mezzo.session.calls import Calls
-from mezzo.session.refusals import wrong_options
+from mezzo.session.refusals import Reaction, wrong_options
 
 require_extra("transformers", "mixed precision for the Trainer needs transformers", "transformers", "accelerate")
 
@@ -31,9 +32,9 @@ __all__ = ["plug"]
 
 def plug(
     trainer: T,
-    policy: Policy | str | os.PathLike[str] = "O1",
+    policy: Policy | str | os.PathLike[str] | None = None,
     *,
-    on_overflow: Literal["skip", "explain", "raise"] = "skip",
+    on_overflow: Reaction = "skip",
 ) -> T:
     """Let a Trainer of transformers, or of a class that derives from it, train and evaluate under a policy.
 
@@ -49,7 +50,7 @@ def plug(
 
     Args:
         trainer: The Trainer, of whatever class; it becomes one of a class that derives from its own.
-        policy: A policy, its text, or the path of a policy file.
+        policy: A policy, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
 
     Returns:
@@ -70,7 +71,8 @@ def plug(
         what = "has a policy already" if isinstance(trainer, _Plugged) else f"is {shown(trainer)}"
         raise PolicyError(f"the trainer {what}", write="plug(Trainer(model, args, …), policy), once")
     plugged: Any = trainer
-    args, policy = plugged.args, Policy.of(policy)
+    args = plugged.args
+    policy = usual_policy({args.device.type}) if policy is None else Policy.of(policy)
     raise_together(wrong_options(on_overflow=on_overflow))
     for name in ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval"):
         if getattr(args, name):

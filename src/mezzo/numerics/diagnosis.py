@@ -169,7 +169,7 @@ def _spoils_weights(step: RecordedStep) -> bool:
 
 
 def _explained(what: str) -> str:
-    return f'MixedPrecision(…, on_overflow="explain"), which names {what}'
+    return f'MixedPrecision(…, on_overflow="locate"), which names {what}'
 
 
 _TAKEN: Final = "the step was taken all the same, and its update spoils the weights."

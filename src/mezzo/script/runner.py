@@ -33,6 +33,7 @@ from mezzo.session.attach import CARRIED, AttachedPrecision, attach
 from mezzo.session.calls import methods_of
 from mezzo.session.closures import closure_of
 from mezzo.session.refusals import wrong_options
+from mezzo.session.session import engine_of
 from mezzo.session.stats import Stats
 from mezzo.tensors import LOW, tensors
 
@@ -96,7 +97,7 @@ class Gathering:
     def is_apart(self) -> bool:
         """Whether an optimizer steps now, and does not evaluate a closure for the session."""
         return bool(self._stepping) and (
-            not self._stepping[-1] or self.amp is None or self.amp.engine.writes.is_stepping
+            not self._stepping[-1] or self.amp is None or engine_of(self.amp).writes.is_stepping
         )
 
     def resume(self, state: Mapping[str, Any]) -> None:
@@ -124,8 +125,8 @@ class Gathering:
             return
         gradients = [(param, param.grad) for param in self._held.values() if param.grad is not None]
         if self._policy.loss_scale.mode == "dynamic":
-            amp.engine.update()
-            self._scale = amp.engine.scaler.state_dict()
+            engine_of(amp).update()
+            self._scale = engine_of(amp).scaler.state_dict()
         self._ended(amp.stats())
         self._old = [weakref.ref(each) for each in self._session]
         self.amp, self._session, self._held = None, [], {}
@@ -260,7 +261,7 @@ class Gathering:
             if not self._attached(old + new) and new:
                 self._attached(old)
             if self.amp is not None and self._scale is not None and _alive(old):  # the same training goes on
-                self.amp.engine.scaler.load_state_dict(self._scale)
+                engine_of(self.amp).scaler.load_state_dict(self._scale)
             self._go_on()
         self._old, self._new, self._scale = [], [], None
         self._awaited.clear()
@@ -595,7 +596,7 @@ def run(
     def begin(models: list[nn.Module], optimizers: list[Optimizer], policy: Policy) -> AttachedPrecision:
         amp = attach(models, optimizers, policy, max_grad_norm=max_grad_norm, hold_schedulers=hold_schedulers)
         log.count()
-        amp.engine.observers.append(log)
+        engine_of(amp).observers.append(log)
         if around is not None and not report.models:  # written down once it has begun
             entered.enter_context(around(models))
         return amp

@@ -7,13 +7,12 @@ nothing of mezzo.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.backward import door, noted
+from mezzo.backward import door, thread_owner
 from mezzo.cast import Prepared
-from mezzo.cast.device import fast_format
 from mezzo.dispatch import is_transformed
 from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.hooks import complete
@@ -35,8 +33,8 @@ from mezzo.session.calls import Calls
 from mezzo.session.closures import closure_of, evaluates_once, handing_on
 from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.passes import run_inside, run_pass, walk_of
-from mezzo.session.refusals import check_optimizers, chosen, listed, models_and_optimizers
-from mezzo.session.session import MixedPrecision
+from mezzo.session.refusals import Reaction, check_optimizers, chosen, listed, models_and_optimizers
+from mezzo.session.session import MixedPrecision, engine_of, weights_of
 from mezzo.session.stats import Step
 from mezzo.session.writers import inner_optimizers
 from mezzo.step.gradients import any_gradient
@@ -44,8 +42,6 @@ from mezzo.step.gradients import any_gradient
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-
-logger = logging.getLogger(__name__)
 
 #: The key under which an optimizer's state dict has the session's state; plain torch ignores it.
 CARRIED: Final = "mezzo"
@@ -66,7 +62,7 @@ def attach(
     *,
     max_grad_norm: float | None = None,
     hold_schedulers: bool = True,
-    on_overflow: Literal["skip", "explain", "raise"] = "skip",
+    on_overflow: Reaction = "skip",
     process_group: ProcessGroup | None = None,
 ) -> AttachedPrecision:
     """Train in mixed precision with a loop that stays as it is, until ``amp.detach()``.
@@ -166,14 +162,10 @@ class AttachedPrecision(MixedPrecision):
         self, models: Any, optimizers: Any, policy: Any = None, *, hold_schedulers: bool = True, **options: Any
     ) -> None:
         subjects, given = models_and_optimizers(models, optimizers)
-        if policy is None and not any(isinstance(each, Prepared) for each in subjects):
-            kinds = {p.device.type for each in subjects if isinstance(each, nn.Module) for p in each.parameters()}
-            policy = Policy.O1(fast_format(kinds))
-            logger.info("no policy is given: %s, in the format for this machine (mezzo doctor says why)", policy)
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
         self._known_by: weakref.ref[AttachedPrecision] | None = None
-        self._engine: Any = None  # autograd's, as it stands while passes are the session's
+        self._autograd_engine: Any = None  # autograd's, as it stands while passes are the session's
         super().__init__(subjects, given, policy, **options)
         try:
             self._take_over(given)
@@ -181,13 +173,13 @@ class AttachedPrecision(MixedPrecision):
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
                 calls = Calls(
-                    self.weights.models, self.policy, self.autocast, is_apart=lambda: self.engine.writes.is_stepping
+                    self._weights.models, self.policy, self.autocast, is_apart=lambda: self._engine.writes.is_stepping
                 )
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
                 place, name = door()
                 self._bind_torchs(place, name, _run)
-                self._engine, self.engine.has_door = vars(place)[name], True
+                self._autograd_engine, self._engine.has_door = vars(place)[name], True
             if "schedulers" in self._binds and hold_schedulers:
                 self._schedules = _Schedules()
                 for kind in dict.fromkeys(_kinds(LRScheduler)):
@@ -215,7 +207,7 @@ class AttachedPrecision(MixedPrecision):
             MezzoError: As :class:`MixedPrecision`. Nothing was changed.
         """
         self._require_open("add")
-        weights, engine = self.weights, self.engine
+        weights, engine = self._weights, self._engine
         _, given = models_and_optimizers(weights.models, listed(optimizers))
         check_optimizers(weights.models, given, self.policy)
         new = {id(param) for each in given for param in weights.leaves(each)}
@@ -240,18 +232,18 @@ class AttachedPrecision(MixedPrecision):
 
     def _take_over(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
-            self.engine.writes.steps_by[optimizer] = optimizer.step
+            self._engine.writes.steps_by[optimizer] = optimizer.step
             self._bind_step(optimizer, optimizer)
             for inner in inner_optimizers(optimizer):  # SAM's, which programs step by its second_step()
-                if inner not in self.weights.optimizers and inner not in self.engine.writes.steps_by:
-                    self.engine.writes.steps_by[inner] = inner.step
+                if inner not in self._weights.optimizers and inner not in self._engine.writes.steps_by:
+                    self._engine.writes.steps_by[inner] = inner.step
                     self._bind_step(inner, optimizer)
             self._carry_with(optimizer)
-        self.engine.plan_anew()  # told of the steps that were bound
+        self._engine.plan_anew()  # told of the steps that were bound
 
     def _carry_with(self, optimizer: Optimizer) -> None:
         """Have an optimizer's state dict carry the session's state: a wrapper's may be made of an inner one's alone."""
-        inner = (each for each in inner_optimizers(optimizer) if each not in self.weights.optimizers)
+        inner = (each for each in inner_optimizers(optimizer) if each not in self._weights.optimizers)
         for place in (optimizer, *inner):
             complete(place)
             loaded: list[Any] = []
@@ -292,7 +284,7 @@ class AttachedPrecision(MixedPrecision):
         Returns:
             What a closure has returned first; without one what the step has, ``None`` of one that was skipped.
         """
-        engine, closure = self.engine, closure_of(args, kwargs)
+        engine, closure = self._engine, closure_of(args, kwargs)
         plain = engine.writes.steps_by[optimizer]
         if engine.writes.is_stepping or self._is_closed:  # inside another one's step; or under what others have bound
             return plain(*args, **kwargs)
@@ -311,7 +303,7 @@ class AttachedPrecision(MixedPrecision):
             with torch.enable_grad():
                 loss = closure()
             asked = functools.partial(asked, None)
-        has_gradients = any_gradient(self.weights.leaves(of))
+        has_gradients = any_gradient(self._weights.leaves(of))
         with engine.writes.stepping_by(optimizer, asked) as returned:
             if not has_gradients and engine.ranks.size == 1:
                 engine.writes.steps_by[optimizer]()
@@ -326,7 +318,7 @@ class AttachedPrecision(MixedPrecision):
         closure: Callable[[], Any] | None = None,
     ) -> Step:
         """Check the gradients, update or skip: what ``optimizer.step()`` comes to; see :meth:`MixedPrecision.step`."""
-        stepping = chosen(optimizers, self.weights.optimizers)
+        stepping = chosen(optimizers, self._weights.optimizers)
         if closure is None:
             self._require_engine(stepping)
         return self._note(stepping, super().step(optimizers, closure))
@@ -338,10 +330,10 @@ class AttachedPrecision(MixedPrecision):
             StateError: Another engine of autograd's stands where the session had put its own.
         """
         place, name = door()
-        if self._engine in (None, vars(place)[name]) or self.engine.scale_now is None:
+        if self._autograd_engine in (None, vars(place)[name]) or self._engine.scale_now is None:
             return
-        self.engine.follow()
-        near = [each for each in self.engine.windows if not set(each.plan.optimizers).isdisjoint(optimizers)]
+        self._engine.follow()
+        near = [each for each in self._engine.windows if not set(each.plan.optimizers).isdisjoint(optimizers)]
         if any(window.has_gradients() and not window.now.passes for window in near):
             raise StateError(
                 "backward passes do not go through the session any more",
@@ -359,7 +351,7 @@ class AttachedPrecision(MixedPrecision):
     # State ------------------------------------------------------------------------------------------------
 
     def _carry(self, _: Optimizer, found: dict[str, Any]) -> None:
-        found[CARRIED] = state_tree.save(self.engine, self.policy, in_window=True)
+        found[CARRIED] = state_tree.save(self._engine, self.policy, in_window=True)
 
     def resume(self, found: Mapping[str, Any] | None) -> None:
         """Go on from the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.
@@ -372,7 +364,7 @@ class AttachedPrecision(MixedPrecision):
 
     def clean_steps(self) -> int:
         """Return how many steps the scale has not moved for, as a ``GradScaler`` saves them; a host sync."""
-        return int(self.engine.scaler.state.clean_steps)
+        return int(self._engine.scaler.state.clean_steps)
 
     def close(self) -> None:
         """End the session: FP32 weights, optimizers as they were built, and every name bound to what it was before."""
@@ -390,8 +382,8 @@ class AttachedPrecision(MixedPrecision):
 
 def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
     """Run a backward pass, as the session's if it reaches parameters of its optimizers, or may by passes inside."""
-    engine, (_, creates_graph, inputs, _, accumulates) = amp.engine, asked
-    if (outer := noted()) is not None:
+    engine, (_, creates_graph, inputs, _, accumulates) = engine_of(amp), asked
+    if (outer := thread_owner()) is not None:
         return run_inside(outer, engine, plain, roots, gradients, *asked)
     if not accumulates:
         return _differentiate(amp, plain, roots, gradients, *asked)
@@ -401,7 +393,7 @@ def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradient
         return plain(roots, gradients, *asked)
 
     def run(scaled: tuple[Any, ...]) -> Any:
-        with amp.weights.region().around_backward():  # checkpoints are recomputed under the policy
+        with weights_of(amp).region().around_backward():  # checkpoints are recomputed under the policy
             return plain(scaled, gradients, *asked)
 
     return run_pass(engine, roots, run, windows, walk, inputs=inputs, creates_graph=creates_graph)
@@ -409,12 +401,12 @@ def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradient
 
 def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
     """Return gradients as ``torch.autograd.grad`` does: with a scale on the way, where parameters' are asked for."""
-    engine, inputs = amp.engine, walk_of((), asked[2]).leaves
+    engine, inputs = engine_of(amp), walk_of((), asked[2]).leaves
     if engine.scale_now is None or is_transformed() or len(engine.others(inputs)) == len(inputs):
         return plain(roots, gradients, *asked)
 
     def run(scaled: Callable[[Tensor], Tensor]) -> Any:
-        with amp.weights.region().around_backward():
+        with weights_of(amp).region().around_backward():
             return plain(roots, tuple(each if each is None else scaled(each) for each in gradients), *asked)
 
     return tuple(engine.differentiated(roots, run))
@@ -425,7 +417,7 @@ def _refuse_scaler(
 ) -> Any:
     """Refuse that a GradScaler unscales or steps where the session does."""
     optimizer = args[0] if args else kwargs["optimizer"]
-    is_known = optimizer in amp.engine.weights.optimizers
+    is_known = optimizer in weights_of(amp).optimizers
     if is_known and scaler.is_enabled() and not isinstance(scaler, SessionScaler):
         raise StateError(
             "a GradScaler scales the loss besides the session",

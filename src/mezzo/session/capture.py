@@ -23,7 +23,7 @@ from mezzo.errors import MezzoError, PolicyError, StateError, UnsupportedError, 
 from mezzo.optim.optimizer import as_one_pass, one_pass
 from mezzo.session.engine import Engine
 from mezzo.session.observers import GraphObserver, StepObserver, Watched, observing, watching
-from mezzo.session.session import MixedPrecision
+from mezzo.session.session import MixedPrecision, engine_of, weights_of
 from mezzo.session.stats import Step, StepOutcome
 from mezzo.step.executors.portable import uploaded_once
 from mezzo.step.verdict import Judged
@@ -102,7 +102,7 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
     if not callable(given[0]) or not isinstance(given[1], MixedPrecision):
         kinds = ", ".join(map(shown, given))
         raise PolicyError(f"no train step and its session: {kinds}", write="mezzo.capture(train_step, amp)")
-    device = amp.engine.device
+    device = engine_of(amp).device
     return Captured(fn, amp, CudaGraph(device) if device.type == "cuda" else None)
 
 
@@ -142,8 +142,8 @@ class Captured(Generic[R]):
         self._observers: list[StepObserver] = []  # which own memory that the graph writes
         self._calls, self._has_warned = 0, False
         if graph is not None:
-            raise_together(_problems(amp.engine))
-            optimizers: list[Any] = amp.engine.weights.optimizers
+            raise_together(_problems(engine_of(amp)))
+            optimizers: list[Any] = weights_of(amp).optimizers
             for optimizer in optimizers:
                 optimizer._warned_capturable_if_run_uncaptured = True  # as its first steps are
                 keep_memory(optimizer)
@@ -159,7 +159,7 @@ class Captured(Generic[R]):
             UnsupportedError: What watches the session needs Python.
             ScaleCollapsed: As ``amp.step()`` raises it, at most two steps late.
         """
-        graph, engine = self._graph, self._amp.engine
+        graph, engine = self._graph, engine_of(self._amp)
         if graph is None:
             return _detached(self._fn(*args, **kwargs))
         self._amp.autocast()  # which a closed session refuses
@@ -187,7 +187,7 @@ class Captured(Generic[R]):
         return output
 
     def _call(self, graph: CudaGraph, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
-        engine = self._amp.engine
+        engine = engine_of(self._amp)
         batch = self._batch = self._batch or _Batch(args, kwargs, engine.device)
         if difference := batch.difference(args, kwargs):
             self._warn(difference)
@@ -220,7 +220,7 @@ class Captured(Generic[R]):
 
     def _run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> R:
         """Run the train step, refuse what no graph could follow, and return what it returned."""
-        engine, (args, kwargs) = self._amp.engine, arguments
+        engine, (args, kwargs) = engine_of(self._amp), arguments
         looks, before = _Looks(self, engine), _options(engine.weights.optimizers, counts_writes=True)
         engine.is_captured = True
         try:
@@ -240,7 +240,7 @@ class Captured(Generic[R]):
 
     def _record(self, graph: CudaGraph, batch: _Batch) -> _Recorded[R]:
         """Go through a step while its kernels are recorded; nothing is computed before the first replay."""
-        engine = self._amp.engine
+        engine = engine_of(self._amp)
         raise_together(_problems(engine))
         engine.clear()
         engine.update()
@@ -275,11 +275,11 @@ class Captured(Generic[R]):
 
     def _upload(self) -> None:
         """Bring over the hyper-parameters that have changed on the host since the last step. No sync."""
-        for optimizer in one_pass(self._amp.engine.weights.optimizers):
+        for optimizer in one_pass(weights_of(self._amp).optimizers):
             optimizer.upload()
 
     def _replay(self, graph: CudaGraph, recorded: _Recorded[R]) -> R:
-        engine = self._amp.engine
+        engine = engine_of(self._amp)
         with torch.no_grad():
             graph.replay()
             for outcome, packed in recorded.outcomes:

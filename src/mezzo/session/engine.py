@@ -355,35 +355,39 @@ class Engine:
     # step -------------------------------------------------------------------------------------------------
 
     def _open(self, optimizers: Collection[Optimizer], call: str) -> list[Window]:
-        """Return the windows of some optimizers, as far as there is something in them."""
+        """Return the windows of these optimizers that hold gradients.
+
+        Raises:
+            StateError: None does; or they hold gradients of which nothing says whether they carry the scale.
+        """
         self.follow(writes=call == "step")
-        found, has_begun = list[Window](), False
+        opened, has_begun = list[Window](), False
         for window in self.windows:
             if set(window.plan.optimizers).isdisjoint(optimizers):
                 continue
             has_begun = has_begun or window.now.passes > 0
-            is_open = window.now.passes or self.plain or self._takes(window, optimizers, call)
+            is_open = window.now.passes or self.plain or self._takes_written(window, optimizers, call)
             if is_open and (call != "step" or any_gradient(window.plan.leaves)):
-                found.append(window)
-        if not found:
+                opened.append(window)
+        if not opened:
             own = "amp.zero_grad() only after amp.step()" if has_begun else f"amp.backward(loss), then amp.{call}()"
             raise StateError(
                 "no parameter has a gradient" if has_begun else f"{call}() before backward()",
-                where=some_of([type(each).__name__ for each in optimizers]),
+                where=some_of([type(optimizer).__name__ for optimizer in optimizers]),
                 why="every gradient is None: frozen, detached, or cleared since backward()" if has_begun else "",
                 write=SCALERS_ORDER if self.waits else own,
             )
-        return found
+        return opened
 
-    def _takes(self, window: Window, optimizers: Collection[Optimizer], call: str) -> bool:
-        """Whether there are gradients, in a window that no pass has opened, which a program has written itself.
+    def _takes_written(self, window: Window, optimizers: Collection[Optimizer], call: str) -> bool:
+        """Whether a step takes gradients that the program itself has written, in a window that no pass has opened.
 
         Raises:
             StateError: Nothing says whether they carry the scale; or some are the last step's.
         """
         names = [] if self.waits else window.written(optimizers)
         if names and self.scale_now is not None and not window.now.given:
-            raise window.unknown(f"{call}()", names)
+            raise window.unknown(f"{call}() before backward()", names)
         if names:
             window.refuse_left(optimizers)
         return bool(names)
@@ -497,7 +501,7 @@ class Engine:
             is_plain = is_plain or (writer.is_shown and not writer.waits)
         for window in windows:
             if not window.now.passes and not self.plain:
-                self._takes(window, optimizers, "step")
+                self._takes_written(window, optimizers, "step")
             are_all = optimizers.issuperset(window.plan.optimizers)
             leaves += window.plan.leaves if are_all else window.plan.leaves_of(optimizers)
             is_plain = is_plain or window.now.scale is not scale or not are_all

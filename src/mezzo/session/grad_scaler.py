@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,8 @@ from mezzo.scale.config import TORCHS_WORDS, from_words
 from mezzo.scale.device_state import Scaler
 from mezzo.session.closures import closure_of, evaluated, evaluates_once, handing_on
 from mezzo.session.engine import Engine
+from mezzo.session.session import MixedPrecision, engine_of
 from mezzo.session.stats import Step
-
-if TYPE_CHECKING:
-    from mezzo.session.session import MixedPrecision
 
 
 class _Rule:
@@ -205,16 +203,16 @@ class SessionScaler(EngineScaler):
     """
 
     def __init__(self, amp: MixedPrecision) -> None:
-        super().__init__(amp.engine.device.type, amp.engine.scaler)
+        super().__init__(engine_of(amp).device.type, engine_of(amp).scaler)
         self.amp = amp
-        amp.engine.waits = True
-        amp.engine.plan_anew()
+        engine_of(amp).waits = True
+        engine_of(amp).plan_anew()
 
     def _engine_of(self, optimizer: Optimizer) -> Engine:
-        return self.amp.engine
+        return engine_of(self.amp)
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        return self.amp.engine.scale(loss)  # the pass that differentiates it opens windows
+        return engine_of(self.amp).scale(loss)  # the pass that differentiates it opens windows
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale on.
@@ -227,7 +225,7 @@ class SessionScaler(EngineScaler):
         """
         if new_scale is not None:
             new_scale = new_scale if isinstance(new_scale, Tensor) else LossScale.constant(new_scale).init
-        self.amp.engine.update()
+        engine_of(self.amp).update()
         if new_scale is not None:
             self.loss_scale.set(new_scale)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mezzo.backward import note
+from mezzo.backward import set_thread_owner
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
 from mezzo.step.verdict import Judged
@@ -87,7 +87,7 @@ def observing() -> tuple[StepObserver, ...]:
     return () if torch.compiler.is_compiling() else _WATCHING.get()
 
 
-# What a skipped step does besides, under ``on_overflow="explain"`` and ``"raise"``: observers of the engine.
+# What a skipped step does besides, under ``on_overflow="locate"`` and ``"raise"``: observers of the engine.
 
 logger = logging.getLogger(__name__)
 
@@ -98,21 +98,21 @@ def reaction(
     """Return what looks on for an overflow, ``None`` where a step is only skipped, and what ends it.
 
     Args:
-        on_overflow: One of :data:`mezzo.session.refusals.REACTIONS`.
+        on_overflow: One of :data:`mezzo.session.refusals.Reaction`.
         weights: The models, and the region that they run in.
         unreduced: Returns the context in which a backward pass exchanges nothing with other ranks.
 
     Raises:
-        UnsupportedError: ``"explain"``, and the models are sharded.
+        UnsupportedError: ``"locate"``, and the models are sharded.
 
-    **Cost**: with ``"explain"`` and ``"raise"`` one host sync a step.
+    **Cost**: with ``"locate"`` and ``"raise"`` one host sync a step.
     """
     if on_overflow == "raise":
         return Raises(), lambda: None
-    if on_overflow == "explain":
+    if on_overflow == "locate":
         if weights.units:
             raise UnsupportedError(
-                "an overflow in a model that fully_shard has sharded cannot be explained in the run",
+                "an overflow in a model that fully_shard has sharded cannot be located in the run",
                 where=f"{len(weights.units)} modules that are gathered",
                 why="the rank that overflowed would run its batch again, and all ranks gather parameters together",
                 write='on_overflow="skip"; mezzo.overflow.locate with the batch and a model that is not sharded',
@@ -120,11 +120,11 @@ def reaction(
         from mezzo.overflow import Replay  # which only such a session needs
 
         replay = Replay(weights.models, region=weights.region)
-        return Explains(replay, unreduced), replay.remove
+        return Locates(replay, unreduced), replay.remove
     return None, lambda: None
 
 
-class Explains:
+class Locates:
     """Finds where an overflow began, from what the step was computed from, and says it.
 
     Args:
@@ -136,7 +136,7 @@ class Explains:
         self._replay, self._unreduced = replay, unreduced
 
     def __repr__(self) -> str:
-        return 'on_overflow="explain"'
+        return 'on_overflow="locate"'
 
     def begins(self, engine: Watched, scale: Tensor | None) -> None:
         """Forget passes whose gradients were cleared without a step."""
@@ -149,7 +149,7 @@ class Explains:
     def stepped(self, engine: Watched, step: Step) -> None:
         """Run the calls of a skipped step again, and forget them."""
         if bool(step.skipped):
-            forget = note(self)  # so that no session scales these passes again
+            forget = set_thread_owner(self)  # so that no session scales these passes again
             try:
                 with torch.enable_grad(), self._unreduced():
                     step.overflow = self._replay.locate(step.scale)
@@ -194,5 +194,5 @@ class Raises:
             why="the loss itself is not finite, which no loss scale cures; nothing was updated"
             if bool(judged.failed)
             else f"an overflow{f' under the loss scale {scale:.6g}' if is_scaled else ''}; nothing was updated",
-            write='on_overflow="explain", which says where it began; or on_overflow="skip" to go on',
+            write='on_overflow="locate", which says where it began; or on_overflow="skip" to go on',
         )

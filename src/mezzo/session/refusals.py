@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,9 @@ from mezzo.tensors import LOW, dtype_name
 
 #: The handles of each model that was prepared before.
 Handles = Mapping[nn.Module, list[Prepared]]
-#: What ``on_overflow`` can be.
-REACTIONS: Final = ("skip", "explain", "raise")
+#: The words for ``on_overflow``; ``"explain"`` is the old one for ``"locate"``.
+Reaction: TypeAlias = Literal["skip", "locate", "raise", "explain"]
+_REACTIONS: Final = ("skip", "locate", "raise")
 _ORDER: Final = "MixedPrecision(model, torch.optim.AdamW(model.parameters()), policy): models first, then optimizers"
 
 
@@ -119,8 +120,13 @@ def wrong_options(*, max_grad_norm: Any = None, on_overflow: Any = "skip") -> It
             why="a norm to clip to is positive",
             write="max_grad_norm=1.0; None does not clip",
         )
-    if on_overflow not in REACTIONS:
-        yield unknown_word("on_overflow", on_overflow, REACTIONS)
+    if reaction_of(on_overflow) not in _REACTIONS:
+        yield unknown_word("on_overflow", on_overflow, _REACTIONS)
+
+
+def reaction_of(word: Any) -> Any:
+    """Return what a word for ``on_overflow`` stands for; a wrong word as it is."""
+    return "locate" if word == "explain" else word
 
 
 # Models and optimizers --------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -23,7 +23,15 @@ from mezzo.session.closures import evaluated
 from mezzo.session.engine import Engine
 from mezzo.session.observers import reaction
 from mezzo.session.passes import retaining, run_pass, walk_of
-from mezzo.session.refusals import check_loss, check_session, chosen, models_and_optimizers, wrong_options
+from mezzo.session.refusals import (
+    Reaction,
+    check_loss,
+    check_session,
+    chosen,
+    models_and_optimizers,
+    reaction_of,
+    wrong_options,
+)
 from mezzo.session.state_tree import Stateful
 from mezzo.session.stats import Stats, Step
 from mezzo.session.weights import Weights, handles_of
@@ -45,15 +53,12 @@ class MixedPrecision:
         models: The model, or a list of models. Converted in place where the policy stores them in low precision. One
             that is wrapped first (DistributedDataParallel) is what :func:`mezzo.prepare` returned, or its wrapper.
         optimizers: The optimizer, or a list of them, over parameters of these models.
-        policy: A :class:`Policy`, its text, or the path of a policy file; of prepared models theirs, else ``"O1"``.
+        policy: A :class:`Policy`, its text, or the path of a policy file; that of prepared models, or else O1 in the
+            machine's fast format, when omitted.
         max_grad_norm: Clip the 2-norm of all gradients of a step together to this; ``None`` does not clip.
         on_overflow: What a skipped step does besides: nothing (``"skip"``), say where the overflow began
-            (``"explain"``: the batch is run again with checks) or raise a :class:`NumericsError` (``"raise"``).
+            (``"locate"``: the batch is run again with checks) or raise a :class:`NumericsError` (``"raise"``).
         process_group: The ranks that step together, as one; all of ``torch.distributed``'s when omitted.
-
-    Attributes:
-        engine: The four verbs, over which all call styles stand.
-        weights: The models and optimizers, and what is kept of their FP32 values.
 
     Raises:
         PolicyError: A wrong policy or option, or an optimizer over parameters that are not the models'.
@@ -63,7 +68,7 @@ class MixedPrecision:
 
     **Cost**: per step one pass that reads the gradients (their norm is also the overflow check). mezzo's and torch's
     fused optimizers then unscale, clip and skip in their own kernel; for others one pass multiplies the gradients by
-    clip coefficient / scale, left out where that is 1, and one host sync learns whether to skip. ``"explain"`` keeps
+    clip coefficient / scale, left out where that is 1, and one host sync learns whether to skip. ``"locate"`` keeps
     the inputs and the models' output gradients alive until the step; both it and ``"raise"`` cost one host sync. On
     several ranks one exchange of three numbers, and one of norms where parameters are sharded; no host sync.
 
@@ -94,7 +99,7 @@ class MixedPrecision:
         policy: Policy | str | os.PathLike[str] | None = None,
         *,
         max_grad_norm: float | None = None,
-        on_overflow: Literal["skip", "explain", "raise"] = "skip",
+        on_overflow: Reaction = "skip",
         process_group: ProcessGroup | None = None,
     ) -> None:
         raise_together(wrong_options(max_grad_norm=max_grad_norm, on_overflow=on_overflow))
@@ -104,20 +109,20 @@ class MixedPrecision:
         ranks = Ranks.of(process_group)
         self._is_closed = False
         self._undo = contextlib.ExitStack()
-        self.weights = Weights(trained, given, self._policy, handles)
-        self.weights.convert()
-        self._undo.callback(self.weights.undo)
+        self._weights = Weights(trained, given, self._policy, handles)
+        self._weights.convert()
+        self._undo.callback(self._weights.undo)
         try:
-            scaler = Scaler(self._policy.loss_scale, next(self.weights.updated()).device, shared)
-            self.engine = Engine(self.weights, scaler, ranks, max_grad_norm, plain=self._plain)
-            for undo in (*self.engine.watch(given), *self.engine.watch_models(), guarded(self.engine.writes)):
+            scaler = Scaler(self._policy.loss_scale, next(self._weights.updated()).device, shared)
+            self._engine = Engine(self._weights, scaler, ranks, max_grad_norm, plain=self._plain)
+            for undo in (*self._engine.watch(given), *self._engine.watch_models(), guarded(self._engine.writes)):
                 self._undo.callback(undo)
-            self.engine.plan_anew()  # told of its own hooks
-            self._on_overflow = on_overflow
-            looks, end = reaction(on_overflow, self.weights, self.no_sync)
+            self._engine.plan_anew()  # told of its own hooks
+            self._on_overflow: str = reaction_of(on_overflow)
+            looks, end = reaction(self._on_overflow, self._weights, self.no_sync)
             self._undo.callback(end)
             if looks is not None:
-                self.engine.observers.append(looks)
+                self._engine.observers.append(looks)
             # Apart, since it outlives a session that is dropped, and holds nothing of it.
             self._names = contextlib.ExitStack()
             weakref.finalize(self, self._names.close)
@@ -131,7 +136,7 @@ class MixedPrecision:
     def __repr__(self) -> str:
         if self._is_closed:
             return f"{type(self).__name__}(closed)"
-        names = ", ".join(type(each).__name__ for each in (*self.weights.models, *self.weights.optimizers))
+        names = ", ".join(type(each).__name__ for each in (*self._weights.models, *self._weights.optimizers))
         return f"{type(self).__name__}({names}, policy={str(self.policy)!r})"
 
     def __reduce__(self) -> Any:
@@ -169,12 +174,12 @@ class MixedPrecision:
     @property
     def max_grad_norm(self) -> float | None:
         """What the 2-norm of a step's gradients is clipped to; it may be set between steps."""
-        return self.engine.max_grad_norm
+        return self._engine.max_grad_norm
 
     @max_grad_norm.setter
     def max_grad_norm(self, value: float | None) -> None:
         raise_together(wrong_options(max_grad_norm=value))
-        self.engine.max_grad_norm = value
+        self._engine.max_grad_norm = value
 
     @property
     def on_overflow(self) -> str:
@@ -184,20 +189,20 @@ class MixedPrecision:
     @property
     def emulated(self) -> bool:
         """Whether any family of products is computed in FP32 from rounded operands on this device."""
-        return self.weights.region().emulated
+        return self._weights.region().emulated
 
     @property
     def loss_scale(self) -> Tensor:
         """The loss scale now, 0-d float32."""
-        return self.engine.scaler.state.scale
+        return self._engine.scaler.state.scale
 
     def stats(self) -> Stats:
         """Return how many steps there were, how many were skipped, and how the loss scale moved; a host sync."""
-        return self.engine.account.stats()
+        return self._engine.account.stats()
 
     def master_params(self, optimizer: Optimizer | None = None) -> Iterator[Tensor]:
         """Yield the parameters that one optimizer, or all, update: they are FP32. apex calls them so."""
-        return self.weights.updated(optimizer)
+        return self._weights.updated(optimizer)
 
     # The loop -------------------------------------------------------------------------------------------
 
@@ -205,7 +210,7 @@ class MixedPrecision:
     def autocast(self) -> region.autocast:
         """Return the region to run the forward pass and the loss in."""
         self._require_open("autocast")
-        return self.weights.region()
+        return self._weights.region()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Let forward passes in here, and their backward passes, exchange no gradients between ranks.
@@ -214,7 +219,7 @@ class MixedPrecision:
         a step. On one rank it does nothing.
         """
         self._require_open("no_sync")
-        return self.engine.no_sync()
+        return self._engine.no_sync()
 
     def backward(self, loss: Tensor, optimizers: Optimizer | Iterable[Optimizer] | None = None, **kwargs: Any) -> None:
         """Scale a loss and run its backward pass; call it again to accumulate, or for another loss.
@@ -237,10 +242,10 @@ class MixedPrecision:
         """
         self._require_open("backward")
         check_loss(loss)
-        engine, wanted = self.engine, chosen(optimizers, self.weights.optimizers)
+        engine, wanted = self._engine, chosen(optimizers, self._weights.optimizers)
         engine.follow()
         windows = engine.windows
-        if len(wanted) < len(self.weights.optimizers):
+        if len(wanted) < len(self._weights.optimizers):
             windows = [window for window in windows if not set(window.plan.optimizers).isdisjoint(wanted)]
             leaves = [leaf for window in windows for leaf in window.plan.leaves_of(wanted) if leaf.requires_grad]
             if not leaves:
@@ -253,7 +258,7 @@ class MixedPrecision:
             inputs = kwargs["inputs"] = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
 
         def run(scaled: tuple[Any, ...]) -> None:
-            self.weights.region().run_backward(*scaled, **kwargs)
+            self._weights.region().run_backward(*scaled, **kwargs)
 
         creates_graph, walk = bool(kwargs.get("create_graph")), None
         if engine.scale_now is not None:
@@ -296,7 +301,7 @@ class MixedPrecision:
         """
         self._require_open("grad")
         given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        return self.engine.grad(outputs, given, create_graph=create_graph, **kwargs)
+        return self._engine.grad(outputs, given, create_graph=create_graph, **kwargs)
 
     def unscale_(self, optimizers: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Make the gradients FP32 and unscaled now, so that they can be looked at or edited before ``step``.
@@ -313,7 +318,7 @@ class MixedPrecision:
         **Cost**: two passes over the gradients, no host sync.
         """
         self._require_open("unscale_")
-        self.engine.unscale_(chosen(optimizers, self.weights.optimizers))
+        self._engine.unscale_(chosen(optimizers, self._weights.optimizers))
 
     @never_compiled  # the check and the update decide on the host: torch.compile breaks the graph here
     def step(
@@ -355,8 +360,8 @@ class MixedPrecision:
             and callable(optimizers)
         ):
             raise PolicyError("a closure stands in the place of the optimizers", write="amp.step(closure=closure)")
-        stepping = chosen(optimizers, self.weights.optimizers)
-        return self.engine.step(stepping) if closure is None else evaluated(self.engine, stepping, closure)
+        stepping = chosen(optimizers, self._weights.optimizers)
+        return self._engine.step(stepping) if closure is None else evaluated(self._engine, stepping, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients, and forget unfinished accumulation windows.
@@ -365,8 +370,8 @@ class MixedPrecision:
             set_to_none: Let go of them; otherwise they become zeros.
         """
         self._require_open("zero_grad")
-        self.engine.writes.require_whole()
-        self.engine.clear(set_to_none)
+        self._engine.writes.require_whole()
+        self._engine.clear(set_to_none)
 
     # State ----------------------------------------------------------------------------------------------
 
@@ -379,7 +384,7 @@ class MixedPrecision:
         **Cost**: a host sync.
         """
         self._require_open("state_dict")
-        return state_tree.save(self.engine, self.policy)
+        return state_tree.save(self._engine, self.policy)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned, or another system's scaler; those of model and optimizer in any order.
@@ -388,16 +393,29 @@ class MixedPrecision:
             StateError: The state of another model, or none at all; nothing was loaded. Or inside a window.
         """
         self._require_open("load_state_dict")
-        state_tree.load(self.engine, self.policy, state_dict)
+        state_tree.load(self._engine, self.policy, state_dict)
 
     def stateful(self) -> Stateful:
         """Return model, optimizers and session as one value for ``torch.distributed.checkpoint``: see there."""
         self._require_open("stateful")
-        return Stateful(self.engine, self.policy)
+        return Stateful(self._engine, self.policy)
 
     def close(self) -> None:
         """Undo the preparation: FP32 weights, no bit of which is lost, and the optimizers as they were built."""
         if not self._is_closed:
-            self.engine.clear()
+            self._engine.clear()
             self._undo.close()
             self._is_closed = True
+
+
+# For the rooms of mezzo that drive a session; users have no need of them ------------------------------------
+
+
+def engine_of(session: MixedPrecision) -> Engine:
+    """Return the engine of a session: the four verbs over which all call styles stand."""
+    return session._engine
+
+
+def weights_of(session: MixedPrecision) -> Weights:
+    """Return the models and optimizers of a session, with the policy that was carried out on them."""
+    return session._weights

@@ -60,7 +60,7 @@ class Step:
         scale: 0-d float32: the loss scale that the gradients carried.
         next_scale: 0-d float32: the loss scale from now on.
         grad_norm: 0-d float32: 2-norm of all unscaled gradients, before clipping.
-        overflow: Where the overflow began, with ``on_overflow="explain"``; ``None`` for a step that was taken.
+        overflow: Where the overflow began, with ``on_overflow="locate"``; ``None`` for a step that was taken.
     """
 
     skipped: Tensor
@@ -232,14 +232,14 @@ class StepAccount:
                 f"the loss was not finite for {self._failures} steps in a row",
                 where=f"step {step}",
                 why="the forward pass or the data overflowed, which no loss scale can cure",
-                write='MixedPrecision(…, on_overflow="explain"), which says where it began; docs/nan.md has the rest',
+                write='MixedPrecision(…, on_overflow="locate"), which says where it began; docs/nan.md has the rest',
             )
         elif floor_overflows >= patience:
             self._error = self._collapse(step, scale, int(floor_overflows), outcome.params, norms)
 
     def _stands_still(self, step: int, scale: float) -> str:
         config = self._config
-        write = ['MixedPrecision(…, on_overflow="explain"), which says where it began; docs/nan.md has the rest']
+        write = ['MixedPrecision(…, on_overflow="locate"), which says where it began; docs/nan.md has the rest']
         if config.mode == "none":
             where, why = "no loss scale", "the loss or its gradients are not finite"
         elif self._failures >= _MANY:
@@ -266,7 +266,7 @@ class StepAccount:
             f"the loss scale collapsed: {overflows} overflows in a row at its floor, {scale:.6g}",
             where=f"step {step}, {guilty if bad else 'finite as they stand, infinite once unscaled'}",
             why="no scale makes these gradients finite: the overflow comes from the model, the loss or the data",
-            write='MixedPrecision(…, on_overflow="explain"), which says where (docs/nan.md); or a policy in bfloat16: '
+            write='MixedPrecision(…, on_overflow="locate"), which says where (docs/nan.md); or a policy in bfloat16: '
             'Policy.O1("bfloat16"), the text O1,dtype=bfloat16',
         )
 

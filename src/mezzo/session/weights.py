@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from mezzo import sharded
 from mezzo.cast.casts import cast_floating
+from mezzo.cast.device import usual_policy
 from mezzo.cast.model.checks import preparations_in
 from mezzo.cast.model.prepare import Prepared
 from mezzo.cast.products import Memory
@@ -26,34 +27,42 @@ from mezzo.session.refusals import Handles
 from mezzo.tensors import LOW
 
 
-def handles_of(given: list[nn.Module | Prepared], policy: Any) -> tuple[list[nn.Module], Handles, Policy]:
+def handles_of(subjects: list[nn.Module | Prepared], policy: Any) -> tuple[list[nn.Module], Handles, Policy]:
     """Return the models, the handles of those that were prepared before, and the policy of all.
 
     Args:
-        given: Models, and what :func:`mezzo.prepare` returned of some.
-        policy: A policy, or what :meth:`Policy.of` takes; ``None`` for that of prepared models, else ``"O1"``.
+        subjects: Models, or the handles that :func:`mezzo.prepare` returned.
+        policy: A policy, or what :meth:`Policy.of` takes; ``None`` for that of prepared models, else
+            :func:`usual_policy` of the models' devices.
 
     Raises:
         PolicyError: A model was prepared with another policy.
-        StateError: One was prepared only in part, as part of a larger one, or is not what it was prepared to be.
+        StateError: A model was prepared only in part, as part of a larger one, or was changed since.
     """
-    models = [each.model if isinstance(each, Prepared) else each for each in given]
-    found = {
-        model: [each] if isinstance(each, Prepared) else preparations_in(model)
-        for model, each in zip(models, given, strict=True)
-    }
-    every = [handle for handles in found.values() for handle in handles]
-    asked = Policy.of(policy) if policy is not None else every[0].asked if every else Policy.of("O1")
-    for handle in every:
-        if handle.asked != asked:
+    models, handles_by_model = list[nn.Module](), dict[nn.Module, list[Prepared]]()
+    for subject in subjects:
+        model, handles = (
+            (subject.model, [subject]) if isinstance(subject, Prepared) else (subject, preparations_in(subject))
+        )
+        models.append(model)
+        handles_by_model[model] = handles
+    all_handles = [handle for handles in handles_by_model.values() for handle in handles]
+    if policy is not None:
+        policy = Policy.of(policy)
+    elif all_handles:
+        policy = all_handles[0].asked
+    else:
+        policy = usual_policy({param.device.type for model in models for param in model.parameters()})
+    for handle in all_handles:
+        if handle.asked != policy:
             raise PolicyError(
                 "the session's policy is not the one that its model was prepared with",
-                where="\n".join(handle.asked.differences(asked)),
+                where="\n".join(handle.asked.differences(policy)),
                 why="prepared → session",
                 write="MixedPrecision(prepared, optimizer), whose policy is that of prepared",
             )
         handle.require_whole()
-    for model, handles in found.items():
+    for model, handles in handles_by_model.items():
         covered = {id(param) for handle in handles for param in handle.model.parameters()}
         if handles and covered != {id(param) for param in model.parameters()}:
             raise StateError(
@@ -61,7 +70,7 @@ def handles_of(given: list[nn.Module | Prepared], policy: Any) -> tuple[list[nn.
                 where=type(model).__name__,
                 write="MixedPrecision([prepared, …], optimizer) with what mezzo.prepare returned",
             )
-    return models, found, asked
+    return models, handles_by_model, policy
 
 
 class Weights:

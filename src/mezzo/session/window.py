@@ -167,24 +167,25 @@ class Window:
             StateError: A program has put some in the place of those that were cleared while they carried it.
         """
         if self.now.given is False and (names := self.written()):
-            raise self.unknown("backward()", names)
+            raise self.unknown("backward() would add to what it has not made", names)
 
     def unknown(self, call: str, names: list[str]) -> StateError:
         """Return the error of a call with gradients of which nothing says whether they carry the loss scale.
 
         Args:
-            call: The call.
-            names: Whose gradients they are.
+            call: What the call would do, or comes before.
+            names: The parameters that have these gradients.
         """
-        made = "amp.backward(loss) makes such that do; what a program writes itself may, and may not"
+        made = "those of amp.backward(loss) do, those of loss.backward() do not, and a program's own may"
         copied = "they may be copies of those that were cleared while they did, or made in another way"
         return StateError(
-            f"{call} before backward(): a program has written these gradients",
+            f"{call}: gradients are there, but not from amp.backward(loss)",
             where=some_of(names),
             why=f"whether they carry the loss scale is not known: {made if self.now.given is None else copied}",
-            write="amp.unscale_() after each amp.backward(loss), before gradients are read; or amp.grad(loss, params), "
-            "which returns them without it;\nor mezzo.attach(model, optimizer, policy), where loss.backward() leaves "
-            'them without it; or a policy in bfloat16: Policy.O1("bfloat16"), the text O1,dtype=bfloat16',
+            write="amp.backward(loss) in place of loss.backward(); or amp.unscale_() after each amp.backward(loss), "
+            "before gradients are read;\nor amp.grad(loss, params), which returns them without the scale; or "
+            "mezzo.attach(model, optimizer, policy), where\nloss.backward() leaves them without it; or a policy in "
+            'bfloat16: Policy.O1("bfloat16"), the text O1,bf16',
         )
 
     @torch.no_grad()
@@ -270,7 +271,7 @@ class Window:
             for leaf in plan.halves:
                 if leaf.grad is None:
                     cell = leaf.cell
-                    is_low = cell.uses == _ONE_CAST and cell.wide is None and id(leaf) not in hooked
+                    is_low = cell.uses == _ONE_CAST and cell.decoded is None and id(leaf) not in hooked
                     leaf.grad_dtype = leaf.hi.dtype if is_low else leaf.dtype
 
     @torch.no_grad()

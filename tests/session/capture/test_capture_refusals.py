@@ -6,6 +6,7 @@ from torch import nn
 
 import mezzo
 from mezzo import PolicyError, StateError, UnsupportedError
+from mezzo.session.session import engine_of
 
 from ...support.refusals import bits
 from .loops import Loop, batch, batches
@@ -15,7 +16,7 @@ FIRST = 3
 # Sessions -------------------------------------------------------------------------------------------------
 
 SESSIONS = {
-    r'(?s)is looked at.*where  on_overflow="explain"': lambda: Loop(on_overflow="explain"),
+    r'(?s)is looked at.*where  on_overflow="locate"': lambda: Loop(on_overflow="locate"),
     r'(?s)is looked at.*where  on_overflow="raise".*on_overflow="skip"': lambda: Loop(on_overflow="raise"),
     "AdamW cannot be captured(?s:.*)group 0, no kernel that skips": lambda: Loop(
         make=lambda groups: torch.optim.AdamW(groups, lr=1e-2)
@@ -59,7 +60,7 @@ def test_a_loop_by_calls_of_its_own_is_refused():
 def test_several_ranks_and_devices_are_refused(monkeypatch):
     loop = Loop()
     loop.model.register_buffer("elsewhere", torch.empty(1, device="meta"))
-    monkeypatch.setattr(loop.amp.engine.ranks, "size", 2)
+    monkeypatch.setattr(engine_of(loop.amp).ranks, "size", 2)
     with pytest.raises(UnsupportedError) as caught:
         loop.captured()
     assert "a step of several ranks cannot be captured\n" in str(caught.value)

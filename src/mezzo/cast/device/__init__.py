@@ -6,14 +6,23 @@ itself, and the decision. Which precision an op gets is not decided here: that i
 
 from mezzo.cast.device.child import FAMILIES, Family
 from mezzo.cast.device.claims import Claim
-from mezzo.cast.device.decide import Action, Choice, arithmetic, emulated_families, fast_format, intended, probe
+from mezzo.cast.device.decide import (
+    Action,
+    Choice,
+    arithmetic,
+    emulated_families,
+    fast_format,
+    intended,
+    probe,
+    usual_policy,
+)
 from mezzo.cast.device.probing import (
     ISA_LIMIT,
     ISA_VARIABLE,
     DeviceReport,
     FamilySupport,
     FormatSupport,
-    default_kinds,
+    default_device_types,
     devices,
     isa_setting,
     processor,
@@ -30,5 +39,5 @@ __all__ = [
     "Family",
     "FamilySupport",
 ]
-__all__ += ["FormatSupport", "arithmetic", "default_kinds", "devices", "emulated_families", "fast_format"]
-__all__ += ["intended", "isa_setting", "probe", "processor"]
+__all__ += ["FormatSupport", "arithmetic", "default_device_types", "devices", "emulated_families", "fast_format"]
+__all__ += ["intended", "isa_setting", "probe", "processor", "usual_policy"]

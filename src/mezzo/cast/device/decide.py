@@ -28,6 +28,7 @@ from mezzo.cast.device.probing import (
     survives_here,
 )
 from mezzo.errors import UnsupportedError, message
+from mezzo.policy import Policy
 from mezzo.releases import private
 from mezzo.tensors import dtype_name
 
@@ -262,3 +263,17 @@ def fast_format(kinds: Container[str]) -> torch.dtype:
     formats = probe(next((kind for kind in present if kind in kinds), present[0])).formats
     half, brain = (formats[dtype].families["products"] for dtype in (torch.float16, torch.bfloat16))
     return torch.float16 if half.fast and not brain.fast else torch.bfloat16
+
+
+def usual_policy(device_types: Container[str]) -> Policy:
+    """Return the policy where none is given, in every style: O1 in the fast format of this machine.
+
+    Args:
+        device_types: As for :func:`fast_format`.
+
+    Cost:
+        That of :func:`probe`.
+    """
+    policy = Policy.O1(fast_format(device_types))
+    logger.info("no policy is given: %s, in the format for this machine (mezzo doctor says why)", policy)
+    return policy

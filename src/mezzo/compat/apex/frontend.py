@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.cast.device import default_kinds
+from mezzo.cast.device import default_device_types
 from mezzo.cast.model.prepare import prepare
 from mezzo.compat.apex.functions import REGISTERED
 from mezzo.errors import PolicyError, StateError, message, nearest, not_switches, raise_together, shown, some_of
@@ -21,6 +21,7 @@ from mezzo.policy import Policy
 from mezzo.scale import LossScale
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
+from mezzo.session.session import engine_of, weights_of
 from mezzo.tensors import dtype_of
 
 # The options of ``amp.initialize`` as a policy, and what they contradict each other in.
@@ -364,19 +365,19 @@ def scale_loss(
         yield loss
         return
     named = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
-    if foreign := [type(each).__name__ for each in named if _inner(each) not in session.weights.optimizers]:
+    if foreign := [type(each).__name__ for each in named if _inner(each) not in weights_of(session).optimizers]:
         what = "amp.scale_loss was given an optimizer that amp.initialize was not"
         raise PolicyError(what, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
     if loss_id:
         _AMP.share_one_scale()
-    yield session.engine.scale(loss)
+    yield engine_of(session).scale(loss)
 
 
 @contextlib.contextmanager
 def disable_casts() -> Iterator[None]:
     """Cast nothing in here: for a part of a model's forward pass at O1 and O2."""
     with contextlib.ExitStack() as stack:
-        for kind in dict.fromkeys(("cpu", *default_kinds())) if _AMP.is_running else ():
+        for kind in dict.fromkeys(("cpu", *default_device_types())) if _AMP.is_running else ():
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
@@ -406,8 +407,8 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
     """
     found: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
     if (session := _AMP.training("amp.state_dict")) is not None:
-        session.engine.update()  # what the last step has found counts
-        state = session.engine.scaler.state_dict()
+        engine_of(session).update()  # what the last step has found counts
+        state = engine_of(session).scaler.state_dict()
         found[f"{_SCALER}0"] = {"loss_scale": state["scale"], "unskipped": state["clean_steps"]}
     return found
 

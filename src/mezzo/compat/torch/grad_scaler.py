@@ -186,7 +186,7 @@ class GradScaler(EngineScaler):
         if is_seen and optimizer not in self._unchecked:
             return is_alone and not has_gradient(optimizer)  # they were cleared since
         if self._given is None or (is_seen and not idles) or (not has_gradient(optimizer) and is_alone and not idles):
-            raise _unchecked(call, optimizer)
+            raise _unchecked(call, optimizer, is_scaled=self._given is not None)
         if idles:
             self._seen[optimizer] = False
             self._unchecked.add(optimizer)
@@ -321,8 +321,11 @@ class GradScaler(EngineScaler):
         self.load_state_dict(state["state"])
 
 
-def _unchecked(call: str, optimizer: Optimizer) -> UncheckedError:
-    return UncheckedError(f"{call}() before backward()", where=type(optimizer).__name__, write=SCALERS_ORDER)
+def _unchecked(call: str, optimizer: Optimizer, *, is_scaled: bool) -> UncheckedError:
+    what = f"{call}() before backward()"
+    if not is_scaled and has_gradient(optimizer):
+        what += ": gradients are there, but not from scaler.scale(loss).backward()"
+    return UncheckedError(what, where=type(optimizer).__name__, write=SCALERS_ORDER)
 
 
 def _type_of(device: Any) -> str:
