@@ -1,7 +1,7 @@
 """C++ source of both passes: pass 2 from its one pure function (:mod:`.source`), pass 1 as it stands here.
 
-Pass 2 computes in vectors (:mod:`.vectors`); no header of torch's or of the processor's, so that kernels compile in
-tenths of a second.
+Pass 2 computes in vectors (:mod:`mezzo.emit.vectors`); no header is torch's or the processor's, so that kernels
+compile in tenths of a second.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from mezzo.emit.cpp import CPP as NUMBERS
 from mezzo.emit.cpp import headers
 from mezzo.emit.tracing import Dialect, Line, Of
+from mezzo.emit.vectors import VECTORS
 from mezzo.step.executors.source import ORDER, written
-from mezzo.step.executors.vectors import VECTORS
 from mezzo.step.moments import GROUP
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule

@@ -56,9 +56,9 @@ INLINE void write(int32_t* to, I v) { std::memcpy(to, &v, sizeof v); }
     V v; __asm__(instruction " %1, %0" : "=v"(v) : "m"(at(from))); return v; }
 #define READ_BITS(T, instruction) READ(T, I, instruction)
 #else
-template <class T> using Narrow = T __attribute__((vector_size(W * sizeof(T))));
 #define READ_BITS(T, instruction) INLINE I read(const T* from) { \
-    Narrow<T> v; std::memcpy(&v, from, sizeof v); return __builtin_convertvector(v, I); }
+    T v __attribute__((vector_size(W * sizeof(T)))); \
+    std::memcpy(&v, from, sizeof v); return __builtin_convertvector(v, I); }
 #endif
 READ_BITS(int8_t, "vpmovsxbd")
 READ_BITS(uint8_t, "vpmovzxbd")
@@ -100,7 +100,8 @@ INLINE void write(uint16_t* to, I v) {
 INLINE void write(bfloat16* to, F v) { write(reinterpret_cast<uint16_t*>(to), shifted(bits<I>(v), 16)); }
 #else
 #define WRITE(T) INLINE void write(T* to, I v) { \
-    const Narrow<T> narrow = __builtin_convertvector(v, Narrow<T>); std::memcpy(to, &narrow, sizeof narrow); }
+    using Narrow = T __attribute__((vector_size(W * sizeof(T)))); \
+    const Narrow narrow = __builtin_convertvector(v, Narrow); std::memcpy(to, &narrow, sizeof narrow); }
 WRITE(int8_t)
 WRITE(uint8_t)
 WRITE(int16_t)
