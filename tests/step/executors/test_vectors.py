@@ -1,5 +1,6 @@
 """Pass 2 in vectors: the bits of any width, other processors, and how many instructions an element takes."""
 
+import dataclasses
 import shutil
 import subprocess
 
@@ -15,7 +16,19 @@ from mezzo.step.executors.cpp_source import update_source
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import rule
 
-from .implementations import BF16, FP16, FP32, INT8, INT16, Implementation
+from .implementations import (
+    BF16,
+    FP16,
+    FP32,
+    INT8,
+    INT16,
+    Implementation,
+    assert_same,
+    bucket_of,
+    copied,
+    pure_step,
+    take,
+)
 from .test_contract import check_case
 from .test_cpp import COMPILERS
 
@@ -66,6 +79,22 @@ def test_the_largest_of_each_row_is_in_its_own_lane():
     found = torch.zeros(32, dtype=torch.int32)
     cpp.built(headers(()) + VECTORS + LARGEST)(lanes, found, 32)
     assert found.tolist() == lanes.amax(1).tolist()
+
+
+def test_what_lies_beyond_a_tensor_is_of_no_group():
+    """Of a rule whose moments are largest where everything is zero."""
+    lion = rule("lion")
+
+    def apply(gradient, weight, states, numbers):
+        return weight, (1.0 - states[0] - gradient,)
+
+    odd = dataclasses.replace(lion, name="lion_of_beyond", apply=apply)
+    mine = bucket_of("lion", SPLIT, BF16, [(50,)], state_dtype=INT8)
+    mine = dataclasses.replace(mine, rule=odd)
+    theirs, executor = copied(mine), Cpp()
+    gradients = [torch.full((50,), 0.75)]
+    pure_step(theirs, gradients, take(executor, mine, executor.update_of(mine), gradients, inverse=1.0))
+    assert_same(mine, theirs, True)
 
 
 # Compiled for one processor, on another ---------------------------------------------------------------------
