@@ -54,7 +54,7 @@ FAULTS = (
          "found = flag",
          "tests/session/test_plain_loops.py::test_what_a_pass_has_found_is_skipped_whatever_is_done_to_gradients_after",
          "what one pass has found would be lost with the next one"),
-        ("window: cleared gradients leave theirs behind", "scale=scale, made_with=scale, found=None, losses=(), passes=1",
+        ("window: cleared gradients leave theirs behind", "scale=scale, made_with=scale, found_inf=None, losses=(), passes=1",
          "scale=scale, made_with=scale, passes=1",
          "tests/session/test_windows.py::test_clearing_all_begins_a_new_window",
          "an overflow of a window that was given up would skip the next step"),

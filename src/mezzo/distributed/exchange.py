@@ -35,11 +35,11 @@ class Shards:
     """Over which ranks parameters are sharded; both in an order that is the same on all ranks.
 
     Attributes:
-        places: By ``id`` of a sharded parameter its place among all of them.
+        indices: By ``id`` of a sharded parameter its place among all of them.
         groups: By group of ranks that holds shards the places of the parameters that it holds.
     """
 
-    places: dict[int, int] = field(default_factory=dict)
+    indices: dict[int, int] = field(default_factory=dict)
     groups: dict[Any, list[int]] = field(default_factory=dict)
 
 
@@ -111,15 +111,15 @@ class Ranks:
             PolicyError: See :meth:`require_within`.
             UnsupportedError: A parameter is a sum over ranks that was never taken.
         """
-        found = Shards()
+        shards = Shards()
         for param in filter(is_distributed, params):
-            if id(param) not in found.places and (groups := _groups_of(param, name_of)):
-                place = found.places[id(param)] = len(found.places)
+            if id(param) not in shards.indices and (groups := _groups_of(param, name_of)):
+                index = shards.indices[id(param)] = len(shards.indices)
                 for group in groups:
-                    found.groups.setdefault(group, []).append(place)
-        for group in found.groups:
+                    shards.groups.setdefault(group, []).append(index)
+        for group in shards.groups:
             self.require_within(group, "parameters are sharded over")
-        return found
+        return shards
 
     def require_within(self, group: dist.ProcessGroup, what: str) -> None:
         """Refuse to share gradients with ranks that do not step with this one: their loss scale may be another.
@@ -163,23 +163,25 @@ class Ranks:
         shards = self.shards
         if not shards.groups:
             return norms
-        found, own = list(norms.unbind()), norms.double().square().unbind()
+        whole_norms, own = list(norms.unbind()), norms.double().square().unbind()
         at = {
-            place: number for number, key in enumerate(map(id, params)) if (place := shards.places.get(key)) is not None
+            index: number
+            for number, key in enumerate(map(id, params))
+            if (index := shards.indices.get(key)) is not None
         }
         # All sharded parameters, whatever has a gradient here: ranks that differ in that exchange as many numbers.
         zero = norms.new_zeros((), dtype=torch.float64)
-        squares = [own[at[place]] if place in at else zero for place in range(len(shards.places))]
-        for group, held in shards.groups.items():
-            part = torch.stack([squares[place] for place in held])
+        squares = [own[at[index]] if index in at else zero for index in range(len(shards.indices))]
+        for group, indices in shards.groups.items():
+            part = torch.stack([squares[index] for index in indices])
             self._reduce(part, dist.ReduceOp.SUM, group, "the norms of gradients")
-            for place, whole in zip(held, part.unbind(), strict=True):
-                squares[place] = whole
+            for index, whole in zip(indices, part.unbind(), strict=True):
+                squares[index] = whole
         sums = torch.stack(squares)
         wholes = sums.masked_fill(sums > _LARGEST, torch.inf).sqrt().float().unbind()
-        for place, number in at.items():
-            found[number] = wholes[place]
-        return torch.stack(found) if found else norms
+        for index, number in at.items():
+            whole_norms[number] = wholes[index]
+        return torch.stack(whole_norms) if whole_norms else norms
 
     def agree(
         self, found_inf: Tensor, failed: Tensor, *, step: int, largest: Sequence[Tensor] = ()
@@ -207,14 +209,14 @@ class Ranks:
         numbers = torch.stack([found_inf, failed, torch.zeros_like(found_inf), torch.ones_like(found_inf)]).float()
         if self.is_behind:
             numbers[2:].copy_(torch.tensor([self._number, 0.0]))
-        numbers = torch.cat([numbers, *(each.flatten().to(numbers.device) for each in largest)])
+        numbers = torch.cat([numbers, *(extra.flatten().to(numbers.device) for extra in largest)])
         self._reduce(numbers, dist.ReduceOp.MAX, self.group, f"step {step}")
         (found_inf, failed, absent, keeps_up), others = numbers[:4].unbind(), numbers[4:]
         absent = absent * keeps_up
         self.is_behind = self.is_behind and bool(absent)
-        for each in largest:
-            each.copy_(others[: each.numel()].view_as(each))
-            others = others[each.numel() :]
+        for extra in largest:
+            extra.copy_(others[: extra.numel()].view_as(extra))
+            others = others[extra.numel() :]
         if numbers.device.type == "cpu" and (error := self.ended_by(float(absent), step)) is not None:
             raise error
         return found_inf + absent > 0, failed + absent > 0, absent
@@ -234,7 +236,7 @@ class Ranks:
             if not self._has_summed:
                 self.norms([], torch.zeros(0, device=device))
             self._has_summed = False
-            numbers = [0.0, 0.0, self._number, 1.0, *[0.0] * sum(each.numel() for each in largest)]
+            numbers = [0.0, 0.0, self._number, 1.0, *[0.0] * sum(extra.numel() for extra in largest)]
             self._reduce(torch.tensor(numbers, device=device), dist.ReduceOp.MAX, self.group, f"step {step}")
 
     def fall_behind(self, error: BaseException) -> None:
@@ -401,7 +403,7 @@ class Wrappers:
         self._pauses += 1
         try:
             if self._pauses == 1:
-                for wrapper in (*self._met, *(each for each in models if isinstance(each, DistributedDataParallel))):
+                for wrapper in (*self._met, *(model for model in models if isinstance(model, DistributedDataParallel))):
                     self._pause(wrapper)
                 for unit in units:
                     unit.set_requires_gradient_sync(False, recurse=False)

@@ -88,8 +88,10 @@ def plug(
             why="torch.nn.DataParallel copies the model for each batch, without what the session has made of it",
             write="torchrun --nproc-per-node N script.py; or CUDA_VISIBLE_DEVICES=0",
         )
-    kind = type(trainer)
-    plugged.__class__ = type(f"Mezzo{kind.__name__}", (_Plugged, kind), {"__module__": kind.__module__})
+    trainer_class = type(trainer)
+    plugged.__class__ = type(
+        f"Mezzo{trainer_class.__name__}", (_Plugged, trainer_class), {"__module__": trainer_class.__module__}
+    )
     plugged.policy, plugged._on_overflow = policy, on_overflow
     return trainer
 

@@ -261,7 +261,7 @@ class LossScale:
         return ScaleState.made(self.init, counts, device)
 
 
-_DEFAULTS: Mapping[str, Any] = MappingProxyType({each.name: each.default for each in dataclasses.fields(LossScale)})
+_DEFAULTS: Mapping[str, Any] = MappingProxyType({field.name: field.default for field in dataclasses.fields(LossScale)})
 
 
 # Fields -----------------------------------------------------------------------------------------------
@@ -334,8 +334,8 @@ def _unknown_fields(names: Collection[str], where: str) -> Iterator[PolicyError]
     """Yield a problem for each name that is no field of a dynamic scale."""
     for name in names:
         if name not in _FIELDS:
-            near = closest(name, _FIELDS) or "interval"
-            write = "init=2**16" if near == "init" else _FIELDS[near].write
+            suggestion = closest(name, _FIELDS) or "interval"
+            write = "init=2**16" if suggestion == "init" else _FIELDS[suggestion].write
             yield PolicyError(f"unknown field {name!r}", where=where, why=nearest(name, _FIELDS), write=write)
 
 

@@ -52,7 +52,7 @@ _ATTACHING: Final = threading.RLock()
 
 def attached_now() -> AttachedPrecision | None:
     """Return the session that is attached to the passes of this process, if there is one."""
-    return next((found for here in reversed(_NOW.now) if (found := here()) is not None), None)
+    return next((session for here in reversed(_NOW.now) if (session := here()) is not None), None)
 
 
 def attach(
@@ -182,8 +182,8 @@ class AttachedPrecision(MixedPrecision):
                 self._autograd_engine, self._engine.has_door = vars(place)[name], True
             if "schedulers" in self._binds and hold_schedulers:
                 self._schedules = _Schedules()
-                for kind in dict.fromkeys(_kinds(LRScheduler)):
-                    self._bind_torchs(kind, "step", _hold)
+                for cls in dict.fromkeys(_kinds(LRScheduler)):
+                    self._bind_torchs(cls, "step", _hold)
         except BaseException:
             self.close()
             raise
@@ -210,22 +210,22 @@ class AttachedPrecision(MixedPrecision):
         weights, engine = self._weights, self._engine
         _, given = models_and_optimizers(weights.models, listed(optimizers))
         check_optimizers(weights.models, given, self.policy)
-        new = {id(param) for each in given for param in weights.leaves(each)}
-        engine.follow()
-        near = [window for window in engine.windows if not window.plan.ids.isdisjoint(new)]
-        if any(window.now.passes and window.has_gradients() for window in near):
+        new = {id(param) for optimizer in given for param in weights.leaves(optimizer)}
+        engine.replan()
+        overlapping = [window for window in engine.windows if not window.plan.ids.isdisjoint(new)]
+        if any(window.now.passes and window.has_gradients() for window in overlapping):
             raise StateError(
                 "optimizers were added inside an accumulation window",
-                where=some_of([type(each).__name__ for each in given]),
+                where=some_of([type(optimizer).__name__ for optimizer in given]),
                 write="amp.step() or amp.zero_grad() first",
             )
         weights.optimizers += given
         try:
             engine.plan_anew()
         except BaseException:
-            weights.optimizers[:] = [each for each in weights.optimizers if each not in given]
+            weights.optimizers[:] = [optimizer for optimizer in weights.optimizers if optimizer not in given]
             raise
-        weights.take(given)
+        weights.prepare_optimizers(given)
         for undo in engine.watch(given):
             self._undo.callback(undo)
         self._take_over(given)
@@ -243,21 +243,25 @@ class AttachedPrecision(MixedPrecision):
 
     def _carry_with(self, optimizer: Optimizer) -> None:
         """Have an optimizer's state dict carry the session's state: a wrapper's may be made of an inner one's alone."""
-        inner = (each for each in inner_optimizers(optimizer) if each not in self._weights.optimizers)
-        for place in (optimizer, *inner):
-            complete(place)
+        inner = (
+            inner_optimizer
+            for inner_optimizer in inner_optimizers(optimizer)
+            if inner_optimizer not in self._weights.optimizers
+        )
+        for wrapped in (optimizer, *inner):
+            complete(wrapped)
             loaded: list[Any] = []
 
-            def take(_: Optimizer, found: dict[str, Any], loaded: list[Any] = loaded) -> None:
-                loaded.append(found.pop(CARRIED, None))
+            def take(_: Optimizer, state_dict: dict[str, Any], loaded: list[Any] = loaded) -> None:
+                loaded.append(state_dict.pop(CARRIED, None))
 
             def go_on(_: Optimizer, loaded: list[Any] = loaded) -> None:
                 self.resume(loaded.pop())
 
             for handle in (
-                place.register_state_dict_post_hook(self._carry),
-                place.register_load_state_dict_pre_hook(take),
-                place.register_load_state_dict_post_hook(go_on),
+                wrapped.register_state_dict_post_hook(self._carry),
+                wrapped.register_load_state_dict_pre_hook(take),
+                wrapped.register_load_state_dict_post_hook(go_on),
             ):
                 self._undo.callback(handle.remove)
 
@@ -332,9 +336,11 @@ class AttachedPrecision(MixedPrecision):
         place, name = door()
         if self._autograd_engine in (None, vars(place)[name]) or self._engine.scale_now is None:
             return
-        self._engine.follow()
-        near = [each for each in self._engine.windows if not set(each.plan.optimizers).isdisjoint(optimizers)]
-        if any(window.has_gradients() and not window.now.passes for window in near):
+        self._engine.replan()
+        stepping_windows = [
+            window for window in self._engine.windows if not set(window.plan.optimizers).isdisjoint(optimizers)
+        ]
+        if any(window.has_gradients() and not window.now.passes for window in stepping_windows):
             raise StateError(
                 "backward passes do not go through the session any more",
                 where=f"{door()[0].__qualname__}.{door()[1]} of torch.autograd",
@@ -350,17 +356,17 @@ class AttachedPrecision(MixedPrecision):
 
     # State ------------------------------------------------------------------------------------------------
 
-    def _carry(self, _: Optimizer, found: dict[str, Any]) -> None:
-        found[CARRIED] = state_tree.save(self._engine, self.policy, in_window=True)
+    def _carry(self, _: Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict[CARRIED] = state_tree.save(self._engine, self.policy, in_window=True)
 
-    def resume(self, found: Mapping[str, Any] | None) -> None:
+    def resume(self, carried: Mapping[str, Any] | None) -> None:
         """Go on from the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.
 
         Raises:
             StateError: It is another model's. Nothing was loaded.
         """
-        if found is not None:
-            self.load_state_dict(found)
+        if carried is not None:
+            self.load_state_dict(carried)
 
     def clean_steps(self) -> int:
         """Return how many steps the scale has not moved for, as a ``GradScaler`` saves them; a host sync."""
@@ -407,7 +413,9 @@ def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any
 
     def run(scaled: Callable[[Tensor], Tensor]) -> Any:
         with weights_of(amp).region().around_backward():
-            return plain(roots, tuple(each if each is None else scaled(each) for each in gradients), *asked)
+            return plain(
+                roots, tuple(gradient if gradient is None else scaled(gradient) for gradient in gradients), *asked
+            )
 
     return tuple(engine.differentiated(roots, run))
 
@@ -485,11 +493,11 @@ class _Schedules:
         return not begins and now[0] > total and now[1] == taken
 
 
-def _kinds(kind: type) -> Iterator[type]:
+def _kinds(cls: type) -> Iterator[type]:
     below: type
-    for below in kind.__subclasses__():
+    for below in cls.__subclasses__():
         yield from _kinds(below)
-    yield kind
+    yield cls
 
 
 def _hold(amp: AttachedPrecision, plain: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:

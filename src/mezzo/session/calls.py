@@ -169,7 +169,7 @@ class Calls:
             raise
         finally:
             self._here.inside = inside
-        if type(output) is not Tensor and any(isinstance(each, nn.Parameter) for each in tensors(output)):
+        if type(output) is not Tensor and any(isinstance(part, nn.Parameter) for part in tensors(output)):
             return output
         return given_out(output, self._gives_out) if last is None else last.widen(output)
 
@@ -194,11 +194,11 @@ class Calls:
         """Whether gradients are recorded, and a tensor is given that is none of the models' own, nor a view of one."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return torch.is_grad_enabled() and any(
-                not isinstance(each, nn.Parameter) for each in tensors((args, kwargs))
+                not isinstance(argument, nn.Parameter) for argument in tensors((args, kwargs))
             )
-        given = [each if each._base is None else each._base for each in tensors((args, kwargs))]
-        own = {id(each) for table in self._own for each in table.values()} if given else ()
-        return any(id(each) not in own for each in given)
+        given = [argument if argument._base is None else argument._base for argument in tensors((args, kwargs))]
+        own = {id(tensor) for table in self._own for tensor in table.values()} if given else ()
+        return any(id(tensor) not in own for tensor in given)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
@@ -220,9 +220,9 @@ def _always(_args: Any, _kwargs: Any) -> bool:
     return True
 
 
-def _owner(hooks: Mapping[int, Any], kind: type[K]) -> K | None:
+def _owner(hooks: Mapping[int, Any], hook_class: type[K]) -> K | None:
     """Return what of some kind has put one of a module's hooks there."""
-    return next((owner for owner in map(owner_of, hooks.values()) if isinstance(owner, kind)), None)
+    return next((owner for owner in map(owner_of, hooks.values()) if isinstance(owner, hook_class)), None)
 
 
 @never_compiled
@@ -230,22 +230,22 @@ def _leave_graph() -> None:
     """Have the call that is traced run in Python."""
 
 
-def methods_of(kind: type) -> tuple[str, ...]:
+def methods_of(cls: type) -> tuple[str, ...]:
     """Return the methods of a module's class by which a model may be called.
 
     They are the public ones that are none of ``nn.Module``'s, nor without gradients; ``forward`` of a class of torch's.
     """
-    if kind.__module__.startswith("torch."):
+    if cls.__module__.startswith("torch."):
         return ("forward",)
-    found: dict[str, Any] = {}
-    for each in kind.__mro__:
-        if each is nn.Module:
+    methods: dict[str, Any] = {}
+    for base in cls.__mro__:
+        if base is nn.Module:
             break
-        for name, value in vars(each).items():
-            found.setdefault(name, value)
+        for name, value in vars(base).items():
+            methods.setdefault(name, value)
     return tuple(
         name
-        for name, value in found.items()
+        for name, value in methods.items()
         if isinstance(value, types.FunctionType)
         and not name.startswith("_")
         and (name == "forward" or not hasattr(nn.Module, name))

@@ -95,15 +95,15 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
         _check_records(file, os.fsdecode(path))
         file.seek(0)
         try:
-            found = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
+            contents = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
         except RuntimeError as error:
             if not str(error).startswith(_READER):
                 raise  # it is of the device, say, and not of the file
             raise _damaged(os.fsdecode(path), str(error).partition(". ")[0]) from None
-    states = {name: found[name] for name in parts}
+    states = {name: contents[name] for name in parts}
     for name, part in parts.items():
         part.load_state_dict(states[name])
-    return found
+    return contents
 
 
 def _check_records(file: BinaryIO, path: str) -> None:
@@ -111,7 +111,9 @@ def _check_records(file: BinaryIO, path: str) -> None:
     try:
         with ZipFile(file) as archive:
             # Of what one bit calls a folder torch hands out memory as it finds it.
-            folders = (each.filename for each in archive.infolist() if each.is_dir() or each.external_attr & _FOLDER)
+            folders = (
+                entry.filename for entry in archive.infolist() if entry.is_dir() or entry.external_attr & _FOLDER
+            )
             damaged = archive.testzip() or next(folders, None)
     except Exception as error:  # zipfile raises a dozen kinds over headers that contradict each other
         raise _damaged(path, str(error) or "it ends before its header says") from None

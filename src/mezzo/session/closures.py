@@ -44,7 +44,7 @@ def evaluated(engine: Engine, optimizers: Collection[Optimizer], closure: Callab
     if len(optimizers) != 1:
         raise PolicyError(
             "a closure is for one optimizer",
-            where=f"amp.step(closure=…) for {some_of([type(each).__name__ for each in optimizers])}",
+            where=f"amp.step(closure=…) for {some_of([type(optimizer).__name__ for optimizer in optimizers])}",
             why="each optimizer moves its weights between two evaluations of the loss",
             write="amp.step(optimizers=optimizer, closure=closure), for one after the other",
         )
@@ -58,11 +58,11 @@ def evaluated(engine: Engine, optimizers: Collection[Optimizer], closure: Callab
 
     engine.refuse_capture()
     engine.account.check()
-    engine.follow(writes=True)
+    engine.replan(writes=True)
     engine.writes.require_whole()
     check_numbers(next(iter(optimizers)))
     with torch.no_grad():
-        with engine.told_to_ranks():
+        with engine.errors_sent_to_ranks():
             step = _Evaluations(engine, next(iter(optimizers)), closure).run()
         return engine.accounted(step)
 
@@ -79,7 +79,7 @@ class _Evaluations:
     def run(self) -> Step:
         engine, weights = self._engine, self._engine.weights
         before = [(param, param.detach().clone()) for param in weights.updated(self._optimizer)]
-        restores = [_remembering(each) for each in (self._optimizer, *inner_optimizers(self._optimizer))]
+        restores = [_remembering(optimizer) for optimizer in (self._optimizer, *inner_optimizers(self._optimizer))]
         try:
             with self._writes.stepping():
                 if self._window.now.passes and self._window.has_gradients():
@@ -92,8 +92,8 @@ class _Evaluations:
                 )
         except BaseException as error:
             with uninterrupted():
-                for each in (self._optimizer, *inner_optimizers(self._optimizer)):
-                    stored_again(each)
+                for optimizer in (self._optimizer, *inner_optimizers(self._optimizer)):
+                    stored_again(optimizer)
                 with torch.no_grad():
                     for param, value in before:
                         param.copy_(value)
@@ -188,4 +188,4 @@ def _remembering(optimizer: Optimizer) -> Callable[[], None]:
 
 def _copied(value: Any) -> Any:
     """Copy a tensor, any plain value, and whatever containers hold them."""
-    return copy.deepcopy(value, {id(each): each.detach().clone() for each in tensors(value)})
+    return copy.deepcopy(value, {id(tensor): tensor.detach().clone() for tensor in tensors(value)})

@@ -124,26 +124,28 @@ class Engine:
         plan, windows = self.planned(), list[Window]()
         leaves = [window.plan.leaves for window in self.windows]
         for part in plan.windows:
-            near = [window for window in self.windows if not set(window.plan.optimizers).isdisjoint(part.optimizers)]
-            known = {each for window in near for each in window.plan.optimizers}
-            for one in near if len(near) > 1 or not known.issuperset(part.optimizers) else ():
+            overlapping = [
+                window for window in self.windows if not set(window.plan.optimizers).isdisjoint(part.optimizers)
+            ]
+            known = {optimizer for window in overlapping for optimizer in window.plan.optimizers}
+            for one in overlapping if len(overlapping) > 1 or not known.issuperset(part.optimizers) else ():
                 if one.now.passes:  # what is there carries something else than what joins
-                    one.close(one.now.found)
-            window = near[0] if near and near[0] not in windows else Window(self.weights, part)
-            if near:
-                window.now = near[0].now
-                window.follow(part)
+                    one.close(one.now.found_inf)
+            window = overlapping[0] if overlapping and overlapping[0] not in windows else Window(self.weights, part)
+            if overlapping:
+                window.now = overlapping[0].now
+                window.adopt_plan(part)
             windows.append(window)
         if any(window.carried is not None for window in (*self.windows, *windows)):
-            was = {each: window.carried for window, some in zip(self.windows, leaves, strict=True) for each in some}
-            now = {each: window.carried for window in windows for each in window.plan.leaves}
+            was = {leaf: window.carried for window, some in zip(self.windows, leaves, strict=True) for leaf in some}
+            now = {leaf: window.carried for window in windows for leaf in window.plan.leaves}
             for leaf in was | now:
                 carry_over(leaf, was.get(leaf), now.get(leaf))
             for window in windows:
                 window.now = window.now._replace(marks=window.marks())
         self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
 
-    def follow(self, *, writes: bool = False) -> None:
+    def replan(self, *, writes: bool = False) -> None:
         """Plan anew if something that the session is made of has changed: asked once for each pass and each step.
 
         Args:
@@ -157,13 +159,13 @@ class Engine:
 
         Hooks of modules there are warned of, once, if they see gradients that carry the scale.
         """
-        self.follow()
-        windows, found = list[Window](), set(map(id, walk.leaves))
+        self.replan()
+        windows, reached_ids = list[Window](), set(map(id, walk.leaves))
         if self.plan.is_wrapped:
-            found = self.wrappers.reduced_with(found)
+            reached_ids = self.wrappers.reduced_with(reached_ids)
         for window in self.windows:
             # Of what is gathered a graph shows no parameter.
-            if self.plan.units or not window.plan.ids.isdisjoint(found):
+            if self.plan.units or not window.plan.ids.isdisjoint(reached_ids):
                 windows.append(window)
         if windows and walk.runs_hooks and self.scale_now is not None:
             self.warn_of_modules()
@@ -171,12 +173,12 @@ class Engine:
 
     def others(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
-        known, found = self.plan.ids, list[Any]()
+        known, foreign = self.plan.ids, list[Any]()
         parts = sharded.parts_of(self.plan.units) if self.plan.units else {}
         for leaf in leaves:
             if id(leaf) not in known and not (leaf in parts and id(parts[leaf]) in known):
-                found.append(leaf)
-        return found
+                foreign.append(leaf)
+        return foreign
 
     def watch(self, optimizers: Collection[Optimizer]) -> Iterator[Callable[[], None]]:
         """Refuse steps of optimizers that go behind the engine's back; yield what ends it."""
@@ -285,15 +287,15 @@ class Engine:
             window.end(losses[window], unscales=self.plain)
         if self.plan.is_wrapped:
             self.wrappers.end_pass()
-        self.inner_scales.place = 0
+        self.inner_scales.num_calls = 0
 
     def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
         # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
-        found = with_tensor_hooks([leaf for leaf in others if leaf.numel() > 1]) if others else []
+        hooked = with_tensor_hooks([leaf for leaf in others if leaf.numel() > 1]) if others else []
         for window in windows:
-            found += with_tensor_hooks(window.plan.leaves)
-        if found:
-            names = list(map(self.weights.name_of, found))
+            hooked += with_tensor_hooks(window.plan.leaves)
+        if hooked:
+            names = list(map(self.weights.name_of, hooked))
             self._has_warned = True
             text = message(
                 "hooks of parameters see gradients that carry the loss scale",
@@ -360,7 +362,7 @@ class Engine:
         Raises:
             StateError: None does; or they hold gradients of which nothing says whether they carry the scale.
         """
-        self.follow(writes=call == "step")
+        self.replan(writes=call == "step")
         opened, has_begun = list[Window](), False
         for window in self.windows:
             if set(window.plan.optimizers).isdisjoint(optimizers):
@@ -417,10 +419,10 @@ class Engine:
         self.account.check()
         with uninterrupted():
             if self.ranks.size == 1:
-                step = self._take(optimizers, by)
+                step = self._step(optimizers, by)
             else:
-                with self.told_to_ranks():
-                    step = self._take(optimizers, by)
+                with self.errors_sent_to_ranks():
+                    step = self._step(optimizers, by)
         return self.accounted(step)
 
     def accounted(self, step: Step) -> Step:
@@ -431,7 +433,7 @@ class Engine:
             observer.stepped(self, step)
         return step
 
-    def _take(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
+    def _step(self, optimizers: Collection[Optimizer], by: Callable[..., Any] | None) -> Step:
         if self.writes.broken:
             self.writes.require_whole()
         windows, writers = self._open(optimizers, "step"), list[Writer]()
@@ -439,8 +441,8 @@ class Engine:
             self.warn_of_edits(windows)
         for window in windows:
             writers += window.plan.writers_of(optimizers, asked=by is not None)
-        for each in writers:
-            check_numbers(each.optimizer)
+        for writer in writers:
+            check_numbers(writer.optimizer)
         # An attribute of a parameter in halves costs thrice that of others unless no class is asked for its functions.
         with DisableTorchFunctionSubclass() if by is None and all(map(_IS_OWN, writers)) else nullcontext():
             judged, absent = self.judge(windows, writers)
@@ -467,7 +469,7 @@ class Engine:
             )
 
     @contextmanager
-    def told_to_ranks(self) -> Iterator[None]:
+    def errors_sent_to_ranks(self) -> Iterator[None]:
         """Have an error of this rank, before the ranks have agreed, end the step of all."""
         number = self.account.begun
         try:
@@ -514,10 +516,10 @@ class Engine:
             raise StateError("no parameter has a gradient", write="amp.zero_grad() only after amp.step()")
         for window in windows:
             losses += window.now.losses
-            flags += [] if window.now.found is None else [window.now.found]
+            flags += [] if window.now.found_inf is None else [window.now.found_inf]
             flags += [] if window.now.passes else window.has_skipped()
         if {*map(_DEVICE, (*losses, *flags))} - {self.device}:
-            losses, flags = ([moved(each, self.device) for each in some] for some in (losses, flags))
+            losses, flags = ([moved(value, self.device) for value in some] for some in (losses, flags))
         positions, is_own = alike(gradients), set(map(type, writers)) == {OnePass}
         sizes = norms(gradients, self.device, one_pass=is_own, groups=positions)
         if self.ranks.size > 1:
@@ -527,8 +529,8 @@ class Engine:
         inner, self._inner = [] if self._inner is None else [self._inner], None
         is_told = any(map(_DIVIDES, writers))
         given = scale is not None, self.max_grad_norm is not None, is_told, len(inner), len(losses)
-        found = shared(concluded, given, [sizes, *numbers, *inner, *losses, *flags])
-        grad_norm, found_inf, multiplier, failed, *fused = found
+        results = shared(concluded, given, [sizes, *numbers, *inner, *losses, *flags])
+        grad_norm, found_inf, multiplier, failed, *fused = results
         absent = None
         if self.ranks.size > 1:
             largest = [memory.window for memory in self.plan.memories]
@@ -560,7 +562,7 @@ class Engine:
     def finish(self, windows: list[Window], judged: Judged, absent: Tensor | None) -> Step:
         """End a step whose writes are done: adapt the scale, and account for it."""
         verdict, now = judged.verdict, self.scaler.state.scale
-        self.inner_scales.place = 0
+        self.inner_scales.num_calls = 0
         made_with = windows[0].now.made_with
         for window in windows:
             window.close(verdict.found_inf if self.plan.is_driven else None)
@@ -595,7 +597,7 @@ class Engine:
 
     # update -----------------------------------------------------------------------------------------------
 
-    def tell(self, found_inf: Tensor) -> None:
+    def count_found_inf(self, found_inf: Tensor) -> None:
         """Count gradients that were unscaled for a step, which none has taken: see :meth:`Scaler.update`."""
         self.scaler.update(found_inf)
         self._is_told = True
@@ -626,7 +628,7 @@ class Engine:
             for memory in self.plan.memories:
                 memory.forget()
             self._inner = None
-            self.inner_scales.place = 0
+            self.inner_scales.num_calls = 0
             sharded.forget_gradients(self.plan.units)
 
     def grad(self, outputs: Tensor, inputs: list[Tensor], **options: Any) -> tuple[Any, ...]:
@@ -635,12 +637,12 @@ class Engine:
         def run(scaled: Callable[[Tensor], Tensor]) -> Iterable[Any]:
             return self.weights.region().run_grad(scaled(outputs), inputs, **options)
 
-        found = self.differentiated([outputs], run)
+        gradients = self.differentiated([outputs], run)
         asked = set(map(id, inputs))
         for window in self.windows:
             if not window.plan.ids.isdisjoint(asked):
                 window.now = window.now._replace(given=True)
-        return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in found)
+        return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients)
 
     def differentiated(
         self, outputs: Iterable[Any], run: Callable[[Callable[[Tensor], Tensor]], Iterable[Any]]
@@ -661,25 +663,27 @@ class Engine:
         for observer in (*self.observers, *observing()):
             observer.begins(self, scale)
         with SessionPass(self, scale):
-            found = list(run(partial(times, scale)))
+            gradients = list(run(partial(times, scale)))
         if scale is None:
-            return found
+            return gradients
         back = inverse(scale)
-        found = [g if g is None else times(back, g).to(g.dtype) for g in found]
-        there = [g.detach() for g in found if g is not None and not is_batch_of_gradients(g)]
+        gradients = [g if g is None else times(back, g).to(g.dtype) for g in gradients]
+        there = [g.detach() for g in gradients if g is not None and not is_batch_of_gradients(g)]
         if there:
-            self._note_inner([each.detach() for each in outputs if isinstance(each, Tensor)], there, adapts=adapts)
-        return found
+            self._note_inner(
+                [output.detach() for output in outputs if isinstance(output, Tensor)], there, adapts=adapts
+            )
+        return gradients
 
     def _note_inner(self, outputs: list[Tensor], gradients: list[Tensor], *, adapts: bool) -> None:
         """Note whether a loss is computed from gradients that are not finite, by their largest values.
 
         A norm of finite ones may be infinite.
         """
-        each = foreach_norm([*gradients, *outputs], float("inf"))
-        sizes = torch.stack([moved(size, self.device, torch.float32) for size in each])
+        largest = foreach_norm([*gradients, *outputs], float("inf"))
+        sizes = torch.stack([moved(size, self.device, torch.float32) for size in largest])
         results = sizes[: len(gradients)].sum()
         if adapts:
-            self.inner_scales.told(sizes[len(gradients) :].sum(), results)
+            self.inner_scales.record(sizes[len(gradients) :].sum(), results)
         flag = not_finite(results)
         self._inner = flag if self._inner is None else self._inner | flag

@@ -69,8 +69,8 @@ class Walk:
         self.leaves, self.nodes = leaves, nodes
         kinds, self.runs_others = set(map(type, nodes)), False
         self.is_anothers, self.runs_hooks = node_of(_Entry) in kinds, runs_hooks_of_modules(kinds)
-        for kind in kinds:
-            if issubclass(kind, BackwardCFunction) and may_run_others(kind):
+        for node_class in kinds:
+            if issubclass(node_class, BackwardCFunction) and may_run_others(node_class):
                 self.runs_others = True
 
 
@@ -108,7 +108,7 @@ def walk_of(roots: Iterable[Any], inputs: Collection[Any]) -> Walk:
     """
     if not inputs:
         return walked(roots)
-    ends = (getattr(each.node, "variable", each) if isinstance(each, GradientEdge) else each for each in inputs)
+    ends = (getattr(end.node, "variable", end) if isinstance(end, GradientEdge) else end for end in inputs)
     return Walk(list(ends), [])
 
 
@@ -133,8 +133,8 @@ def refuse_scaled(roots: Iterable[Any], inner: Iterable[Any], *, creates_graph: 
             f"or {bfloat16}",
         )
     is_inside = GradientEdge in set(map(type, roots))
-    for each in inner:
-        is_inside = is_inside or isinstance(each, GradientEdge) or each.grad_fn is not None
+    for end in inner:
+        is_inside = is_inside or isinstance(end, GradientEdge) or end.grad_fn is not None
     if is_inside:
         raise StateError(
             "a backward pass under a loss scale begins, or stops, inside of its graph",
@@ -286,9 +286,11 @@ class SessionPass:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None) -> None:
+    def __exit__(
+        self, error_class: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
         """End, or put back."""
-        self._close(has_failed=kind is not None)
+        self._close(has_failed=error_class is not None)
 
     @classmethod
     def around_now(cls, engine: Opens, scale: Tensor | None) -> Self:
@@ -386,7 +388,7 @@ class SessionPass:
         with uninterrupted():  # a pass that is over has been told of
             self.is_closed = True
             if engine.under_way:
-                engine.under_way[:] = [each for each in engine.under_way if each() not in (None, self)]
+                engine.under_way[:] = [running for running in engine.under_way if running() not in (None, self)]
             while self._undo:
                 self._undo.pop()()
             if self._waiting:
@@ -411,8 +413,8 @@ class SessionPass:
     def _settle(self) -> None:
         """Take the scale off tensors that have waited for it, and add it to what they had."""
         with DisableTorchFunction():
-            for place, before in self._waiting.items():
-                if (tensor := place()) is None:
+            for reference, before in self._waiting.items():
+                if (tensor := reference()) is None:
                     continue
                 new = None if tensor.grad is None else _unscaled(self._back, tensor.grad)
                 if before is not None:
@@ -509,9 +511,9 @@ class _Entry(Function):
         walk = walked([GradientEdge(*loss)])
         if ctx.scale is not None and not will_run(leaf[0]):
             _refuse_stops(walk)
-        passes = (noted(), *(each() for each in ctx.engine.under_way))
+        passes = (noted(), *(running() for running in ctx.engine.under_way))
         this = next(
-            (each for each in passes if isinstance(each, SessionPass) and each.runs_in(ctx.engine)),
+            (candidate for candidate in passes if isinstance(candidate, SessionPass) and candidate.runs_in(ctx.engine)),
             None,
         )
         (this or SessionPass.around_now(ctx.engine, ctx.scale)).join(ctx.losses, walk)
@@ -527,7 +529,7 @@ def _refuse_stops(walk: Walk) -> None:
         StateError: It does.
     """
     for node in filter(_runs, walk.nodes):
-        behind = [each for each, _ in node.next_functions if each is not None]
+        behind = [following for following, _ in node.next_functions if following is not None]
         if behind and not any(map(_runs, behind)):
             refuse_scaled((), [GradientEdge(node, 0)], creates_graph=False)
 

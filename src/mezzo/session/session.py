@@ -136,7 +136,7 @@ class MixedPrecision:
     def __repr__(self) -> str:
         if self._is_closed:
             return f"{type(self).__name__}(closed)"
-        names = ", ".join(type(each).__name__ for each in (*self._weights.models, *self._weights.optimizers))
+        names = ", ".join(type(part).__name__ for part in (*self._weights.models, *self._weights.optimizers))
         return f"{type(self).__name__}({names}, policy={str(self.policy)!r})"
 
     def __reduce__(self) -> Any:
@@ -146,10 +146,10 @@ class MixedPrecision:
             write="MixedPrecision(copy.deepcopy(model), new_optimizer, policy); or torch.save(amp.state_dict(), path)",
         )
 
-    def _bind_torchs(self, place: Any, name: str, call: Callable[..., Any]) -> None:
+    def _bind_torchs(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
         """Have a function of torch's go through one here, which is given the session as long as there is one."""
-        if name in vars(place):
-            self._names.callback(Binding.join(place, name, weakref.ref(self), call))
+        if name in vars(owner):
+            self._names.callback(Binding.join(owner, name, weakref.ref(self), call))
 
     def _require_open(self, call: str) -> None:
         if self._is_closed:
@@ -243,7 +243,7 @@ class MixedPrecision:
         self._require_open("backward")
         check_loss(loss)
         engine, wanted = self._engine, chosen(optimizers, self._weights.optimizers)
-        engine.follow()
+        engine.replan()
         windows = engine.windows
         if len(wanted) < len(self._weights.optimizers):
             windows = [window for window in windows if not set(window.plan.optimizers).isdisjoint(wanted)]

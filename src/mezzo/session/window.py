@@ -51,7 +51,7 @@ class Carried(NamedTuple):
     Attributes:
         scale: What ``.grad`` carries now, 0-d float32, the very tensor; ``None`` for plain gradients.
         made_with: The scale of the last pass, which ``.grad`` may carry no more.
-        found: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
+        found_inf: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
         losses: What the passes since the last step have differentiated, 0-d and detached.
         passes: How many there were.
         marks: Marks of the gradients since they have got what they carry.
@@ -64,7 +64,7 @@ class Carried(NamedTuple):
 
     scale: Tensor | None = None
     made_with: Tensor | None = None
-    found: Tensor | None = None
+    found_inf: Tensor | None = None
     losses: tuple[Tensor, ...] = ()
     passes: int = 0
     marks: tuple[tuple[int, int], ...] = ()
@@ -79,7 +79,7 @@ class Carried(NamedTuple):
 
     def cleared(self) -> Carried:
         """Return it once all gradients were cleared; what the last step has left stays known."""
-        return self._replace(scale=None, made_with=None, found=None, losses=(), passes=0, marks=())
+        return self._replace(scale=None, made_with=None, found_inf=None, losses=(), passes=0, marks=())
 
 
 class Window:
@@ -105,7 +105,7 @@ class Window:
         self.weights, self.plan, self.now = weights, plan, Carried()
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
 
-    def follow(self, plan: WindowPlan) -> None:
+    def adopt_plan(self, plan: WindowPlan) -> None:
         """Go on as another plan of some of the same parameters has it."""
         narrow = set(map(id, plan.halves))
         _let_go([leaf for leaf in self.plan.halves if id(leaf) not in narrow])
@@ -157,7 +157,7 @@ class Window:
             return []
         params, gradients = self.gradients(optimizers)
         pairs, known = zip(params, marks(gradients), gradients, strict=True), set(self.now.marks)
-        new = [param for param, mark, each in pairs if not (mark in known or is_left(each, self.now.left))]
+        new = [param for param, mark, gradient in pairs if not (mark in known or is_left(gradient, self.now.left))]
         return list(map(self.weights.name_of, new))
 
     def refuse_copies(self) -> None:
@@ -221,15 +221,15 @@ class Window:
     def forget_cleared(self) -> None:
         """Forget what was found of gradients that were cleared to zeros since; decided on the device."""
         now = self.now
-        if not now.passes or (now.found is None and not now.losses) or self.marks() == now.marks:
+        if not now.passes or (now.found_inf is None and not now.losses) or self.marks() == now.marks:
             return
         _, gradients = dense(self.plan.leaves)
         if gradients:
             device = self.weights.device
             stays = torch.linalg.vector_norm(norms(gradients, device)) != 0
-            found = None if now.found is None else moved(now.found, device) & stays
+            found_inf = None if now.found_inf is None else moved(now.found_inf, device) & stays
             losses = tuple(moved(loss, device).masked_fill(~stays, 0) for loss in now.losses)
-            self.now = now._replace(found=found, losses=losses)
+            self.now = now._replace(found_inf=found_inf, losses=losses)
 
     # A backward pass ------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class Window:
         else:
             now = self.now
             self.now = now._replace(
-                scale=scale, made_with=scale, found=None, losses=(), passes=1, marks=(), left=_NOTHING, skipped=None
+                scale=scale, made_with=scale, found_inf=None, losses=(), passes=1, marks=(), left=_NOTHING, skipped=None
             )
         if plan.wide == "none":
             _have_dtypes_of_parameters(plan.low)
@@ -275,19 +275,19 @@ class Window:
                     leaf.grad_dtype = leaf.hi.dtype if is_low else leaf.dtype
 
     @torch.no_grad()
-    def take(self, scale: Tensor) -> None:
+    def adopt_gradients(self, scale: Tensor) -> None:
         """Begin with gradients of passes that began without the engine.
 
         Args:
             scale: What they carry; but not those that the last step has left, if there are no others.
         """
         now, is_new = self.now, not self.has_left_alone()
-        carried, found = (scale, None) if is_new else (now.left_scale, now.skipped)
+        carried, found_inf = (scale, None) if is_new else (now.left_scale, now.skipped)
         left = dense(self._left())[1] if is_new and now.left else []
         if left:  # beside new ones
-            found = now.skipped
+            found_inf = now.skipped
             multiply(left, scale if now.left_scale is None else scale * inverse(now.left_scale))
-        self.now = now._replace(scale=carried, made_with=carried, found=found, passes=1)
+        self.now = now._replace(scale=carried, made_with=carried, found_inf=found_inf, passes=1)
         self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.plan.low}
 
     def end(self, losses: Iterable[Tensor], *, unscales: bool) -> None:
@@ -323,7 +323,7 @@ class Window:
 
         **Cost**: one pass that reads them, for the check, and one that multiplies them in place. No host sync.
         """
-        scale, found = self.now.scale, self.now.found
+        scale, found_inf = self.now.scale, self.now.found_inf
         if scale is to and not checks:
             return
         params, there = with_gradients(self.plan.leaves)
@@ -338,7 +338,7 @@ class Window:
                 sizes = norms(gradients, self.weights.device, groups=places)
                 flag, *inverses = shared(found_with, (), [sizes] if scale is None else [sizes, scale])
                 back = inverses[0] if inverses else None
-                found = flag if found is None else found | flag
+                found_inf = flag if found_inf is None else found_inf | flag
             if scale is not to:
                 factor = back if to is None else to if back is None else to * back
                 assert factor is not None
@@ -348,17 +348,17 @@ class Window:
                     leaf.grad_dtype = None  # so that any may be assigned
             if gradients is not there:
                 there = with_gradients(params)[1]
-        self.now = self.now._replace(scale=to, found=found, marks=tuple(marks(there)))
+        self.now = self.now._replace(scale=to, found_inf=found_inf, marks=tuple(marks(there)))
 
-    def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
+    def lost_scale(self, optimizers: Collection[Optimizer], found_inf: Tensor | None = None) -> None:
         """Know that the gradients of some optimizers, if any are these, carry no scale any more.
 
         Args:
             optimizers: The optimizers.
-            found: Whether they were finite, where they have been multiplied because of that.
+            found_inf: Whether they were finite, where they have been multiplied because of that.
         """
         if not set(self.plan.optimizers).isdisjoint(optimizers):
-            self.now = self.now._replace(scale=None, found=self.now.found if found is None else found)
+            self.now = self.now._replace(scale=None, found_inf=self.now.found_inf if found_inf is None else found_inf)
 
     @property
     def was_edited(self) -> bool:
@@ -463,12 +463,12 @@ def _widen(leaves: Iterable[Tensor]) -> None:
             waiting.append(leaf)
     while waiting:  # a part at a time, so that not all are there twice
         ends = accumulate(leaf.nbytes for leaf in waiting)
-        size = next((place for place, end in enumerate(ends, 1) if end > _TOGETHER), len(waiting))
+        size = next((count for count, end in enumerate(ends, 1) if end > _TOGETHER), len(waiting))
         now, waiting = waiting[:size], waiting[size:]
         gradients = [leaf.grad for leaf in now if leaf.grad is not None]
         wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
         for places in alike(gradients).values():
-            foreach_copy_([wide[place] for place in places], [gradients[place] for place in places])
+            foreach_copy_([wide[index] for index in places], [gradients[index] for index in places])
         for leaf, gradient in zip(now, wide, strict=True):
             leaf.grad, leaf.grad_dtype = None, torch.float32
             leaf.grad = gradient

@@ -128,18 +128,20 @@ class Fused(Writer):
 
     def write(self, judged: Judged, step: Callable[..., Any]) -> None:
         """See :meth:`Writer.write`. Gradients are left without the scale."""
-        verdict, told = judged.verdict, cast(Any, self.optimizer)
+        verdict, told_optimizer = judged.verdict, cast(Any, self.optimizer)
         numbers = [verdict.found_inf, *([verdict.multiplier] if judged.is_clipped else [])]
         found_inf, *divisor = verdict.as_fused or shared(as_fused, (), numbers)
         # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
         grad_scale = None if self.is_plain else divisor[0] if divisor else judged.scale
-        if (own_scale := getattr(told, "grad_scale", None)) is not None:  # a user's counts besides, as in torch
+        if (
+            own_scale := getattr(told_optimizer, "grad_scale", None)
+        ) is not None:  # a user's counts besides, as in torch
             grad_scale = own_scale if grad_scale is None else grad_scale * own_scale
-        told.found_inf, told.grad_scale = found_inf, grad_scale
+        told_optimizer.found_inf, told_optimizer.grad_scale = found_inf, grad_scale
         try:
             step()
         finally:
-            del told.found_inf, told.grad_scale
+            del told_optimizer.found_inf, told_optimizer.grad_scale
 
 
 def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Writer:
@@ -178,12 +180,12 @@ def deciding(optimizers: Iterable[Optimizer]) -> list[Any]:
 
     **Cost**: 1 µs an optimizer.
     """
-    found: list[Any] = hooks_of_every_step()
-    for each in optimizers:
-        found += each.step, *step_hooks(each)
-        for group in each.param_groups:
-            found.append(group.get("fused"))
-    return found
+    decisive: list[Any] = hooks_of_every_step()
+    for optimizer in optimizers:
+        decisive += optimizer.step, *step_hooks(optimizer)
+        for group in optimizer.param_groups:
+            decisive.append(group.get("fused"))
+    return decisive
 
 
 def takes_flags(optimizer: Optimizer) -> bool:
@@ -235,7 +237,7 @@ def _narrow(params: Any) -> None:
 class Carries(Protocol):
     """What knows which scale the gradients of some optimizers carry: a window."""
 
-    def lost_scale(self, optimizers: Collection[Optimizer], found: Tensor | None = None) -> None:
+    def lost_scale(self, optimizers: Collection[Optimizer], found_inf: Tensor | None = None) -> None:
         """Know that the gradients of some optimizers, if any are here, carry no scale any more, and what was found."""
 
 
@@ -283,8 +285,8 @@ class Writes:
         return (
             optimizer in known
             or optimizer in self.steps_by
-            or any(each in known for each in inner_optimizers(optimizer))
-            or any(optimizer in inner_optimizers(each) for each in known)
+            or any(inner in known for inner in inner_optimizers(optimizer))
+            or any(optimizer in inner_optimizers(outer) for outer in known)
         )
 
     def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
@@ -345,34 +347,34 @@ class Writes:
             by: Called in place of the one optimizer's step, if it is not skipped.
         """
         verdict = judged.verdict
-        for each in writers:  # what one refuses is refused before another has stepped
-            each.ready(verdict)
+        for writer in writers:  # what one refuses is refused before another has stepped
+            writer.ready(verdict)
         num_writers = len(writers)
         if any(map(_WAITS, writers)) and bool(verdict.found_inf):
-            writers = [each for each in writers if not each.waits]
+            writers = [writer for writer in writers if not writer.waits]
         if any(map(_IS_PLAIN, writers)):
-            plain = [each for each in writers if each.is_plain]
+            plain = [writer for writer in writers if writer.is_plain]
             self._multiply(plain, windows, judged, are_all=len(plain) == num_writers)
         self._step_all(writers, judged, by)
         if any(map(_DIVIDES, writers)):
-            divided = [each.optimizer for each in writers if each.divides and not each.is_plain]
+            divided = [writer.optimizer for writer in writers if writer.divides and not writer.is_plain]
             for window in windows if divided else ():
                 window.lost_scale(divided)
 
     def _multiply(self, writers: list[Writer], windows: Sequence[Carries], judged: Judged, *, are_all: bool) -> None:
         """Make the gradients plain that optimizers read as they are: of those of a step all, or those of some."""
-        optimizers, verdict = [each.optimizer for each in writers], judged.verdict
+        optimizers, verdict = [writer.optimizer for writer in writers], judged.verdict
         if not verdict.is_one:
             gradients = judged.gradients
             if not are_all:
-                params = {id(param): param for each in optimizers for param in self.weights.updated(each)}
+                params = {id(param): param for optimizer in optimizers for param in self.weights.updated(optimizer)}
                 gradients = dense(list(params.values()))[1]
             multiply(gradients, verdict.multiplier)
             for window in windows:
                 window.lost_scale(optimizers, verdict.found_inf)  # should a hook raise, so that the step is taken again
-        for each in writers:
-            if each.has_low:
-                _narrow(self.weights.updated(each.optimizer))
+        for writer in writers:
+            if writer.has_low:
+                _narrow(self.weights.updated(writer.optimizer))
 
     def _step_all(self, writers: Sequence[Writer], judged: Judged, by: Callable[..., Any] | None) -> None:
         begun: list[tuple[Writer, Before]] = []
@@ -387,8 +389,8 @@ class Writes:
                 if is_new and before.is_counted():
                     self._counted.add(optimizer)
         except BaseException:
-            for each in writers:
-                stored_again(each.optimizer)
+            for writer in writers:
+                stored_again(writer.optimizer)
             if any(before.was_written() for _, before in begun):
                 self.broken = f"{type(begun[-1][0].optimizer).__name__}.step()"
             else:
@@ -462,12 +464,14 @@ class _Stood:
             outer = [state]
         else:
             family = [optimizer, *inner_optimizers(optimizer)]
-            groups = [group for each in family for group in each.param_groups]
+            groups = [group for member in family for group in member.param_groups]
             self._params = [param for group in groups for param in group["params"]]
-            inner = [*groups, *(kept for each in family for kept in each.state.values() if isinstance(kept, dict))]
-            outer = [each.state for each in family]
-        self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = [(each, dict(each)) for each in (*outer, *inner)]
-        values = [value for each in inner for name, value in each.items() if name != "params"]
+            inner = [*groups, *(kept for member in family for kept in member.state.values() if isinstance(kept, dict))]
+            outer = [member.state for member in family]
+        self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
+            (mapping, dict(mapping)) for mapping in (*outer, *inner)
+        ]
+        values = [value for mapping in inner for name, value in mapping.items() if name != "params"]
         others = [value for value in values if not isinstance(value, Tensor)]
         self._tensors = [*self._params, *values]
         if others:
@@ -488,28 +492,30 @@ class _Stood:
 
     def restore(self) -> None:
         """See :class:`Before`."""
-        for mapping, held in self._held:
+        for mapping, contents in self._held:
             mapping.clear()
-            mapping.update(held)
+            mapping.update(contents)
 
 
 def _firsts(optimizer: Optimizer) -> list[Tensor]:
     """Return the first parameter of each group that has a gradient."""
-    found = []
+    firsts = []
     for group in optimizer.param_groups:
         for param in group["params"]:
             if param.grad is not None:
-                found.append(param)
+                firsts.append(param)
                 break
-    return found
+    return firsts
 
 
 def _bits(params: list[Tensor]) -> list[Tensor]:
     """Return sums of the bits of parameters, wherever they lie: whatever writes one of them changes its sum."""
-    lying = [each.detach() for each in in_memory(params) if each.layout == torch.strided]
-    whole = [torch.view_as_real(each) if each.is_complex() else each for each in lying]
+    lying = [param.detach() for param in in_memory(params) if param.layout == torch.strided]
+    whole = [torch.view_as_real(param) if param.is_complex() else param for param in lying]
     # Sums of 32 bits wrap around, and cost no copy of 64 bits.
-    return [each.view(_WHOLE[each.element_size()]).sum(dtype=_SUMMED[each.element_size()]) for each in whole]
+    return [
+        numbers.view(_WHOLE[numbers.element_size()]).sum(dtype=_SUMMED[numbers.element_size()]) for numbers in whole
+    ]
 
 
 # Optimizers that nobody has told of ---------------------------------------------------------------------------
@@ -558,10 +564,12 @@ def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
     """Return the optimizers that one has as its attributes, as SAM wraps one, and those that these have."""
-    found = [optimizer]
-    for each in found:  # those that are found meanwhile, too
-        found += [inner for inner in vars(each).values() if isinstance(inner, Optimizer) and inner not in found]
-    return found[1:]
+    optimizers = [optimizer]
+    for wrapper in optimizers:  # those that are found meanwhile, too
+        optimizers += [
+            inner for inner in vars(wrapper).values() if isinstance(inner, Optimizer) and inner not in optimizers
+        ]
+    return optimizers[1:]
 
 
 def check_numbers(optimizer: Optimizer) -> None:
@@ -588,4 +596,4 @@ def check_numbers(optimizer: Optimizer) -> None:
 @functools.cache
 def _own_class(kinds: tuple[type, ...]) -> type:
     """Return the first of an optimizer's classes that is torch's or mezzo's: ``Optimizer`` of most others."""
-    return next(each for each in kinds if each.__module__.startswith(_OWN))
+    return next(cls for cls in kinds if cls.__module__.startswith(_OWN))

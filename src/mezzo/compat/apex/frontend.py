@@ -307,11 +307,11 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _listed(given: Any, kind: type) -> list[Any]:
+def _listed(given: Any, cls: type) -> list[Any]:
     every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
-    wrong = [shown(each) for each in every if not isinstance(_inner(each), kind)]
-    if wrong or (not every and kind is nn.Module):
-        what = f"amp.initialize takes {kind.__name__}s, one or a list"
+    wrong = [shown(value) for value in every if not isinstance(_inner(value), cls)]
+    if wrong or (not every and cls is nn.Module):
+        what = f"amp.initialize takes {cls.__name__}s, one or a list"
         raise PolicyError(what, where=some_of(wrong) or "None", write=_BEGIN)
     return every
 
@@ -365,7 +365,9 @@ def scale_loss(
         yield loss
         return
     named = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
-    if foreign := [type(each).__name__ for each in named if _inner(each) not in weights_of(session).optimizers]:
+    if foreign := [
+        type(optimizer).__name__ for optimizer in named if _inner(optimizer) not in weights_of(session).optimizers
+    ]:
         what = "amp.scale_loss was given an optimizer that amp.initialize was not"
         raise PolicyError(what, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
     if loss_id:
@@ -377,8 +379,8 @@ def scale_loss(
 def disable_casts() -> Iterator[None]:
     """Cast nothing in here: for a part of a model's forward pass at O1 and O2."""
     with contextlib.ExitStack() as stack:
-        for kind in dict.fromkeys(("cpu", *default_kinds())) if _AMP.is_running else ():
-            stack.enter_context(torch.autocast(kind, enabled=False))
+        for device_type in dict.fromkeys(("cpu", *default_kinds())) if _AMP.is_running else ():
+            stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 
 
@@ -405,12 +407,12 @@ def state_dict(destination: MutableMapping[str, Any] | None = None) -> MutableMa
 
     **Cost**: a host sync.
     """
-    found: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
+    saved: MutableMapping[str, Any] = OrderedDict() if destination is None else destination
     if (session := _AMP.training("amp.state_dict")) is not None:
         engine_of(session).update()  # what the last step has found counts
         state = engine_of(session).scaler.state_dict()
-        found[f"{_SCALER}0"] = {"loss_scale": state["scale"], "unskipped": state["clean_steps"]}
-    return found
+        saved[f"{_SCALER}0"] = {"loss_scale": state["scale"], "unskipped": state["clean_steps"]}
+    return saved
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:

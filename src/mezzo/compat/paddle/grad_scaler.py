@@ -160,7 +160,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         """Go on by other rules, in Paddle's words."""
         rules, problems = from_words("paddle", given, "GradScaler", self.loss_scale.config)
         raise_together(problems)
-        self.loss_scale.follow(rules)
+        self.loss_scale.reconfigure(rules)
 
     # State ------------------------------------------------------------------------------------------------
 

@@ -125,7 +125,7 @@ class GradScaler(EngineScaler):
                 engine = Engine(Weights([], [], Policy.O0(), {}), self.loss_scale, Ranks.of())
                 engine.waits = True
             # Those of earlier iterations may be gone.
-            engine.weights.know([*(each for each in self._seen if each is not optimizer), optimizer])
+            engine.weights.replace_optimizers([*(seen for seen in self._seen if seen is not optimizer), optimizer])
             engine.plan_anew()
             self._engine = engine
         return engine
@@ -138,23 +138,23 @@ class GradScaler(EngineScaler):
         engine = self._engine_of(optimizer)
         if self._given is None or self._window(optimizer).now.passes:
             return
-        engine.follow()
+        engine.replan()
         window = self._window(optimizer)
         if not window.has_gradients():
             return
         if again or not window.has_left_alone():
             if not takes_flags(optimizer):
                 self._refuse_fp16(optimizer)
-            window.take(self._given)
+            window.adopt_gradients(self._given)
             self._seen[optimizer] = False
 
     def _refuse_fp16(self, optimizer: Optimizer) -> None:
         if not self._engine_of(optimizer).weights.are_low:
             return
         low = [
-            f"group {number}, parameter {place} ({described(param.grad)})"
+            f"group {number}, parameter {index} ({described(param.grad)})"
             for number, group in enumerate(optimizer.param_groups)
-            for place, param in enumerate(group["params"])
+            for index, param in enumerate(group["params"])
             if param.grad is not None and param.grad.dtype == torch.float16
         ]
         if low:
@@ -219,14 +219,14 @@ class GradScaler(EngineScaler):
     @contextmanager
     def _once(self, optimizer: Optimizer) -> Iterator[None]:
         """Take note that an optimizer has stepped; one that raises before it has written may step again."""
-        found = self._window(optimizer).now.found
+        found_inf = self._window(optimizer).now.found_inf
         try:
             yield
         except BaseException:
             if (window := self._window(optimizer)).now.passes:
-                if found is not None:
-                    self._engine_of(optimizer).tell(found)
-                window.close(window.now.found)
+                if found_inf is not None:
+                    self._engine_of(optimizer).count_found_inf(found_inf)
+                window.close(window.now.found_inf)
             raise
         self._seen[optimizer] = True
 
@@ -262,10 +262,10 @@ class GradScaler(EngineScaler):
             for window in engine.windows:
                 if not window.now.passes:
                     continue
-                if (found := window.now.found) is not None:
-                    no = torch.zeros_like(found)
-                    engine.tell(engine.ranks.agree(found, no, step=engine.account.begun + 1)[0])
-                window.close(found)
+                if (found_inf := window.now.found_inf) is not None:
+                    no = torch.zeros_like(found_inf)
+                    engine.count_found_inf(engine.ranks.agree(found_inf, no, step=engine.account.begun + 1)[0])
+                window.close(found_inf)
 
     # State ------------------------------------------------------------------------------------------------
 
