@@ -21,7 +21,7 @@ FAULTS = (
         ("plan: no step asks whether it is current", '        self.replan(writes=call == "step")\n', "", TOLD,
          "a parameter that was added between a pass and its step would not be checked"),
         ("plan: no pass of a plain loop, or by a scaler, asks whether it is current",
-         "        self.replan()\n        windows, found = list", "        windows, found = list", TOLD,
+         "        self.replan()\n        windows, reached_ids = list", "        windows, reached_ids = list", TOLD,
          "new parameters would train on gradients that carry the scale"),
         ("plan: what joins an open window keeps its gradient", "                carry_over(leaf, was.get(leaf), now.get(leaf))\n",
          "                pass\n", TOLD, "a gradient of before would be divided by a scale that it never had"),

@@ -168,9 +168,8 @@ class Captured(Generic[R]):
         engine.account.check()
         _require_no_window(engine)
         observers = [observer for observer in observing() if isinstance(observer, GraphObserver)]
-        if self._recorded is not None and (
-            late := [observer for observer in observers if observer not in self._observers]
-        ):
+        late = [observer for observer in observers if observer not in self._observers]
+        if self._recorded is not None and late:
             raise StateError(
                 "a recorder was put on after the graph was captured",
                 where=repr(late[0]),

@@ -128,20 +128,19 @@ class Fused(Writer):
 
     def write(self, judged: Judged, step: Callable[..., Any]) -> None:
         """See :meth:`Writer.write`. Gradients are left without the scale."""
-        verdict, told_optimizer = judged.verdict, cast(Any, self.optimizer)
+        verdict, fused = judged.verdict, cast(Any, self.optimizer)
         numbers = [verdict.found_inf, *([verdict.multiplier] if judged.is_clipped else [])]
         found_inf, *divisor = verdict.as_fused or shared(as_fused, (), numbers)
         # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
         grad_scale = None if self.is_plain else divisor[0] if divisor else judged.scale
-        if (
-            own_scale := getattr(told_optimizer, "grad_scale", None)
-        ) is not None:  # a user's counts besides, as in torch
-            grad_scale = own_scale if grad_scale is None else grad_scale * own_scale
-        told_optimizer.found_inf, told_optimizer.grad_scale = found_inf, grad_scale
+        # A scale that the user has set counts besides, as in torch.
+        if (users_scale := getattr(fused, "grad_scale", None)) is not None:
+            grad_scale = users_scale if grad_scale is None else grad_scale * users_scale
+        fused.found_inf, fused.grad_scale = found_inf, grad_scale
         try:
             step()
         finally:
-            del told_optimizer.found_inf, told_optimizer.grad_scale
+            del fused.found_inf, fused.grad_scale
 
 
 def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Writer:
