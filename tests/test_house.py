@@ -1,14 +1,18 @@
 """The shape of the house: how large it may be, and what is there only once."""
 
 import ast
+import json
 from collections import defaultdict
 from pathlib import Path
 
 from . import house
-from .house import lines_of_code, nodes, parsed, sources
+from .house import OVERLOADED, bindings, gestures, lines_of_code, nodes, parsed, sources
 
 MOST_LINES = 700
 MOST_FILES = 20
+
+#: Rooms whose names and docstrings are held.
+DONE: tuple[str, ...] = ("__init__.py", "__main__.py", "launched.py", "trace/")
 
 
 def test_what_counts_as_code():
@@ -31,12 +35,12 @@ def test_no_file_is_long_and_no_folder_full():
 
 
 def test_no_class_has_the_name_of_another():
-    places = defaultdict(list)
+    homes = defaultdict(list)
     for path, text in sources().items():
         for node in nodes(text):
             if isinstance(node, ast.ClassDef):
-                places[node.name].append(path)
-    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+                homes[node.name].append(path)
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
 
 
 def test_a_protocol_has_five_methods_at_most():
@@ -45,9 +49,48 @@ def test_a_protocol_has_five_methods_at_most():
         for text in sources().values()
         for node in nodes(text)
         if isinstance(node, ast.ClassDef) and any("Protocol" in ast.unparse(base) for base in node.bases)
-        if len(methods := [each for each in node.body if isinstance(each, ast.FunctionDef)]) > 5
+        if len(methods := [part for part in node.body if isinstance(part, ast.FunctionDef)]) > 5
     }
     assert large == {}
+
+
+def test_which_names_a_file_binds():
+    text = "import torch as a\nfrom b import c\n\n\ndef d(e, *f, **g):\n    h.i = j = lambda k: l\n    n: int\n"
+    text += "    try:\n        pass\n    except Exception as m:\n        [t for o, (p, *q) in u if (v := o)]\n"
+    text += "    match w:\n        case [x, *y]:\n            pass\n        case {'z': Z, **rest}:\n            pass\n"
+    assert sorted(name for name, _ in bindings(text)) == [*"Zadefgijkmnopq", "rest", *"vxy"]
+    assert dict(bindings(text))["i"] == 6
+
+
+def test_which_docstrings_open_with_a_gesture():
+    text = '"""Say."""\n\n\ndef a():\n    """Say what it is."""\n\n\nclass B:\n    """Return a.\n\n    Say b."""\n\n\n'
+    text += 'def c():\n    """Go over the rows."""\n\n\ndef d():\n    """Goad them."""\n'
+    assert list(gestures(text)) == [("Say what it is.", 4), ("Go over the rows.", 14)]
+
+
+def test_a_name_has_one_meaning():
+    assert [
+        f"{path}:{line} {name}"
+        for path, text in sources().items()
+        if path.startswith(DONE)
+        for name, line in bindings(text)
+        if name in OVERLOADED
+    ] == []
+
+
+def test_a_docstring_says_what_a_caller_gets():
+    assert [
+        f"{path}:{line} {opening}"
+        for path, text in sources().items()
+        if path.startswith(DONE)
+        for opening, line in gestures(text)
+    ] == []
+
+
+def test_vague_names_become_fewer():
+    """Whoever lowers a count keeps it so: ``.venv/bin/python tests/house.py --fall``."""
+    most, counts = json.loads(house.KEPT.read_text())["names"], house.vague()
+    assert {name: count for name, count in counts.items() if count > most[name]} == {}
 
 
 def test_only_a_rooms_door_says_what_is_public():
@@ -68,7 +111,7 @@ def test_what_a_room_offers_is_in_it():
                 bound.add(node.name)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                bound |= {each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)}
+                bound |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
                 if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
                     offered = ast.literal_eval(node.value)
         if "__getattr__" not in bound and not bound.issuperset(offered):
@@ -81,13 +124,13 @@ def test_no_file_reads_private_names_of_another():
     torchs = {"_local_tensor", "_modules", "_parameters", "_values", "_version", "_buffers"}
     torchs |= {"_non_persistent_buffers_set", "_post_accumulate_grad_hooks"}
     torchs |= {"_replace"}  # of named tuples
-    own = {path: set(_private_names(text)) for path, text in sources().items()}
-    ours = set().union(*own.values()) - torchs
+    private = {path: set(_private_names(text)) for path, text in sources().items()}
+    ours = set().union(*private.values()) - torchs
     reads = [
         f"{path}:{node.lineno} {ast.unparse(node)}"
         for path, text in sources().items()
         for node in nodes(text)
-        if isinstance(node, ast.Attribute) and node.attr in ours - own[path] and not _is_own(node.value)
+        if isinstance(node, ast.Attribute) and node.attr in ours - private[path] and not _is_own(node.value)
     ]
     imports = [
         f"{path}:{node.lineno} {alias.name}"
@@ -122,6 +165,6 @@ def test_few_files_read_stack_frames():
 
 
 def test_one_file_knows_how_to_write_files_whole():
-    known = {"os.replace(", "os.rename(", "os.fsync("}
-    writers = {path for path, text in sources().items() if any(call in text for call in known)}
+    calls = {"os.replace(", "os.rename(", "os.fsync("}
+    writers = {path for path, text in sources().items() if any(call in text for call in calls)}
     assert writers <= {"files.py"}

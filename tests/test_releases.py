@@ -195,7 +195,7 @@ PLANTED = """
         "torch._dynamo.symbolic_convert.InstructionTranslator.current_tx": lambda: compiling.traced_variable("x"),
         "torch._functorch.config.backward_pass_autocast": lambda: compiling.differentiated_plainly(None).__enter__(),
         "torch.amp.autocast_mode._exit_autocast": lambda: 1 in (0, compiling.EXIT_AUTOCAST),
-        "torch._C._is_key_in_tls": backward.noted,
+        "torch._C._is_key_in_tls": backward.thread_owner,
         "torch._C._current_graph_task_id": backward.runs_backward,
         "torch._C._current_autograd_node": backward.current_node,
         "torch._C._autograd._get_sequence_nr": backward.next_number,

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import mezzo
-from mezzo.cast.products import kinds_on
+from mezzo.cast.products import recipe_support
 from mezzo.formats import BLOCK_FORMATS, quantized
 from stepping.timing import Behind, against, copying, nothing, rounds, spread
 
 from .plan import Plan
 
 FORMATS: Final = ("tensorwise_e4m3", "tensorwise_e5m2", "rowwise_e4m3", "mxfp8_e4m3", "nvfp4", "nvfp4_2d")
-#: By what ``kinds_on`` calls a kind, the words of its policy.
+#: By what ``recipe_support`` calls a kind, the words of its policy.
 KINDS: Final = {
     "fp8, tensorwise": "fp8=*",
     "fp8, rowwise": "fp8_recipe=rowwise,fp8=*",
@@ -69,7 +69,7 @@ def quantising(plan: Plan) -> list[dict[str, Any]]:
 def linear(plan: Plan) -> list[dict[str, Any]]:
     """The time of a linear layer, forward and backward, over BF16's, pair by pair."""
     rows, features, out = (64, 64, 128) if plan.dry else LINEAR
-    kinds, found = kinds_on(plan.device.type, torch.bfloat16), []
+    kinds, found = recipe_support(plan.device.type, torch.bfloat16), []
     x = torch.randn(rows, features, device=plan.device, dtype=torch.bfloat16, requires_grad=True)
     weight = nn.Parameter(torch.randn(out, features, device=plan.device, dtype=torch.bfloat16))
     gradient = torch.randn(rows, out, device=plan.device, dtype=torch.bfloat16)

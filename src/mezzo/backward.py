@@ -34,9 +34,9 @@ call_at_end: Final[Callable[[Callable[[], None]], None]] = private(
     "torch.autograd.Variable._execution_engine.queue_callback"
 )
 _OF_MODULES: Final = private("torch.nn.modules._functions.BackwardHookFunction")
-_TAKE_NOTE: Final = private("torch._C._stash_obj_in_tls")
-_NOTED: Final = private("torch._C._get_obj_in_tls")
-_IS_NOTED: Final = private("torch._C._is_key_in_tls")
+_STORE_OBJECT: Final = private("torch._C._stash_obj_in_tls")
+_STORED_OBJECT: Final = private("torch._C._get_obj_in_tls")
+_HAS_OBJECT: Final = private("torch._C._is_key_in_tls")
 _FORGET: Final = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
@@ -131,38 +131,42 @@ def _engine_like(kind: Any) -> Any:
     return Through
 
 
-# Whose work a thread does: torch hands what is noted of a thread on to those that run a pass for it.
+# The owner of a thread's work, such as a session's pass. Torch copies what is stored under a key in a thread to the
+# threads of its own that run a backward pass for it.
 
-_NOTE: Final = "mezzo"
-
-
-def noted() -> Any:
-    """Return what is noted of this thread: by :func:`note`, in it or where the pass began whose nodes it runs."""
-    place = _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
-    return None if place is None else place()
+_KEY: Final = "mezzo"
 
 
-def note(value: object) -> Callable[[], None]:
-    """Note whose work this thread does from here on, and each thread that runs nodes of a pass that begins in it.
+def thread_owner() -> Any:
+    """Return the owner of this thread's work; ``None`` where none was set, or where it has been freed.
+
+    It was set by :func:`set_thread_owner`, in this thread or in the one where the pass began whose nodes this one runs.
+    """
+    owner = _STORED_OBJECT(_KEY) if _HAS_OBJECT(_KEY) else None
+    return None if owner is None else owner()
+
+
+def set_thread_owner(owner: object) -> Callable[[], None]:
+    """Set the owner of this thread's work, and of each thread that runs nodes of a pass that begins in it.
 
     Args:
-        value: Whose; held weakly, so that a signal which keeps the note from ending leaves nothing behind.
+        owner: Held weakly, so that a signal which keeps the restoring from running leaves nothing behind.
 
     Returns:
-        What ends it.
+        What restores the owner of before.
     """
-    before = _NOTED(_NOTE) if _IS_NOTED(_NOTE) else None
-    _note(ref(value))
-    # Torch 2.11 cannot forget. What is left in a thread that ends would wait there for Python.
-    return (
-        functools.partial(_note, before) if before is not None or _FORGET is None else functools.partial(_FORGET, _NOTE)
-    )
+    before = _STORED_OBJECT(_KEY) if _HAS_OBJECT(_KEY) else None
+    _store(ref(owner))
+    # Torch 2.11 cannot forget an object. What is left in a thread that ends would wait there for Python.
+    if before is not None or _FORGET is None:
+        return functools.partial(_store, before)
+    return functools.partial(_FORGET, _KEY)
 
 
-def _note(value: object) -> None:
+def _store(value: object) -> None:
     if _steals():
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-    _TAKE_NOTE(_NOTE, value)
+    _STORE_OBJECT(_KEY, value)
 
 
 @functools.cache
@@ -171,7 +175,7 @@ def _steals() -> bool:
     probe = object()
     before = sys.getrefcount(probe)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # what is one too many stays in memory
-    _TAKE_NOTE(_NOTE, probe)
+    _STORE_OBJECT(_KEY, probe)
     return sys.getrefcount(probe) == before + 1
 
 

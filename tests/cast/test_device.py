@@ -651,7 +651,7 @@ def test_the_devices_are_the_cpu_and_the_accelerator_which_a_bare_region_covers(
     for device_type, every in ((None, ["cpu"]), ("xpu", ["cpu", "xpu"])):
         present(monkeypatch, device_type)
         assert devices() == every
-        assert probing.default_kinds() == (every[-1],)
+        assert probing.default_device_types() == (every[-1],)
 
 
 def test_an_absent_device_is_named_and_never_touched(monkeypatch):

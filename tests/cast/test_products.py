@@ -799,7 +799,7 @@ def test_what_no_device_here_has_is_refused_where_emulation_is():
 @pytest.mark.skipif(not SCALED_MM_ON_CPU, reason="needs a torch with scaled_mm on a CPU")
 def test_products_of_the_device_are_explained_as_such(monkeypatch):
     """A CPU's own products of tensor-wise FP8, which are slow, stand for a GPU's."""
-    monkeypatch.setattr(recipes, "found_on", lambda device_type, left, right, dtype: native.Support("", dtype))
+    monkeypatch.setattr(recipes, "support_on", lambda device_type, left, right, dtype: native.Support("", dtype))
     policy = "O1,dtype=bfloat16,fp8_history=77,fp8_module=*"  # what is found out of it is kept: no other test has it
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     explanation = mezzo.explain(model, torch.randn(32, 64), policy)

@@ -34,7 +34,7 @@ SIZES = [(256, 512, 384), (32, 96, 160)]
 def policy(request, computing):
     """A policy of which the device has the products."""
     kind, dtype = request.param
-    if lacks := products.kinds_on("cuda", DTYPES[dtype])[kind].lacks:
+    if lacks := products.recipe_support("cuda", DTYPES[dtype])[kind].lacks:
         pytest.skip(f"needs a device that has {kind}: {lacks}")
     return f"O1,dtype={dtype},emulate=false,{KINDS[kind]}"
 

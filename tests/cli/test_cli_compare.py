@@ -115,3 +115,15 @@ def test_an_error_of_the_script_has_its_own_traceback(mezzo, tmp_path):
     assert "loss.backwards()" in err
     assert "AttributeError: 'Tensor' object has no attribute 'backwards'" in err
     assert str(Path(comparison.__file__).parent) not in err
+
+
+@pytest.mark.usefixtures("undrawn")
+def test_options_behind_the_script_are_the_verbs_where_the_script_has_none_of_that_name(mezzo):
+    words = "--policies", "O1,bf16", "--margin", "9", "--json"
+    code, out, err = mezzo("compare", *words, "train.py", "--seeds", "3", "--width", "6", "--steps=2")
+    assert code == 0, err
+    assert (code, json.loads(out)["seeds"]) == (0, 3)
+    assert err.count("--seeds 3 --steps=2 is taken as mezzo compare's: train.py has no such option\n") == 1
+    assert [run[-5:] for run in InThisProcess.started] == [
+        ["train.py", "--width", "6", "--seed", str(seed)] for seed in (0, 1, 2) for _ in range(2)
+    ]

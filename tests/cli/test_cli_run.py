@@ -72,10 +72,10 @@ def test_the_report_begins_on_a_line_of_its_own(mezzo, tmp_path):
 PARSER = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--epochs')\nparser.parse_args()\n"
 
 
-def test_options_behind_a_script_that_does_not_know_them_are_pointed_at(mezzo, tmp_path):
-    path = tmp_path / "parses.py"
-    path.write_text(PARSER)
-    assert "stands behind" not in mezzo("run", path, "--other", "3")[2]
+def test_options_behind_a_module_that_does_not_know_them_are_pointed_at(mezzo, tmp_path):
+    """Which files a module's options come from is not looked up: they are the module's."""
+    (tmp_path / "parses.py").write_text(PARSER)
+    assert "stands behind" not in mezzo("run", "-m", "parses", "--other", "3")[2]
     for verb, words, hint in (
         (["run"], ["--policy", "O2", "--epochs", "3"], "--policy O2"),
         (["run"], ["--policy=O2,dtype=bfloat16", "--dry"], "--policy=O2,dtype=bfloat16 --dry"),
@@ -84,13 +84,13 @@ def test_options_behind_a_script_that_does_not_know_them_are_pointed_at(mezzo, t
         (["inspect"], ["--every", "5"], "--every 5"),
         (["tune"], ["--policy", "O1,bf16"], "--policy O1,bf16"),
     ):
-        code, _, err = mezzo(*verb, path, *words)
+        code, _, err = mezzo(*verb, "-m", "parses", *words)
         assert code == 2
         assert "error: unrecognized arguments" in err
         assert (
             f"mezzo: {hint.split()[0].partition('=')[0]} stands behind the script's name\n"
             "  why    what follows the script is the script's own, and it does not seem to know it\n"
-            f"  write  {hint} before {path}, if it is meant for mezzo\n"
+            f"  write  {hint} before parses, if it is meant for mezzo\n"
         ) in err
 
 

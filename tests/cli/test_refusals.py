@@ -27,6 +27,7 @@ ROWS = [
     (("comprae",), 2, "comprae"),
     (("doctor", "--jsno"), 2, "--jsno"),
     (("compare", "digits-cnn"), 2, "there is no script 'digits-cnn'"),
+    (("explain", "--dry", PLAIN), 2, "mezzo explain has no --dry\n  why    it trains nothing without it either"),
     (("run", "--max-grad-norm", "-1", PLAIN), 2, "max_grad_norm is -1.0"),
     (("compare", "--policies", "O0", "train.py"), 2, "no policy to compare with FP32"),
     (("compare", "--policies", "O1,bf16;O1,bf16", "train.py"), 2, "listed twice"),

@@ -111,7 +111,7 @@ class Sharp(torch.optim.SGD):
         super().step()
         for here in shards:
             here.cell.is_lent = True
-            here.settle()
+            here.store_lent()
 
 
 OPTIMIZERS = {

@@ -231,7 +231,7 @@ def test_what_a_kernel_returns_is_said_where_the_policy_has_another_dtype(monkey
         left, right = (each.wide() if dim else each.wide().mT for each, dim in zip((a, b), dims, strict=True))
         return (left @ right.mT + (0 if bias is None else bias.float())).to(output)
 
-    monkeypatch.setattr(recipes, "found_on", lambda kind, left, right, dtype: Support("", torch.bfloat16))
+    monkeypatch.setattr(recipes, "support_on", lambda kind, left, right, dtype: Support("", torch.bfloat16))
     monkeypatch.setattr(linear, "scaled_mm", emulated)
     said = "float16 is rounded from bfloat16, which the device's kernel returns"
     cases = (("float16", "auto", True), ("bfloat16", "auto", False), ("float16", "true", False))

@@ -186,7 +186,7 @@ FAULTS = (
     ),
     *in_file("compat/apex/functions.py",
         ("apex: decorated functions are cast everywhere",
-         "(pinned if any(map(torch.is_autocast_enabled, default_kinds())) else fn)", "pinned",
+         "(pinned if any(map(torch.is_autocast_enabled, default_device_types())) else fn)", "pinned",
          "tests/compat/test_apex_functions.py::test_decorated_functions",
          "functions would be cast outside of models, and at O0"),
         ("apex: bfloat16_function runs in FP16", 'autocast("O1,dtype=bfloat16")(low(fn))', "low(fn)",

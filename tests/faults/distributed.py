@@ -88,7 +88,7 @@ FAULTS = (
          "            pass\n        if True:\n            return super().new_zeros(*size, **kwargs)\n",
          "tests/distributed/test_fully_shard.py::test_o2_is_o1_bit_for_bit",
          "uneven shards would take and send as many bytes as FP32 ones"),
-        ("fsdp2: values that lie in FP32 for now are not gathered", "        if self.cell.wide is not None:",
+        ("fsdp2: values that lie in FP32 for now are not gathered", "        if self.cell.decoded is not None:",
          "        if False:", "tests/distributed/test_fully_shard.py::test_o2_is_o1_bit_for_bit",
          "a closure would compute with the weights from before the step"),
         ("fsdp2: the low half is that of an earlier pass", "        self.kept.clear()\n", "",

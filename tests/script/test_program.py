@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mezzo import PolicyError
 from mezzo.script import Program, run
+from mezzo.script.program import options_of
 
 from ..support.refusals import refused
 from .conftest import SCRIPTS
@@ -137,3 +138,39 @@ def test_a_script_that_is_not_there(tmp_path, monkeypatch):
             Program(name=absent, is_module=True)
     with refused(PolicyError, "there is no __main__.py in the folder 'own_package'"):
         Program(name="own_package")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'parser.add_argument("-s", "--seeds")',
+        'parser.add_argument("--seeds_of_runs")',  # argparse takes the beginning of an option
+        'flags.DEFINE_integer("seeds", 3, "")',
+        "def main(seeds: int = 3): ...",
+        "@dataclass\nclass Options:\n    seeds: int = 3",
+        '"""Usage: train.py [--seeds=N]"""',
+        "import options",
+        "from inner import options",
+        "from transformers import HfArgumentParser as Parser",
+        "print(sys.argv)",
+        "def (",
+    ],
+)
+def test_a_script_has_an_option_if_a_parser_of_its_files_may_know_it(tmp_path, text):
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "__init__.py").write_text("")
+    (tmp_path / "inner" / "options.py").write_text("from .names import SEEDS")
+    (tmp_path / "inner" / "names.py").write_text('SEEDS = "--seeds"')
+    (tmp_path / "options.py").write_text("import options\nimport inner.options")
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    assert options_of(script)("--seeds")
+    assert options_of(script)("--seeds=3")
+    assert options_of(tmp_path)("--seeds")  # a folder
+
+
+def test_a_script_has_no_option_that_its_files_do_not_name(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text('import torch\nseeds = "as seeds are"\nparser.add_argument("--seed", help="of --seeding")\n')
+    assert not options_of(script)("--seeds")
+    assert options_of(script)("--seed")

@@ -66,7 +66,7 @@ def interpreted(request):
         bits = vector.view(torch.int16) if vector.dtype == torch.bfloat16 else vector
         launch = Launch(jitted(observing.triton_source(vector.dtype), "observe"), {}, BLOCK=1024)
         factors = (vector, 0) if factor is None else (factor, 1)
-        launch(3, x.device, bits, vector.numel(), row, flag, *factors, *observing._said(x, name))
+        launch(3, x.device, bits, vector.numel(), row, flag, *factors, *observing._details(x, name))
 
     return run
 

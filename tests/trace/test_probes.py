@@ -75,7 +75,7 @@ def test_positions_that_fall_together():
     (found,) = measured(lambda: torch.linspace(-1, 1, 640, dtype=torch.bfloat16), Distinct(of("linspace")))
     assert (found["distinct"].exact, found["distinct"].num_all) == (640, 640)
     assert found["distinct"].step == pytest.approx(2 / 639)
-    assert found["distinct"].given < 640
+    assert found["distinct"].result < 640
     assert measured(lambda: torch.arange(2**16 + 1, dtype=torch.bfloat16), Distinct(of("arange"))) == []
 
 
@@ -98,9 +98,9 @@ def test_a_ratio_against_operands_before_they_were_rounded():
     (cast,) = measured(lambda: wide[0].bfloat16() @ wide[1].bfloat16().mT, Ratio(of("mm")))
     for found, operands in ((rounded, low), (cast, wide)):
         ratios = expected(*(each.double().numpy() for each in operands), out)
-        assert [found["ratio"].whole, *found["ratio"].places] == pytest.approx(ratios, rel=1e-6)
+        assert [found["ratio"].whole, *found["ratio"].entries] == pytest.approx(ratios, rel=1e-6)
     (many,) = measured(lambda: low[0].float() @ torch.ones(8, 2**12 + 1), Ratio(of("mm")))
-    assert (len(many["ratio"].places), many["ratio"].whole > 100) == (0, True)
+    assert (len(many["ratio"].entries), many["ratio"].whole > 100) == (0, True)
     (exact,) = measured(lambda: low[0] + low[0], Ratio(of("add")))
     assert exact["ratio"].whole == math.inf
 
@@ -132,9 +132,9 @@ def test_differences_and_what_they_were_before_rounding():
         (found,) = measured(run, Difference(of("sub"), lambda record: record.name in ("mul", "add")))
         y = make()
         assert found["difference"].subtracted == pytest.approx(y[1:, 2:].double().abs().sum().item())
-        assert found["difference"].given == pytest.approx(run().double().abs().sum().item())
+        assert found["difference"].result == pytest.approx(run().double().abs().sum().item())
         assert found["difference"].exact == pytest.approx(np.abs(np.diff(exact[:, 2:], axis=0)).sum())
-        assert (found["difference"].given == 0) == (name != "varied")
+        assert (found["difference"].result == 0) == (name != "varied")
 
 
 class Counted:

@@ -6,7 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mezzo
 from mezzo.policy import Policy
-from mezzo.trace.function_calls import LOSS, Where, here
+from mezzo.trace.function_calls import LOSS, Locator, frame_id
 from mezzo.trace.modes import is_watched
 from mezzo.trace.recording import KernelTeller, PassRecorder
 from mezzo.trace.table import flops_by_format, low_share
@@ -14,7 +14,7 @@ from mezzo.trace.table import flops_by_format, low_share
 
 def recorded(run, *, model=None, inputs=(), policy="O0", **options):
     """Run something under a recorder, and return its table."""
-    recorder = PassRecorder(Policy.of(policy), where=Where(until=here()), **options)
+    recorder = PassRecorder(Policy.of(policy), where=Locator(until=frame_id()), **options)
     models = [] if model is None else [model]
     for each in models:
         recorder.learn(each, inputs)
@@ -49,7 +49,7 @@ def test_each_write_makes_a_new_value():
     assert table.maker(add.reads[0]) is None
     assert table.readers(made) == [mul]
     assert table.readers(written) == [cat]
-    assert cat.kind == "rearranging"
+    assert cat.effect == "rearranging"
     assert [each.constants for each in (add, mul)] == [(1,), (2,)]
     memory = out.gives[0].memory
     assert [call.op for call in table.calls if call is table.allocated[memory]] == ["empty"]
@@ -69,7 +69,7 @@ class Net(nn.Module):
 def test_phases_modules_and_calls_of_both_checkpoints():
     for use_reentrant in (False, True):
         model, x = Net(use_reentrant=use_reentrant), torch.ones(3, 4, requires_grad=True)
-        recorder = PassRecorder(where=Where(until=here()))
+        recorder = PassRecorder(where=Locator(until=frame_id()))
         recorder.learn(model, (x,))
         with recorder.hooked([model]):
             with recorder.watching():
@@ -77,7 +77,7 @@ def test_phases_modules_and_calls_of_both_checkpoints():
             with recorder.watching(backward=True):
                 loss.backward()
         table = recorder.table()
-        products = [(each.phase, each.module, each.call.op) for each in table.kernels if each.kind == "product"]
+        products = [(each.phase, each.module, each.call.op) for each in table.kernels if each.effect == "product"]
         backward = [("backward", "second", "linear")] * 2
         assert products[:4] == [("forward", "first", "linear"), ("forward", "second", "linear"), *backward]
         assert products[4] == ("recomputed", "first", "linear")
@@ -88,10 +88,10 @@ def test_phases_modules_and_calls_of_both_checkpoints():
         assert table.modules_run >= {"", "first", "second"}
         (add,) = [each for each in named(table, "add") if each.phase == "forward"]
         assert table.names[add.reads[1].number] == "shift"
-        assert [table.what(value) for value in add.reads] == ["activation", "buffer"]
-        first = next(each for each in table.kernels if each.kind == "product")
+        assert [table.role_of(value) for value in add.reads] == ["activation", "buffer"]
+        first = next(each for each in table.kernels if each.effect == "product")
         assert {table.names[each.number] for each in first.reads} == {"input [0]", "first.weight"}
-        node = next(each.node for each in table.kernels if each.phase == "backward" and each.kind == "product")
+        node = next(each.node for each in table.kernels if each.phase == "backward" and each.effect == "product")
         assert node.name == "AddmmBackward0"
         assert first.flops == (2 * 3 * 4 * 4, torch.float32)
         assert first.sizes == (("M", 3), ("N", 4), ("K", 4))
@@ -124,23 +124,23 @@ def test_who_casts_and_what_runs_low():
     model, x = nn.Linear(8, 4), torch.ones(2, 8)
     for emulate, by in (("true", "emulation"), ("false", "other")):
         handle = mezzo.prepare(model, policy := f"O1,dtype=bfloat16,emulate={emulate}")
-        recorder = PassRecorder(Policy.of(policy), where=Where(until=here()))
+        recorder = PassRecorder(Policy.of(policy), where=Locator(until=frame_id()))
         recorder.learn(model, (x,))
         with recorder.hooked([model]), handle.autocast(), recorder.watching():
             model(x).float()
         table = recorder.table()
         handle.remove()
-        casts = [each for each in table.kernels if each.kind == "cast" and each.reads[0].role == "parameter"]
+        casts = [each for each in table.kernels if each.effect == "cast" and each.reads[0].role == "parameter"]
         assert {table.names[each.reads[0].number] for each in casts} == {"weight", "bias"}
         assert all(each.by == "cast" for each in casts)
-        (product,) = [each for each in table.kernels if each.kind == "product"]
+        (product,) = [each for each in table.kernels if each.effect == "product"]
         assert product.by == by or (by == "other" and product.by == "region")
-        assert {table.what(each) for each in product.reads} == {"parameter", "activation"}
+        assert {table.role_of(each) for each in product.reads} == {"parameter", "activation"}
         flops = flops_by_format(table.kernels)
         assert flops == {"emulated" if by == "emulation" else "bfloat16": 2 * 2 * 8 * 4}
         assert low_share(flops, [torch.bfloat16]) == 1.0
         (call,) = [each for each in table.calls if each.op == "float"]
-        assert (call.given, call.returns, call.is_conversion) == (("bfloat16",), ("float32",), True)
+        assert (call.argument_dtypes, call.returns, call.is_conversion) == (("bfloat16",), ("float32",), True)
 
 
 def test_a_call_is_told_before_and_after_and_a_kernel_with_what_it_read():
@@ -177,6 +177,6 @@ def test_kernels_alone_are_told_of_and_that_is_no_watching():
         assert not is_watched()
         model(x).sum().backward()
     assert flops_by_format(told) == {"bfloat16": 2 * 2 * 2 * 8 * 4}
-    product = next(each for each in told if each.kind == "product")
+    product = next(each for each in told if each.effect == "product")
     assert [value.shape for value in product.gives] == [(2, 4)]
     assert (product.call.op, product.number) == ("", -1)

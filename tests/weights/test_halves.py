@@ -547,7 +547,7 @@ def test_a_reader_of_addresses_is_lent_fp32_memory_until_the_next_cast(part):
         assert torch.equal(weight + 0, param + 0)
     del there
     low = weight.to(torch.bfloat16)
-    assert weight.cell.wide is None
+    assert weight.cell.decoded is None
     assert torch.equal(low, weight.hi)
     assert torch.equal(weight.detach().clone(), param)
 

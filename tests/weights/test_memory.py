@@ -31,7 +31,7 @@ class Storages(TorchDispatchMode):
             self.know(tensor)
 
     def know(self, tensor):
-        for each in [tensor.hi, tensor.lo, tensor.cell.wide] if isinstance(tensor, Halves) else [tensor]:
+        for each in [tensor.hi, tensor.lo, tensor.cell.decoded] if isinstance(tensor, Halves) else [tensor]:
             if each is not None:
                 storage = each.untyped_storage()
                 self.living[storage._cdata] = weakref.ref(storage)
@@ -75,14 +75,14 @@ def test_frozen_weights_and_those_without_a_gradient_are_not_decoded():
 
     class Looks(optim.SGD):
         def step(self, closure=None):
-            seen.append([p.cell.wide is not None for p in model])
+            seen.append([p.cell.decoded is not None for p in model])
             super().step(closure)
 
     optimizer = Looks(model.parameters(), lr=0.1)
     model[0].square().sum().backward()
     optimizer.step()
     assert seen == [[True, False, False]]
-    assert [p.cell.wide for p in model] == [None] * 3
+    assert [p.cell.decoded for p in model] == [None] * 3
 
 
 def test_what_is_assigned_lies_in_halves_again_once_nobody_else_has_it():
@@ -92,22 +92,22 @@ def test_what_is_assigned_lies_in_halves_again_once_nobody_else_has_it():
     for _ in range(3):
         weight.data = weight.data * 0.9 + 0.01
         expected = expected * 0.9 + 0.01
-        assert weight.cell.wide is not None
+        assert weight.cell.decoded is not None
         assert torch.equal(weight.to(BF16), weight.hi)
-        assert weight.cell.wide is None
+        assert weight.cell.decoded is None
         assert torch.equal(weight.detach().clone(), expected)
     other = halved(nn.Linear(8, 8)).weight
     kept = weight.data = torch.randn(8, 8)
     view = torch.view_as_complex(other.detach().view(8, 4, 2))
     for each in (weight, other):
         each.to(BF16)
-        assert each.cell.wide is not None
+        assert each.cell.decoded is not None
     kept.mul_(2)
     assert torch.equal(weight.detach().clone(), kept)
     del kept, view
     for each in (weight, other):
         each.to(BF16)
-        assert each.cell.wide is None
+        assert each.cell.decoded is None
 
 
 def test_what_a_program_keeps_of_a_weight_is_its_own_while_another_stands_there():
@@ -154,7 +154,7 @@ def test_a_fused_kernel_updates_a_part_at_a_time_bit_for_bit(monkeypatch, kind, 
             optimizer.step()
         if in_halves:
             assert all(param._version > versions[param] for param in chosen)
-            assert all(param.cell.wide is None for param in chosen)
+            assert all(param.cell.decoded is None for param in chosen)
             assert {plan._scratch.nbytes() for plan in vars(optimizer)["_mezzo_parts"]._plans.values()} == {0}
         ends.append([param.detach().clone() for param in params])
     assert all(map(torch.equal, *ends))

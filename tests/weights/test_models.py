@@ -160,7 +160,9 @@ def test_what_is_written_into_a_state_dict_reaches_the_weights(dtype, optimizer)
     assert torch.equal(shown["body.weight"], before)
     assert not torch.equal(model.body.weight, before)
     assert all(
-        param.cell.wide is None for param in model.parameters() if isinstance(param, Halves) and param.grad is not None
+        param.cell.decoded is None
+        for param in model.parameters()
+        if isinstance(param, Halves) and param.grad is not None
     )
 
 

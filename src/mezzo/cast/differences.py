@@ -37,7 +37,7 @@ from mezzo.policy.ops import (
 from mezzo.policy.policy import Written
 
 
-def is_told(place: int, args: Any, kwargs: Any) -> bool:
+def asks_in_place(place: int, args: Any, kwargs: Any) -> bool:
     """Whether a call tells its function to write in place."""
     return bool(kwargs.get("inplace") or (len(args) > place and args[place]))
 

@@ -21,8 +21,8 @@ from mezzo.cast.differences import (
     Direct,
     Handler,
     Traced,
+    asks_in_place,
     in_place_form,
-    is_told,
     open_function,
     remember,
     traced,
@@ -329,7 +329,7 @@ def _carry_out(
     """Run one function with its treatment, native autocast off for the call."""
     if (returning := here.returning if isinstance(here, Traced) else handler.returning) is not None:
         return _write_in_place(handler, returning, here, casts, func, args, kwargs, {})
-    if handler.inplace is not None and is_told(handler.inplace, args, kwargs):
+    if handler.inplace is not None and asks_in_place(handler.inplace, args, kwargs):
         args, kwargs = args[: handler.inplace], {key: value for key, value in kwargs.items() if key != "inplace"}
         return _write_in_place(handler, func, here, casts, func, args, kwargs, {"inplace": True})
     if kwargs.get("out") is not None:

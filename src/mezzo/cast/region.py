@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from mezzo.cast.casts import WeightCasts
-from mezzo.cast.device import FAMILIES, default_kinds
+from mezzo.cast.device import FAMILIES, default_device_types
 from mezzo.cast.differences import Differences, Known, find_differences, open_function
 from mezzo.cast.emulate import without_autocast
 from mezzo.cast.mode import (
@@ -534,7 +534,7 @@ _RESOLVED: Final[dict[str, Region]] = {}
 @constant_in_graphs  # a region entered inside a compiled function is resolved while that is traced
 def _resolve(policy: Policy | str | os.PathLike[str], device_type: str | None) -> str:
     value = Policy.of(policy)
-    kinds = (device_type,) if device_type else default_kinds()
+    kinds = (device_type,) if device_type else default_device_types()
     found = tuple(find_differences(value, kind) for kind in kinds)
     key = f"{value} {[rule.reason for rule in value.rules]} as {' + '.join(each.key for each in found)}"
     _RESOLVED.setdefault(key, Region(policy=value, per_device=found))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -13,15 +13,16 @@ from typing import Annotated, Any, Final
 import torch
 import typer
 from rich.console import Console, RenderableType
+from typer.core import TyperCommand
 
 import mezzo
-from mezzo.cast.device import default_kinds, fast_format
+from mezzo.cast.device import default_device_types, fast_format
 from mezzo.errors import MezzoError, PolicyError, message
 from mezzo.explanation.explanation import WIDEST, plain
 from mezzo.files import json_text
 from mezzo.policy import Policy
 from mezzo.script import Program
-from mezzo.script.program import own_traceback
+from mezzo.script.program import options_of, own_traceback
 from mezzo.tensors import dtype_name
 
 app = typer.Typer(
@@ -96,7 +97,7 @@ def usual_format(option: str) -> str:
     Args:
         option: How to have the other one, with ``{}`` for its name.
     """
-    fast = fast_format(default_kinds())
+    fast = fast_format(default_device_types())
     other = "fp16" if fast == torch.bfloat16 else "bf16"
     if os.environ.get("RANK", "0") == "0":
         why = f"{dtype_name(fast)} is the format for this machine (mezzo doctor says why)"
@@ -206,7 +207,10 @@ def ended_with(program: Program, error: BaseException | None) -> int:
         error: What it raised, if it did.
     """
     code = exit_code(error)
-    if code == _WRONG_USAGE and isinstance(error, SystemExit) and (words := _misplaced(program.arguments)):
+    verbs: Any = typer.main.get_command(app)
+    options = [option for verb in _VERBS for option in verbs.commands[verb].params]
+    words = [word for misplaced in _options_in(program.arguments, options).values() for word in misplaced]
+    if code == _WRONG_USAGE and isinstance(error, SystemExit) and words:
         text = message(
             f"{words[0].partition('=')[0]} stands behind the script's name",
             why="what follows the script is the script's own, and it does not seem to know it",
@@ -216,24 +220,26 @@ def ended_with(program: Program, error: BaseException | None) -> int:
     return code
 
 
-def _misplaced(arguments: tuple[str, ...]) -> list[str]:
-    """Return those words that are options of a verb's, each with its value."""
-    verbs: Any = typer.main.get_command(app)
-    options = (option for verb in _VERBS for option in verbs.commands[verb].params)
-    flags = {name: getattr(each, "is_flag", False) for each in options for name in each.opts if name.startswith("--")}
-    found, following = list[str](), iter(arguments)
-    for word in following:
-        if word.partition("=")[0] in flags:
-            found.append(word)
-            if "=" not in word and not flags[word]:
-                found += [value for value in [next(following, None)] if value is not None]
-    return found
+def _options_in(arguments: Sequence[str], options: Iterable[Any]) -> dict[int, list[str]]:
+    """Return the words that are options of a verb, each with its value, by where they stand; as far as ``--``."""
+    is_flag = {
+        name: getattr(option, "is_flag", False)
+        for option in options
+        for name in (*option.opts, *option.secondary_opts)
+        if name.startswith("--")
+    }
+    words_at, index = dict[int, list[str]](), 0
+    while index < len(arguments) and arguments[index] != "--":
+        name, _, value = arguments[index].partition("=")
+        length = 1 if value or is_flag.get(name, True) else 2
+        if name in is_flag and index + length <= len(arguments):
+            words_at[index] = list(arguments[index : index + length])
+        index += length
+    return words_at
 
 
 # What the verbs on a script share: its words, and the same options before them.
 
-#: Settings of a command whose options stand before the script: what follows it is the script's own.
-BEFORE_SCRIPT: Final[dict[str, Any]] = {"allow_interspersed_args": False}
 #: The last file that a verb writes into its folder: with it the folder is whole.
 SUMMARY: Final = "summary.json"
 
@@ -257,6 +263,31 @@ Full = Annotated[bool, typer.Option("--full", help="Show every row.")]
 Dry = Annotated[
     bool, typer.Option("--dry", help="Run one step, in FP32, explain what the policy would make of it, and stop.")
 ]
+
+
+class OnScript(TyperCommand):
+    """A verb on a script: its options stand before the script, or behind, where the script has no such option."""
+
+    allow_interspersed_args = False
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # a Context
+        """Parse the words behind the verb, and print one line on stderr where options are moved before the script."""
+        rest = super().parse_args(ctx, list(args))
+        script, *arguments = ctx.params["words"]
+        if ctx.params["is_module"] or not (options := _options_in(arguments, self.params)):
+            return rest
+        has_option = options_of(Path(script))
+        moved = {index: words for index, words in options.items() if not has_option(arguments[index])}
+        if not moved:
+            return rest
+        taken = [word for words in moved.values() for word in words]
+        if os.environ.get("RANK", "0") == "0":
+            note(f"{shlex.join(taken)} is taken as mezzo {self.name}'s: {script} has no such option")
+        before = args[: len(args) - len(arguments) - 1]
+        indices = {index + number for index, words in moved.items() for number in range(len(words))}
+        own = [word for index, word in enumerate(arguments) if index not in indices]
+        ctx.params.clear()
+        return super().parse_args(ctx, [*before, *taken, script, *own])
 
 
 def program_of(words: list[str], is_module: bool) -> Program:

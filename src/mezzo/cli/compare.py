@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from mezzo import report, script
 from mezzo.cli.app import (
-    BEFORE_SCRIPT,
     SUMMARY,
     Dry,
     Full,
     IsModule,
     Json,
+    OnScript,
     Out,
     Overwrite,
     Steps,
@@ -50,7 +50,7 @@ from mezzo.script.comparison import (
 _WIDEST = 200
 
 
-@app.command("compare", context_settings=BEFORE_SCRIPT)
+@app.command("compare", cls=OnScript)
 def compare(
     words: Words,
     is_module: IsModule = False,

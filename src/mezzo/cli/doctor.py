@@ -22,7 +22,7 @@ from mezzo.cast.device import (
     FormatSupport,
     intended,
 )
-from mezzo.cast.products import kinds_on
+from mezzo.cast.products import recipe_support
 from mezzo.checkup import WIDTHS, Checkup, checked
 from mezzo.cli.app import ALERT, app, console_for, show_json
 from mezzo.errors import printable
@@ -109,7 +109,7 @@ def _told(reports: list[DeviceReport], rows: list[Row]) -> dict[str, Any]:
                 "detail": found.lacks,
             }
             for dtype in report.formats
-            for name, found in kinds_on(report.device_type, dtype).items()
+            for name, found in recipe_support(report.device_type, dtype).items()
         ]
         devices.append(told)
     return {"verdict": [_verdict(row) for row in rows], **environment(), "devices": devices}
@@ -184,7 +184,7 @@ def _below_sixteen(reports: list[DeviceReport]) -> Table:
     cells = (
         (report.device_type, name, WHAT_MEZZO_DOES["emulate" if found.lacks else "native"], found.lacks or "tried here")
         for report in reports
-        for name, found in kinds_on(report.device_type, torch.bfloat16).items()
+        for name, found in recipe_support(report.device_type, torch.bfloat16).items()
     )
     caption = Text("of weights, where a rule of the policy asks for them", style="dim")
     heads = ("device", "products in", "mezzo will", "because")

@@ -6,18 +6,17 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from mezzo.cli.app import (
     ALERT,
-    BEFORE_SCRIPT,
     SUMMARY,
-    Dry,
     Full,
     IsModule,
     Json,
+    OnScript,
     Out,
     Overwrite,
     PolicyText,
@@ -33,6 +32,7 @@ from mezzo.cli.app import (
     show_json,
     usual_policy,
 )  # fmt: skip
+from mezzo.errors import PolicyError
 from mezzo.explanation.explanation import Explanation, renderables
 from mezzo.files import save_json
 from mezzo.policy import Policy
@@ -41,7 +41,17 @@ from mezzo.script.program import Program, require_one_process
 from mezzo.tensors import LOW, dtype_name
 
 
-@app.command("explain", context_settings=BEFORE_SCRIPT)
+def _refuse_dry(is_typed: bool) -> None:
+    if is_typed:
+        raise PolicyError(
+            "mezzo explain has no --dry", why="it trains nothing without it either", write="the same without --dry"
+        )
+
+
+NoDry = Annotated[bool, typer.Option("--dry", hidden=True, callback=_refuse_dry)]
+
+
+@app.command("explain", cls=OnScript)
 def explain(
     words: Words,
     is_module: IsModule = False,
@@ -51,7 +61,7 @@ def explain(
     overwrite: Overwrite = False,
     as_json: Json = False,
     full: Full = False,
-    dry: Dry = False,
+    _dry: NoDry = False,
 ) -> None:
     """Say what a script would run in low precision, what not and why, what casts cost, and what to write.
 
@@ -74,7 +84,6 @@ def explain(
     models, and summary.json. The exit code is the script's where it ends before its step, and 4 where nothing would run
     low.
     """
-    del dry  # it is what this verb always does
     program = program_of(words, is_module)
     chosen = usual_policy(policy)
     explain_script(program, [chosen], steps=steps, out=out, overwrite=overwrite, full=full, as_json=as_json)

@@ -8,12 +8,12 @@ import typer
 from rich.table import Table
 
 from mezzo.cli.app import (
-    BEFORE_SCRIPT,
     SUMMARY,
     Dry,
     Full,
     IsModule,
     Json,
+    OnScript,
     Out,
     Overwrite,
     Steps,
@@ -38,7 +38,7 @@ from mezzo.script.inspection import Inspection, Lost
 from mezzo.script.inspection import inspect as inspected
 
 
-@app.command("inspect", context_settings=BEFORE_SCRIPT)
+@app.command("inspect", cls=OnScript)
 def inspect(
     words: Words,
     is_module: IsModule = False,

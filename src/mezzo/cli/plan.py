@@ -13,12 +13,12 @@ import typer
 
 from mezzo.cli.app import (
     ALERT,
-    BEFORE_SCRIPT,
     SUMMARY,
     Dry,
     Full,
     IsModule,
     Json,
+    OnScript,
     Out,
     Overwrite,
     PolicyText,
@@ -46,7 +46,7 @@ from mezzo.script.inspection import Called, Rehearsed, rehearse
 from mezzo.script.program import Program, require_one_process
 
 
-@app.command("plan", context_settings=BEFORE_SCRIPT)
+@app.command("plan", cls=OnScript)
 def plan(
     words: Words,
     is_module: IsModule = False,

@@ -12,12 +12,12 @@ import typer
 from mezzo import script
 from mezzo.cli.app import (
     ALERT,
-    BEFORE_SCRIPT,
     SUMMARY,
     Dry,
     Full,
     IsModule,
     Json,
+    OnScript,
     Out,
     Overwrite,
     PolicyText,
@@ -39,7 +39,7 @@ from mezzo.script.operand_records import OperandLog
 from mezzo.script.program import METRICS, StepRecord
 
 
-@app.command("run", context_settings=BEFORE_SCRIPT)
+@app.command("run", cls=OnScript)
 def run(
     words: Words,
     is_module: IsModule = False,

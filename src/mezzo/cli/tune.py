@@ -10,12 +10,12 @@ import typer
 
 from mezzo.cli.app import (
     ALERT,
-    BEFORE_SCRIPT,
     SUMMARY,
     Dry,
     Full,
     IsModule,
     Json,
+    OnScript,
     Out,
     Overwrite,
     PolicyText,
@@ -37,7 +37,7 @@ from mezzo.script import tune as tuned_script
 FOUND = "found.policy"
 
 
-@app.command("tune", context_settings=BEFORE_SCRIPT)
+@app.command("tune", cls=OnScript)
 def tune(
     words: Words,
     is_module: IsModule = False,

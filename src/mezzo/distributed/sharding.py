@@ -86,7 +86,7 @@ def fully_shard(model: M, policy: Policy | str | os.PathLike[str], *, wrap: Clas
     for unit in planned(model, storage, policy.param_dtype, wrapped(model, wrap)):
         plain(unit.module, mp_policy=_dtypes(unit.dtype), **kwargs)
     for handle in prepared:
-        handle.follow()
+        handle.convert_shards()
     return model
 
 

@@ -98,9 +98,9 @@ class Asked:
         self._inside: dict[CallRecord, _CallSeen] = {}
         numbered: dict[int, Account] = {}
         for record in table.kernels:
-            if record.kind in ("cast", "free cast"):
+            if record.effect in ("cast", "free cast"):
                 self.accounts[record] = self._account(record, numbered)
-            if record.kind != "free cast":
+            if record.effect != "free cast":
                 self._enter(record)
         self.rows, self.products = tallied(self._rows()), self._products()
 
@@ -113,13 +113,13 @@ class Asked:
         if is_forward:
             inside.has_run = True
             inside.formats = inside.formats or record.formats
-            if record.kind == "cast":
+            if record.effect == "cast":
                 inside.is_emulated |= is_emulated
                 (inside.inputs if is_emulated else inside.converted).update(names)
             else:
                 inside.kernels.add(record.name)
                 inside.inputs.update(names)
-        if (is_emulated or not outside) if record.kind == "cast" else not record.kernel._schema.is_mutable:
+        if (is_emulated or not outside) if record.effect == "cast" else not record.kernel._schema.is_mutable:
             inside.memory |= {value.memory for value in record.gives}
 
     def _is_made_by(self, call: CallRecord, memory: int) -> bool:
@@ -151,7 +151,7 @@ class Asked:
             return False
         match call.decision.treatment:
             case "low" | "fp8" | "mxfp8" | "nvfp4":
-                return dtype_name(after) == call.low
+                return dtype_name(after) == call.low_dtype
             case "fp32" | "fp32_math":
                 return after == torch.float32
             case treatment:
@@ -180,7 +180,7 @@ class Asked:
                 module=record.module,
                 op="" if record.call.hidden else record.call.op,
                 phase="forward" if record.phase == "forward" else "backward",
-                what=self.table.what(record.reads[0]),
+                what=self.table.role_of(record.reads[0]),
                 before=dtype_name(record.reads[0].dtype),
                 after=dtype_name(record.gives[0].dtype),
                 by=account.by,
@@ -188,7 +188,7 @@ class Asked:
                 num_bytes=record.num_bytes,
             )
             for record, account in self.accounts.items()
-            if record.kind == "cast"
+            if record.effect == "cast"
         )
         return tuple(sorted(found, key=lambda cast: (cast.by == "emulation", -cast.num_bytes, cast.module)))
 
@@ -204,13 +204,13 @@ class Asked:
         for record in self._forward():
             of_read = next((widened[value.number] for value in record.reads if value.number in widened), None)
             is_product, accounts = of_read or (False, ())
-            if record.kind == "cast":
+            if record.effect == "cast":
                 widens = record.reads[0].dtype.itemsize < record.gives[0].dtype.itemsize
                 if widens and record.by != "emulation":
                     accounts = (*accounts, self.accounts[record])
             elif record.flops is not None:
-                is_product, accounts = any(self.table.what(each) == "parameter" for each in _factors(record)), ()
-            elif record.kind != "rearranging" or of_read is None:
+                is_product, accounts = any(self.table.role_of(each) == "parameter" for each in _factors(record)), ()
+            elif record.effect != "rearranging" or of_read is None:
                 if record.name in ("softmax", "log_softmax") and _is_over_last(record):
                     found |= dict.fromkeys(accounts if is_product or record.name == "log_softmax" else ())
                 continue
@@ -260,12 +260,12 @@ class Asked:
             if record.flops is not None:
                 for read in {labels[value.number] for value in _factors(record) if value.number in labels}:
                     found[record.module, record.op, record.call.line, read] += 1
-            elif record.kind in HANDS_ON or record.kind == "rounding":
+            elif record.effect in HANDS_ON or record.effect == "rounding":
                 known = (labels[value.number] for value in record.reads if value.number in labels)
                 label: Integers | None = next(known, None)
                 lost = record.probes.get("integers")
                 if label is None and lost is not None:
-                    by = self.accounts[record].by if record.kind == "cast" else "model"
+                    by = self.accounts[record].by if record.effect == "cast" else "model"
                     label = Integers(lost, by, record.call.line if by == "model" else None)
                 if label is not None:
                     labels.update((value.number, label) for value in record.gives)
@@ -287,7 +287,7 @@ def _row(call: CallRecord, inside: _CallSeen) -> Row:
     return Row(
         module=call.module,
         op=call.op,
-        given=call.given,
+        given=call.argument_dtypes,
         computes_in=inside.computes_in,
         returns=call.returns,
         count=1,
@@ -305,17 +305,17 @@ def _disagreement(call: CallRecord, inside: _CallSeen) -> str:
     """Compare what was measured with what was decided."""
     if call.is_conversion:
         return ""  # the model's own code names the dtype
-    ins, given = [[name for name in names if name in _CASTABLE] for names in (inside.computes_in, call.given)]
+    ins, given = [[name for name in names if name in _CASTABLE] for names in (inside.computes_in, call.argument_dtypes)]
     outs = [name for name in call.returns if name in _CASTABLE]
     if call.written is not None:  # read, where it is in place, and rounded to, whatever the op computes in
         ins, outs = [name for name in ins if name not in call.written], []
     match call.decision.treatment:
         case "low":
-            wanted, agrees = call.low, not set(ins) - {call.low} and not inside.formats
+            wanted, agrees = call.low_dtype, not set(ins) - {call.low_dtype} and not inside.formats
         case "fp8" | "mxfp8" | "nvfp4" as treatment:
             wanted, agrees = treatment, bool(inside.formats)
         case "fp32":
-            returned = {"float32", call.low} if call.goes_back else {"float32"}
+            returned = {"float32", call.low_dtype} if call.goes_back else {"float32"}
             wanted, agrees = "float32", not set(ins) - {"float32"} and not (given and set(outs) - returned)
         case "fp32_math":
             wanted = f"float32 inside, {given[0] if given else 'float32'} out"

@@ -23,7 +23,7 @@ from mezzo.explanation.rows import Emulated, Row
 from mezzo.policy import Policy, Rule, Treatment
 from mezzo.policy.ops import QUANTISED
 from mezzo.tensors import LOW, mapped, tensors
-from mezzo.trace.function_calls import Where, here
+from mezzo.trace.function_calls import Locator, frame_id
 from mezzo.trace.measure import LostIntegers
 from mezzo.trace.probes import RoundedIntegers, lost_integers
 from mezzo.trace.recording import PassRecorder
@@ -110,7 +110,7 @@ def _traced(
     handle = Prepared(model, policy, tells=False)  # a finding does
     low = LowNumbers(model, lambda: recorder.recorded)
     probes = [RoundedIntegers(), *low.probes] if policy.casts or policy.param_dtype in LOW else [RoundedIntegers()]
-    recorder = PassRecorder(handle.policy, _ruled(model, handle.policy), where=Where(until=here()), probes=probes)
+    recorder = PassRecorder(handle.policy, _ruled(model, handle.policy), where=Locator(until=frame_id()), probes=probes)
     region = handle.autocast()
     recorder.learn(model, (args, kwargs))
     with recorder.hooked([model]):
@@ -240,7 +240,7 @@ def _emulated(policy: Policy, device_types: tuple[str, ...], rows: tuple[Row, ..
             if family in were and choice.action == "emulate":
                 found[family] = Emulated(family, choice.reason)
         for treatment in below:
-            lacks = recipe_of(policy, treatment).found_on(kind, policy.dtype).lacks
+            lacks = recipe_of(policy, treatment).support_on(kind, policy.dtype).lacks
             name = f"{treatment} products"
             found[name] = Emulated(name, "emulate=True asks for it" if policy.emulate is True else lacks)
     return tuple(found.values())

@@ -38,7 +38,7 @@ from mezzo.explanation.rows import (
 from mezzo.files import jsonable
 from mezzo.policy import Policy
 from mezzo.tensors import dtype_name
-from mezzo.trace.function_calls import MODEL, place_text
+from mezzo.trace.function_calls import MODEL, location_text
 
 # An explanation as tables of text: the few rows that matter with alike modules folded, or all rows.
 
@@ -271,7 +271,7 @@ def _other_products(of: Explanation, others: list[Product]) -> Iterator[str]:
     dearest = sorted(reasons.items(), key=lambda each: -_flops(each[1]))
     for (dtype, why), products in dearest[:_MOST_REASONS]:
         share = share_text(_flops(products), _flops(of.products))
-        where = some_of([place_text(each.module, each.op) for each in _alike(products, "op")], 1)
+        where = some_of([location_text(each.module, each.op) for each in _alike(products, "op")], 1)
         yield f"{_count(products):,} in {format_text([dtype])}, {share} of the FLOPs: {where} ({why})"
     if rest := [each for _, products in dearest[_MOST_REASONS:] for each in products]:
         share = share_text(_flops(rest), _flops(of.products))

@@ -15,7 +15,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, QUANTISED
 from mezzo.policy.rules import both, exact
 from mezzo.tensors import LOW
-from mezzo.trace.function_calls import LOSS, MODEL, place_text
+from mezzo.trace.function_calls import LOSS, MODEL, location_text
 
 #: C++ functions made of ops that have names of their own, and that no rule reaches inside.
 COMPOSITES: Final[Mapping[str, frozenset[str]]] = {
@@ -96,7 +96,7 @@ def _disagreements(rows: Iterable[Row]) -> Iterator[Finding]:
         if row.disagreement:
             by = f"rule {row.rule}" if row.rule else row.source
             text = f"{row.disagreement} (treatment {row.treatment}, {by})"
-            yield Finding(kind="disagreement", where=place_text(row.module, row.op, row.line), text=text)
+            yield Finding(kind="disagreement", where=location_text(row.module, row.op, row.line), text=text)
 
 
 # Rules without effect ---------------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _unreachable(policy: Policy, seen: Asked) -> Iterator[Finding]:
                     f"the rule {rule} does not reach {', '.join(reached)} inside {row.op}, which gets {row.treatment} "
                     f"as a whole; write {both(f'{rule.treatment}={row.op}')}, or call {reached[0]} by itself"
                 )
-                yield Finding(kind="unreachable", where=place_text(row.module, row.op), text=text)
+                yield Finding(kind="unreachable", where=location_text(row.module, row.op), text=text)
 
 
 def _fp32_products(policy: Policy, products: tuple[Product, ...]) -> Iterator[Finding]:
@@ -178,7 +178,7 @@ def _fp32_products(policy: Policy, products: tuple[Product, ...]) -> Iterator[Fi
         if product.dtype == "float32":
             text = f"ran in float32: {100 * product.flops / total:.3g} % of the FLOPs of the forward pass's products"
             text = f"{text}; {product.why}" if product.why else text
-            yield Finding(kind="FP32 product", where=place_text(product.module, product.op, product.line), text=text)
+            yield Finding(kind="FP32 product", where=location_text(product.module, product.op, product.line), text=text)
 
 
 # What users ask for: positions, logits, tied weights --------------------------------------------------
@@ -208,7 +208,7 @@ def _lost_integers(seen: Asked) -> Iterator[Finding]:
             "them by their largest first, in FP32"
         )
         yield Finding(
-            kind="lost integers", where=place_text(fold.text if len(fold.rows) > 1 else module, op, line), text=text
+            kind="lost integers", where=location_text(fold.text if len(fold.rows) > 1 else module, op, line), text=text
         )
 
 
@@ -226,7 +226,7 @@ def _logits(seen: Asked) -> Iterator[Finding]:
         write = f"torch.nn.functional.linear_cross_entropy, which never holds all logits; or {write}"
     cost = f"{byte_text(size)}, {share_text(size, total)} of what all casts read and write"
     text = f"the cast of the logits to FP32, and of their gradient back, takes {cost}: write {write}"
-    yield Finding(kind="logits", where=place_text(first.module, op, first.call.line).rstrip(), text=text)
+    yield Finding(kind="logits", where=location_text(first.module, op, first.call.line).rstrip(), text=text)
 
 
 def _tied(model: nn.Module, policy: Policy, rows: tuple[Row, ...]) -> Iterator[Finding]:

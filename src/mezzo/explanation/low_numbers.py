@@ -21,7 +21,7 @@ from mezzo.explanation.rows import Finding, FindingKind, as_glob, folded, format
 from mezzo.policy import Rule
 from mezzo.policy.rules import both, exact
 from mezzo.tensors import LOW, dtype_name, has_fraction
-from mezzo.trace.function_calls import LOSS, place_text
+from mezzo.trace.function_calls import LOSS, location_text
 from mezzo.trace.kernels import factors
 from mezzo.trace.probes import Difference, Distinct, Largest, Probe, Ratio, Total
 from mezzo.trace.table import HANDS_ON, KernelRecord, Value, WatchedPass
@@ -77,7 +77,7 @@ class _Fault(NamedTuple):
     @property
     def place(self) -> str:
         """The line, or where there is none the module and the op: what is told of once."""
-        return self.record.call.line or place_text(self.record.module, self.record.op)
+        return self.record.call.line or location_text(self.record.module, self.record.op)
 
 
 class LowNumbers:
@@ -154,7 +154,7 @@ class LowNumbers:
             # An operand that the program made low stays so, whatever a rule says of the terms.
             total, added = table.maker(first.reads[start]), table.maker(last.reads[chain[-1].term])
             is_made_low = total is None or not any(has_fraction(value.dtype) for value in total.reads)
-            is_op = added is not None and added.kind == "other" and bool(added.call.op)
+            is_op = added is not None and added.effect == "other" and bool(added.call.op)
             rules = _op_in_fp32(added) if added is not None and is_op and not is_made_low else ()
             yield _Fault(
                 "sum by hand", last, _lost(error), what, "the sum in FP32, total = total + term.float()", rules
@@ -170,14 +170,14 @@ class LowNumbers:
             return True
         if record.name == "cumsum":
             return _counts(self._table(), record.reads[0])
-        is_cast = record.kind == "rounding" or (record.kind == "cast" and record.call.is_conversion)
+        is_cast = record.effect == "rounding" or (record.effect == "cast" and record.call.is_conversion)
         if not (is_cast or record.name in _SCALED):
             return False
         while len(record.reads) == 1:
             maker = self._table().maker(record.reads[0])
             if maker is None or maker.name in _POSITIONS:
                 return maker is not None
-            if maker.name not in _SCALED and maker.kind not in ("rounding", "rearranging"):
+            if maker.name not in _SCALED and maker.effect not in ("rounding", "rearranging"):
                 return False
             record = maker
         return False
@@ -188,14 +188,14 @@ class LowNumbers:
             found = record.probes.get("distinct")
             if found is None or not math.isfinite(found.step):
                 continue
-            if found.given >= found.exact and found.error < found.step / 2:
+            if found.result >= found.exact and found.error < found.step / 2:
                 continue
-            if record.kind in ("rounding", "cast") and any(
-                reader.kind == "product" for reader in _readers(table, record.gives[0])
+            if record.effect in ("rounding", "cast") and any(
+                reader.effect == "product" for reader in _readers(table, record.gives[0])
             ):
                 continue  # those are lost integers
             what = (
-                f"{found.given:,.0f} of {found.exact:,.0f} positions are different in "
+                f"{found.result:,.0f} of {found.exact:,.0f} positions are different in "
                 f"{_name(record.gives[0].dtype)}, up to {found.error / found.step:.3g} steps off"
             )
             words = "torch.arange(n, device=x.device) and all arithmetic with it in FP32, and no cast of positions"
@@ -233,19 +233,19 @@ class LowNumbers:
     def _bases(self, table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
             ratio = record.probes.get("ratio")
-            if ratio is None or self._basis(record) is None or not ratio.places:
+            if ratio is None or self._basis(record) is None or not ratio.entries:
                 continue
             readers = _readers(table, record.gives[0])
             if readers and not any(reader.name in _MAGNITUDES or _squares(reader) for reader in readers):
                 continue
-            rows = math.prod(record.gives[0].shape) // len(ratio.places)
-            worst = sorted(ratio.places)[len(ratio.places) // (2 if rows < _FEW_ROWS else 10)]
+            rows = math.prod(record.gives[0].shape) // len(ratio.entries)
+            worst = sorted(ratio.entries)[len(ratio.entries) // (2 if rows < _FEW_ROWS else 10)]
             if not -math.inf < worst < _QUIET_DB:
                 continue
-            num_quiet = sum(place < _QUIET_DB for place in ratio.places)
+            num_quiet = sum(place < _QUIET_DB for place in ratio.entries)
             what = (
                 f"it multiplies by a table of constants in {_format(record)}, whose rounding is heard in {num_quiet:,} "
-                f"of {len(ratio.places):,} results: signal to noise is {worst:.3g} dB"
+                f"of {len(ratio.entries):,} results: signal to noise is {worst:.3g} dB"
             )
             yield _Fault("basis", record, _lost_at(worst), what, *_in_fp32([record]))
 
@@ -276,8 +276,8 @@ class LowNumbers:
             if (found := record.probes.get("difference")) is None:
                 continue
             value, dtype = record.reads[0], record.gives[0].dtype
-            if found.given:
-                times = found.subtracted / found.given
+            if found.result:
+                times = found.subtracted / found.result
                 error = float(torch.finfo(dtype).eps) / 2 * times
                 what = f"differences of neighbours in {_name(dtype)} are 1/{times:.3g} of what is subtracted"
             else:  # all are 0, and of a field that is constant in FP32 they are to be
@@ -295,7 +295,7 @@ class LowNumbers:
             if (largest := record.probes.get("largest")) is None:
                 continue
             first = _first_low(table, record.reads[0])
-            given, low = first[0].gives[0].dtype, first[0].call.low
+            given, low = first[0].gives[0].dtype, first[0].call.low_dtype
             dtype = given if given in LOW else getattr(torch, low)  # an emulated product gives FP32
             holds = num_integers(dtype)
             if largest > holds:
@@ -383,7 +383,7 @@ def _is_stream(table: WatchedPass, chain: list[_Addition]) -> bool:
 def _counts(table: WatchedPass, value: Value) -> bool:
     """Whether numbers are a mask: truth values or integers, or made of some by a cast."""
     maker = table.maker(value)
-    return not has_fraction(value.dtype) or (maker is not None and (maker.kind == "rounding" or maker.name == "ones"))
+    return not has_fraction(value.dtype) or (maker is not None and (maker.effect == "rounding" or maker.name == "ones"))
 
 
 def _squares(record: KernelRecord) -> bool:
@@ -397,7 +397,7 @@ def _readers(table: WatchedPass, value: Value) -> list[KernelRecord]:
         for reader in table.readers(waiting.pop()):
             if reader.phase != "forward":
                 continue
-            if reader.kind not in HANDS_ON:
+            if reader.effect not in HANDS_ON:
                 found.append(reader)
                 continue
             waiting += [each for each in reader.gives if each.number not in seen]
@@ -427,7 +427,7 @@ def _first_low(table: WatchedPass, value: Value) -> list[KernelRecord]:
             low = list(filter(is_low, before))
             waiting += low
             found.update(dict.fromkeys([] if low else [maker]))
-        elif _is_pointwise(maker) or maker.kind in HANDS_ON:
+        elif _is_pointwise(maker) or maker.effect in HANDS_ON:
             waiting += before
     return list(found)
 
@@ -455,7 +455,7 @@ def _name(dtype: torch.dtype) -> str:
 def _format(record: KernelRecord) -> str:
     """Return the format of a product's operands: under emulation the one that FP32 stands for."""
     assert record.flops is not None
-    return format_text([record.call.low]) if record.by == "emulation" else _name(record.flops[1])
+    return format_text([record.call.low_dtype]) if record.by == "emulation" else _name(record.flops[1])
 
 
 def _in_fp32(records: Sequence[KernelRecord]) -> tuple[str, tuple[str, ...]]:
@@ -465,7 +465,7 @@ def _in_fp32(records: Sequence[KernelRecord]) -> tuple[str, tuple[str, ...]]:
     """
     if not records:
         return "inputs in FP32", ()
-    casts = [each for each in records if each.kind in ("cast", "rounding") and each.by not in ("cast", "emulation")]
+    casts = [each for each in records if each.effect in ("cast", "rounding") and each.by not in ("cast", "emulation")]
     computed = [each for each in records if each not in casts]
     alone = [each for each in computed if each.module in ("", LOSS)]
     words = [f"no cast of the model's own at {casts[0].call.line}"] if casts else []
@@ -497,5 +497,5 @@ def _finding(fault: _Fault, module: str, rules: Iterable[str]) -> Finding:
     rule = f"{key}={'+'.join(globs)}" if key else ""
     cure = (", or " if key == "fp32" else ", and ").join(each for each in (fault.words, rule and both(rule)) if each)
     text = f"{fault.what}, {fault.bits} of FP32's 24 bits lost: write {cure}"
-    where = place_text(module, fault.record.op, fault.record.call.line)
+    where = location_text(module, fault.record.op, fault.record.call.line)
     return Finding(kind=fault.kind, where=where, text=text, rule=rule)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from mezzo.cast import Prepared, autocast, prepare
-from mezzo.cast.device import default_kinds, usual_policy
+from mezzo.cast.device import default_device_types, usual_policy
 from mezzo.cast.model.outputs import given_out
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
 from mezzo.patches import Binding
@@ -26,7 +26,7 @@ from mezzo.session.session import engine_of, weights_of
 from mezzo.session.state_tree import save
 from mezzo.session.weights import widen_states
 from mezzo.tensors import LOW
-from mezzo.weights.models import follow
+from mezzo.weights.models import hide_storage
 
 require_extra("lightning", "the precision plugin for Lightning needs lightning", "lightning.pytorch")
 
@@ -100,7 +100,7 @@ class MezzoPrecision(Precision):
         hold_schedulers: bool = True,
     ) -> None:
         raise_together(wrong_options(on_overflow=on_overflow))
-        self.policy = usual_policy(default_kinds()) if policy is None else Policy.of(policy)
+        self.policy = usual_policy(default_device_types()) if policy is None else Policy.of(policy)
         self.session: AttachedPrecision | None = None
         self._options: dict[str, Any] = {"on_overflow": on_overflow, "hold_schedulers": hold_schedulers}
         self._converted: dict[nn.Module, Prepared] = {}
@@ -121,7 +121,7 @@ class MezzoPrecision(Precision):
             if prepared.model is not module:  # which is what is saved, copied, and trained by the session
                 vars(module)["_mezzo_prepared"] = [prepared]
                 self._undo.callback(vars(module).pop, "_mezzo_prepared", None)
-                self._undo.callback(follow(module))
+                self._undo.callback(hide_storage(module))
                 if _is_the_trainers(module):
                     self._calls = Calls([module], self.policy, self._region, methods=False)
                     self._undo.callback(self._calls.close)

@@ -51,7 +51,7 @@ _DENSE: Final = {torch.strided}
 #: Parameters that are the memory of their values.
 _PLAIN: Final = {torch.nn.Parameter, Tensor}
 _KNOWN: Final = {*_PLAIN, Halves}
-_PARTS: Final = attrgetter("hi", "lo", "cell.wide")
+_PARTS: Final = attrgetter("hi", "lo", "cell.decoded")
 _IS_LENT: Final = attrgetter("cell.is_lent")
 _PARAMS: Final = itemgetter("params")
 #: Of the count of a cohort: its memory, and the version that the last step has left there.

@@ -30,7 +30,7 @@ from mezzo.overflow.diagnose import Changed, Context, Overflow, diagnose, highes
 from mezzo.overflow.watch import Watch
 from mezzo.policy import Policy
 from mezzo.tensors import LOW, dtype_name, mapped, mark, tensors
-from mezzo.trace.function_calls import Where, here, user_line
+from mezzo.trace.function_calls import Locator, frame_id, user_line
 from mezzo.trace.measure import is_finite, named_inputs, numbered, shape_text
 from mezzo.trace.modes import after_forward, before_forward, is_watched
 from mezzo.trace.sandbox import RandomStates, devices_of, gradients_aside, leaves_of, untouched
@@ -138,7 +138,7 @@ class Search:
         where: Where the pass begins.
     """
 
-    def __init__(self, context: Context, where: Where | None = None) -> None:
+    def __init__(self, context: Context, where: Locator | None = None) -> None:
         self.context = context
         self.watch = Watch(context, where)
 
@@ -444,7 +444,7 @@ class _Replayed:
             self.changed.update(dict.fromkeys(changed))
             return None
         region = self.region()
-        where = Where(until=here(), instead=call.line)
+        where = Locator(until=frame_id(), instead=call.line)
         search = Search(Context(self.models, getattr(region, "policy", None), self.scale), where)
         with search.hooked():
             outputs = self._forward(search, call)

@@ -18,9 +18,9 @@ from mezzo.overflow.diagnose import BOUNDED, SOFTMAX, Context, Origin, Reader
 from mezzo.policy.ops import OPS
 from mezzo.tensors import has_fraction, tensors
 from mezzo.trace import measure
-from mezzo.trace.function_calls import LOSS, Where
+from mezzo.trace.function_calls import LOSS, Locator
 from mezzo.trace.measure import Edge, Names, Operand, Range, edges
-from mezzo.trace.recording import Held, PassRecorder
+from mezzo.trace.recording import KernelTensors, PassRecorder
 from mezzo.trace.table import CallRecord, KernelRecord
 
 _CASTS = ("cast", "free cast")
@@ -53,7 +53,7 @@ class Watch:
         origins: What was the first on its path to be non-finite, in the order of execution.
     """
 
-    def __init__(self, context: Context, where: Where | None = None) -> None:
+    def __init__(self, context: Context, where: Locator | None = None) -> None:
         self.recorder = PassRecorder(context.policy, where=where, called=self._begin, ran=self._look)
         self.names = Names(context.models)
         self.origins: list[Origin] = []
@@ -71,7 +71,7 @@ class Watch:
         known = filter(is_autocast_available, kinds)  # no meta device
         self._context.autocasts |= any(map(torch.is_autocast_enabled, known))
 
-    def _look(self, record: KernelRecord, held: Held) -> None:
+    def _look(self, record: KernelRecord, held: KernelTensors) -> None:
         """Look at what a kernel made."""
         results = [tensor for tensor in tensors(held.out) if has_fraction(tensor.dtype)]
         bad = [number for number, result in enumerate(results) if not measure.is_finite(result)]
@@ -80,7 +80,7 @@ class Watch:
             memories = {self._memory(results[number]) for number in bad}
             self._from.update(dict.fromkeys(memories, origin))
             self._spoiled.append(_Spoiled(record, origin, memories))
-        if record.kind in _CASTS and (name := self._called(held.args[0])) is not None:
+        if record.effect in _CASTS and (name := self._called(held.args[0])) is not None:
             self._copies[self._memory(held.out)] = name
         if results:
             self._last = record, held.before
@@ -92,7 +92,7 @@ class Watch:
     def _memory(self, tensor: Tensor) -> int:
         return self.recorder.value(tensor).memory
 
-    def _origin(self, record: KernelRecord, held: Held, result: Tensor, position: int) -> Origin:
+    def _origin(self, record: KernelRecord, held: KernelTensors, result: Tensor, position: int) -> Origin:
         """Return where the result that is not finite has it from."""
         bad = (
             each
@@ -114,13 +114,13 @@ class Watch:
 
     # Origins ------------------------------------------------------------------------------------------
 
-    def _made(self, record: KernelRecord, held: Held, result: Tensor, position: int) -> Origin:
+    def _made(self, record: KernelRecord, held: KernelTensors, result: Tensor, position: int) -> Origin:
         """Note a tensor that a kernel made non-finite out of finite numbers."""
         if measure.has_literal(held.args, held.kwargs):
             origin = self._add("written", record, result, held.before)
             origin.may_be_meant = origin.tensor.num_nan == 0
             return origin
-        if record.kind not in _CASTS:
+        if record.effect not in _CASTS:
             origin = self._add("made", record, result, held.before)
             origin.needed, origin.holds = measure.needed(
                 result.dtype, record.kernel, held.args, held.kwargs, held.before, position
@@ -155,7 +155,7 @@ class Watch:
     def _by_model(self, record: KernelRecord) -> bool:
         """Whether a kernel is a cast of the model's own code."""
         call, by_mezzo = self._call(record), record.by in ("cast", "quantised")
-        return record.kind in _CASTS and call is not None and call.is_conversion and not by_mezzo
+        return record.effect in _CASTS and call is not None and call.is_conversion and not by_mezzo
 
     def _given(self, tensor: Tensor, record: KernelRecord | None = None) -> Origin:
         """Note a tensor that is non-finite and that nothing in the pass has made."""

@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
-from mezzo.cast.device import default_kinds, fast_format
+from mezzo.cast.device import default_device_types, fast_format
 from mezzo.errors import PolicyError, StateError, raise_together
 from mezzo.files import save_json
 from mezzo.machine import default_device, describe
@@ -145,7 +145,7 @@ def default_policies() -> tuple[str, ...]:
         >>> default_policies()[0], len(default_policies())
         ('O0', 5)
     """
-    fast = fast_format(default_kinds())
+    fast = fast_format(default_device_types())
     ordered = sorted(LOW, key=lambda dtype: dtype != fast)
     return ("O0", *(f"{level},dtype={dtype_name(dtype)}" for dtype in ordered for level in ("O1", "O2")))
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import io
 import json
 import os
+import re
 import runpy
 import statistics
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -130,6 +132,52 @@ def _run_file(path: str) -> None:
     with io.open_code(path) as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
     exec(code, vars(main))
+
+
+#: Names in a script that says its options outside its files: by words it reads itself, or by the fields of a library.
+_OPEN_ENDED: Final = {"argv", "HfArgumentParser", "LightningCLI"}
+
+
+def options_of(script: Path) -> Callable[[str], bool]:
+    """Return whether a script has an option such as ``--seeds``, as far as its files say; in doubt, it has.
+
+    A name counts if it is a text, a parameter or an annotated field (parsers are made of each of them) in the script or
+    in a module beside it that it imports; of a text with spaces, as docopt reads one, what begins with dashes. argparse
+    takes the beginning of an option for it, too.
+
+    Args:
+        script: Its file, which is read and not run.
+    """
+    names, files, waiting = set[str](), set[Path](), {script}
+    while waiting:
+        files.add(path := waiting.pop())
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):  # a folder, an archive, or not Python
+            return lambda option: True
+        for node in ast.walk(tree):
+            match node:
+                case ast.Constant(value=str(text)):
+                    names.update([text] if len(text.split()) == 1 else re.findall(r"--[\w-]+", text))
+                case ast.arg(arg=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                    names.add(name)
+                case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name) if name in _OPEN_ENDED:
+                    return lambda option: True
+            stems = [root / name.replace(".", "/") for name in _imported(node) for root in (script.parent, path.parent)]
+            beside = {file for stem in stems for file in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py")}
+            waiting |= {file for file in beside if file.is_file()} - files
+    known = [name.lstrip("-").replace("_", "-") for name in names]
+    return lambda option: any(name.startswith(option.partition("=")[0].lstrip("-")) for name in known)
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """Return the modules that an import may mean, seen from the script's folder."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        package = node.module or ""
+        return [*filter(None, [package]), *(f"{package}.{alias.name}".lstrip(".") for alias in node.names)]
+    return []
 
 
 @contextlib.contextmanager

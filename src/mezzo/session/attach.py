@@ -20,7 +20,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from mezzo.backward import door, noted
+from mezzo.backward import door, thread_owner
 from mezzo.cast import Prepared
 from mezzo.dispatch import is_transformed
 from mezzo.errors import StateError, not_switches, raise_together, some_of
@@ -389,7 +389,7 @@ class AttachedPrecision(MixedPrecision):
 def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
     """Run a backward pass, as the session's if it reaches parameters of its optimizers, or may by passes inside."""
     engine, (_, creates_graph, inputs, _, accumulates) = engine_of(amp), asked
-    if (outer := noted()) is not None:
+    if (outer := thread_owner()) is not None:
         return run_inside(outer, engine, plain, roots, gradients, *asked)
     if not accumulates:
         return _differentiate(amp, plain, roots, gradients, *asked)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mezzo.backward import note
+from mezzo.backward import set_thread_owner
 from mezzo.errors import NumericsError, UnsupportedError, some_of
 from mezzo.session.stats import Step
 from mezzo.step.verdict import Judged
@@ -149,7 +149,7 @@ class Locates:
     def stepped(self, engine: Watched, step: Step) -> None:
         """Run the calls of a skipped step again, and forget them."""
         if bool(step.skipped):
-            forget = note(self)  # so that no session scales these passes again
+            forget = set_thread_owner(self)  # so that no session scales these passes again
             try:
                 with torch.enable_grad(), self._unreduced():
                     step.overflow = self._replay.locate(step.scale)

@@ -26,10 +26,10 @@ from mezzo.backward import (
     door,
     may_run_others,
     node_of,
-    note,
-    noted,
     number_of_pass,
     runs_hooks_of_modules,
+    set_thread_owner,
+    thread_owner,
     will_run,
 )
 from mezzo.compiling import never_compiled
@@ -280,7 +280,7 @@ class SessionPass:
         try:
             self._open()
             if self._holds:
-                self._undo.append(note(self))
+                self._undo.append(set_thread_owner(self))
         except BaseException:
             self._close(has_failed=True)
             raise
@@ -307,7 +307,7 @@ class SessionPass:
     def runs_here(self) -> bool:
         """Whether this thread works for it, in a node of its own graph or of a pass inside."""
         number = number_of_pass()
-        return number == self._number or (number != self._around and noted() is self)
+        return number == self._number or (number != self._around and thread_owner() is self)
 
     def runs_in(self, engine: Opens) -> bool:
         """Whether it is an engine's, and this thread works for it."""
@@ -468,7 +468,7 @@ def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients:
     *_, inputs, _, accumulates = asked
     if accumulates:
         this.join([], walk_of(roots, inputs), is_inside=True)
-    forget = note(this)
+    forget = set_thread_owner(this)
     try:
         return plain(roots, gradients, *asked)
     finally:
@@ -511,7 +511,7 @@ class _Entry(Function):
         walk = walked([GradientEdge(*loss)])
         if ctx.scale is not None and not will_run(leaf[0]):
             _refuse_stops(walk)
-        passes = (noted(), *(running() for running in ctx.engine.under_way))
+        passes = (thread_owner(), *(running() for running in ctx.engine.under_way))
         this = next(
             (candidate for candidate in passes if isinstance(candidate, SessionPass) and candidate.runs_in(ctx.engine)),
             None,

@@ -271,7 +271,7 @@ class Window:
             for leaf in plan.halves:
                 if leaf.grad is None:
                     cell = leaf.cell
-                    is_low = cell.uses == _ONE_CAST and cell.wide is None and id(leaf) not in hooked
+                    is_low = cell.uses == _ONE_CAST and cell.decoded is None and id(leaf) not in hooked
                     leaf.grad_dtype = leaf.hi.dtype if is_low else leaf.dtype
 
     @torch.no_grad()

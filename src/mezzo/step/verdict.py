@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from mezzo.errors import UnsupportedError
 from mezzo.formats.noise import noise
 from mezzo.scale.state import inverse
 from mezzo.step import moments
@@ -289,10 +288,6 @@ def scales_among(storage: Storage, targets: Sequence[Tensor]) -> range:
     first = storage.num_parts
     in_codes = len(targets) > first and moments.is_coded(targets[first].dtype)
     return range(first + 1, len(targets), 2) if in_codes else range(0)
-
-
-class NoKernel(UnsupportedError):  # noqa: N818 - an error by its base
-    """An executor cannot build a kernel; another one may do without."""
 
 
 class BucketUpdate(ABC):

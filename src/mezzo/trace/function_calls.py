@@ -1,6 +1,6 @@
-"""One call of a torch function: what it is called, what the policy decides about it, and where in a pass it is.
+"""One call of a torch function: its name, what the policy decides about it, and its location in a pass.
 
-Only here does anything look inside the active region: what it opens, and which parameter rule speaks about a call.
+This file alone looks inside the active region: what the region opens, and which parameter rule applies to a call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo.backward import current_node, next_number, number_of
-from mezzo.cast.differences import INPLACE, OPENED, is_told
+from mezzo.cast.differences import INPLACE, OPENED, asks_in_place
 from mezzo.cast.mode import acting_differences, pinned_parameter
 from mezzo.cast.notes import notes
 from mezzo.cast.products import asked, recipe_of
@@ -29,7 +29,7 @@ from mezzo.policy.ops import OPS, QUANTISABLE, QUANTISED, is_in_place, out_of_pl
 from mezzo.tensors import CASTABLE, dtype_name, has_fraction, tensors
 from mezzo.trace.table import CallRecord, Doing
 
-# Who asked: the op behind a torch function or kernel, the line of the user's code, mezzo's own casts.
+# The caller: the op behind a torch function or kernel, the line of the user's code, mezzo's own casts.
 
 
 @functools.lru_cache(maxsize=4096)
@@ -37,7 +37,7 @@ def op_name(function: Any) -> str:
     """Return the base name of a torch function's op, as rules and the op table have it.
 
     Args:
-        function: What a ``TorchFunctionMode`` is given: a function, a method, a property's getter, an op of
+        function: What a ``TorchFunctionMode`` receives: a function, a method, a property's getter, an op of
             ``torch.ops``.
 
     Example:
@@ -66,7 +66,7 @@ def kernel_name(kernel: Any) -> str:
         return name
     bare = name.removeprefix("aten::").removesuffix("_")
     stems = (bare, *(bare.removeprefix(prefix) for prefix in ("_", "_safe_", "native_")), bare.removesuffix("_forward"))
-    return next((known for stem in stems if (known := _known(stem)) is not None), bare)
+    return next((resolved for stem in stems if (resolved := _known(stem)) is not None), bare)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -80,11 +80,10 @@ def _known(name: str) -> str | None:
 def user_line(until: int = 0) -> str | None:
     """Return ``file:line`` of the innermost code that is neither torch's nor mezzo's.
 
-    ``None`` where there is none: ``nn.Sequential`` of torch's layers runs
-    no line of the user's.
+    ``None`` where there is none: ``nn.Sequential`` of torch's layers runs no line of the user's.
 
     Args:
-        until: The frame that runs the model, as :func:`here` names it. What called it is no line of the model's.
+        until: The frame that runs the model, as :func:`frame_id` names it. What called it is no line of the model's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and id(frame) != until:
@@ -95,22 +94,22 @@ def user_line(until: int = 0) -> str | None:
     return None
 
 
-def here() -> int:
-    """Name the frame that calls, for as long as it runs; it is not kept alive by its name."""
+def frame_id() -> int:
+    """Return the id of the caller's frame. It is valid while the frame runs, and does not keep it alive."""
     return id(sys._getframe(1))
 
 
 def around() -> tuple[Doing, tuple[str, ...]]:
-    """Say what mezzo does around a function or kernel, and name the formats of the quantised operands of its product.
+    """Return what mezzo does around the running kernel, and the formats of the quantised operands of its product.
 
-    ``cast``: the rotation before an operand is quantised belongs to it. ``quantised``: a product below sixteen bits is
-    computed. ``buffer``: a low buffer is widened. ``region``: it only decides.
+    ``cast``: mezzo casts, or rotates an operand before it is quantised. ``quantised``: mezzo computes a product below
+    sixteen bits. ``buffer``: mezzo widens a low buffer. ``region``: a region decides about an op, and nothing more.
     """
-    taken = notes()
-    if not taken:
+    open_notes = notes()
+    if not open_notes:
         return "other", ()
-    inner = next((note for note in reversed(taken) if note.kind not in ("op", "widened")), None)
-    formats = next((note.about.formats for note in reversed(taken) if note.kind == "quantised"), ())
+    inner = next((note for note in reversed(open_notes) if note.kind not in ("op", "widened")), None)
+    formats = next((note.about.formats for note in reversed(open_notes) if note.kind == "quantised"), ())
     if inner is None or inner.kind == "op":
         return "region", formats
     return ("emulation" if inner.kind == "quantised" and inner.about.emulated else inner.kind), formats
@@ -125,11 +124,11 @@ _CASTABLE: Final = frozenset(map(dtype_name, CASTABLE))
 
 
 class Decider:
-    """Ask the policy about calls.
+    """Records calls, each with what the policy decides about it.
 
     Args:
         policy: The policy.
-        ruled: Rule and path of each parameter and buffer that a rule speaks about, by ``id``.
+        ruled: Rule and path of each parameter and buffer that a rule names, by ``id``.
     """
 
     def __init__(self, policy: Policy, ruled: Mapping[int, tuple[Rule, str]]) -> None:
@@ -137,9 +136,9 @@ class Decider:
         self._decisions: dict[tuple[str, str | None, str], Decision] = {}
 
     def call(self, function: Any, args: Any, kwargs: Any, module: str | None) -> CallRecord:
-        """Begin a call: name it, decide about it, note the dtypes that it is given."""
-        given = list(tensors((args, kwargs)))
-        device_type = given[0].device.type if given else "cpu"
+        """Return the record of a call that is about to run: its op, the decision, and its arguments' dtypes."""
+        arguments = list(tensors((args, kwargs)))
+        device_type = arguments[0].device.type if arguments else "cpu"
         op = op_name(function)
         param, differences = self._param_decision(op, args, kwargs), acting_differences(args, kwargs)
         into, named = _written(function, op, args, kwargs)
@@ -160,19 +159,19 @@ class Decider:
             op=op,
             decision=decision,
             goes_back=param is not None and differences is not None and differences.gives_back,
-            low=dtype_name(self.policy.dtype),
-            given=_names(given),
+            low_dtype=dtype_name(self.policy.dtype),
+            argument_dtypes=_names(arguments),
             cause=_cause(kwargs, is_off=self.policy.casts and not _autocasts(device_type)),
             written=None if into is None else _names(list(tensors(into))),
         )
 
     def _param_decision(self, op: str, args: Any, kwargs: Any) -> Decision | None:
-        found = _pinned(args, kwargs)
-        if found is None:
+        pinned = _pinned(args, kwargs)
+        if pinned is None:
             return None
-        param, treatment = found
+        param, treatment = pinned
         if treatment in QUANTISED and op not in QUANTISABLE:
-            return None  # the rule is of products
+            return None  # such a rule applies to products alone
         rule, path = self.ruled.get(id(param), (None, "a parameter"))
         reason = (rule.reason if rule else "") or f"it reads {path}, which the rule {rule} pins"
         return Decision(treatment=treatment, rule=rule, reason=reason, source="policy")
@@ -180,26 +179,26 @@ class Decider:
     def _decision(self, op: str, module: str | None, device_type: str) -> Decision:
         key = (op, module, device_type)
         if key not in self._decisions:
-            # A name that only torch's internals use has none, and what the error would suggest costs milliseconds.
-            found = None
+            # No list has a name of torch's internals, and the suggestion of the error would cost milliseconds.
+            decision = None
             if _known(op) is not None:
                 with suppress(PolicyError):
-                    found = self.policy.explain(op, module, device_type=device_type)
+                    decision = self.policy.explain(op, module, device_type=device_type)
             native = Decision(treatment="native", rule=None, reason="no list names this op", source="op table")
-            self._decisions[key] = found or native
+            self._decisions[key] = decision or native
         return self._decisions[key]
 
 
 def _written(function: Any, op: str, args: Any, kwargs: Any) -> tuple[Any, str]:
-    """Return what a call writes to, ``None`` where it returns new tensors, and what to ask a policy about."""
+    """Return what a call writes to, ``None`` where it returns new tensors, and the op's name for the policy."""
     if kwargs.get("out") is not None:
         return kwargs["out"], op if "::" in op else f"aten::{op}.out"
-    told = function in INPLACE and is_told(INPLACE[function], args, kwargs)
-    return args[0] if args and (told or is_in_place(op) or op == "__setitem__") else None, op
+    is_in_place_call = function in INPLACE and asks_in_place(INPLACE[function], args, kwargs)
+    return args[0] if args and (is_in_place_call or is_in_place(op) or op == "__setitem__") else None, op
 
 
-def _names(each: list[Tensor]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(dtype_name(tensor.dtype) for tensor in each if has_fraction(tensor.dtype)))
+def _names(values: list[Tensor]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(dtype_name(tensor.dtype) for tensor in values if has_fraction(tensor.dtype)))
 
 
 def _autocasts(device_type: str) -> bool:
@@ -220,9 +219,9 @@ def _cause(kwargs: Any, *, is_off: bool) -> str:
 def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Return the copy of a Python function to run in its place, so that the ops inside it are seen one by one.
 
-    What the region itself would open is opened here first, with the region below, which changes nothing. Other
-    Python functions are opened where the op table has no decision about the function as a whole; to them too it is
-    all the same, unless an argument's class overrides torch functions.
+    A function that the region would open is opened already here, above the region, with the same result. Another
+    Python function is opened where the op table has no decision about it as a whole. That changes no result either,
+    unless an argument's class overrides torch functions.
     """
     differences = acting_differences(args, kwargs)
     if differences is not None:
@@ -236,14 +235,14 @@ def opened_by_region(function: Any, types: Any, args: Any, kwargs: Any) -> Any:
             return None
         if (opened := differences.opened.get(function)) is not None:
             return opened
-    if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
+    if any(cls not in (Tensor, torch.nn.Parameter) for cls in types):
         return None
     entry = OPS.get(op_name(function))
     return None if entry is not None and not entry.parts else OPENED.get(function)
 
 
 def _pinned(args: Any, kwargs: Any) -> tuple[Tensor, Treatment] | None:
-    """Return the parameter among the arguments that a parameter rule speaks about, and its treatment."""
+    """Return the parameter among the arguments that a parameter rule names, and its treatment."""
     differences = acting_differences(args, kwargs)
     if differences is None or not differences.pinned:
         return None
@@ -251,46 +250,46 @@ def _pinned(args: Any, kwargs: Any) -> tuple[Tensor, Treatment] | None:
     return None if param is None else (param, differences.pinned[id(param)])
 
 
-# Where a watched pass is: in which module and call, forward or backward, and on which of the user's lines.
+# Locations in a watched pass: the module and the call that run, forward or backward, and the user's line.
 #
-# In the backward pass the running autograd node says where, by its sequence number: the numbers that nodes got while a
-# module or a call ran are noted here.
+# In the backward pass the sequence number of the running autograd node gives the location: the locator records which
+# numbers nodes got while a module or a call ran.
 
-#: How the model itself is called where people read, for its path is empty.
+#: The model itself in printed text, for its path is empty.
 MODEL: Final = "(model)"
-#: The module path of what the loss function does.
+#: The module path of the loss function.
 LOSS: Final = "(loss)"
 
 
-def place_text(module: str, op: str, line: str | None = None) -> str:
-    """Write where an op is, for people.
+def location_text(module: str, op: str, line: str | None = None) -> str:
+    """Return the location of an op as printed text.
 
     Example:
-        >>> place_text("", "linear", "model.py:7")
+        >>> location_text("", "linear", "model.py:7")
         '(model) linear (model.py:7)'
     """
     return f"{module or MODEL} {op}{f' ({line})' if line else ''}"
 
 
 @dataclass(slots=True)
-class Place:
-    """In a module, and in one call of a torch function or between calls."""
+class Location:
+    """A module, and a call of a torch function inside; ``None`` between calls."""
 
     module: str
     call: CallRecord | None = None
 
     @property
     def path(self) -> str | None:
-        """The module as rules have it: outside of the model there is none."""
+        """The module's path as rules have it; ``None`` outside of the model."""
         return None if self.module == LOSS else self.module
 
 
-class Where:
-    """The place of a pass, and of the forward pass that its backward nodes come from.
+class Locator:
+    """Tracks the location of a pass, and in which location of the forward pass each autograd node was made.
 
     Args:
-        until: The frame beyond which no line is the model's; see :func:`~mezzo.trace.function_calls.user_line`.
-        instead: The line to name where there is none.
+        until: The frame beyond which no line belongs to the model; see :func:`~mezzo.trace.function_calls.user_line`.
+        instead: The line to return where no frame has one.
 
     Attributes:
         is_backward: Whether the backward pass has begun: calls are recomputation.
@@ -302,49 +301,49 @@ class Where:
         self.is_backward = False
         self.modules_run: set[str] = set()
         self._until, self._instead = until, instead
-        self._places = [Place(LOSS)]
-        self._level = 1  # how many places there were when the backward pass began
+        self._locations = [Location(LOSS)]
+        self._level = 1  # how many locations were open when the backward pass began
         self.is_inner = False
-        self._timeline: list[tuple[int, Place]] = []
+        self._timeline: list[tuple[int, Location]] = []
         self._owners: dict[int, str] = {}
 
     def learn_owners(self, model: nn.Module) -> None:
-        """Learn to which module each parameter belongs, whose gradient may be cast where it is accumulated."""
+        """Record to which module each parameter belongs: its gradient may be cast where it is accumulated."""
         self._owners.update((id(p), n.rpartition(".")[0]) for n, p in model.named_parameters())
 
     @property
-    def now(self) -> Place:
-        """Where the program is, forward."""
-        return self._places[-1]
+    def now(self) -> Location:
+        """The innermost open location of the forward pass."""
+        return self._locations[-1]
 
     def line(self) -> str | None:
-        """Return the user's line."""
+        """Return the user's line that runs."""
         return user_line(self._until) or self._instead
 
-    def enter(self, place: Place) -> None:
-        """Be in a module, or in a call."""
-        self._places.append(place)
+    def enter(self, location: Location) -> None:
+        """Open a location: a module or a call begins."""
+        self._locations.append(location)
         self._mark()
 
-    def leave(self, place: Place) -> None:
-        """Be where the program was before, whatever lies between."""
-        if any(each is place for each in self._places):
-            while self._places.pop() is not place:
+    def leave(self, location: Location) -> None:
+        """Close a location, and all that were opened inside and not closed because of an exception."""
+        if any(entered is location for entered in self._locations):
+            while self._locations.pop() is not location:
                 pass
             self._mark()
 
     def _mark(self) -> None:
-        """Note from which autograd node on the program is in this place."""
+        """Record that autograd nodes from the next one on are made in the innermost location."""
         number = next_number()
         if self._timeline and self._timeline[-1][0] == number:
             self._timeline.pop()
-        self._timeline.append((number, self._places[-1]))
+        self._timeline.append((number, self._locations[-1]))
 
     @contextmanager
     def inner_backward(self) -> Iterator[None]:
-        """Watch ``torch.autograd.grad`` inside the forward pass, a gradient penalty's for example."""
+        """Count kernels inside the block as backward: ``torch.autograd.grad`` of a gradient penalty, for example."""
         before = self.is_backward, self._level, self.is_inner
-        self.is_backward, self._level, self.is_inner = True, len(self._places), True
+        self.is_backward, self._level, self.is_inner = True, len(self._locations), True
         try:
             yield
         finally:
@@ -353,25 +352,25 @@ class Where:
     @property
     def is_gradient(self) -> bool:
         """Whether gradients are computed: in the backward pass, but not where a checkpoint recomputes inside it."""
-        # A graph made of an inner backward pass needs gradients too, and is none.
-        recomputes = len(self._places) > self._level or (torch.is_grad_enabled() and not self.is_inner)
+        # With create_graph an inner backward pass runs with gradients on, and yet recomputes nothing.
+        recomputes = len(self._locations) > self._level or (torch.is_grad_enabled() and not self.is_inner)
         return self.is_backward and not recomputes
 
-    def place(self) -> Place:
-        """Return where a kernel belongs: to the running module, or to the one whose backward pass runs."""
-        if not self.is_backward or len(self._places) > self._level:
+    def of_kernel(self) -> Location:
+        """Return the location of a kernel: the running module, or the one whose backward pass runs."""
+        if not self.is_backward or len(self._locations) > self._level:
             return self.now
         node = current_node()
         if node is None:
             return self.now
         if (variable := getattr(node, "variable", None)) is not None:
-            return Place(self._owners.get(id(variable), ""))
+            return Location(self._owners.get(id(variable), ""))
         return self.of_node(node)
 
-    def of_node(self, node: Any) -> Place:
-        """Return where an autograd node was made."""
-        found = bisect_right(self._timeline, number_of(node), key=lambda mark: mark[0])
-        return self._timeline[found - 1][1] if found else self.now
+    def of_node(self, node: Any) -> Location:
+        """Return the location in which an autograd node was made."""
+        index = bisect_right(self._timeline, number_of(node), key=lambda mark: mark[0])
+        return self._timeline[index - 1][1] if index else self.now
 
 
 #: Methods in which torch calls a module that is compiled.
@@ -385,10 +384,10 @@ def compiled_model() -> nn.Module | None:
         The outermost such model; None where what was compiled is a function.
     """
     frame: FrameType | None = sys._getframe()
-    found: nn.Module | None = None
+    model: nn.Module | None = None
     while frame is not None:
         module = frame.f_locals.get("self") if frame.f_code.co_name in _CALLS else None
         if isinstance(module, nn.Module) and is_compiled(module):
-            found = inside(module)
+            model = inside(module)
         frame = frame.f_back
-    return found
+    return model

@@ -74,8 +74,8 @@ def bare_name(kernel: Any) -> str:
 @functools.cache
 def written_places(kernel: Any) -> tuple[tuple[int, str], ...]:
     """Return the positions and names of the arguments that a kernel writes to."""
-    each = enumerate(kernel._schema.arguments) if kernel._schema.is_mutable else ()
-    return tuple((n, a.name) for n, a in each if a.alias_info is not None and a.alias_info.is_write)
+    arguments = enumerate(kernel._schema.arguments) if kernel._schema.is_mutable else ()
+    return tuple((n, a.name) for n, a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
@@ -85,17 +85,19 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 
 def read_bytes(tensor: Tensor) -> int:
-    """Return what there is to read of a tensor: of an expanded one, what is in memory."""
+    """Return the bytes of a tensor that are read from memory; an expanded tensor has fewer than its elements take."""
     storage, whole = _storage(tensor), tensor.numel() * tensor.element_size()
     return whole if storage is None else min(whole, storage.nbytes())
 
 
-def moved_bytes(kernel: Any, given: Sequence[Tensor], results: Sequence[Tensor], emulated: torch.dtype | None) -> int:
+def moved_bytes(
+    kernel: Any, operands: Sequence[Tensor], results: Sequence[Tensor], emulated: torch.dtype | None
+) -> int:
     """Count what a kernel reads and writes, each tensor once.
 
     Args:
         kernel: The kernel; no view, and no allocation.
-        given: The tensors that it is given.
+        operands: The tensors that it reads.
         results: Those that it returns.
         emulated: The format that its FP32 tensors stand for, under emulation.
     """
@@ -105,8 +107,8 @@ def moved_bytes(kernel: Any, given: Sequence[Tensor], results: Sequence[Tensor],
         return read * emulated.itemsize // 4 if emulated is not None and tensor.dtype == torch.float32 else read
 
     if bare_name(kernel) in _LOOKS_UP:
-        return 2 * sum(map(size, results)) + sum(size(each) for each in given if not each.is_floating_point())
-    return sum({id(each): size(each) for each in (*given, *results)}.values())
+        return 2 * sum(map(size, results)) + sum(size(tensor) for tensor in operands if not tensor.is_floating_point())
+    return sum({id(tensor): size(tensor) for tensor in (*operands, *results)}.values())
 
 
 def multiple_of(dtype: torch.dtype) -> int | None:
@@ -125,12 +127,12 @@ class Storages(Generic[Label]):
     def get(self, tensor: Tensor) -> Label | None:
         """Return the label of a tensor's storage."""
         storage = _storage(tensor)
-        found = None if storage is None else self._labels.get(storage._cdata)
-        return None if found is None else found[0]
+        labelled = None if storage is None else self._labels.get(storage._cdata)
+        return None if labelled is None else labelled[0]
 
-    def put(self, each: Iterable[Tensor], label: Label) -> None:
+    def put(self, tensors: Iterable[Tensor], label: Label) -> None:
         """Label the storages of tensors."""
-        for tensor in each:
+        for tensor in tensors:
             storage = _storage(tensor)
             if storage is not None:
                 # The weak reference keeps the address from being used again.
@@ -138,11 +140,11 @@ class Storages(Generic[Label]):
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Return a tensor's storage, or that of the numbers that it holds; opaque ones have none."""
+    """Return a tensor's storage, or that of the values of a sparse one; ``None`` for opaque layouts."""
     try:
         is_whole = tensor.layout == torch.strided and not tensor.is_nested
         return (tensor if is_whole else values_of(tensor)).untyped_storage()
-    except RuntimeError:  # torch keeps no list of the layouts that have none; what is not labelled is an activation
+    except RuntimeError:  # torch has no list of the layouts without a storage; an unlabelled tensor is an activation
         return None
 
 
@@ -179,12 +181,12 @@ def _vector_flops(operands: tuple[Any, ...]) -> int:
 
 
 def _weights(operands: tuple[Any, ...]) -> Sequence[Tensor]:
-    """Return the weights of a recurrent layer: one kernel takes a list, another each by itself."""
+    """Return the weights of a recurrent layer: one kernel takes a list, another one argument for each."""
     return operands[1] if isinstance(operands[1], (list, tuple)) else operands[1:3]
 
 
 def _recurrent_flops(operands: tuple[Any, ...]) -> int:
-    weights = sum(each.numel() for each in _weights(operands) if each.dim() > 1)
+    weights = sum(weight.numel() for weight in _weights(operands) if weight.dim() > 1)
     return int(2 * operands[0].numel() // operands[0].shape[-1] * weights)
 
 
@@ -212,7 +214,7 @@ def _attention(operands: tuple[Any, ...]) -> Shape:
 
 
 def _recurrent(operands: tuple[Any, ...]) -> Shape:
-    features, hidden = (each.shape[-1] for each in _weights(operands)[:2])
+    features, hidden = (weight.shape[-1] for weight in _weights(operands)[:2])
     return ("batch", operands[0].shape[1]), ("input features", features), ("hidden features", hidden)
 
 
@@ -257,22 +259,22 @@ def product(kernel: Any, args: tuple[Any, ...]) -> tuple[Shape, torch.dtype] | N
 
 def flops(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> tuple[int, torch.dtype] | None:
     """Return the floating-point operations of a product and its operands' dtype; ``None`` for any other kernel."""
-    (first, _, own), formula = _measured(kernel), _formula(kernel)
+    (first, _, counted), formula = _measured(kernel), _formula(kernel)
     dtypes = (tensor.dtype for tensor in tensors_in(*args) if tensor.dtype.is_floating_point)
-    dtype = next(dtypes, None) if own or formula else None
+    dtype = next(dtypes, None) if counted or formula else None
     if dtype is None:
         return None
-    if own is not None:
-        return own(args[first:]), dtype
+    if counted is not None:
+        return counted(args[first:]), dtype
     return None if formula is None else (int(formula(*args, **kwargs, out_val=out)), dtype)
 
 
 def factors(kernel: Any, reads: Sequence[Read]) -> Sequence[Read]:
-    """Return what a product multiplies, of all that it reads: no bias that it adds, and no mask.
+    """Return the tensors that a product multiplies, without the bias that it adds and without a mask.
 
     Args:
         kernel: The product.
-        reads: The tensors that it is given, in their order.
+        reads: The tensors that it reads, in their order.
     """
     first = _measured(kernel).first
     return reads[first : first + (3 if _is_attention(bare_name(kernel)) else 2)]

@@ -151,24 +151,24 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 def operands(kernel: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Operand]:
-    """List what a kernel is about to read: copies of what it will write to, and no memory that it only writes."""
-    found = []
+    """Return what a kernel is about to read: copies of tensors that it writes to too, and none that it only writes."""
+    read = []
     overwrites = str(kernel._schema.name).removeprefix("aten::") in _OVERWRITING
     for position, argument in enumerate(kernel._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         if value is None or argument.is_out or (is_written and overwrites):
             continue
-        each = list(tensors(value))
-        for number, tensor in enumerate(each):
+        members = list(tensors(value))
+        for number, tensor in enumerate(members):
             if has_fraction(tensor.dtype):
-                name = argument.name if len(each) == 1 else f"{argument.name}[{number}]"
-                found.append(Operand(name, tensor.clone() if is_written else tensor, tensor))
-    return found
+                name = argument.name if len(members) == 1 else f"{argument.name}[{number}]"
+                read.append(Operand(name, tensor.clone() if is_written else tensor, tensor))
+    return read
 
 
 def has_literal(args: Any, kwargs: Any) -> bool:
-    """Whether the call itself names an infinity or NaN, as ``masked_fill(mask, -inf)`` does."""
+    """Whether an argument of the call is an infinity or NaN, as in ``masked_fill(mask, -inf)``."""
     return any(isinstance(leaf, float) and not math.isfinite(leaf) for _, leaf in leaves((args, kwargs)))
 
 
@@ -182,7 +182,7 @@ def widened(
         kernel: The kernel.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        before: What to read instead of a tensor among them, by its ``id``.
+        before: Tensors to read in the stead of arguments, by the argument's ``id``.
 
     Returns:
         Its results that hold fractions; ``None`` where the kernel draws random numbers or has no such form.
@@ -201,7 +201,7 @@ def widened(
 
     try:
         results = kernel(*mapped(args, widen, kinds), **mapped(kwargs, widen, kinds))
-        return [each for each in tensors(results) if has_fraction(each.dtype)]
+        return [result for result in tensors(results) if has_fraction(result.dtype)]
     except Exception:  # a user's kernel refuses a format in its own way, an assert or a KeyError; the report goes on
         return None
 
@@ -209,7 +209,7 @@ def widened(
 def needed(
     dtype: torch.dtype, kernel: Any, args: Any, kwargs: Any, read: list[Operand], position: int
 ) -> tuple[float | None, torch.dtype | None]:
-    """Run a kernel again in wider formats: what should a result hold, and which one holds it?
+    """Return what a result would be in a wider format, and the format that holds it, by running the kernel again.
 
     Args:
         dtype: The result's format.
@@ -233,13 +233,13 @@ def needed(
     return magnitude, None
 
 
-# What a tensor is called: a parameter's or buffer's path, an input of the model, the gradient of one of them.
+# Names of tensors: a parameter's or buffer's path, an input of the model, the gradient of one of them.
 
 Role = Literal["parameter", "buffer", "input"]
-#: An autograd node and which of its results; of a leaf, the tensor's id and 0.
+#: An autograd node and the number of its result; for a leaf, the tensor's id and 0.
 Edge = tuple[Any, int]
 
-#: Autograd nodes that hand on the gradient of the same numbers.
+#: Autograd nodes that pass on a gradient in another shape, layout or format.
 _SAME_NUMBERS: Final = (
     "T", "Transpose", "Permute", "View", "UnsafeView", "ReshapeAlias", "Expand", "Unsqueeze", "Squeeze", "ToCopy",
     "Alias", "Clone", "Contiguous",
@@ -247,19 +247,19 @@ _SAME_NUMBERS: Final = (
 
 
 def numbered(models: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each model with what its paths begin with: nothing for a single one, else its number."""
+    """Yield each model with the prefix of its paths: empty for a single model, else its number."""
     return (("" if len(models) == 1 else f"{number}.", model) for number, model in enumerate(models))
 
 
 def named_inputs(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a model is given, with what they are called."""
+    """Yield the tensors among a model's arguments, each with its name."""
     for key, value in (*enumerate(args), *kwargs.items()):
         for path, tensor in each_tensor(value):
             yield f"input {key}{path}", tensor
 
 
 class Names:
-    """The names of the models' parameters and buffers, and of the inputs that they are given.
+    """The names of the models' parameters, buffers and inputs.
 
     Args:
         models: The models.
@@ -277,16 +277,16 @@ class Names:
                     self._sound.add(id(buffer))
 
     def put_inputs(self, prefix: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Learn what a model is given.
+        """Name the inputs of a model.
 
         Args:
-            prefix: What the model's paths begin with.
+            prefix: The prefix of the model's paths.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
         """
         of_model = f" of model {prefix[:-1]}" if prefix else ""
         for name, tensor in named_inputs(args, kwargs):
-            # The tensor is kept, so that its id stays its own.
+            # A reference to the tensor keeps its id from being used again.
             self._known.setdefault(id(tensor), ("input", f"{name}{of_model}", tensor))
 
     def was_finite(self, tensor: Tensor) -> bool:
@@ -294,17 +294,17 @@ class Names:
         return id(tensor) in self._sound
 
     def of(self, tensor: Tensor) -> tuple[Role, str, Tensor] | None:
-        """Return what a tensor is, its name and the tensor that has the name; views and casts of it count as well."""
+        """Return the role and name of a tensor, a view or a cast, and the tensor that has the name."""
         for candidate in (tensor, tensor._base):
-            if candidate is not None and (found := self._known.get(id(candidate))) is not None:
-                return found
+            if candidate is not None and (named := self._known.get(id(candidate))) is not None:
+                return named
         node = tensor.grad_fn
         while node is not None and (edge := _handed_on(node)) is not None:
             node = edge[0]
         return self._known.get(id(getattr(node, "variable", None)))
 
     def of_edge(self, edge: Edge, arguments: Mapping[Edge, str]) -> str:
-        """Return what the tensor is called whose gradient goes along an edge of the autograd graph.
+        """Return the name of the tensor whose gradient goes along an edge of the autograd graph.
 
         Args:
             edge: The edge.
@@ -313,8 +313,8 @@ class Names:
         node, slot = edge
         while True:
             variable = getattr(node, "variable", None)
-            if (found := self._known.get(id(variable))) is not None:
-                return found[1]
+            if (named := self._known.get(id(variable))) is not None:
+                return named[1]
             if (name := arguments.get((node, slot), arguments.get((id(variable), 0)))) is not None:
                 return name
             if (following := _handed_on(node)) is None:
@@ -323,17 +323,17 @@ class Names:
 
 
 def edges(args: Any, kwargs: Any) -> dict[Edge, str]:
-    """Name the arguments of a call that need a gradient, by where in the graph their gradients go."""
-    found: dict[Edge, str] = {}
+    """Return the names of the arguments that need a gradient, by the edge along which the gradient goes."""
+    names: dict[Edge, str] = {}
     for number, tensor in enumerate(tensors((args, kwargs))):
         if tensor.requires_grad:
             edge = (id(tensor), 0) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
-            found.setdefault(edge, f"input {number}")
-    return found
+            names.setdefault(edge, f"input {number}")
+    return names
 
 
 def _handed_on(node: Any) -> Edge | None:
-    """Return where a node sends the gradient that it gets, if it only gives it another shape or format."""
+    """Return the edge along which a node sends its gradient on, if it changes no more than its shape or format."""
     name = node.name().removesuffix("0").removesuffix("Backward")
     following = [edge for edge in node.next_functions if edge[0] is not None]
     hands_on = name in _SAME_NUMBERS or is_further_use(node)

@@ -1,4 +1,4 @@
-"""How a pass is watched: from above torch, from below it, and at the modules' doors.
+"""The modes and hooks that watch a pass: above torch, below it, and at the modules' boundaries.
 
 A function mode sees the calls that the model's code makes; below autocast and autograd a dispatch mode sees the
 kernels. Hooks keep the function mode innermost when a module's boundary enters a region of its own.
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from mezzo.cast.notes import watched
 from mezzo.compiling import compiled_inside_alone
 from mezzo.dispatch import TorchDispatchMode, dispatch_modes, function_modes
-from mezzo.trace.function_calls import Place, Where, opened_by_region
+from mezzo.trace.function_calls import Location, Locator, opened_by_region
 from mezzo.trace.measure import numbered
 
 _BACKWARD_FUNCTIONS: Final = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -38,20 +38,20 @@ class _ModuleHooks:
     """The hooks of one module.
 
     Args:
-        where: Where the pass is.
-        mode: Makes what sees the calls.
+        where: Tracks the location of the pass.
+        mode: Makes the function mode that records calls.
         path: The module's path.
     """
 
-    def __init__(self, where: Where, mode: Callable[[], CallMode], path: str) -> None:
+    def __init__(self, where: Locator, mode: Callable[[], CallMode], path: str) -> None:
         self._where, self._mode, self._path = where, mode, path
-        self._entered: list[Place] = []
+        self._entered: list[Location] = []
         self._pushed: list[CallMode | None] = []
 
     def on(self, module: nn.Module) -> list[RemovableHandle]:
-        """Hook a module: outside of the hooks by which a prepared one casts it is told that the module runs.
+        """Hook a module, on both sides of the hooks by which a prepared module casts.
 
-        Inside of them the module's calls are watched.
+        The outer hooks enter and leave the module's location; between the inner ones its calls are recorded.
         """
         return [
             before_forward(module, self._enter, prepend=True),
@@ -61,7 +61,7 @@ class _ModuleHooks:
         ]
 
     def _enter(self, module: nn.Module, args: Any) -> None:
-        self._entered.append(Place(self._path))
+        self._entered.append(Location(self._path))
         self._where.modules_run.add(self._path)
         self._where.enter(self._entered[-1])
 
@@ -82,8 +82,8 @@ class _ModuleHooks:
 
 
 @contextmanager
-def hooked(where: Where, mode: Callable[[], CallMode], models: Sequence[nn.Module]) -> Iterator[None]:
-    """Hook every module of prepared models inside the block, so that it is known which one runs."""
+def hooked(where: Locator, mode: Callable[[], CallMode], models: Sequence[nn.Module]) -> Iterator[None]:
+    """Hook every module of prepared models inside the block, so that the locator knows which module runs."""
     with ExitStack() as hooks:
         for prefix, model in numbered(models):
             for path, module in model.named_modules():
@@ -93,9 +93,9 @@ def hooked(where: Where, mode: Callable[[], CallMode], models: Sequence[nn.Modul
 
 
 class CallMode(TorchFunctionMode):
-    """See every torch function that the model's code calls, and inside those that a region opens."""
+    """Records every torch function that the model's code calls, and those inside functions that a region opens."""
 
-    def __init__(self, where: Where, begin: Callable[..., Place], finish: Callable[[Place, Any], None]) -> None:
+    def __init__(self, where: Locator, begin: Callable[..., Location], finish: Callable[[Location, Any], None]) -> None:
         super().__init__()
         self._where, self._begin, self._finish = where, begin, finish
 
@@ -103,7 +103,7 @@ class CallMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         where = self._where
-        if where.now.call is not None:  # what a function calls is part of it
+        if where.now.call is not None:  # a call that a function makes is a part of that function's
             return func(*args, **kwargs)
         if func in _BACKWARD_FUNCTIONS:
             with where.inner_backward():
@@ -111,17 +111,17 @@ class CallMode(TorchFunctionMode):
         if not where.is_backward and (opened := opened_by_region(func, types, args, kwargs)) is not None:
             with self:
                 return opened(*args, **kwargs)
-        place = self._begin(func, args, kwargs)
+        location = self._begin(func, args, kwargs)
         try:
             out = func(*args, **kwargs)
         finally:
-            where.leave(place)
-        self._finish(place, out)
+            where.leave(location)
+        self._finish(location, out)
         return out
 
 
 class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is told of kernels inside its block, while the casting room says what it is doing."""
+    """A dispatch mode that sees kernels, while the casting room writes notes of what it is doing."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -139,7 +139,7 @@ class KernelWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class KernelMode(KernelWatch):  # type: ignore[no-untyped-call]
-    """See every kernel, in the dtypes in which it really runs."""
+    """Records every kernel, in the dtypes in which the device runs it."""
 
     def __init__(self, before: Callable[..., Any], ran: Callable[..., None]) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class KernelMode(KernelWatch):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():  # autograd, which takes functions apart, is not above
+        if torch.is_inference_mode_enabled():  # without autograd, composite functions arrive here undecomposed
             with self:
                 out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:

@@ -7,14 +7,14 @@ without compiling or capturing anything again. A row holds
     BINS counts of the values 2^k < |x| < 2^(k+1), for k from FIRST on,
     BINS counts of the values |x| = 2^k exactly,
     zeros, infinities, NaNs, and the bits of the largest finite |x| as float32,
-    of what was added last: when, on a clock of the host in nanoseconds; its dtype, as one more than the place in
-    COUNTABLE; and the number by which the program calls it.
+    of the tensor that was added last: when, on a clock of the host in nanoseconds; its dtype, as one more than the
+    index in COUNTABLE; and the number that the program gave it as a name.
 
 Powers of two are counted apart because the limits of number formats are powers of two, or lie between values that
-are: on which side of a limit the numbers that hit it fall is known only so.
+are: only so it is known on which side of a limit the numbers that equal it fall.
 
-Where a value is counted is said once, by :func:`slot_of`: torch computes it where no kernel can be, and
-kernels have it in C++ and in Triton.
+:func:`slot_of` alone decides where a value is counted: torch runs it where there is no kernel, and the kernels have it
+in C++ and in Triton.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch import Tensor
 
 from mezzo.backward import runs_backward
 from mezzo.compiled import CppKernel, built, threads
+from mezzo.emit.cpp import CPP, headers
+from mezzo.emit.tracing import Dialect, spelled
+from mezzo.emit.triton import TRITON
 from mezzo.errors import UnsupportedError
 from mezzo.launched import Launch, has_triton, jitted, on
-from mezzo.step.executors.cpp_source import CPP, headers
-from mezzo.step.executors.emit import Dialect, spelled
-from mezzo.step.executors.triton_source import TRITON
 from mezzo.tensors import flat, moved
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ WIDTH: Final = NAME + 1
 COUNTABLE: Final = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 _INFINITE: Final = 0x7F80_0000
-#: Elements that torch's operations look at a time: on the CPU they stay in its cache; on a GPU int32 counts them.
+#: Elements that torch's operations count at a time: on the CPU they stay in its cache; on a GPU int32 counts them.
 _ON_CPU, _ON_GPU = 1 << 16, 1 << 24
 #: Elements of a Triton program at a time, and programs for each multiprocessor.
 _BLOCK: Final = 1 << 12
@@ -59,17 +59,17 @@ _PROGRAMS: Final = 4
 
 
 def slot_of(bits: Tensor) -> Tensor:
-    """Return where in a row values are counted. Pure: it is written in other languages.
+    """Return the index in a row at which values are counted. Pure: the emitter writes it in other languages.
 
     Args:
-        bits: Those of magnitudes, as int32: of float32 without its sign.
+        bits: Magnitudes of float32 numbers, as int32.
     """
     mantissa = bits & 0x7F_FFFF
     small = mantissa.float().view(torch.int32)  # the bits of a subnormal times 2^149
     is_small = bits < 0x80_0000
-    place = torch.where(is_small, (small >> 23) - 127, (bits >> 23) - (127 + FIRST))
+    binade = torch.where(is_small, (small >> 23) - 127, (bits >> 23) - (127 + FIRST))
     rest = torch.where(is_small, small & 0x7F_FFFF, mantissa)
-    slot = torch.where(rest > 0, place, place + BINS)
+    slot = torch.where(rest > 0, binade, binade + BINS)
     slot = slot.masked_fill(bits < 1, ZEROS).masked_fill(bits > _INFINITE - 1, INFS)
     return slot.masked_fill(bits > _INFINITE, NANS)
 
@@ -91,14 +91,14 @@ _LIBRARY.define("move_row(Tensor row, Tensor(a!) into) -> ()")
 def observe(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None = None, name: int = 0) -> None:
     """Add what a tensor holds to a row, where a flag is set.
 
-    It has no gradient and returns nothing: it may stand anywhere, and changes no value of the program's.
+    It has no gradient and returns nothing: a call of it anywhere changes no value of the program's.
 
     Args:
         x: Of a dtype in :data:`COUNTABLE`, of any strides.
         row: (WIDTH or more,) int64, on the tensor's device, a storage of its own.
         flag: (1,) int32, on the tensor's device: 0 leaves the row as it is.
         factor: 0-d float32, on the tensor's device: what to multiply the values by in FP32; ``None`` for 1.
-        name: What the row is to say of it.
+        name: A number for the tensor, which the row records.
 
     **Cost**: one kernel, which reads the tensor once; for a million elements in one thread of a CPU 0.6 ms of 16 bits,
     2 ms of 32. Without the flag one launch that returns at once; on a CPU no memory is touched. No host sync.
@@ -129,44 +129,44 @@ def _on_cpu(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None, name: i
     vector = _vector(x)
     kernel = _cpp(vector.dtype)
     if kernel is None:
-        _portable(vector, row, flag, factor, *_said(x, name))
+        _portable(vector, row, flag, factor, *_details(x, name))
     else:
-        given = 0 if factor is None else factor
-        kernel(vector, vector.numel(), row, given, *_said(x, name), threads(vector.numel()))
+        multiplier = 0 if factor is None else factor
+        kernel(vector, vector.numel(), row, multiplier, *_details(x, name), threads(vector.numel()))
 
 
 def _on_gpu(x: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None, name: int) -> None:
     vector = _vector(x)
     launch = _triton(vector.dtype)
     if launch is None:
-        _portable(vector, row, flag, factor, *_said(x, name))
+        _portable(vector, row, flag, factor, *_details(x, name))
         return
     bits = vector.view(torch.int16) if vector.dtype == torch.bfloat16 else vector
     most = _PROGRAMS * _multiprocessors(x.device)
     programs = max(1, min(-(-vector.numel() // _BLOCK), most))
     factors = (vector, 0) if factor is None else (factor, 1)
     with on(x.device):
-        launch(programs, x.device, bits, vector.numel(), row, flag, *factors, *_said(x, name))
+        launch(programs, x.device, bits, vector.numel(), row, flag, *factors, *_details(x, name))
 
 
 def _vector(x: Tensor) -> Tensor:
-    """Return the values as a vector, in an order of their own, of a dtype that kernels are written for."""
+    """Return the values as a vector, in any order, of a dtype that kernels are written for."""
     vectors = flat(x.detach())
     vector = x.detach().reshape(-1) if vectors is None else vectors[0]
     return vector.float() if vector.dtype.itemsize == 1 else vector
 
 
 def _once(form: Callable[..., None]) -> Callable[..., None]:
-    """Return a form that does nothing while a backward pass runs."""
+    """Return an implementation that does nothing while a backward pass runs."""
 
-    def run(*given: Any) -> None:
+    def run(*arguments: Any) -> None:
         if not runs_backward():
-            form(*given)
+            form(*arguments)
 
     return run
 
 
-def _fake(*given: Any) -> None:
+def _fake(*arguments: Any) -> None:
     return None
 
 
@@ -178,18 +178,18 @@ for _NAME in ("observe", "observe_once", "move_row"):
     torch.library.register_fake(f"mezzo::{_NAME}", _fake, lib=_LIBRARY)
 
 
-def _said(x: Tensor, name: int) -> tuple[int, int, int]:
-    """Return what a row says of a tensor from :data:`WHEN` on."""
+def _details(x: Tensor, name: int) -> tuple[int, int, int]:
+    """Return the numbers that a row has from :data:`WHEN` on: time, dtype, name."""
     return time.monotonic_ns(), COUNTABLE.index(x.dtype) + 1, name
 
 
-# Where no kernel can be --------------------------------------------------------------------------------------
+# Without a kernel --------------------------------------------------------------------------------------------
 
 
-def _portable(vector: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None, *said: int) -> None:
-    """Count in torch's operations. No host sync on a GPU."""
-    for place, number in enumerate(said, WHEN):
-        row[place : place + 1].masked_fill_(flag != 0, number)
+def _portable(vector: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None, *details: int) -> None:
+    """Add to a row by torch's operations. No host sync on a GPU."""
+    for column, number in enumerate(details, WHEN):
+        row[column : column + 1].masked_fill_(flag != 0, number)
     for part in torch.split(vector, _ON_CPU if vector.device.type == "cpu" else _ON_GPU):
         if part.numel():
             values = part.float() if factor is None else part.float() * moved(factor, part.device)
@@ -200,10 +200,10 @@ def _portable(vector: Tensor, row: Tensor, flag: Tensor, factor: Tensor | None, 
 
 
 def _occurrences(slots: Tensor) -> Tensor:
-    """Return how often each slot is there."""
+    """Return how often each slot occurs."""
     if slots.device.type == "cpu":
         return torch.bincount(slots, minlength=LARGEST)
-    return torch.histc(slots, LARGEST, 0, LARGEST).long()  # there bincount asks the host how many there are
+    return torch.histc(slots, LARGEST, 0, LARGEST).long()  # on a GPU bincount waits for the host to learn its length
 
 
 # Kernels ---------------------------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def _occurrences(slots: Tensor) -> Tensor:
 
 @cache
 def _cpp(dtype: torch.dtype) -> CppKernel | None:
-    """Return the kernel for a dtype, if there is a compiler for it. The log says once that there is none."""
+    """Return the kernel for a dtype; ``None`` without a compiler, which the log says once."""
     try:
         return built(cpp_source(dtype))
     except UnsupportedError as error:
@@ -221,7 +221,7 @@ def _cpp(dtype: torch.dtype) -> CppKernel | None:
 
 @cache
 def _triton(dtype: torch.dtype) -> Launch | None:
-    """Return the launch for a dtype, where there is Triton."""
+    """Return the launch for a dtype; ``None`` without Triton."""
     if not has_triton():
         return None
     options: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False, "enable_reflect_ftz": False}
@@ -240,7 +240,7 @@ def _multiprocessors(device: torch.device) -> int:
 _ROW: Final = 512
 #: Neighbours are counted apart, since most values lie in few bins: an addition would wait for the one before.
 _APART: Final = 4
-#: From so many values of 16 bits on, it is counted how often each magnitude is there, and then each is looked at once.
+#: From so many values of 16 bits on, the repeats of each magnitude are counted first, and each magnitude once then.
 _MANY: Final = 1 << 16
 
 _CPP: Final = """\
@@ -251,7 +251,7 @@ static inline int32_t slot_of(int32_t magnitude) {{
     return {result};
 }}
 
-// Where values are repeated, `times` says of each how often it is there.
+// Where values are repeated, `times` has how often each occurs.
 template <bool repeated> static void count(
     const {type}* values, const int64_t* times, int64_t number, int64_t* row, const float* factor, int64_t threads
 ) {{
@@ -299,20 +299,20 @@ extern "C" void kernel(
 }}
 """
 
-#: Of what has 16 bits, signs apart, there are few: an addition for each value is all that is left to do.
+#: Numbers of 16 bits have few magnitudes: counting them first takes one addition for each value.
 _SHORTEN: Final = """\
 if (number >= {many}) {{
         std::vector<{type}> magnitudes(1 << 15);
         std::vector<int64_t> times(1 << 15);
         #pragma omp parallel num_threads(threads)
         {{
-            std::vector<int64_t> own(1 << 15);
+            std::vector<int64_t> local(1 << 15);
             #pragma omp for schedule(static)
-            for (int64_t i = 0; i < number; ++i) ++own[values[i] & 0x7FFF];
+            for (int64_t i = 0; i < number; ++i) ++local[values[i] & 0x7FFF];
             #pragma omp critical
-            for (int64_t each = 0; each < 1 << 15; ++each) times[each] += own[each];
+            for (int64_t bits = 0; bits < 1 << 15; ++bits) times[bits] += local[bits];
         }}
-        for (int64_t each = 0; each < 1 << 15; ++each) magnitudes[each] = {type}(each);
+        for (int64_t bits = 0; bits < 1 << 15; ++bits) magnitudes[bits] = {type}(bits);
         return count<true>(magnitudes.data(), times.data(), 1 << 15, row, factor, 1);
     }}"""
 
@@ -328,13 +328,13 @@ def slot_of(magnitude):
     do_not_specialize_on_alignment=["x", "row", "flag", "factor"],
 )
 def observe(x, count, row, flag, factor, has_factor, when, dtype, name, BLOCK: tl.constexpr):
-    """Count blocks of a vector, each program those that are as many blocks apart as there are programs."""
+    """Count blocks of a vector; program p of n takes blocks p, p + n, p + 2n, …."""
     if tl.load(flag) != 0:
         multiplier = 1.0
         if has_factor != 0:
             multiplier = tl.load(factor.to(tl.pointer_type(tl.float32)))
         block = tl.program_id(0).to(tl.int64)
-        places = tl.arange(0, 1024)
+        slots = tl.arange(0, 1024)
         counts = tl.full((1024,), 0, tl.int32)
         largest = tl.full((BLOCK,), 0, tl.int32)
         while block * BLOCK < count:
@@ -345,7 +345,7 @@ def observe(x, count, row, flag, factor, has_factor, when, dtype, name, BLOCK: t
             counts += tl.histogram(slot_of(bits), 1024, mask=mask)
             largest = tl.maximum(largest, tl.where(mask & (bits < 2139095040), bits, 0))
             block += tl.num_programs(0)
-        tl.atomic_add(row + places, counts.to(tl.int64), mask=(places < {slots}) & (counts > 0))
+        tl.atomic_add(row + slots, counts.to(tl.int64), mask=(slots < {slots}) & (counts > 0))
         tl.atomic_max(row + {largest}, tl.max(largest).to(tl.int64))
         if tl.program_id(0) == 0:
             tl.store(row + {when}, when)
@@ -355,18 +355,18 @@ def observe(x, count, row, flag, factor, has_factor, when, dtype, name, BLOCK: t
 
 
 def _slot_in(dialect: Dialect) -> tuple[list[str], str]:
-    """Write the lines of :func:`slot_of`, and what its result is called."""
+    """Return the lines of :func:`slot_of` in a language, and the word for its result."""
     bits = torch.ones((), dtype=torch.int32, device="cpu")
-    written = spelled(lambda each: (slot_of(each),), [bits], ["magnitude"], dialect)
+    written = spelled(lambda magnitude: (slot_of(magnitude),), [bits], ["magnitude"], dialect)
     return written.body, str(written.results[0].word)
 
 
 @cache
 def cpp_source(dtype: torch.dtype) -> str:
-    """Write the kernel for values of a dtype.
+    """Return the source of the kernel for values of a dtype.
 
-    ``kernel`` takes the values, their number, a row, a factor or nothing, what the row is to
-    say, and the number of threads.
+    ``kernel`` takes the values, their number, a row, a factor or null, the row's three details, and the number of
+    threads.
     """
     lines, result = _slot_in(CPP)
     value = CPP.widened.get(dtype, "{0}").format("values[first + i]")
@@ -389,7 +389,7 @@ def cpp_source(dtype: torch.dtype) -> str:
 
 @cache
 def triton_source(dtype: torch.dtype) -> str:
-    """Write the kernel ``observe`` for values of a dtype, BF16 as its bits."""
+    """Return the source of the kernel ``observe`` for values of a dtype, BF16 as its bits."""
     lines, result = _slot_in(TRITON)
     return _TRITON.format(
         lines="\n    ".join(lines),

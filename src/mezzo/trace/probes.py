@@ -1,4 +1,4 @@
-"""What is measured at the kernels of a watched pass: each number stays on its device until the pass is over."""
+"""Measurements at the kernels of a watched pass: each number stays on its device until the pass is over."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from mezzo.trace.kernels import Storages
 from mezzo.trace.measure import LostIntegers
 from mezzo.trace.table import KernelRecord
 
-#: Which kernels a probe is for.
+#: Whether a probe measures at a kernel.
 Wanted = Callable[[KernelRecord], bool]
-#: Larger results are not told apart place by place.
-_MOST_PLACES: Final = 2**12
+#: Results with more entries along a dimension get one ratio alone.
+_MOST_ENTRIES: Final = 2**12
 _MOST_POSITIONS: Final = 2**16
 _AS_THEY_ARE: Final[Mapping[int, Tensor]] = MappingProxyType({})
 
@@ -30,8 +30,8 @@ class Probe:
 
     Attributes:
         name: Under which :attr:`~mezzo.trace.table.KernelRecord.probes` holds what was measured.
-        gives: Names the numbers.
-        wants: Whether anything is to be measured at a kernel that has run.
+        gives: Makes the result of the numbers.
+        wants: Whether to measure at a kernel that has run.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Probe:
         self.wants = wants
 
     def begin(self, kernel: Any, args: Any, kwargs: Any) -> Any:
-        """Look at what a kernel is about to read; what it returns goes to :meth:`measure`."""
+        """Return what :meth:`measure` needs of the operands, before the kernel runs."""
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
-        """Return numbers on the device, as one row in FP64; ``None`` where there is nothing to measure."""
+        """Return the measured numbers on the device, as one row in FP64; ``None`` if nothing was measured."""
         raise NotImplementedError
 
     def read(self, numbers: list[float]) -> Any:
-        """Make of the numbers what :attr:`~mezzo.trace.table.KernelRecord.probes` holds."""
+        """Return the result for :attr:`~mezzo.trace.table.KernelRecord.probes`, from the fetched numbers."""
         return self.gives(*numbers)
 
 
@@ -59,7 +59,7 @@ def is_measurable(tensor: Any) -> TypeGuard[Tensor]:
 
 
 def _row(*numbers: Tensor) -> Tensor:
-    return torch.stack([each.double() for each in numbers])
+    return torch.stack([number.double() for number in numbers])
 
 
 def _sizes(tensor: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class RoundedIntegers(Probe):
     def __init__(self) -> None:
         super().__init__(
             lambda record: (
-                record.phase == "forward" and record.kind in ("cast", "rounding") and record.gives[0].dtype in LOW
+                record.phase == "forward" and record.effect in ("cast", "rounding") and record.gives[0].dtype in LOW
             )
         )
 
@@ -99,24 +99,24 @@ class RoundedIntegers(Probe):
     def numbers(tensor: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return the largest magnitude, how many have a fraction, how many change and how many there are, and bounds.
 
-        Of floating numbers none may exceed what its own format counts by halves: above that all are integers, whatever
-        they stand for. Every integer up to the lower bound has its place in the low format.
+        Floating numbers above the upper bound are integers whatever they stand for, since their format has no fractions
+        there. The low format holds every integer up to the lower bound.
         """
         values = values_of(tensor)
         if not (type(tensor) in (Tensor, nn.Parameter) or tensor.is_nested) or not is_measurable(values):
             return None
         highest = 1 / torch.finfo(values.dtype).eps if values.is_floating_point() else 2.0**53
         values = values.double() if not values.is_floating_point() or values.element_size() == 1 else values
-        low, high = values.aminmax()
-        largest = torch.maximum(-low, high)
+        least, greatest = values.aminmax()
+        largest = torch.maximum(-least, greatest)
         if values.device.type == "cpu" and not 2 / torch.finfo(dtype).eps < float(largest) <= highest:
-            return None  # most casts are of small numbers, and here they are known at once
+            return None  # most casts are of small numbers, and on a CPU reading them waits for nothing
         rounded = values.to(dtype).to(values.dtype)
-        known = values.new_tensor([values.numel(), highest, LOW.index(dtype)], dtype=torch.float64)
-        return torch.cat([_row(largest, (values != values.trunc()).sum(), (rounded != values).sum()), known])
+        constants = values.new_tensor([values.numel(), highest, LOW.index(dtype)], dtype=torch.float64)
+        return torch.cat([_row(largest, (values != values.trunc()).sum(), (rounded != values).sum()), constants])
 
     def read(self, numbers: list[float]) -> LostIntegers | None:
-        """Say what was lost; ``None`` where a number has a fraction or is not finite, or where none changes."""
+        """Return what was lost; ``None`` where a number has a fraction or is not finite, or where none changes."""
         largest, num_fractions, num_changed, num_all, highest, number = numbers
         dtype = LOW[int(number)]
         if not 2 / torch.finfo(dtype).eps < largest <= highest or num_fractions or not num_changed:
@@ -127,7 +127,7 @@ class RoundedIntegers(Probe):
 
 
 def lost_integers(tensor: Tensor, dtype: torch.dtype) -> LostIntegers | None:
-    """Say what rounding to a format does to a tensor of integers; a host sync.
+    """Return what rounding to a format does to a tensor of integers; a host sync.
 
     Example:
         >>> lost_integers(torch.arange(300.0), torch.bfloat16)
@@ -140,7 +140,7 @@ def lost_integers(tensor: Tensor, dtype: torch.dtype) -> LostIntegers | None:
 
 
 class Largest(Probe):
-    """The largest finite magnitude of what a kernel reads first."""
+    """The largest finite magnitude of a kernel's first operand."""
 
     name, gives = "largest", float
 
@@ -165,25 +165,25 @@ class TotalOf(NamedTuple):
 
 
 class Total(Probe):
-    """The sums of what an addition or subtraction reads, before it writes, and of what it gives."""
+    """The sums of the operands of an addition or subtraction, before it writes, and of its result."""
 
     name = "total"
 
     def begin(self, kernel: Any, args: Any, kwargs: Any) -> Tensor | None:
-        """Add up what is read."""
+        """Return the sums of the operands, and of their magnitudes."""
         if kernel.overloadpacket not in _ADDITIONS:
             return None
         read = list(tensors((args, kwargs)))[:2]
         if not read or not all(map(is_measurable, read)):
             return None
-        return _row(*(each.double().sum() for each in read), *(_sizes(each).sum() for each in read))
+        return _row(*(operand.double().sum() for operand in read), *(_sizes(operand).sum() for operand in read))
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
-        """Add up what was given."""
+        """Return the sums of the operands and of the result."""
         return torch.cat([begun, _row(out.double().sum())]) if begun is not None and is_measurable(out) else None
 
     def read(self, numbers: list[float]) -> TotalOf:
-        """Name the sums."""
+        """Return the sums by name."""
         half = len(numbers) // 2
         return TotalOf(tuple(numbers[:half]), tuple(numbers[half:-1]), numbers[-1])
 
@@ -195,14 +195,14 @@ class DistinctOf(NamedTuple):
     """How many different numbers there are.
 
     Attributes:
-        given: In the result.
+        result: In the result.
         exact: In the result of the same kernel in FP64.
         error: The largest difference between both.
         step: The smallest distance between two different numbers in FP64; inf where there are none.
         num_all: How many numbers there are.
     """
 
-    given: float
+    result: float
     exact: float
     error: float
     step: float
@@ -216,10 +216,10 @@ class Distinct(Probe):
 
     def measure(self, record: KernelRecord, args: Any, kwargs: Any, out: Any, begun: Any) -> Tensor | None:
         """Run the kernel again in FP64, and compare neighbours of both results, in their order."""
-        found = _with_exact(record, args, kwargs, out) if out.numel() <= _MOST_POSITIONS else None
-        if found is None:
+        results = _with_exact(record, args, kwargs, out) if out.numel() <= _MOST_POSITIONS else None
+        if results is None:
             return None
-        ours, theirs = (each.flatten() for each in found)
+        ours, theirs = (result.flatten() for result in results)
         gaps, exact_gaps = ours.sort().values.diff(), theirs.sort().values.diff()
         steps = torch.where(exact_gaps > 0, exact_gaps, math.inf)
         least = torch.cat([steps, steps.new_full((1,), math.inf)]).amin()
@@ -228,27 +228,27 @@ class Distinct(Probe):
 
 
 class DifferenceOf(NamedTuple):
-    """Sums of magnitudes in FP64, where places of one tensor are subtracted from others of it.
+    """Sums of magnitudes in FP64, where entries of one tensor are subtracted from others of it.
 
     Attributes:
-        subtracted: Of what is subtracted from.
-        given: Of the differences.
+        subtracted: Of the first operand.
+        result: Of the differences.
         exact: Of the differences of the same numbers, had the arithmetic that made them been in FP64.
     """
 
     subtracted: float
-    given: float
+    result: float
     exact: float
 
 
 class Difference(Probe):
-    """How much larger numbers are than their differences, where places of one tensor are subtracted.
+    """How much larger numbers are than their differences, where entries of one tensor are subtracted.
 
     Args:
-        subtracts: At which kernels.
-        makes: Which kernels give numbers that may be subtracted so: pointwise ones.
+        subtracts: Whether a kernel is such a subtraction.
+        makes: Whether a kernel is pointwise, so that its result can be computed again in FP64.
 
-    **Cost**: what such kernels read stays in memory until the pass is over.
+    **Cost**: the operands of such kernels stay in memory until the pass is over.
     """
 
     name, gives = "difference", DifferenceOf
@@ -270,19 +270,19 @@ class Difference(Probe):
         return None
 
     def _exact(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in FP64, as arithmetic with constants, or with one other tensor, would have made it there."""
-        made = self._made.get(tensor)
-        if made is None or made.versions != versions([*made.read, tensor]):
+        """Return a tensor in FP64, as if the pointwise kernels that made it had computed in FP64."""
+        maker = self._made.get(tensor)
+        if maker is None or maker.versions != versions([*maker.read, tensor]):
             return tensor.detach().double()
-        before = {id(each): self._exact(each) for each in made.read} if len(made.read) == 1 else {}
-        exact = measure.widened(torch.float64, made.kernel, made.args, made.kwargs, before)
-        if not exact or exact[0].stride() != made.strides:
+        before = {id(operand): self._exact(operand) for operand in maker.read} if len(maker.read) == 1 else {}
+        exact = measure.widened(torch.float64, maker.kernel, maker.args, maker.kwargs, before)
+        if not exact or exact[0].stride() != maker.strides:
             return tensor.detach().double()
         return exact[0].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class _Made(NamedTuple):
-    """A pointwise kernel that has run."""
+    """A pointwise kernel that has run, with its operands."""
 
     kernel: Any
     args: Any
@@ -297,28 +297,28 @@ class RatioOf(NamedTuple):
 
     Attributes:
         whole: Of all numbers.
-        places: For each place along one dimension; nothing where there are too many.
+        entries: For each entry along one dimension; empty where there are too many.
     """
 
     whole: float
-    places: tuple[float, ...]
+    entries: tuple[float, ...]
 
 
 class Ratio(Probe):
     """Signal to noise of the first result against the same kernel in FP64.
 
-    Operands that a cast made are taken as they were before it, as long as the program holds what the cast has read; of
-    others their own numbers, in FP64.
+    An operand that a cast made counts as it was before the cast, as long as the program holds the cast's operand. Other
+    operands count as they are, in FP64.
 
     Args:
-        wanted: At which kernels.
-        along: The dimension of a kernel's result along which places are told apart.
+        wanted: Whether to measure at a kernel.
+        along: The dimension of a kernel's result along which each entry gets a ratio of its own.
     """
 
     name = "ratio"
 
     def __init__(self, wanted: Wanted, along: Callable[[KernelRecord], int] = lambda record: -1) -> None:
-        super().__init__(lambda record: record.kind == "cast" or wanted(record))
+        super().__init__(lambda record: record.effect == "cast" or wanted(record))
         self._wanted, self._along = wanted, along
         self._casts = Storages[_CastRead]()
 
@@ -326,25 +326,28 @@ class Ratio(Probe):
         """Run the kernel again in FP64, and add up the squares of its numbers and of the differences."""
         numbers = None
         if self._wanted(record) and not record.kernel._schema.is_mutable:
-            before = {id(each): self._before(each) for each in tensors((args, kwargs))}
-            if (found := _with_exact(record, args, kwargs, out, before)) is not None:
-                numbers = self._squares(*found, self._along(record))
-        # A device with the arithmetic makes no cast of emulation's to a low format.
+            before = {id(operand): self._before(operand) for operand in tensors((args, kwargs))}
+            if (results := _with_exact(record, args, kwargs, out, before)) is not None:
+                numbers = self._squares(*results, self._along(record))
+        # Emulation's casts to a low format are made by no device that has the arithmetic.
         is_made_up = record.by == "emulation" and record.gives[0].dtype in LOW
-        if record.kind == "cast" and not is_made_up and is_measurable(args[0]) and is_measurable(out):
-            kept = _CastRead(weakref.ref(args[0]), out.stride(), int(out.storage_offset()), versions((args[0], out)))
-            self._casts.put([out], kept)
+        if record.effect == "cast" and not is_made_up and is_measurable(args[0]) and is_measurable(out):
+            cast = _CastRead(weakref.ref(args[0]), out.stride(), int(out.storage_offset()), versions((args[0], out)))
+            self._casts.put([out], cast)
         return numbers
 
     @staticmethod
     def _squares(ours: Tensor, right: Tensor, along: int) -> Tensor:
         size = ours.shape[along] if ours.dim() else 1
-        rows = [each.movedim(along, -1) if each.dim() else each for each in (right.square(), (ours - right).square())]
-        places = [each.reshape(-1, size).sum(0) for each in rows]
-        return torch.cat([*(each.sum().reshape(1) for each in places), *(places if size <= _MOST_PLACES else ())])
+        rows = [
+            squares.movedim(along, -1) if squares.dim() else squares
+            for squares in (right.square(), (ours - right).square())
+        ]
+        sums = [squares.reshape(-1, size).sum(0) for squares in rows]
+        return torch.cat([*(squares.sum().reshape(1) for squares in sums), *(sums if size <= _MOST_ENTRIES else ())])
 
     def _before(self, tensor: Tensor) -> Tensor:
-        """Return a tensor as it was before the casts that made it, if nothing was written to either since."""
+        """Return a tensor as it was before the casts that made it, if neither was written to since."""
         while (cast := self._casts.get(tensor)) is not None and (read := cast.read()) is not None:
             if read is tensor or read.stride() != cast.strides or versions((read, tensor)) != cast.versions:
                 break
@@ -355,12 +358,12 @@ class Ratio(Probe):
     def read(self, numbers: list[float]) -> RatioOf:
         """Turn the sums into dB."""
         half = len(numbers) // 2
-        places = zip(numbers[2 : half + 1], numbers[half + 1 :], strict=True)
-        return RatioOf(_decibel(*numbers[:2]), tuple(_decibel(*place) for place in places))
+        sums = zip(numbers[2 : half + 1], numbers[half + 1 :], strict=True)
+        return RatioOf(_decibel(*numbers[:2]), tuple(_decibel(*pair) for pair in sums))
 
 
 class _CastRead(NamedTuple):
-    """What a cast has read, and where its result lies."""
+    """The operand of a cast, and the layout of its result."""
 
     read: weakref.ref[Tensor]
     strides: tuple[int, ...]

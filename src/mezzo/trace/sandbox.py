@@ -32,21 +32,21 @@ class RandomStates:
 
     @classmethod
     def now(cls, devices: Iterable[torch.device]) -> Self:
-        """Take the states as they are.
+        """Return the present states.
 
         Args:
             devices: The devices that hold the model.
         """
-        kinds = [device for device in devices if device.type not in ("cpu", "meta")]
+        accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
         return cls(
             torch.get_rng_state(),
-            tuple((device, torch.get_device_module(device).get_rng_state(device)) for device in kinds),
+            tuple((device, torch.get_device_module(device).get_rng_state(device)) for device in accelerators),
             np.random.get_state(),
             random.getstate(),
         )
 
     def restore(self) -> None:
-        """Put every generator into its state."""
+        """Set every generator to its state."""
         torch.set_rng_state(self.cpu)
         for device, state in self.accelerators:
             torch.get_device_module(device).set_rng_state(state, device)
@@ -104,7 +104,7 @@ def copied(model: nn.Module, write: str) -> nn.Module:
 
 @contextmanager
 def as_training_runs(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Have gradients inside the block, run what torch compiled uncompiled, and put the random states back.
+    """Run the block with gradients and compiled programs uncompiled, and restore the random states after it.
 
     Args:
         devices: The devices that hold the model.
@@ -119,11 +119,10 @@ def as_training_runs(devices: Iterable[torch.device]) -> Iterator[None]:
 
 @contextmanager
 def untouched(models: list[nn.Module]) -> Iterator[None]:
-    """Run the models inside the block, and put back what that changes.
+    """Restore random states, buffers and gradients after models have run inside the block.
 
-    Random states, buffers and parameters' gradients are as before, after an exception too; gradients are ``None``
-    inside. Programs that torch compiled run uncompiled, and a DDP model reduces nothing. What a model keeps beside
-    buffers, as a plain attribute, is not known here.
+    They are as before after an exception too; gradients are ``None`` inside. Programs that torch compiled run
+    uncompiled, and a DDP model reduces nothing. Tensors that a model has as plain attributes are not restored.
 
     **Cost**: a copy of all buffers.
     """
@@ -137,30 +136,30 @@ def untouched(models: list[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def gradients_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Run backward passes inside the block into empty gradients, and then put those back that were there.
+    """Run backward passes inside the block into empty gradients, and restore the former ones after it.
 
     Hooks that run once a gradient is accumulated, as optimizers in the backward pass do, are off meanwhile.
     """
-    kept = [(leaf, leaf.grad) for leaf in leaves]
-    with without_accumulation_hooks(leaf for leaf, _ in kept):
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    with without_accumulation_hooks(leaf for leaf, _ in gradients):
         try:
-            for leaf, _ in kept:
+            for leaf, _ in gradients:
                 leaf.grad = None
             yield
         finally:
-            for leaf, gradient in kept:
+            for leaf, gradient in gradients:
                 leaf.grad = gradient
 
 
 def leaves_of(starts: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield what backward passes from some tensors may give a gradient to."""
+    """Yield the leaves that backward passes from these tensors may give a gradient to."""
     nodes = [start.grad_fn for start in starts if isinstance(start, Tensor) and start.grad_fn is not None]
     seen = set(nodes)
     while nodes:
         node = nodes.pop()
         if isinstance(leaf := getattr(node, "variable", None), Tensor):
             yield leaf
-        following = {near for near, _ in node.next_functions if near is not None} - seen
+        following = {target for target, _ in node.next_functions if target is not None} - seen
         seen |= following
         nodes += following
 
@@ -174,31 +173,31 @@ def _buffers_restored(models: list[nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        for buffer, kept in copies:
-            # Whether it was written to, versions do not tell: batch norm counts none. Through .data none is counted
-            # either, so that a graph which waits for its backward pass still runs.
-            buffer.data.copy_(kept)
+        for buffer, copied in copies:
+            # Versions do not show that batch norm wrote to a buffer, so that each is copied back; through .data, which
+            # counts no version, so that a graph that waits for its backward pass still runs.
+            buffer.data.copy_(copied)
         for table, before in tables:
             table.clear()
             table.update(before)
 
 
-def require_scalar(loss: Any, what: str, write: str, *, trains: bool = False) -> Tensor:
+def require_scalar(loss: Any, headline: str, write: str, *, trains: bool = False) -> Tensor:
     """Return a loss, if it is one floating number.
 
     Args:
         loss: What a user's function returned.
-        what: The first line of the error.
+        headline: The first line of the error.
         write: What to write instead.
         trains: Whether it must have a gradient as well.
 
     Raises:
-        PolicyError: It is something else.
+        PolicyError: It is anything else.
     """
-    said = type(loss).__name__
+    returned = type(loss).__name__
     if isinstance(loss, Tensor):
         is_scalar = loss.numel() == 1 and loss.is_floating_point()
         if is_scalar and (loss.requires_grad or not trains):
             return loss
-        said = f"{tuple(loss.shape)} {loss.dtype}{', without a gradient' if is_scalar else ''}"
-    raise PolicyError(what, where=f"it returned {said}", write=write)
+        returned = f"{tuple(loss.shape)} {loss.dtype}{', without a gradient' if is_scalar else ''}"
+    raise PolicyError(headline, where=f"it returned {returned}", write=write)

@@ -1,7 +1,7 @@
 """A watched pass as a table: a record for each call of a torch function, and one for each kernel, in their order.
 
-Each write makes a new value, which has a number of its own. What became of a number is a question about records
-therefore, asked once the pass is over: :meth:`WatchedPass.maker`, :meth:`WatchedPass.readers`.
+Each write makes a new value, which has a number of its own. So the records tell, once the pass is over, which kernel
+made a value and which read it: :meth:`WatchedPass.maker`, :meth:`WatchedPass.readers`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from mezzo.trace.kernels import Shape
 
 #: ``recomputed``: a checkpoint runs a part of the forward pass again, inside the backward pass.
 KernelPhase = Literal["forward", "recomputed", "backward"]
-#: A view, and memory that nothing has been written to, make no record. ``free cast``: the high half of a weight in
-#: halves is read, which moves nothing. ``rounding``: integers become low numbers. ``rearranging``: what is read is put
-#: elsewhere, and nothing computed.
-KernelKind = Literal["cast", "free cast", "rounding", "rearranging", "product", "other"]
+#: Views and allocations of memory make no record. ``free cast``: the high half of a weight in halves is read, which
+#: moves nothing. ``rounding``: integers become low numbers. ``rearranging``: elements are copied in another order, and
+#: nothing is computed.
+KernelEffect = Literal["cast", "free cast", "rounding", "rearranging", "product", "other"]
 #: What mezzo does around a kernel: see :func:`~mezzo.trace.function_calls.around`.
 Doing = Literal["emulation", "cast", "quantised", "buffer", "region", "other"]
 
-#: What hands on the numbers that it reads, rounded at most.
-HANDS_ON: Final[frozenset[KernelKind]] = frozenset({"cast", "free cast", "rearranging"})
+#: Effects that keep the numbers that a kernel reads, or round them.
+HANDS_ON: Final[frozenset[KernelEffect]] = frozenset({"cast", "free cast", "rearranging"})
 
 
 class Value(NamedTuple):
@@ -35,11 +35,11 @@ class Value(NamedTuple):
 
     Attributes:
         number: Its own; views share their base's.
-        dtype: The format in which they are read or given.
+        dtype: The format in which they are read or written.
         shape: The shape in which they are.
-        role: What the pass did not make: ``parameter``, ``buffer``, ``input``, written to or not; the path is in
-            :attr:`WatchedPass.names`.
-        memory: Names the memory, which in-place kernels do not change.
+        role: ``parameter``, ``buffer`` or ``input`` for a value from before the pass, whose path is in
+            :attr:`WatchedPass.names`; empty for others.
+        memory: The number of the memory, which stays the same when kernels write in place.
     """
 
     number: int
@@ -65,29 +65,30 @@ class NodeName(NamedTuple):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CallRecord:
-    """What is known of one call of a torch function.
+    """One call of a torch function.
 
     Attributes:
         op: The op's base name.
         decision: What the policy decided.
-        low: Name of the policy's compute dtype.
-        given: Names of the dtypes of the arguments that hold fractions.
-        goes_back: Whether FP32 results go back to the compute dtype: of a parameter with a rule, without autocast.
-        cause: Why the policy would not reach this call, should it turn out so.
-        written: Names of the dtypes of what it writes to, which keeps them; ``None`` where it returns new tensors.
-        number: Which call of the pass it is; -1 where there is no call.
+        low_dtype: Name of the policy's compute dtype.
+        argument_dtypes: Names of the dtypes of the arguments that hold fractions.
+        goes_back: Whether FP32 results are cast back to the compute dtype: a parameter rule holds, without autocast.
+        cause: Why the policy does not reach this call, if it does not.
+        written: Names of the dtypes of the tensors that it writes to, which they keep; ``None`` where it returns new
+            ones.
+        number: The number of the call in the pass; -1 for :data:`NO_CALL`.
         module: The module that calls.
         line: The user's line.
-        hidden: Whether mezzo itself made the call: a cast, and no op of the model's.
-        is_backward: Whether the backward pass had begun: it is recomputed, or of a gradient.
-        has_returned: Whether it has returned, and did not fail.
+        hidden: Whether mezzo itself made the call, to cast: it is no op of the model's.
+        is_backward: Whether the backward pass had begun: a checkpoint recomputes it, or it computes a gradient.
+        has_returned: Whether it has returned without an error.
         returns: Names of the dtypes of the tensors that it returned.
     """
 
     op: str
     decision: Decision
-    low: str
-    given: tuple[str, ...] = ()
+    low_dtype: str
+    argument_dtypes: tuple[str, ...] = ()
     goes_back: bool = False
     cause: str = ""
     written: tuple[str, ...] | None = None
@@ -101,18 +102,18 @@ class CallRecord:
 
     @property
     def why(self) -> str:
-        """What decided about the call, in a few words."""
+        """The rule or the reason that decided about the call."""
         return f"rule {self.decision.rule}" if self.decision.rule else self.cause or self.decision.reason
 
     @property
     def is_conversion(self) -> bool:
-        """Whether the call is there to convert: ``x.float()``."""
+        """Whether the call is a conversion: ``x.float()``."""
         return self.op in _CONVERSIONS
 
 
-#: What a kernel belongs to that no call has asked for.
+#: The call of kernels that ran outside of any call.
 NO_CALL: Final = CallRecord(
-    op="", decision=Decision(treatment="native", rule=None, reason="", source="op table"), low="", hidden=True
+    op="", decision=Decision(treatment="native", rule=None, reason="", source="op table"), low_dtype="", hidden=True
 )
 _CONVERSIONS: Final = frozenset("to float half bfloat16 double type type_as to_copy _to_copy".split())
 
@@ -124,29 +125,29 @@ class KernelRecord:
     Attributes:
         kernel: The kernel itself, of ``torch.ops``.
         name: Its base name: ``softmax`` for ``aten::_softmax``.
-        kind: What it does.
-        constants: Its numbers and truth values that are no tensors, in their order.
+        effect: What it does.
+        constants: Its arguments that are plain numbers and truth values, in their order.
         by: What mezzo does around it.
         formats: Formats of the quantised operands of the product around it.
-        num_bytes: What it reads and writes; under emulation as if FP32 were the format that it stands for.
-        flops: A product's operations, and the format that it reads.
+        num_bytes: What it reads and writes; under emulation FP32 tensors count as the format that they stand for.
+        flops: A product's operations, and the format of its operands.
         sizes: A product's dimensions by name.
-        reads: The tensors that it is given, in their order.
-        gives: The tensors that it writes to, and those that it returns beside them.
-        number: Which kernel of the pass it is.
+        reads: The values that it reads, in their order.
+        gives: The values that it writes in place, and those that it returns beside them.
+        number: The number of the kernel in the pass.
         phase: When it ran.
         is_inner: Whether ``torch.autograd.grad`` ran it inside the forward pass.
-        call: The call that it belongs to, in the backward pass that of its autograd node; where no torch function
-            stands above, a C++ extension's kernel has a call of its own, and others have :data:`NO_CALL`.
-        module: Where it belongs; in the backward pass the module of its node.
-        node: The autograd node that runs, if one does.
+        call: The call that it belongs to, in the backward pass that of its autograd node. Where no torch function
+            runs, a C++ extension's kernel has a call of its own, and others have :data:`NO_CALL`.
+        module: The module that it belongs to; in the backward pass the module of its node.
+        node: The running autograd node, in the backward pass.
         next_node: The number of the next node that is made.
-        probes: What was measured, by the name of the probe, once it is fetched.
+        probes: The results of probes, by their names, once they are fetched.
     """
 
     kernel: Any
     name: str
-    kind: KernelKind
+    effect: KernelEffect
     constants: tuple[int | float | bool, ...]
     by: Doing
     formats: tuple[str, ...]
@@ -176,7 +177,7 @@ class WatchedPass:
     Attributes:
         calls: The calls, in the order in which they began.
         kernels: The kernels, in their order.
-        names: What the values are called that the pass did not make: a parameter's path, ``input 0``.
+        names: The names of values from before the pass: a parameter's path, ``input 0``.
         allocated: The call in which memory was allocated, by :attr:`Value.memory`.
         modules_run: Paths of the modules that have been called.
     """
@@ -204,21 +205,21 @@ class WatchedPass:
         return self._of.get(call, [])
 
     def maker(self, value: Value) -> KernelRecord | None:
-        """Return the kernel that wrote a value; ``None`` where it was there before."""
+        """Return the kernel that wrote a value; ``None`` for a value from before the pass."""
         return self._makers.get(value.number)
 
     def readers(self, value: Value) -> list[KernelRecord]:
         """Return the kernels that read a value, or a view of it."""
         return self._readers.get(value.number, [])
 
-    def what(self, value: Value) -> str:
-        """Say what a value holds: a ``parameter``, a ``buffer``, an ``activation`` or a ``gradient``.
+    def role_of(self, value: Value) -> str:
+        """Return the role of a value: a ``parameter``, a ``buffer``, an ``activation`` or a ``gradient``.
 
         A cast of a parameter counts as one; so does a buffer that was written to.
         """
         maker = self.maker(value)
-        while not value.role and maker is not None and maker.kind in ("cast", "free cast"):
-            value, is_half = maker.reads[0], maker.kind == "free cast"
+        while not value.role and maker is not None and maker.effect in ("cast", "free cast"):
+            value, is_half = maker.reads[0], maker.effect == "free cast"
             maker = self.maker(value)
             if is_half and not value.role:
                 return "parameter"
@@ -229,19 +230,19 @@ class WatchedPass:
 
 
 def flops_by_format(kernels: Iterable[KernelRecord]) -> Counter[str]:
-    """Add up the operations of products by the format that they read.
+    """Return the operations of products by the format of their operands.
 
-    Those that were computed in FP32 from rounded operands stand under ``emulated``; what a cast multiplies, such as
-    the rotation before an operand is quantised, is no product of the model's.
+    Those that were computed in FP32 from rounded operands count as ``emulated``. A product inside a cast, such as the
+    rotation before an operand is quantised, is none of the model's, and does not count.
     """
-    found = Counter[str]()
+    totals = Counter[str]()
     for record in kernels:
         if record.flops is not None and record.by != "cast":
-            found["emulated" if record.by == "emulation" else dtype_name(record.flops[1])] += record.flops[0]
-    return found
+            totals["emulated" if record.by == "emulation" else dtype_name(record.flops[1])] += record.flops[0]
+    return totals
 
 
-def low_share(flops: Mapping[str, int], low: Iterable[torch.dtype]) -> float:
+def low_share(flops: Mapping[str, int], low_dtypes: Iterable[torch.dtype]) -> float:
     """Return the share of the low formats, emulation in them included; 0 where there was no product."""
-    names = {"emulated", *map(dtype_name, low)}
+    names = {"emulated", *map(dtype_name, low_dtypes)}
     return sum(amount for name, amount in flops.items() if name in names) / max(1, sum(flops.values()))

@@ -22,22 +22,23 @@ class Cell:
     """What a tensor of halves shares with its views.
 
     Attributes:
-        wide: FP32, in whose memory all the values lie for now instead, and both halves are stale; ``None`` as a rule.
-            What lies at ``start + n`` in the storage of the high half lies at ``wide.storage_offset() + n`` in its own.
-        start: Where in the storage of the high half the tensor begins whose views share this.
-        is_lent: Whether that is for a reader of addresses or of a state dict, until the next cast or step.
-        uses: How often a cast has returned the high half while gradients were recorded, and how often something else
-            has read values, since a session has forgotten it.
+        decoded: The values in FP32 memory, which holds them for now while both halves are stale; usually ``None``.
+            Element ``start + n`` of the high half's storage is element ``decoded.storage_offset() + n`` of this one's.
+        start: The offset, in the high half's storage, of the tensor whose views share this cell.
+        is_lent: Whether ``decoded`` was made for a reader of addresses or of a state dict: the next cast or step
+            stores it in halves.
+        uses: How often a cast returned the high half while gradients were recorded, and how often another operation
+            read the values, since the session last reset both.
     """
 
-    __slots__ = ("is_lent", "start", "uses", "wide")
+    __slots__ = ("decoded", "is_lent", "start", "uses")
 
-    def __init__(self, start: int | torch.SymInt, wide: Tensor | None = None) -> None:
-        self.start, self.wide, self.is_lent, self.uses = start, wide, False, [0, 0]
+    def __init__(self, start: int | torch.SymInt, decoded: Tensor | None = None) -> None:
+        self.start, self.decoded, self.is_lent, self.uses = start, decoded, False, [0, 0]
 
     def is_left(self) -> bool:
         """Whether nothing else lies where the values do: what ``param.data`` was given is gone, and no view is left."""
-        return self.wide is not None and lies_alone(self.wide)
+        return self.decoded is not None and lies_alone(self.decoded)
 
 
 class _Step(threading.local):

@@ -51,7 +51,7 @@ _RETYPED: Final = frozenset(
 _KNOWN: Final = frozenset({"aten", "prim", "prims", "mkldnn", "quantized", "torchvision", "torchaudio", "mezzo"})
 #: The types of arguments that may hold tensors.
 _NESTED: Final = frozenset({list, tuple})
-_WIDE: Final = attrgetter("cell.wide")
+_WIDE: Final = attrgetter("cell.decoded")
 _IS_LENT: Final = attrgetter("cell.is_lent")
 _IS_PART: Final = attrgetter("is_part")
 #: What a tensor has of it, in the dictionary of its attributes.
@@ -134,13 +134,13 @@ class Halves(Tensor):
     # Values ---------------------------------------------------------------------------------------------------
 
     @property
-    def wide(self) -> Tensor | None:
+    def decoded(self) -> Tensor | None:
         """The FP32 tensor in which the values lie for now instead; ``None`` as a rule."""
-        wide, hi = self.cell.wide, self.hi
-        if wide is None or (not self.is_part and wide.shape == hi.shape and wide.stride() == hi.stride()):
-            return wide
-        offset = wide.storage_offset() + hi.storage_offset() - self.cell.start
-        return wide.as_strided(hi.size(), hi.stride(), offset)
+        values, hi = self.cell.decoded, self.hi
+        if values is None or (not self.is_part and values.shape == hi.shape and values.stride() == hi.stride()):
+            return values
+        offset = values.storage_offset() + hi.storage_offset() - self.cell.start
+        return values.as_strided(hi.size(), hi.stride(), offset)
 
     def whole(self) -> tuple[Tensor, Tensor]:
         """Return the halves of all the values that it shares memory with, as they lie there: of a view, flat."""
@@ -153,9 +153,9 @@ class Halves(Tensor):
     def widen(self, *, is_lent: bool = False) -> Tensor:
         """Have the values lie in FP32, for all that shares memory with it alike, and return them."""
         cell = self.cell
-        if cell.wide is None:
+        if cell.decoded is None:
             with torch.inference_mode(self.is_inference()):  # memory that outlives the mode it is made in
-                cell.wide, cell.is_lent = decoded(*self.whole()), is_lent
+                cell.decoded, cell.is_lent = decoded(*self.whole()), is_lent
         return self.value()
 
     def lend(self) -> Tensor:
@@ -163,27 +163,27 @@ class Halves(Tensor):
 
         While an optimizer steps, which lets its memory go then, it is a copy.
         """
-        if self.cell.wide is None or self.cell.is_lent:
+        if self.cell.decoded is None or self.cell.is_lent:
             return self.widen(is_lent=True).detach()
         return self.value().clone()
 
-    def settle(self) -> None:
+    def store_lent(self) -> None:
         """Store in halves again what lies in FP32 for a reader of addresses."""
         cell, hi, lo = self.cell, self.hi, self.lo
-        if cell.is_lent and (wide := cell.wide) is not None:
-            cell.wide, cell.is_lent = None, False
-            size, stride = wide.size(), wide.stride()
-            store_in(wide, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
+        if cell.is_lent and (values := cell.decoded) is not None:
+            cell.decoded, cell.is_lent = None, False
+            size, stride = values.size(), values.stride()
+            store_in(values, hi.as_strided(size, stride, cell.start), lo.as_strided(size, stride, cell.start))
 
     def value(self) -> Tensor:
         """Return the FP32 values, a plain tensor: a new one, or the one in which they lie for now."""
-        wide = self.wide
-        return decoded(self.hi, self.lo) if wide is None else wide
+        values = self.decoded
+        return decoded(self.hi, self.lo) if values is None else values
 
     def assign(self, value: Tensor) -> None:
         """Take other FP32 values, of a shape that broadcasts to its own; beyond FP16's range they become infinite."""
-        if (wide := self.wide) is not None:
-            wide.copy_(value)
+        if (values := self.decoded) is not None:
+            values.copy_(value)
             return
         value = value.to(self.hi.device, torch.float32)
         store_in(value if value.shape == self.hi.shape else value.expand_as(self.hi), self.hi, self.lo)
@@ -193,7 +193,7 @@ class Halves(Tensor):
 
         A gradient of 16 bits then goes to a leaf as it is, where ``grad_dtype`` lets it; that of a cast is widened.
         """
-        if self.cell.wide is None and dtype is self.hi.dtype:
+        if self.cell.decoded is None and dtype is self.hi.dtype:
             found: Tensor = _LAZY_CLONE(self)
             return found
         return self.to(dtype)
@@ -229,11 +229,11 @@ class Halves(Tensor):
         if func is _TO_COPY or func is _LAZILY:
             weight: Any = args[0]
             hi, cell = weight.hi, weight.cell
-            if cell.wide is not None and type(hi) is Tensor and (cell.is_lent or cell.is_left()):
+            if cell.decoded is not None and type(hi) is Tensor and (cell.is_lent or cell.is_left()):
                 cell.is_lent = True
-                weight.settle()
+                weight.store_lent()
             is_cast = not kwargs or (len(kwargs) == 1 and kwargs.get("dtype") is hi.dtype)
-            if is_cast and cell.wide is None and type(hi) is Tensor:
+            if is_cast and cell.decoded is None and type(hi) is Tensor:
                 if torch.is_grad_enabled():
                     cell.uses[weight.is_part] += 1
                 try:
@@ -244,13 +244,13 @@ class Halves(Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if self.cell.is_lent:
-            self.settle()
-        return ["hi", "lo"] if self.cell.wide is None else ["hi", "lo", "wide"], self.path
+            self.store_lent()
+        return ["hi", "lo"] if self.cell.decoded is None else ["hi", "lo", "decoded"], self.path
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], name: str, size: Any, stride: Any) -> Halves:
         made: Halves = Halves(inner["hi"], inner["lo"])
-        made.cell.wide, made.path = inner.get("wide"), name
+        made.cell.decoded, made.path = inner.get("decoded"), name
         return made
 
     # Python's own ways to read, copy and replace it: what comes out is plain ------------------------------------
@@ -312,7 +312,7 @@ class Halves(Tensor):
     def share_memory_(self) -> Any:
         """Move both halves to memory that processes share."""
         each: Any
-        for each in (self.hi, self.lo, *([] if self.cell.wide is None else [self.cell.wide])):
+        for each in (self.hi, self.lo, *([] if self.cell.decoded is None else [self.cell.decoded])):
             each.share_memory_()
         return self
 
@@ -346,8 +346,8 @@ def _same(half: Tensor) -> Tensor:
 
 def _lies_within(tensor: Halves) -> bool:
     """Whether a tensor is not all of what its values are a part of."""
-    wide = tensor.cell.wide
-    return tensor.is_part and (wide is None or wide.shape != tensor.shape)
+    values = tensor.cell.decoded
+    return tensor.is_part and (values is None or values.shape != tensor.shape)
 
 
 def _own(tensor: Tensor) -> dict[str, Any]:
@@ -440,11 +440,11 @@ def _as_like(func: Any, args: Any, kwargs: Any) -> Any:
 def _as_moved(func: Any, args: Any, kwargs: Any) -> Any:
     """Copy elsewhere, or in another order, as halves; or cast."""
     weight, dtype = args[0], kwargs.get("dtype")
-    if weight.cell.wide is None and dtype in (None, torch.float32):
+    if weight.cell.decoded is None and dtype in (None, torch.float32):
         _note_read(weight)
         others = {name: value for name, value in kwargs.items() if name != "dtype"}
         return weight._copied(func(weight.hi, **others), func(weight.lo, **others))
-    if weight.cell.wide is None and dtype is weight.hi.dtype:
+    if weight.cell.decoded is None and dtype is weight.hi.dtype:
         _note_read(weight)
         return func(weight.hi, **kwargs)
     return _as_any(func, args, kwargs)
@@ -452,7 +452,7 @@ def _as_moved(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _as_clone(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
-    if weight.cell.wide is not None or kwargs.get("memory_format") not in (None, torch.preserve_format):
+    if weight.cell.decoded is not None or kwargs.get("memory_format") not in (None, torch.preserve_format):
         return _as_any(func, args, kwargs)
     _note_read(weight)
     return weight.value()
@@ -460,7 +460,7 @@ def _as_clone(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _as_gather(func: Any, args: Any, kwargs: Any) -> Any:
     weight = args[0]
-    if not isinstance(weight, Halves) or weight.cell.wide is not None:
+    if not isinstance(weight, Halves) or weight.cell.decoded is not None:
         return _as_any(func, args, kwargs)
     _note_read(weight)
     return decoded(func(weight.hi, *args[1:], **kwargs), func(weight.lo, *args[1:], **kwargs))
@@ -468,7 +468,7 @@ def _as_gather(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _as_embedding(func: Any, args: Any, kwargs: Any) -> Any:
     weight, indices = args[:2]
-    if not isinstance(weight, Halves) or weight.cell.wide is not None:
+    if not isinstance(weight, Halves) or weight.cell.decoded is not None:
         return _as_any(func, args, kwargs)
     _note_read(weight)
     rows = indices.reshape(-1)
@@ -506,7 +506,7 @@ def _as_unknown(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _as_wide(values: list[Any]) -> list[Any] | None:
     """Return a list with FP32 tensors in the places of halves that lie there; ``None`` where some lie otherwise."""
-    wides = [each.cell.wide if isinstance(each, Halves) else each for each in values]
+    wides = [each.cell.decoded if isinstance(each, Halves) else each for each in values]
     halves = [each for each in values if isinstance(each, Halves)]
     return None if any(map(is_, wides, repeat(None))) or any(map(_IS_PART, halves)) else wides
 
@@ -570,10 +570,10 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
         many = isinstance(target, list | tuple)
         written = list(tensors(target))
         for each in [one for one in written if isinstance(one, Halves)]:
-            wide = seen[id(each)][1]
-            back[id(wide)] = each
-            if each.cell.wide is None:
-                each.assign(wide)
+            values = seen[id(each)][1]
+            back[id(values)] = each
+            if each.cell.decoded is None:
+                each.assign(values)
         if many and (counted := [each for each in written if not each.is_inference()]):
             increment_version(counted)
     if isinstance(out, Tensor):
@@ -583,14 +583,14 @@ def _as_any(func: Any, args: Any, kwargs: Any, *, may_alias: bool = True) -> Any
 
 def _as_aliases(func: Any, args: Any, kwargs: Any, weights: list[Halves]) -> Any:
     """Carry out what writes tensors of which some share memory: while it runs, their values lie in FP32."""
-    here = {id(each.cell): each for each in weights if each.cell.wide is None}
+    here = {id(each.cell): each for each in weights if each.cell.decoded is None}
     for each in here.values():
         each.widen(is_lent=True)
     try:
         return _as_any(func, args, kwargs, may_alias=False)
     finally:
         for each in here.values():
-            each.settle()
+            each.store_lent()
 
 
 _CARRY_OUT: Final[Mapping[str, Callable[[Any, Any, Any], Any]]] = {
@@ -659,8 +659,8 @@ def in_halves(param: Tensor) -> Halves | None:
     if not isinstance(here, Halves):
         return None
     if here.cell.is_lent:
-        here.settle()
-    return here if here.cell.wide is None else None
+        here.store_lent()
+    return here if here.cell.decoded is None else None
 
 
 def halves_among(tensors: list[Tensor]) -> tuple[list[Halves], list[Tensor]]:
@@ -674,7 +674,7 @@ def halves_among(tensors: list[Tensor]) -> tuple[list[Halves], list[Tensor]]:
     are_others = [*map(others.__contains__, kinds)]
     found: list[Any] = [*compress(here, map(not_, are_others))]
     for each in compress(found, map(_IS_LENT, found)):
-        each.settle()
+        each.store_lent()
     return found, [*compress(here, are_others)]
 
 
@@ -687,7 +687,7 @@ def _rebuilt(hi: Tensor, lo: Tensor, is_param: bool, requires_grad: bool, name: 
 
 def _shared(tensor: Any) -> Any:
     """Reduce a tensor for another process, which shares the halves."""
-    if tensor.cell.wide is not None:
+    if tensor.cell.decoded is not None:
         return tensor._plain().__reduce_ex__(2)
     is_param = isinstance(tensor, nn.Parameter)
     return _rebuilt, (tensor.hi, tensor.lo, is_param, tensor.requires_grad, tensor.path)

@@ -120,7 +120,7 @@ def _replace(param: Tensor, value: Tensor) -> None:
         param.is_part = False
 
 
-def follow(model: nn.Module, *, is_low: bool = False) -> Callable[[], None]:
+def hide_storage(model: nn.Module, *, is_low: bool = False) -> Callable[[], None]:
     """Have a model's state dicts hold plain FP32 values, and its copies and pickles be plain models.
 
     ``load_state_dict(assign=True)`` writes into the parameters that are there, which an optimizer knows.
@@ -144,22 +144,22 @@ def follow(model: nn.Module, *, is_low: bool = False) -> Callable[[], None]:
         methods = {name: types.MethodType(method, module) for name, method in _METHODS.items()}
         if isinstance(module, nn.RNNBase):  # whose weights lie in no common memory, and are asked for their addresses
             methods["flatten_parameters"] = types.MethodType(_flattened, module)
-        followed = vars(module).setdefault("_mezzo_followed", [0])
-        followed[0] += 1
+        count = vars(module).setdefault("_mezzo_hidden", [0])
+        count[0] += 1
         vars(module).update({"_mezzo_low": True} if is_low else {})
         vars(module).update(methods)
-        undo.callback(_leave, module, followed)
+        undo.callback(_unhide, module, count)
     return undo.close
 
 
-def is_followed(module: nn.Module) -> bool:
-    """Whether a module is part of a model that :func:`follow` was given, and has not ended."""
-    return "_mezzo_followed" in module.__dict__
+def hides_storage(module: nn.Module) -> bool:
+    """Whether a module is part of a model that :func:`hide_storage` was given, and has not ended."""
+    return "_mezzo_hidden" in module.__dict__
 
 
-def _leave(module: nn.Module, followed: list[int]) -> None:
-    followed[0] -= 1
-    for name in () if followed[0] else _BOUND:  # another model may have the module, too
+def _unhide(module: nn.Module, count: list[int]) -> None:
+    count[0] -= 1
+    for name in () if count[0] else _BOUND:  # another model may have the module, too
         if name != "_mezzo_prepared":
             vars(module).pop(name, None)
 
@@ -211,7 +211,7 @@ def halves(model: nn.Module) -> Bytes:
     for param in model.parameters():
         here = local(param)
         total += here.numel()
-        if isinstance(here, Halves) and (here.cell.wide is None or here.cell.is_lent):
+        if isinstance(here, Halves) and (here.cell.decoded is None or here.cell.is_lent):
             high, low, count = high + 2 * here.numel(), low + 2 * here.numel(), count + here.numel()
         else:
             plain += here.numel() * here.element_size()
@@ -343,7 +343,7 @@ def _of_copies(plain: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 def _as_plain(value: Any) -> Any:
     """Return a plain FP32 copy of a model that has followed parts; anything else as it is."""
-    if not isinstance(value, nn.Module) or not any(map(is_followed, value.modules())):
+    if not isinstance(value, nn.Module) or not any(map(hides_storage, value.modules())):
         return value
     # Of what a forward pass has left in a module no deep copy is made.
     left = [each for module in value.modules() for each in tensors(vars(module)) if each.grad_fn is not None]
@@ -480,4 +480,4 @@ _METHODS: Final[Mapping[str, Callable[..., Any]]] = {
     "__deepcopy__": _copied, "__reduce_ex__": _pickled, "_apply": _applied, "_slow_forward": _traced,
 }  # fmt: skip
 #: What no copy has of it.
-_BOUND: Final = ("_mezzo_followed", "_mezzo_low", "_mezzo_prepared", "flatten_parameters", *_METHODS)
+_BOUND: Final = ("_mezzo_hidden", "_mezzo_low", "_mezzo_prepared", "flatten_parameters", *_METHODS)

@@ -27,7 +27,7 @@ _HIGH: Final = attrgetter("hi")
 _LOW: Final = attrgetter("lo")
 _IS_PART: Final = attrgetter("is_part")
 _IS_LENT: Final = attrgetter("cell.is_lent")
-_WIDE: Final = attrgetter("cell.wide")
+_WIDE: Final = attrgetter("cell.decoded")
 _IS_FUSED: Final = itemgetter("fused")
 #: Kernels that update each element by itself, and leave counts of steps alone.
 _FUSED: Final = frozenset(
@@ -81,7 +81,7 @@ class FusedParts:
             get_all_ready([*map(_HIGH, found)])
             self._is_ready = True
         for plan in self._plans.values():
-            plan.settle()
+            plan.store_lent()
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Run a kernel over lists; False where it is none that may be cut, or a parameter lies in FP32 for now."""
@@ -146,10 +146,10 @@ class _Cuts:
             and all(each[place].is_contiguous() for each in args[1:] if each for place in self._cut)
         )
 
-    def settle(self) -> None:
+    def store_lent(self) -> None:
         """Store again what is lent."""
         for each in compress(self._found, map(_IS_LENT, self._found)):
-            each.settle()
+            each.store_lent()
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Update the plain parameters, then those in halves, part by part."""

@@ -63,9 +63,9 @@ class HeldShard(Halves):
             module: The module that has it.
             mp_policy: What the user of torch's ``fully_shard`` wants parameters to be cast to.
         """
-        self.settle()
+        self.store_lent()
         hi, lo = self.hi, self.lo
-        if self.cell.wide is not None:  # as while an optimizer's step runs the model
+        if self.cell.decoded is not None:  # as while an optimizer's step runs the model
             hi, lo = torch.empty_like(hi), torch.empty_like(lo)
             encode_into(self.value(), hi, lo)
         rows = -(-outer_size[0] // mesh.size()) if self.shape[1:] == outer_size[1:] else self.shape[0]
@@ -143,7 +143,7 @@ class Whole(Cell):
     def begin(self, sent: _Sent) -> None:
         """Know that other values have arrived."""
         self.kept.clear()
-        self.wide, self.is_lent, self._sent = None, False, sent
+        self.decoded, self.is_lent, self._sent = None, False, sent
 
     def lo(self) -> Tensor:
         """Return the low half, flat: gathered now, if it is not here."""
@@ -186,9 +186,9 @@ class Gathered(Halves):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if func in _CASTS:
-            args[0].settle()
+            args[0].store_lent()
             hi = args[0].hi
-            if args[0].cell.wide is None and (func is _LAZILY or kwargs == {"dtype": hi.dtype}):
+            if args[0].cell.decoded is None and (func is _LAZILY or kwargs == {"dtype": hi.dtype}):
                 # What the program has asked for it may write, and what is copied lazily torch cannot resize.
                 return hi.detach() if func is _LAZILY or casts_by_itself(hi.device.type) else hi.clone()
         return super().__torch_dispatch__(func, types, args, kwargs)

@@ -29,7 +29,7 @@ _WATCHING: Final = threading.Lock()
 _CELL: Final = attrgetter("cell")
 _PARAMS: Final = itemgetter("params")
 _OF_TORCH: Final = frozenset({Tensor, torch.nn.Parameter})
-_WIDE: Final = attrgetter("cell.wide")
+_WIDE: Final = attrgetter("cell.decoded")
 _HIGH: Final = attrgetter("hi")
 _LOW: Final = attrgetter("lo")
 #: Values begin at multiples of so many elements, 64 bytes.
@@ -114,14 +114,14 @@ class _Alike:
     def show(self) -> None:
         self._exchange.widen()
         for each, value in zip(self._weights, self._values, strict=True):
-            each.cell.wide = value
+            each.cell.decoded = value
 
     def store(self, *, keeps_memory: bool) -> bool:
         self._exchange.store(self._values)
         has_left = False
         for each, value in zip(self._weights, self._values, strict=True):
-            if isinstance(each, Halves) and each.cell.wide is value:
-                each.cell.wide = None
+            if isinstance(each, Halves) and each.cell.decoded is value:
+                each.cell.decoded = None
             else:  # a parameter may have become a plain one, in this memory
                 has_left = True
         if not keeps_memory and not has_left:
@@ -184,5 +184,5 @@ def in_memory(params: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors in which the values of parameters lie: of halves both of them, of a DTensor this rank's."""
     found, plain = halves_among([*params])
     halved = [*compress(found, map(is_, map(_WIDE, found), repeat(None)))]
-    wide = [each.value() for each in found if each.cell.wide is not None]
-    return [*plain, *map(_HIGH, halved), *map(_LOW, halved), *wide]
+    decoded = [each.value() for each in found if each.cell.decoded is not None]
+    return [*plain, *map(_HIGH, halved), *map(_LOW, halved), *decoded]

@@ -24,7 +24,7 @@ from mezzo.step.executors import cpp_source
 from mezzo.step.executors import triton as shared
 from mezzo.step.executors import triton as tables
 from mezzo.step.executors import triton_source as source_of
-from mezzo.step.executors.emit import update_name
+from mezzo.step.executors.source import update_name
 from mezzo.step.storage import PLAIN, READ, SPLIT
 from mezzo.step.update import rule
 from mezzo.weights.codec import STORE, WIDEN

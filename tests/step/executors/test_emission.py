@@ -9,16 +9,15 @@ import torch
 from torch import nn
 
 import mezzo
+from mezzo.emit.tracing import NoKernel, spelled
 from mezzo.step.executors import choose, cpp_source, triton_source
 from mezzo.step.executors.cpp import Cpp
 from mezzo.step.executors.cpp_source import CPP
-from mezzo.step.executors.emit import spelled
 from mezzo.step.executors.portable import Portable
 from mezzo.step.executors.triton import NUMBERS, Triton
 from mezzo.step.executors.triton_source import TRITON
 from mezzo.step.storage import PLAIN, SPLIT, key_of
 from mezzo.step.update import rule
-from mezzo.step.verdict import NoKernel
 
 from .implementations import (
     BF16,

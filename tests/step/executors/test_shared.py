@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 import torch
 
+from mezzo.emit.tracing import NoKernel
 from mezzo.scale import device_state
 from mezzo.scale.config import LossScale
 from mezzo.step import verdict
 from mezzo.step.update import rule
-from mezzo.step.verdict import NoKernel
 
 from .implementations import HYPERS
 

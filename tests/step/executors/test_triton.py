@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from mezzo import UnsupportedError
+from mezzo.emit.tracing import NoKernel
 from mezzo.step.executors import triton as tables
 from mezzo.step.executors import triton_source as source_of
 from mezzo.step.executors.triton import Triton
 from mezzo.step.storage import PLAIN, SPLIT
 from mezzo.step.update import rule
-from mezzo.step.verdict import NoKernel, judge
+from mezzo.step.verdict import judge
 
 from ...support.refusals import refused
 from .implementations import (

@@ -22,7 +22,7 @@ from mezzo.cast.device.probing import (
     DeviceReport,
     FamilySupport,
     FormatSupport,
-    default_kinds,
+    default_device_types,
     devices,
     isa_setting,
     processor,
@@ -39,5 +39,5 @@ __all__ = [
     "Family",
     "FamilySupport",
 ]
-__all__ += ["FormatSupport", "arithmetic", "default_kinds", "devices", "emulated_families", "fast_format"]
+__all__ += ["FormatSupport", "arithmetic", "default_device_types", "devices", "emulated_families", "fast_format"]
 __all__ += ["intended", "isa_setting", "probe", "processor", "usual_policy"]

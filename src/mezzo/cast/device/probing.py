@@ -55,7 +55,7 @@ def devices() -> list[str]:
     return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
 
 
-def default_kinds() -> tuple[str, ...]:
+def default_device_types() -> tuple[str, ...]:
     """Return the device types of a region that belongs to no model: the accelerator, or where there is none the CPU."""
     return (devices()[-1],)
 

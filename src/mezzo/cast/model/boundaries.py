@@ -28,7 +28,7 @@ from mezzo.dispatch import DisableTorchFunction, num_function_modes
 from mezzo.errors import MezzoError
 from mezzo.policy import Policy
 from mezzo.tensors import CASTABLE
-from mezzo.weights.models import is_followed
+from mezzo.weights.models import hides_storage
 
 
 class TakesIn:
@@ -308,4 +308,4 @@ def _is_other(module: nn.Module, before: Tensor | None, new: Tensor | None) -> b
     """Whether code of a region puts a tensor of another floating dtype in the place of one of a prepared model's."""
     if before is None or new is None or before.dtype == new.dtype or not {before.dtype, new.dtype} <= {*CASTABLE}:
         return False
-    return torch.is_autocast_enabled(new.device.type) and is_followed(module)
+    return torch.is_autocast_enabled(new.device.type) and hides_storage(module)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mezzo import sharded
-from mezzo.cast.device import default_kinds, devices
+from mezzo.cast.device import default_device_types, devices
 from mezzo.cast.differences import Known
 from mezzo.cast.products import Memory, recipe_of
 from mezzo.compiling import constant_in_graphs
@@ -112,7 +112,7 @@ class Devices:
     def kinds(self) -> tuple[str, ...]:
         """Return the types of devices that regions of the model cover, the CPU first."""
         now = {device.type for device in self.now()}
-        return tuple(kind for kind in devices() if kind in now) or default_kinds()
+        return tuple(kind for kind in devices() if kind in now) or default_device_types()
 
 
 def _treatment(tensor: Tensor, rule: Rule) -> Treatment:
@@ -192,7 +192,7 @@ class RuledParams:
         memories = [params.memory for params in every if params.memory is not None]
         for params in every:
             if params.memory is not None:
-                params.memory.follow(params.gathered)
+                params.memory.rebind(params.gathered)
         ruled = [pair for params in every for pair in params]
         pins_buffers = not all(isinstance(tensor, nn.Parameter) for tensor, _ in ruled)
         return Known({id(tensor): treatment for tensor, treatment in ruled}, tuple(memories), pins_buffers)

@@ -25,7 +25,7 @@ from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.policy.rules import exact
 from mezzo.sharded import give, give_back
 from mezzo.tensors import LOW, dtype_name
-from mezzo.weights.models import follow, halves, of_halves, restore, store
+from mezzo.weights.models import halves, hide_storage, of_halves, restore, store
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class Prepared:
                     handles = vars(module).setdefault("_mezzo_prepared", [])
                     handles.append(self)
                     self._undo.callback(_forget, module, handles, self)
-                self.settle()
+                self.keep_conversion()
         except BaseException:
             self.remove()
             raise
@@ -142,12 +142,12 @@ class Prepared:
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
             self.params.find_gathered(self.model)
-        self._undo.callback(follow(self.model, is_low=self.policy.param_dtype in LOW))
+        self._undo.callback(hide_storage(self.model, is_low=self.policy.param_dtype in LOW))
         if self.policy.casts:
             self._undo.callback(keep_dtypes(self))
         self._hook()
 
-    def settle(self) -> None:
+    def keep_conversion(self) -> None:
         """Let go of what undoes a conversion bit for bit: nothing can raise any more."""
         self._before.clear()
         if self.policy.halves:  # whose weights have more bits from here on than a model that came low
@@ -226,10 +226,10 @@ class Prepared:
                 "the prepared model belongs to a session", where=kind, write="amp.close() of that one first"
             )
         sharded.reshard(sharded.units(self.model))
-        self.follow()
+        self.convert_shards()
         raise_together(changes_since(self.model))
 
-    def follow(self) -> None:
+    def convert_shards(self) -> None:
         """Know the parts that ``fully_shard`` has put in the places of parameters since, and store them in halves."""
         names = {param: name for name, param in self.model.named_parameters()}
         parts = {param: self._halves[name] for param, name in names.items() if name in self._halves}
@@ -242,7 +242,7 @@ class Prepared:
     def join(self) -> None:
         """Belong to a session, until :meth:`leave`."""
         self.in_session = True
-        self.settle()
+        self.keep_conversion()
 
     def leave(self) -> None:
         """Be as :func:`prepare` has returned it: another session may come, or :meth:`remove`."""

@@ -16,7 +16,18 @@ OCP Microscaling Formats 1.0; NVIDIA, *Pretraining Large Language Models with NV
 
 from mezzo.cast.products.functions import Operands, asked, cast_as, placed, product
 from mezzo.cast.products.memory import ROLES, Memory
-from mezzo.cast.products.recipes import Recipe, kinds_on, recipe_of, recipe_on
+from mezzo.cast.products.recipes import Recipe, recipe_of, recipe_on, recipe_support
 
-__all__ = ["ROLES", "Memory", "Operands", "Recipe", "asked", "cast_as", "kinds_on", "placed", "product", "recipe_of"]
+__all__ = [
+    "ROLES",
+    "Memory",
+    "Operands",
+    "Recipe",
+    "asked",
+    "cast_as",
+    "placed",
+    "product",
+    "recipe_of",
+    "recipe_support",
+]
 __all__ += ["recipe_on"]

@@ -92,9 +92,9 @@ class Memory:
         self._numbers: dict[int, int] = {}
         self._known: list[nn.Parameter | None] = []
         self._parts: dict[Tensor, Tensor] = {}
-        self.follow({})
+        self.rebind({})
 
-    def follow(self, gathered: Mapping[Tensor, Tensor]) -> None:
+    def rebind(self, gathered: Mapping[Tensor, Tensor]) -> None:
         """Go where the weights are now.
 
         Args:

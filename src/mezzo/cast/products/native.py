@@ -112,7 +112,7 @@ def swizzled(scales: Tensor) -> Tensor:
 
 
 @functools.cache
-def found_on(device_type: str, left: BlockFormat, right: BlockFormat, dtype: torch.dtype) -> Support:
+def support_on(device_type: str, left: BlockFormat, right: BlockFormat, dtype: torch.dtype) -> Support:
     """Find out whether a device has a kind of product.
 
     Args:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 
 from mezzo.cast.notes import Quantising
-from mezzo.cast.products.native import Support, found_on
+from mezzo.cast.products.native import Support, support_on
 from mezzo.errors import UnsupportedError
 from mezzo.formats import MXFP8_E4M3, NVFP4, NVFP4_2D, ROWWISE_E4M3, TENSORWISE_E4M3, TENSORWISE_E5M2, BlockFormat
 from mezzo.policy import Policy, Treatment
@@ -61,18 +61,18 @@ class Recipe:
         """Return along which dimension an operand is quantised that a backward pass needs."""
         return 0 if self.low == "forward" or depends(form) else 1
 
-    def found_on(self, device_type: str, dtype: torch.dtype) -> Support:
-        """Find out whether a device has all of its products: see :func:`mezzo.cast.products.native.found_on`."""
+    def support_on(self, device_type: str, dtype: torch.dtype) -> Support:
+        """Find out whether a device has all of its products: see :func:`mezzo.cast.products.native.support_on`."""
         pairs = [(self.gradient, self.weight)]
         pairs += [] if self.low == "forward" else [(self.activation, self.weight)]
         pairs += [] if self.low == "wgrad" else [(self.gradient, self.activation)]
-        found = [found_on(device_type, *pair, dtype) for pair in pairs]
+        found = [support_on(device_type, *pair, dtype) for pair in pairs]
         lacking = next((each for each in found if each.lacks), None)
         return lacking or next((each for each in found if each.output != dtype), found[0])
 
     def output_note(self, device_type: str, policy: Policy) -> str:
         """Say what a device's kernels return where that is another dtype than the policy's; nothing elsewhere."""
-        found = self.found_on(device_type, policy.dtype)
+        found = self.support_on(device_type, policy.dtype)
         if policy.emulate is True or found.lacks or found.output == policy.dtype:
             return ""
         wanted, given = dtype_name(policy.dtype), dtype_name(found.output)
@@ -116,7 +116,7 @@ def recipe_of(policy: Policy, treatment: Treatment) -> Recipe:
     )  # fmt: skip
 
 
-def kinds_on(device_type: str, dtype: torch.dtype) -> dict[str, Support]:
+def recipe_support(device_type: str, dtype: torch.dtype) -> dict[str, Support]:
     """Find out which kinds of products below sixteen bits a device has, by what policies call them.
 
     Args:
@@ -128,7 +128,7 @@ def kinds_on(device_type: str, dtype: torch.dtype) -> dict[str, Support]:
     policy = Policy.O1(dtype)
     recipes = {f"fp8, {how}": recipe_of(policy.evolve(fp8_recipe=how), "fp8") for how in ("tensorwise", "rowwise")}
     recipes |= {name: recipe_of(policy, name) for name in QUANTISED if name != "fp8"}
-    return {name: recipe.found_on(device_type, dtype) for name, recipe in recipes.items()}
+    return {name: recipe.support_on(device_type, dtype) for name, recipe in recipes.items()}
 
 
 #: Every recipe that a region has been given, by its key.
@@ -150,7 +150,7 @@ def recipe_on(device_type: str, policy: Policy, treatment: Treatment, *, emulate
     """
     recipe = replace(recipe_of(policy, treatment), emulated=emulated)
     if policy.emulate is not True:
-        found = recipe.found_on(device_type, policy.dtype)
+        found = recipe.support_on(device_type, policy.dtype)
         if policy.emulate is False and found.lacks:
             kind = f"{treatment} products" + (f" scaled {policy.fp8_recipe}" if treatment == "fp8" else "")
             raise UnsupportedError(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mezzo.cast.device import default_kinds
+from mezzo.cast.device import default_device_types
 from mezzo.cast.model.prepare import prepare
 from mezzo.compat.apex.functions import REGISTERED
 from mezzo.errors import PolicyError, StateError, message, nearest, not_switches, raise_together, shown, some_of
@@ -379,7 +379,7 @@ def scale_loss(
 def disable_casts() -> Iterator[None]:
     """Cast nothing in here: for a part of a model's forward pass at O1 and O2."""
     with contextlib.ExitStack() as stack:
-        for device_type in dict.fromkeys(("cpu", *default_kinds())) if _AMP.is_running else ():
+        for device_type in dict.fromkeys(("cpu", *default_device_types())) if _AMP.is_running else ():
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
 

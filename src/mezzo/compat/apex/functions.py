@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from mezzo.cast.casts import cast_floating, widest
-from mezzo.cast.device import default_kinds
+from mezzo.cast.device import default_device_types
 from mezzo.cast.pins import fp32, low
 from mezzo.cast.region import autocast
 from mezzo.errors import PolicyError, StateError, nearest, shown
@@ -54,7 +54,7 @@ def _where_cast(fn: Function, pinned: Callable[..., Any]) -> Function:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return (pinned if any(map(torch.is_autocast_enabled, default_kinds())) else fn)(*args, **kwargs)
+        return (pinned if any(map(torch.is_autocast_enabled, default_device_types())) else fn)(*args, **kwargs)
 
     return call  # type: ignore[return-value]
 

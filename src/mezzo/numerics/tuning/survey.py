@@ -21,7 +21,7 @@ from mezzo.policy import Policy, Rule
 from mezzo.policy.ops import OPS, functions
 from mezzo.policy.rules import parse_rules
 from mezzo.tensors import CASTABLE, dtype_name, mapped, tensors, values_of, versions
-from mezzo.trace.function_calls import LOSS, Where, here
+from mezzo.trace.function_calls import LOSS, Locator, frame_id
 from mezzo.trace.recording import PassRecorder
 from mezzo.trace.sandbox import RandomStates
 from mezzo.trace.table import CallRecord, WatchedPass
@@ -122,7 +122,7 @@ def named(shadow: Shadow, policy: Policy) -> list[Finding]:
         policy: The policy of the pass. Where it fails, what ran before is looked at.
     """
     low = LowNumbers(shadow.model, lambda: recorder.recorded)
-    recorder = PassRecorder(policy, where=Where(until=here()), probes=low.probes)
+    recorder = PassRecorder(policy, where=Locator(until=frame_id()), probes=low.probes)
     run = partial(shadow.forward, policy, 0, recorder.watching(), given=partial(recorder.learn, shadow.model))
     with recorder.hooked([shadow.model]):
         attempted(run, again=partial(shadow.forward, policy, 0))
@@ -156,7 +156,7 @@ def failing(shadow: Shadow, policy: Policy) -> Spot | None:
         with recorder.hooked([shadow.model]):
             attempted(run, again=partial(shadow.forward, policy, step))
         for call in reversed(recorder.recorded.calls):
-            if call.given and not call.has_returned and (spot := _spot(call)) is not None:
+            if call.argument_dtypes and not call.has_returned and (spot := _spot(call)) is not None:
                 return spot
     return None
 

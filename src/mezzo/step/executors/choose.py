@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
+from mezzo.emit.tracing import Pure
 from mezzo.errors import UnsupportedError
 from mezzo.launched import has_triton
-from mezzo.step.executors.emit import Pure
 from mezzo.step.executors.portable import Portable
 from mezzo.step.verdict import Bucket, BucketUpdate, Executor
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mezzo.compiled import CppKernel, built, threads
+from mezzo.emit.tracing import NoKernel
 from mezzo.errors import UnsupportedError
 from mezzo.step.executors.cpp_source import norm_source, update_source
 from mezzo.step.executors.portable import (
@@ -24,7 +25,7 @@ from mezzo.step.executors.portable import (
     vectors,
 )
 from mezzo.step.storage import keys
-from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict
+from mezzo.step.verdict import Bucket, BucketUpdate, Verdict
 
 #: Elements that one thread takes at a time.
 CHUNK: Final = 1 << 14

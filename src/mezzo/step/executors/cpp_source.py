@@ -1,4 +1,4 @@
-"""C++ source of both passes: pass 2 from its one pure function (:mod:`.emit`), pass 1 as it stands here.
+"""C++ source of both passes: pass 2 from its one pure function (:mod:`.source`), pass 1 as it stands here.
 
 Plain loops over elements, which compilers turn into vector instructions; no header of torch's, so that they compile in
 a second.
@@ -6,69 +6,21 @@ a second.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 from typing import Final
 
-import numpy as np
 import torch
 
-from mezzo.step.executors.emit import ALIKE, ORDER, Dialect, Line, Of, written
+from mezzo.emit.cpp import CPP as LANGUAGE
+from mezzo.emit.cpp import headers
+from mezzo.emit.tracing import Dialect, Line, Of
+from mezzo.step.executors.source import ORDER, written
 from mezzo.step.moments import GROUP
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
-
-#: BF16 and FP16 are moved as their bits: compilers have no such type in C++ before GCC 13.
-_TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
-    {
-        torch.float32: "float",
-        torch.float16: "uint16_t",
-        torch.bfloat16: "uint16_t",
-        torch.int32: "int32_t",
-        torch.int16: "int16_t",
-        torch.int8: "int8_t",
-        torch.uint8: "uint8_t",
-        torch.bool: "bool",
-    }
-)
-
-#: C++ for each aten operation that occurs. Compiled without contraction, with integers that wrap.
-_OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
-    {
-        **ALIKE,
-        "aten.add.Tensor": "{0} + {1}",
-        "aten.sub.Tensor": "{0} - {1}",
-        "aten.mul.Tensor": "{0} * {1}",
-        "aten.neg.default": "-{0}",
-        "aten.div.Tensor of torch.float32": "{0} / {1}",
-        "aten.reciprocal.default of torch.float32": "1.0f / {0}",
-        "aten.sqrt.default of torch.float32": "__builtin_sqrtf({0})",
-        "aten.abs.default of torch.float32": "__builtin_fabsf({0})",
-        "aten.abs.default of torch.int32": "__builtin_abs({0})",
-        "aten.round.default of torch.float32": "__builtin_rintf({0})",
-        "aten.sign.default of torch.float32": "float({0} > 0) - float({0} < 0)",
-        "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",
-        "aten.clamp.default": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",
-        "aten.where.self": "{0} ? {1} : {2}",
-        "aten.masked_fill.Scalar": "{1} ? {2} : {0}",
-        "aten.view.dtype": "bits<{dtype}>({0})",
-        "aten._to_copy.default": "{dtype}({0})",
-        "aten._to_copy.default of torch.int32": "to_int32({0})",
-    }
-)
-
-
-def _literal(value: float, dtype: torch.dtype) -> str:
-    if dtype != torch.float32:
-        return f"{_TYPES[dtype]}({int(value)})"
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(value))  # not twice, to digits and then to FP32
-    if math.isnan(rounded):
-        return '__builtin_nanf("")'
-    return f"{rounded!r}f" if math.isfinite(rounded) else f"{'-' if rounded < 0 else ''}__builtin_inff()"
-
 
 #: Loops over a row, one after another: over its elements; and where those come in groups, over the groups, and over the
 #: elements of each for its largest. What one loop makes and another one reads lies in an array in between, and what a
@@ -99,89 +51,14 @@ for (int64_t i = count; i < {group} * groups; ++i) all_{{value}}[i] = 0;
             all_{{name}}[at] = largest;
         }}}}"""
 
-CPP: Final = Dialect(
-    name="C++",
-    types=_TYPES,
-    operations=_OPERATIONS,
-    widened=MappingProxyType({torch.bfloat16: "from_bfloat16({0})", torch.float16: "{0}"}),
-    narrowed=MappingProxyType(
-        {
-            torch.bfloat16: "to_bfloat16({0})",
-            torch.float16: "{0}",
-            torch.int8: "int8_t({0})",
-            torch.uint8: "uint8_t({0})",
-        }
-    ),
-    assigned="const {type} {name} = {value};",
+#: C++ that walks over rows.
+CPP: Final[Dialect] = replace(
+    LANGUAGE,
     stored="{target}_row[i] = {value};",
     stored_of_group="{target}_at[group] = {value};",
     largest=_LARGEST.format(group=GROUP),
     spread="{0}",
-    literal=_literal,
 )
-
-_COMMON: Final = """\
-#include <cstdint>
-#include <cstring>
-
-template <class To, class From> static inline To bits(From value) {
-    static_assert(sizeof(To) == sizeof(From), "another size");
-    To same;
-    std::memcpy(&same, &value, sizeof same);
-    return same;
-}
-
-// GCC takes float(int32_t(x)) for trunc(x), which makes -0.0 of -0.5; but not of what is no -0.0 any more.
-template <class From> static inline int32_t to_int32(From value) { return int32_t(value); }
-static inline int32_t to_int32(float value) { return int32_t(__builtin_truncf(value) + 0.0f); }
-
-static inline float from_bfloat16(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
-static inline uint16_t to_bfloat16(float value) { return uint16_t(bits<uint32_t>(value) >> 16); }
-"""
-
-#: Exact both ways: values to store are on the format's grid. FP16 goes through a row of FP32, since compilers do not
-#: find the processor's own conversion by themselves, and spelled out it takes as long as all of AdamW. There subnormals
-#: are integers · 2⁻²⁴, so that none is a subnormal of FP32's on the way, which a process may have set to count as zero.
-#: Only kernels that need it have this, for the header takes four times as long to compile as a kernel.
-_FLOAT16: Final = """\
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
-
-static inline float from_float16(uint16_t value) {
-    const int32_t magnitude = value & 0x7FFF, sign = int32_t(value & 0x8000) << 16;
-    const int32_t normal = (magnitude << 13) + (magnitude < 0x7C00 ? 112 << 23 : 224 << 23);
-    const int32_t subnormal = bits<int32_t>(float(magnitude) * 0x1p-24f);
-    return bits<float>((magnitude < 0x0400 ? subnormal : normal) | sign);
-}
-static inline uint16_t to_float16(float value) {
-    const int32_t pattern = bits<int32_t>(value), magnitude = pattern & 0x7FFFFFFF;
-    const float size = bits<float>(magnitude);
-    const int32_t subnormal = int32_t((size < 0x1p-14f ? size : 0.0f) * 0x1p24f);
-    const int32_t finite = magnitude < (113 << 23) ? subnormal : (magnitude >> 13) - (112 << 10);
-    const int32_t rest = magnitude > 0x7F800000 ? 0x7E00 : 0x7C00;
-    return uint16_t((magnitude < (143 << 23) ? finite : rest) | ((pattern >> 16) & 0x8000));
-}
-
-static void widen(const uint16_t* __restrict from, float* __restrict to, int64_t count) {
-    int64_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= count; i += 8)
-        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-#endif
-    for (; i < count; ++i) to[i] = from_float16(from[i]);
-}
-static void narrow(const float* __restrict from, uint16_t* __restrict to, int64_t count) {
-    int64_t i = 0;
-#if defined(__F16C__)
-    for (; i + 8 <= count; i += 8)
-        _mm_storeu_si128(
-            reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT)
-        );
-#endif
-    for (; i < count; ++i) to[i] = to_float16(from[i]);
-}
-"""
 
 #: What elements that go through a row of others are there.
 _BUFFERED: Final[Mapping[torch.dtype, str]] = MappingProxyType({torch.float16: "float"})
@@ -247,15 +124,10 @@ extern "C" void kernel(
 ROW: Final = 1 << 10
 
 
-def headers(dtypes: tuple[torch.dtype, ...]) -> str:
-    """Return what kernels for elements of some dtypes begin with."""
-    return _COMMON + (_FLOAT16 if torch.float16 in dtypes else "")
-
-
 def _row(name: str, dtype: torch.dtype, *, read: bool = True, constant: bool = False) -> str:
     """Write where a row's elements are found: in memory, or widened."""
     if dtype not in _BUFFERED:
-        return f"{'const ' if constant else ''}{_TYPES[dtype]}* __restrict {name}_row = {name}_at + row;"
+        return f"{'const ' if constant else ''}{CPP.types[dtype]}* __restrict {name}_row = {name}_at + row;"
     buffer = f"alignas(64) {_BUFFERED[dtype]} {name}_row[{ROW}];"
     return f"{buffer} widen({name}_at + row, {name}_row, count);" if read else buffer
 
@@ -277,7 +149,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         NoKernel: The rule or the storage uses an operation that is not in the table.
     """
     names, stored, step = written(rule, storage, dtypes, CPP)
-    types = ["const " * (name not in stored) + _TYPES[dtype] for name, dtype in zip(names, dtypes, strict=True)]
+    types = ["const " * (name not in stored) + CPP.types[dtype] for name, dtype in zip(names, dtypes, strict=True)]
     places = ["addresses[tensor]", *(f"row[{place}]" for place in range(1, len(types)))]
     operands = list(zip(names, dtypes, strict=True))
     of_elements = [(name, dtype) for name, dtype in operands if step.places[name][0] == Of.ELEMENT]
@@ -305,7 +177,7 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
 
 def _read(name: str, dtype: torch.dtype, of: Of) -> Line:
     """Write where the value of a name is read, in the first phase."""
-    kind = _BUFFERED.get(dtype, _TYPES[dtype])
+    kind = _BUFFERED.get(dtype, CPP.types[dtype])
     place = f"{name}_row[i]" if of == Of.ELEMENT else f"{name}_at[group]"
     return Line(f"const {kind} {name} = {place};", of, 0, name, kind)
 
@@ -363,4 +235,4 @@ def norm_source(dtype: torch.dtype) -> str:
     """
     value = CPP.widened.get(dtype, "{0}").format("gradient_row[i]")
     rows = _row("gradient", dtype, constant=True)
-    return headers((dtype,)) + _NORM.format(type=_TYPES[dtype], value=value, rows=rows, row=ROW)
+    return headers((dtype,)) + _NORM.format(type=CPP.types[dtype], value=value, rows=rows, row=ROW)

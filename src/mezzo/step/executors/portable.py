@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mezzo.emit.tracing import NoKernel
 from mezzo.errors import UnsupportedError
 from mezzo.step.moments import GROUP, elements, in_groups
 from mezzo.step.storage import Storage, keys
 from mezzo.step.update import UpdateRule
-from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict, scales_among, updated
+from mezzo.step.verdict import Bucket, BucketUpdate, Verdict, scales_among, updated
 from mezzo.tensors import CASTABLE, flat, foreach_norm
 
 logger = logging.getLogger(__name__)

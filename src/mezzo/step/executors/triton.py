@@ -12,11 +12,11 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from mezzo.emit.tracing import WRITE, NoKernel, Pure, Spelled, spelled
 from mezzo.errors import UnsupportedError
 from mezzo.formats.noise import seeded
 from mezzo.launched import Launch, jitted, on
 from mezzo.step.executors import triton_source
-from mezzo.step.executors.emit import WRITE, Pure, Spelled, spelled, update_name
 from mezzo.step.executors.portable import (
     Rows,
     TabledUpdate,
@@ -28,8 +28,9 @@ from mezzo.step.executors.portable import (
     upload_captured,
     vectors,
 )
+from mezzo.step.executors.source import update_name
 from mezzo.step.executors.triton_source import TRITON
-from mezzo.step.verdict import Bucket, BucketUpdate, NoKernel, Verdict
+from mezzo.step.verdict import Bucket, BucketUpdate, Verdict
 
 # Functions of a step's few shared numbers as one launch each: from source that :mod:`.emit` spells.
 
@@ -212,7 +213,7 @@ def options_of(dtypes: Sequence[torch.dtype]) -> dict[str, Any]:
 class Triton:
     """Two launches for pass 1, and one for pass 2 of each bucket, however many tensors there are.
 
-    Kernels are written from the rule and the storage (:mod:`mezzo.step.executors.emit`), one for each set of dtypes;
+    Kernels are written from the rule and the storage (:mod:`mezzo.emit.tracing`), one for each set of dtypes;
     each dtype among gradients takes a launch of its own. Weights with gaps, or whose states lie otherwise, are updated
     one by one with torch's operations.
 

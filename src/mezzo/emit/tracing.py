@@ -1,9 +1,9 @@
 """Source of pure functions, operation by operation, in whatever language has a table of them.
 
-Pass 2 (:func:`mezzo.step.verdict.updated`) and the few numbers that all of a step shares (its verdict, counts, a rule's
-numbers, the next loss scale) are pure functions. Each is traced to a graph of aten operations on 0-d tensors, and each
-operation becomes a line. What is written by hand is where elements lie (``cpp_source``, ``triton_source``), and nothing
-about rules, storages or rounding.
+The arithmetic of block formats, pass 2 of a step (:func:`mezzo.step.verdict.updated`) and the few numbers that all of a
+step shares (its verdict, counts, a rule's numbers, the next loss scale) are pure functions. Each is traced to a graph
+of aten operations on 0-d tensors, and each operation becomes a line. What is written by hand is where elements lie, in
+the rooms that have kernels, and nothing about formats, rules, storages or rounding.
 
 Releases of torch trace one function to different operations. Those that change no value are left out, whatever a
 release calls them. An operation that a language has no line for is no error of a step's: :class:`NoKernel` says so
@@ -27,10 +27,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, fx
 
-from mezzo.step.moments import is_coded
-from mezzo.step.storage import Storage
-from mezzo.step.update import UpdateRule
-from mezzo.step.verdict import NoKernel, updated
+from mezzo.errors import UnsupportedError
 
 #: From tensors to tensors: without side effects, and without a branch on values.
 Pure: TypeAlias = Callable[..., Sequence[Tensor]]
@@ -71,8 +68,6 @@ _ITEM: Final = "<built-in function getitem>"
 _LARGEST: Final = "aten.amax.default"
 #: What to write of what no kernel is written of.
 WRITE: Final = "nothing: torch's own operations compute the same; for a kernel, {}"
-#: What the number of an element is called.
-ORDER: Final = "order"
 #: What is computed in. All others are dtypes of memory: a cast leaves them, and storages alone round to them.
 _COMPUTED: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.bool})
 #: What reads bits, whose dtype is not the result's.
@@ -82,6 +77,10 @@ _CONDITIONS: Final[Mapping[str, int]] = MappingProxyType({"aten.where.self": 0, 
 #: What bools are good for but for being copied: languages compute otherwise with them.
 _LOGIC: Final = ("aten.bitwise_", "aten.where.", "aten.masked_fill.", "aten.eq.", "aten.ne.", "aten.scalar_tensor.")
 _SHIFTS: Final = ("aten.__rshift__.Scalar", "aten.__lshift__.Scalar")
+
+
+class NoKernel(UnsupportedError):  # noqa: N818 - an error by its base
+    """A kernel cannot be built; torch's own operations compute the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +98,12 @@ class Dialect:
         narrowed: A template from an FP32 value on a low format's grid to the element to store; of the other dtypes
             what ``_to_copy`` makes.
         assigned: A line that names a value: ``type``, ``name``, ``value``.
-        stored: A line that writes a value of an element: ``target``, ``value``.
+        literal: Spells a number among values of a dtype.
+        stored: A line that writes a value of an element: ``target``, ``value``. This and what follows is of a walk over
+            elements, which the room that has it adds to the language.
         stored_of_group: The same of a group.
         largest: A line that makes the largest of a group's values, none of which is negative: ``name``, ``value``.
         spread: A template from what a value of a group is called to what an element calls it.
-        literal: Spells a number among values of a dtype.
     """
 
     name: str
@@ -112,11 +112,16 @@ class Dialect:
     widened: Mapping[torch.dtype, str]
     narrowed: Mapping[torch.dtype, str]
     assigned: str
-    stored: str
-    stored_of_group: str
-    largest: str
-    spread: str
     literal: Callable[[float, torch.dtype], str]
+    stored: str = ""
+    stored_of_group: str = ""
+    largest: str = ""
+    spread: str = ""
+
+    def element_of(self, value: Word, dtype: torch.dtype) -> str:
+        """Return the element to store of an FP32 value on the grid of its dtype."""
+        template = self.narrowed.get(dtype, self.operations[_COPY])
+        return template.format(value, dtype=self.types[dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,63 +339,6 @@ def _keeps_values(node: fx.Node) -> bool:
     return getattr(node.target, "is_view", False) and lying[0] == lying[1]
 
 
-def update_name(rule: UpdateRule, storage: Storage) -> str:
-    """Return what profilers call the kernel of a rule with its options and a storage."""
-    return "_".join((rule.name, *sorted(rule.options), storage.name))
-
-
-def written(
-    rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...], dialect: Dialect
-) -> tuple[list[str], list[str], Spelled]:
-    """Write the update of one element, with a line for each target to store: not for one that stays as it is.
-
-    What is not in tensors goes by the names of ``rule.numbers``, ``multiplier``, ``key`` and ``order``.
-
-    Args:
-        rule: What to do.
-        storage: How weights are stored.
-        dtypes: The gradient's, then the parts' and the states'.
-        dialect: The language.
-
-    Returns:
-        What the elements in memory are called: the gradient's, then the parts' and the states'; which of them are
-        stored; and the lines.
-
-    Raises:
-        NoKernel: The rule or the storage uses an operation that is not in the language's table, or torch cannot trace
-            them.
-    """
-    num_parts = storage.num_parts
-    in_codes = any(map(is_coded, dtypes[1 + num_parts :]))
-    kept = [[f"{name}_state", f"{name}_scale"] if in_codes else [f"{name}_state"] for name in rule.states]
-    names = ["gradient", *(f"part{place}" for place in range(num_parts)), *itertools.chain(*kept)]
-    scales = [scale for _, scale in kept] if in_codes else []
-    scalars, *others = (torch.ones(size, dtype=torch.float32, device="cpu") for size in (len(rule.numbers), (), (), ()))
-    elements = [torch.ones((), dtype=dtype, device="cpu") for dtype in dtypes]
-    examples = [*elements, scalars, others[0], *(each.to(torch.int32) for each in others[1:])]
-
-    def step(gradient: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        return updated(rule, storage, gradient, others[:-4], *others[-4:])
-
-    words = [*names, rule.numbers, "multiplier", "key", ORDER]
-    of_elements = [*(name for name in names if name not in scales), ORDER]
-    step_of = spelled(step, examples, words, dialect, elements=of_elements, groups=scales)
-    stored = []
-    for target, dtype, result in zip(names[1:], dtypes[1:], step_of.results, strict=True):
-        if result.word == target:
-            continue
-        stored.append(target)
-        step_of.used.add(result.word)  # another's element, where nothing is computed
-        narrowed = dialect.narrowed.get(dtype, dialect.operations[_COPY]).format(
-            result.word, dtype=dialect.types[dtype]
-        )
-        of, phase = Of.GROUP if target in scales else Of.ELEMENT, step_of.places[result.word][1]
-        template = dialect.stored_of_group if target in scales else dialect.stored
-        line = Line(template.format(target=target, value=narrowed), of, phase, reads=(str(result.word),))
-        step_of.lines.append(line)
-    return names, stored, step_of
-
-
 def _expression(node: fx.Node, known: Mapping[fx.Node, Any], dialect: Dialect) -> str:
     """Write one operation."""
     operation, example, args = str(node.target), node.meta.get("val"), node.args
@@ -488,5 +436,5 @@ def _lacking(operation: str, dialect: Dialect) -> NoKernel:
     return NoKernel(
         f"no {dialect.name} for {operation} of torch {torch.__version__}",
         why="kernels are written from a table of the operations on numbers that steps consist of",
-        write=WRITE.format(f"a line in {dialect.name}'s table beside mezzo.step.executors.emit"),
+        write=WRITE.format(f"a line in {dialect.name}'s table beside mezzo.emit.tracing"),
     )
