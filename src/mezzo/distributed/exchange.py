@@ -222,7 +222,7 @@ class Ranks:
         return found_inf + absent > 0, failed + absent > 0, absent
 
     def absent(self, error: BaseException, device: torch.device, *, step: int, largest: Sequence[Tensor] = ()) -> None:
-        """Tell the other ranks that this one cannot take the step, in the exchanges that they wait in.
+        """Send the other ranks that this rank cannot take the step, in the exchanges that they wait in.
 
         Args:
             error: What is about to be raised here. What the exchange itself has raised is known to all ranks.
@@ -240,7 +240,7 @@ class Ranks:
             self._reduce(torch.tensor(numbers, device=device), dist.ReduceOp.MAX, self.group, f"step {step}")
 
     def fall_behind(self, error: BaseException) -> None:
-        """Note that this rank has agreed to a step, and has written nothing.
+        """Record that this rank has agreed to a step, and has written nothing.
 
         Exchanges end the steps of all from now on, unless no rank has written: all have run out of memory alike.
 
@@ -280,7 +280,7 @@ class Ranks:
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """Say which exchange failed, in place of torch's words for a rank that is gone: source files of gloo."""
+        """Name the exchange that failed, in place of torch's error about source files of gloo."""
         begun = time.monotonic()
         try:
             yield
@@ -328,13 +328,13 @@ class OneRank(Ranks):
         return found_inf, failed, self._none
 
     def absent(self, error: BaseException, device: torch.device, *, step: int, largest: Sequence[Tensor] = ()) -> None:
-        """Tell nobody."""
+        """No-op: there is no other rank."""
 
     def fall_behind(self, error: BaseException) -> None:
         """Fall behind nobody."""
 
     def ended_by(self, absent: float, step: int) -> DistributedError | None:
-        """Miss nobody."""
+        """No-op: there is no other rank."""
         return None
 
 
@@ -432,6 +432,6 @@ class Wrappers:
         return reached
 
     def end_pass(self) -> None:
-        """Take note that a backward pass has reduced what it was to reduce."""
+        """Record that a backward pass has reduced all gradients that wait."""
         for wrapper in self._met:
             self._met[wrapper] = None

@@ -268,7 +268,7 @@ class MezzoPrecision(Precision):
         return self._saved if self.session is None else save(engine_of(self.session), self.policy, in_window=True)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint of the Trainer's."""
+        """Load the session's state of a checkpoint of the Trainer's."""
         if self.session is not None and state_dict:
             self.session.load_state_dict(state_dict)
 

@@ -36,7 +36,7 @@ def plug(
     *,
     on_overflow: Reaction = "skip",
 ) -> T:
-    """Let a Trainer of transformers, or of a class that derives from it, train and evaluate under a policy.
+    """Return a Trainer of transformers, or of a derived class, that trains and evaluates under a policy.
 
     Its accumulation, clipping, callbacks and checkpoints stay as they are, on one rank and on several:
 

@@ -88,7 +88,7 @@ class _Count:
         return self.counts._version == self.version
 
     def write(self, number: Tensor) -> None:
-        """Let all of them be another number."""
+        """Set all counts to another number."""
         self.counts.copy_(number)
         self.version = self.counts._version
 
@@ -282,7 +282,7 @@ class OnePassOptimizer(Optimizer):
         super().__setstate__(state)
 
     def _start(self) -> None:
-        """Know nothing yet of what the state is for."""
+        """Set the attributes of an optimizer that has not planned a step."""
         self._plan: _UpdatePlan | None = None
         self._switches = tuple(sorted(RULES[self._rule].options))
         self._counts: dict[int, _Count] = {}  # those of which states have views, by the id of the memory
@@ -354,7 +354,7 @@ class OnePassOptimizer(Optimizer):
         return loss
 
     def update(self, verdict: Verdict, step: Callable[[], Any] | None = None) -> None:
-        """Take a step, hooks and all, as a verdict says; what :meth:`make_ready` of the same verdict kept is used.
+        """Step by a verdict, with all hooks, using what :meth:`make_ready` of the same verdict has kept.
 
         Args:
             verdict: Of these gradients, as :func:`mezzo.step.verdict.judge` returns it.

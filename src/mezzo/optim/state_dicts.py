@@ -201,7 +201,7 @@ def _as_it_lies(name: str, value: Tensor, scales: Any, param: Tensor, dtype: tor
 
 
 def put(state: MutableMapping[str, Any], new_state: Mapping[str, Any], names: Sequence[str]) -> None:
-    """Let a state hold what a step reads, and no moment besides.
+    """Update a state in place to what a step reads, and remove every other moment.
 
     Args:
         state: What ``optimizer.state`` holds of a parameter.

@@ -78,7 +78,7 @@ class Scaler:
         return wide * moved(self.state.scale, loss.device)
 
     def update(self, found_inf: Tensor, *, hold: Tensor | None = None) -> None:
-        """Take note of a step.
+        """Record whether a step has overflowed, for the next :meth:`advance`.
 
         Args:
             found_inf: 0-d bool: whether its gradients were not finite.
@@ -101,7 +101,7 @@ class Scaler:
         self.state = replace(after, scale=before.scale.clone()) if after.scale is before.scale else after
 
     def set(self, scale: float | Tensor) -> None:
-        """Go on with another scale, and forget what was found; the count of clean steps goes on. No host sync.
+        """Set another scale, and drop what steps have reported; the count of clean steps goes on. No host sync.
 
         Args:
             scale: A number, or a tensor of one element.
@@ -114,12 +114,12 @@ class Scaler:
         self.hold(replace(self.state, scale=value), in_graph=False)
 
     def reconfigure(self, config: LossScale) -> None:
-        """Go on by other rules, with the scale and all that was counted, overflows since a clean step too."""
+        """Change the rules; the scale and all counts stay, those of overflows since a clean step too."""
         spent = self.config.hysteresis - self.state.budget
         self.config, self.state = config, replace(self.state, budget=(config.hysteresis - spent).clamp(min=1))
 
     def hold(self, state: ScaleState, *, in_graph: bool) -> None:
-        """Go on from a state, between two steps; what was found before is forgotten.
+        """Replace the state, between two steps, and drop what steps have reported.
 
         Args:
             state: The state; it is not copied.
@@ -134,7 +134,7 @@ class Scaler:
         return self.state.clone()
 
     def enter(self, tensors: ScaleState) -> None:
-        """Go on in the tensors of a graph, with the values of now; no host sync.
+        """Move the state into the tensors of a graph, with the values of now; no host sync.
 
         Args:
             tensors: Of :meth:`tensors`.
@@ -144,7 +144,7 @@ class Scaler:
         self.hold(tensors, in_graph=True)
 
     def leave(self) -> None:
-        """Go on in tensors that no replay overwrites; no host sync."""
+        """Move the state into tensors that no replay overwrites; no host sync."""
         if self.in_graph:
             self.hold(self.state.clone(), in_graph=False)
 

@@ -200,7 +200,7 @@ class AttachedPrecision(MixedPrecision):
     # Optimizers -------------------------------------------------------------------------------------------
 
     def add(self, optimizers: Optimizer | Iterable[Optimizer]) -> None:
-        """Take in optimizers that are made later, over parameters of the models.
+        """Add optimizers that were made later, over parameters of the models.
 
         Raises:
             StateError: Inside an accumulation window of theirs.
@@ -242,7 +242,10 @@ class AttachedPrecision(MixedPrecision):
         self._engine.plan_anew()  # told of the steps that were bound
 
     def _carry_with(self, optimizer: Optimizer) -> None:
-        """Have an optimizer's state dict carry the session's state: a wrapper's may be made of an inner one's alone."""
+        """Register hooks by which an optimizer's state dict carries the session's state.
+
+        The inner optimizers of a wrapper get them too: its state dict may be made of theirs alone.
+        """
         inner = (
             inner_optimizer
             for inner_optimizer in inner_optimizers(optimizer)
@@ -277,7 +280,7 @@ class AttachedPrecision(MixedPrecision):
         self._bind_own(optimizer, "step", types.MethodType(step, optimizer))
 
     def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Step with an optimizer, or skip: what ``optimizer.step()`` is meanwhile.
+        """Step with an optimizer, or skip: what ``optimizer.step()`` is while the session lives.
 
         Args:
             optimizer: What is asked to step.
@@ -360,7 +363,7 @@ class AttachedPrecision(MixedPrecision):
         state_dict[CARRIED] = state_tree.save(self._engine, self.policy, in_window=True)
 
     def resume(self, carried: Mapping[str, Any] | None) -> None:
-        """Go on from the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.
+        """Load the ``"mezzo"`` of an optimizer's state dict; ``None`` where it had none.
 
         Raises:
             StateError: It is another model's. Nothing was loaded.
@@ -463,7 +466,7 @@ class _Schedules:
         self.here = _Here()
 
     def note(self, optimizers: Iterable[Optimizer], skipped: Tensor) -> None:
-        """Take note of a step; no host sync, but one in 64 steps of an optimizer without a scheduler.
+        """Record whether a step was skipped; a host sync in 64 steps of an optimizer without a scheduler, else none.
 
         Args:
             optimizers: Those that have stepped, or skipped.
@@ -483,7 +486,7 @@ class _Schedules:
         return self._taken[optimizer]
 
     def waits(self, scheduler: Any) -> bool:
-        """Whether a scheduler that is about to step is to wait; what it is told counts as told."""
+        """Whether a scheduler that is about to step waits; its next call looks at the steps since this one alone."""
         optimizer = getattr(scheduler, "optimizer", None)
         if not isinstance(optimizer, Optimizer) or optimizer not in self._total:
             return False

@@ -202,7 +202,7 @@ class Calls:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Have calls inside the block be part of one that is none of the models'."""
+        """Run calls inside the block as parts of an outer call that is none of the models'."""
         before, self._here.inside = self._here.inside, _FORWARD
         try:
             yield
@@ -210,7 +210,7 @@ class Calls:
             self._here.inside = before
 
     def close(self) -> None:
-        """Give the methods back; those that others hold meanwhile do nothing of their own."""
+        """Restore the methods. A wrapper that a program still holds calls the original."""
         self._is_over = True
         self._undo.close()
 
@@ -221,13 +221,13 @@ def _always(_args: Any, _kwargs: Any) -> bool:
 
 
 def _owner(hooks: Mapping[int, Any], hook_class: type[K]) -> K | None:
-    """Return what of some kind has put one of a module's hooks there."""
+    """Return the object of a class that has registered one of these hooks, if there is one."""
     return next((owner for owner in map(owner_of, hooks.values()) if isinstance(owner, hook_class)), None)
 
 
 @never_compiled
 def _leave_graph() -> None:
-    """Have the call that is traced run in Python."""
+    """Break the graph, so that the call that is traced runs in Python."""
 
 
 def methods_of(cls: type) -> tuple[str, ...]:

@@ -152,7 +152,7 @@ class Captured(Generic[R]):
         return f"Captured({getattr(self._fn, '__qualname__', repr(self._fn))})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
-        """Take a step with a batch.
+        """Run a train step with this batch: by the graph, or as a real step where the graph does not fit.
 
         Raises:
             StateError: A closed session, an open accumulation window, or something that the graph holds has changed.
@@ -240,7 +240,7 @@ class Captured(Generic[R]):
         return output
 
     def _record(self, graph: CudaGraph, batch: _Batch) -> _Recorded[R]:
-        """Go through a step while its kernels are recorded; nothing is computed before the first replay."""
+        """Record the kernels of a step; nothing is computed before the first replay."""
         engine = engine_of(self._amp)
         raise_together(_problems(engine))
         engine.clear()
@@ -348,7 +348,7 @@ class _Looks:
         """Gradients are the graph's own."""
 
     def stepped(self, engine: Watched, step: Step) -> None:
-        """Take note of a step."""
+        """Count a step of the captured session."""
         self._steps += 1
 
     def require_step(self) -> None:
@@ -662,7 +662,7 @@ class CudaGraph:
 
 @contextmanager
 def _syncs(*, refused: bool) -> Iterator[None]:
-    """Let torch raise where code waits for the device."""
+    """Make torch raise where code in the block waits for the device."""
     before = torch.cuda.get_sync_debug_mode() if refused else None
     try:
         if refused:

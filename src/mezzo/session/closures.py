@@ -24,7 +24,7 @@ from mezzo.weights.stepping import stored_again
 
 
 def evaluated(engine: Engine, optimizers: Collection[Optimizer], closure: Callable[[], Any]) -> Step:
-    """Let one optimizer evaluate the loss by itself, as LBFGS and SAM do.
+    """Step with one optimizer that evaluates the loss by itself, as LBFGS and SAM do.
 
     Gradients that there are before the first evaluation count as one: SAM begins with them. If an evaluation overflows,
     or anything raises, weights and the optimizer's state are put back.

@@ -113,7 +113,7 @@ class Engine:
         )
 
     def plan_anew(self) -> None:
-        """Go on by a new plan, as something that the session is made of has changed.
+        """Replace the plan and its windows, after something that the session is made of has changed.
 
         Optimizers that have come to share parameters have one window from then on; what is open there is closed. A
         parameter that goes into an open window, or out of one, has its gradient carry what those there do.
@@ -181,13 +181,13 @@ class Engine:
         return foreign
 
     def watch(self, optimizers: Collection[Optimizer]) -> Iterator[Callable[[], None]]:
-        """Refuse steps of optimizers that go behind the engine's back; yield what ends it."""
+        """Refuse steps of optimizers that bypass the engine; yield what ends that."""
         self.writes.num_hooks = 1
         for optimizer in optimizers:
             yield optimizer.register_step_pre_hook(self._before_step).remove
 
     def watch_models(self) -> Iterator[Callable[[], None]]:
-        """Learn which wrappers reduce gradients over ranks; yield what ends it."""
+        """Watch which wrappers reduce gradients over ranks; yield what ends that."""
         return self.wrappers.watch(self.weights.models)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -271,7 +271,7 @@ class Engine:
         return [leaf for window in seen for leaf in window.plan.leaves if leaf.requires_grad] if seen else []
 
     def end(self, losses: Mapping[Window, list[Tensor]], *, has_failed: bool) -> None:
-        """Take over what a backward pass has made, or put back what made way for it, while no signal interrupts.
+        """End a backward pass: its gradients get what the loop expects of them, or a failed pass is undone.
 
         Args:
             losses: What was differentiated, 0-d and detached, by the windows of :meth:`begin`.
@@ -470,7 +470,7 @@ class Engine:
 
     @contextmanager
     def errors_sent_to_ranks(self) -> Iterator[None]:
-        """Have an error of this rank, before the ranks have agreed, end the step of all."""
+        """End the step of all ranks with an error that this rank has raised before they have agreed."""
         number = self.account.begun
         try:
             yield
@@ -676,7 +676,7 @@ class Engine:
         return gradients
 
     def _note_inner(self, outputs: list[Tensor], gradients: list[Tensor], *, adapts: bool) -> None:
-        """Note whether a loss is computed from gradients that are not finite, by their largest values.
+        """Record whether a loss is computed from gradients that are not finite, by their largest values.
 
         A norm of finite ones may be infinite.
         """

@@ -57,7 +57,7 @@ class InnerScales:
         return self._each[self.num_calls - 1][0].clone()
 
     def record(self, outputs: Tensor, results: Tensor) -> None:
-        """Take note of a call, the last one of :meth:`next`.
+        """Update the scale of the last call of :meth:`next` by what that call has returned.
 
         Args:
             outputs: 0-d: not finite where what was differentiated is not.
@@ -75,7 +75,7 @@ class InnerScales:
         return [[float(scale), float(bound)] for scale, bound in self._each]
 
     def load(self, rows: Iterable[Sequence[float]], device: torch.device) -> None:
-        """Go on from what :meth:`rows` returned."""
+        """Load what :meth:`rows` returned."""
         made = (torch.tensor(row, dtype=torch.float32, device=device).unbind() for row in rows)
         self._each[:], self.num_calls = [(scale.clone(), bound.clone()) for scale, bound in made], 0
 

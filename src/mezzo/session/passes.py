@@ -150,7 +150,7 @@ _RETAINED: Final[Any] = WeakTensorKeyDictionary()
 
 
 def retaining(_: object, plain: Callable[..., None], tensor: Tensor, /, *args: Any, **kwargs: Any) -> None:
-    """Have the gradient of a tensor stay after a pass, without the scale: what ``tensor.retain_grad()`` does."""
+    """Retain the gradient of a tensor after a pass, without the scale: what ``tensor.retain_grad()`` does."""
     plain(tensor, *args, **kwargs)
     if not tensor.is_leaf:
         _RETAINED[tensor] = None
@@ -187,7 +187,7 @@ class Opens(Protocol):
         """Make ready for gradients of a pass that will carry a scale; return leaves of which they shall not."""
 
     def end(self, losses: Mapping[Window, list[Tensor]], *, has_failed: bool) -> None:
-        """Take over what a pass has made, and what it has differentiated; or put back what made way for it."""
+        """End a pass: unscale or mark its gradients; after a failed pass restore the gradients of before."""
 
 
 def run_pass(
@@ -305,22 +305,22 @@ class SessionPass:
         return made
 
     def runs_here(self) -> bool:
-        """Whether this thread works for it, in a node of its own graph or of a pass inside."""
+        """Whether this thread works for this pass, in a node of its graph or of a pass inside."""
         number = number_of_pass()
         return number == self._number or (number != self._around and thread_owner() is self)
 
     def runs_in(self, engine: Opens) -> bool:
-        """Whether it is an engine's, and this thread works for it."""
+        """Whether this pass is the engine's, and this thread works for it."""
         return self._engine is engine and self.runs_here()
 
     def needs_door(self, engine: Opens) -> bool:
-        """Whether it is an engine's that has the door, and sees the passes inside of it there alone."""
+        """Whether the engine holds the door, where this pass sees the passes inside of it."""
         return self._engine is engine and not self._has_door
 
     # What it reaches ------------------------------------------------------------------------------------
 
     def join(self, losses: list[Tensor], walk: Walk, *, is_inside: bool = False) -> None:
-        """Go through losses, or have a pass inside of this one.
+        """Open the windows that some losses reach, in this pass or in a pass inside of it.
 
         Args:
             losses: What is differentiated, 0-d and detached.
@@ -379,7 +379,7 @@ class SessionPass:
             self._close(has_failed=False)
 
     def __del__(self) -> None:
-        """Put back what made way for a pass that has not come to its end."""
+        """Restore gradients that were set aside, where the pass has not come to its end."""
         if not self.is_closed:
             self._close(has_failed=True)
 
@@ -402,7 +402,7 @@ class SessionPass:
                 raise
 
     def _set_aside(self) -> None:
-        """Have tensors inside of graphs whose gradients stay wait for this pass to end."""
+        """Set aside retained gradients of tensors inside of graphs until this pass ends."""
         assert self._scale is not None
         self._back = inverse(self._scale)
         with DisableTorchFunction():
@@ -411,7 +411,7 @@ class SessionPass:
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Take the scale off tensors that have waited for it, and add it to what they had."""
+        """Unscale the gradients of tensors that were set aside, and add them to the earlier ones."""
         with DisableTorchFunction():
             for reference, before in self._waiting.items():
                 if (tensor := reference()) is None:
@@ -440,7 +440,7 @@ def _unscaled(back: Tensor | None, gradient: Tensor) -> Tensor:
 
 
 def _accumulated(back: Tensor | None, gradients: tuple[Tensor | None]) -> tuple[Tensor | None]:
-    """Take the scale off what is about to be accumulated."""
+    """Return the gradient that is about to be accumulated, without the scale."""
     (gradient,) = gradients
     return (None if gradient is None else _unscaled(back, gradient),)
 

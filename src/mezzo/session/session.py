@@ -147,7 +147,7 @@ class MixedPrecision:
         )
 
     def _bind_torchs(self, owner: Any, name: str, call: Callable[..., Any]) -> None:
-        """Have a function of torch's go through one here, which is given the session as long as there is one."""
+        """Bind a function of torch's to one here, which gets the session as long as the session lives."""
         if name in vars(owner):
             self._names.callback(Binding.join(owner, name, weakref.ref(self), call))
 
@@ -213,7 +213,7 @@ class MixedPrecision:
         return self._weights.region()
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Let forward passes in here, and their backward passes, exchange no gradients between ranks.
+        """Exchange no gradients between ranks in forward passes in here, and in their backward passes.
 
         What accumulates so is reduced with the first backward pass of a forward pass outside: the last micro-batch of
         a step. On one rank it does nothing.

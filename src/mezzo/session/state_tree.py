@@ -504,7 +504,7 @@ def _state_differences(
 
 
 def _give(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
-    """Give an optimizer a saved state in which :func:`_differences` finds nothing."""
+    """Load a saved state, in which :func:`_differences` finds nothing, into an optimizer."""
     options = {frozenset(group["names"]): group["options"] for group in rest["groups"]}
     packed = optimizer.state_dict()
     packed["state"] = {}

@@ -74,7 +74,7 @@ def handles_of(subjects: list[nn.Module | Prepared], policy: Any) -> tuple[list[
 
 
 class Weights:
-    """What a session ties together.
+    """The models and optimizers of a session, and the policy that is carried out on them.
 
     Args:
         models: The models.
@@ -115,7 +115,7 @@ class Weights:
             raise
 
     def prepare_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Have optimizers run hooks, and mezzo's round what O3 has them update."""
+        """Prepare optimizers to step: all run hooks, and mezzo's round the low weights of O3."""
         for optimizer in optimizers:
             complete(optimizer)
         for optimizer in one_pass(optimizers) if self.are_low else ():
@@ -123,7 +123,7 @@ class Weights:
             self._undo.callback(setattr, optimizer, "rounds", False)
 
     def replace_optimizers(self, optimizers: list[Optimizer]) -> None:
-        """Go on with these optimizers alone, of which nothing was converted here.
+        """Replace the optimizers; nothing is converted (a ``GradScaler`` learns of them one by one).
 
         Args:
             optimizers: Of a loop that knows models by itself.
@@ -134,7 +134,7 @@ class Weights:
         self.are_low = any(leaf.dtype in LOW for optimizer in optimizers for leaf in self.leaves(optimizer))
 
     def undo(self) -> None:
-        """Give back FP32 weights, and the optimizers as they were built."""
+        """Restore FP32 weights, and the optimizers as they were built."""
         self._undo.close()
         given = [handle for handles in self._handles.values() for handle in handles]
         for prepared in reversed(self.prepared):

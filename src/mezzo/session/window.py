@@ -106,7 +106,7 @@ class Window:
         self._grad_dtypes: dict[Tensor, torch.dtype | None] = {}  # as programs have set them, of gradients of theirs
 
     def adopt_plan(self, plan: WindowPlan) -> None:
-        """Go on as another plan of some of the same parameters has it."""
+        """Adopt a new plan of some of the same parameters."""
         narrow = set(map(id, plan.halves))
         _let_go([leaf for leaf in self.plan.halves if id(leaf) not in narrow])
         self.plan = plan
@@ -276,7 +276,7 @@ class Window:
 
     @torch.no_grad()
     def adopt_gradients(self, scale: Tensor) -> None:
-        """Begin with gradients of passes that began without the engine.
+        """Adopt gradients of passes that began without the engine.
 
         Args:
             scale: What they carry; but not those that the last step has left, if there are no others.
@@ -291,7 +291,7 @@ class Window:
         self._grad_dtypes = {leaf: leaf.grad_dtype for leaf in self.plan.low}
 
     def end(self, losses: Iterable[Tensor], *, unscales: bool) -> None:
-        """Take over what a pass has made.
+        """End a pass: count its losses; unscale its gradients, or mark them as they are.
 
         Args:
             losses: What was differentiated, 0-d and detached.
@@ -315,7 +315,7 @@ class Window:
 
     @torch.no_grad()
     def rescale(self, to: Tensor | None, *, checks: bool = False) -> None:
-        """Have ``.grad`` carry another scale, in FP32.
+        """Rescale the gradients from the scale that they carry to another one, in FP32.
 
         Args:
             to: The scale; ``None`` makes them plain.
@@ -351,7 +351,7 @@ class Window:
         self.now = self.now._replace(scale=to, found_inf=found_inf, marks=tuple(marks(there)))
 
     def lost_scale(self, optimizers: Collection[Optimizer], found_inf: Tensor | None = None) -> None:
-        """Know that the gradients of some optimizers, if any are these, carry no scale any more.
+        """Record that the gradients of some optimizers carry no scale any more, if this window has such.
 
         Args:
             optimizers: The optimizers.
@@ -371,7 +371,7 @@ class Window:
     # After a step ---------------------------------------------------------------------------------------
 
     def close(self, skipped: Tensor | None = None) -> None:
-        """Be done with gradients that a step has taken: what it leaves is known by marks.
+        """End the window after a step; the gradients that the step leaves are recognised by their marks.
 
         Args:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
@@ -389,7 +389,7 @@ class Window:
         self.now = Carried(left=left, left_scale=self.now.scale, skipped=skipped)
 
     def clear(self, *, to_zeros: bool) -> None:
-        """Begin anew, once the gradients were cleared.
+        """Begin a new window, once the gradients were cleared.
 
         Args:
             to_zeros: Whether they are zeros now, which no step is to take for a program's.
@@ -406,7 +406,7 @@ class Window:
 
 @torch.no_grad()
 def carry_over(leaf: Tensor, before: Tensor | None, to: Tensor | None) -> None:
-    """Have the gradient of a parameter carry another scale, in FP32: it belongs to another window, or to none.
+    """Rescale the gradient of a parameter that goes over to another window, or to none, in FP32.
 
     Args:
         leaf: The parameter.
@@ -422,7 +422,7 @@ def carry_over(leaf: Tensor, before: Tensor | None, to: Tensor | None) -> None:
 
 
 def _let_go(leaves: Sequence[Tensor]) -> None:
-    """Have parameters without a gradient take one of their own dtype again."""
+    """Restore the gradient dtype of parameters without a gradient to their own."""
     for leaf in compress(leaves, map(is_, map(_GRADIENT, leaves), repeat(None))):
         leaf.grad_dtype = leaf.dtype
 
@@ -446,7 +446,7 @@ def _have_dtypes_of_parameters(leaves: list[Tensor]) -> None:
 
 @torch.no_grad()
 def _widen(leaves: Iterable[Tensor]) -> None:
-    """Let low parameters have FP32 gradients, and widen those that they have: many in one kernel."""
+    """Widen the gradients of low parameters to FP32, many in one kernel; later gradients may be FP32 too."""
     waiting: list[Tensor] = []
     for leaf in leaves:
         gradient = leaf.grad

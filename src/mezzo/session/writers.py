@@ -76,7 +76,7 @@ class Writer:
         """Raise all that the optimizer could refuse; nothing is written."""
 
     def before(self, judged: Judged, step: Callable[..., Any], *, is_new: bool) -> Before:
-        """Note what is there before a step, which may raise."""
+        """Return a record of state and parameters before a step, which may raise."""
         of_torch = _module_of(step).startswith("torch.optim.")
         is_orderly = of_torch and judged.is_alike and not self.is_shown
         return _Stood(self.optimizer, is_orderly=is_orderly, is_new=is_new and not of_torch)
@@ -226,7 +226,7 @@ def _narrows(optimizer: Optimizer) -> bool:
 
 
 def _narrow(params: Any) -> None:
-    """Give low weights gradients of their own dtype, as torch's optimizers want them."""
+    """Cast the gradients of low weights to the weights' dtype, as torch's optimizers want them."""
     for param in params:
         if param.dtype in LOW and param.grad is not None and param.grad.dtype not in LOW:
             wide, param.grad, param.grad_dtype = param.grad, None, param.dtype
@@ -237,7 +237,7 @@ class Carries(Protocol):
     """What knows which scale the gradients of some optimizers carry: a window."""
 
     def lost_scale(self, optimizers: Collection[Optimizer], found_inf: Tensor | None = None) -> None:
-        """Know that the gradients of some optimizers, if any are here, carry no scale any more, and what was found."""
+        """Record that the gradients of some optimizers carry no scale any more, and whether they were finite."""
 
 
 # The writes of an engine --------------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ class Writes:
         return True
 
     def knows(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer is one of these, inside of one as SAM's is, or around one, whose step it calls."""
+        """Whether an optimizer is the session's, inside of one of its optimizers as SAM's is, or around one."""
         known = self.weights.optimizers
         return (
             optimizer in known
@@ -294,7 +294,7 @@ class Writes:
 
     @contextmanager
     def stepping_by(self, optimizer: Optimizer, step: Callable[..., Any]) -> Iterator[list[Any]]:
-        """Have an optimizer step by this call meanwhile; yield where what the call returns is noted."""
+        """Replace the step of an optimizer by this call in the block; yield the list of what the call returns."""
         returned = list[Any]()
 
         def call(*args: Any) -> Any:
@@ -312,7 +312,7 @@ class Writes:
 
     @contextmanager
     def stepping(self, is_stepping: bool = True) -> Iterator[None]:
-        """Let optimizers step on the engine's behalf in the block, or not where a program's closure runs in there."""
+        """Mark steps in the block as the engine's, or as the program's where a closure runs in the block."""
         before, self.is_stepping = self.is_stepping, is_stepping
         try:
             yield
@@ -418,7 +418,7 @@ class Before(Protocol):
         """Whether the step has written what was there before it."""
 
     def restore(self) -> None:
-        """Take away what the step has made, and put numbers back."""
+        """Remove the state that the step has made, and restore the numbers of before."""
 
 
 class _Updates:

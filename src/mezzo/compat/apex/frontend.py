@@ -198,7 +198,7 @@ class _Amp:
         return self.session
 
     def share_one_scale(self) -> None:
-        """Say once that all losses share one scale."""
+        """Warn once that all losses share one scale."""
         if not self.has_told:
             self.has_told = True
             warnings.warn(
@@ -338,7 +338,7 @@ def scale_loss(
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
 ) -> Iterator[Tensor]:
-    """Give the loss times its scale; when its backward pass ends, gradients are FP32 and plain.
+    """Yield the loss times its scale; when its backward pass ends, gradients are FP32 and plain.
 
     Look at them, clip them on the model or on ``master_params``, or step. Blocks can follow each other before a step,
     for micro-batches or other losses; their gradients are summed in FP32, unscaled. Where gradients are not finite the

@@ -60,7 +60,7 @@ def _where_cast(fn: Function, pinned: Callable[..., Any]) -> Function:
 
 
 def register_half_function(module: Any, name: str) -> None:
-    """Have a function cast as :func:`half_function` does, from ``initialize`` at O1 to ``deinitialize``.
+    """Register a function to cast as :func:`half_function` does, from ``initialize`` at O1 to ``deinitialize``.
 
     One of torch's becomes a rule of the policy, which reaches its other spellings too (``torch.softmax`` and
     ``x.softmax``). Any other one is replaced in its module meanwhile.
@@ -77,17 +77,17 @@ def register_half_function(module: Any, name: str) -> None:
 
 
 def register_bfloat16_function(module: Any, name: str) -> None:
-    """Have a function cast as :func:`bfloat16_function` does; see :func:`register_half_function`."""
+    """Register a function to cast as :func:`bfloat16_function` does; see :func:`register_half_function`."""
     REGISTERED.add(module, name, bfloat16_function)
 
 
 def register_float_function(module: Any, name: str) -> None:
-    """Have a function cast as :func:`float_function` does; see :func:`register_half_function`."""
+    """Register a function to cast as :func:`float_function` does; see :func:`register_half_function`."""
     REGISTERED.add(module, name, float_function)
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have a function cast as :func:`promote_function` does; see :func:`register_half_function`."""
+    """Register a function to cast as :func:`promote_function` does; see :func:`register_half_function`."""
     REGISTERED.add(module, name, promote_function)
 
 
@@ -107,7 +107,7 @@ class Registered:
         self._are_in_force = False
 
     def add(self, module: Any, name: str, decorator: Callable[[Any], Any]) -> None:
-        """Take one more; see :func:`register_half_function`."""
+        """Add a function; see :func:`register_half_function`."""
         call = f"amp.register_{decorator.__name__}"
         if self._are_in_force:
             raise StateError(f"{call} after amp.initialize", write=f"{call}(module, name), then amp.initialize(…)")
@@ -136,7 +136,7 @@ class Registered:
                 undo.callback(patch(module, name, staticmethod(made) if is_static else made))
 
     def begin(self) -> None:
-        """Take no more."""
+        """Close the registry: functions that come later are refused."""
         self._are_in_force = True
 
     def forget(self) -> None:

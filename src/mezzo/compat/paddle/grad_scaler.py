@@ -143,7 +143,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         return self.loss_scale.config.init if self._enabled else 1.0
 
     def set_init_loss_scaling(self, new_init_loss_scaling: float) -> None:
-        """Go on with another scale."""
+        """Set another scale."""
         self._follow(init_loss_scaling=new_init_loss_scaling)
         self.loss_scale.set(float(new_init_loss_scaling))
 
@@ -157,7 +157,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
     )
 
     def _follow(self, **given: Any) -> None:
-        """Go on by other rules, in Paddle's words."""
+        """Change the rules, in Paddle's words."""
         rules, problems = from_words("paddle", given, "GradScaler", self.loss_scale.config)
         raise_together(problems)
         self.loss_scale.reconfigure(rules)
@@ -203,7 +203,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
         self._go_on(state_dict)
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
-        """Take over the scale and what was counted."""
+        """Load the scale and the counts."""
         rules = self.loss_scale.config
         left = max(1, rules.hysteresis - state["decr_count"])
         self._load(rules, one_number(state["scale"]), clean_steps=state["incr_count"], budget=left)

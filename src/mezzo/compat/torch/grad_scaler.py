@@ -103,7 +103,7 @@ class GradScaler(EngineScaler):
         self._begin(_type_of(device), rules, enabled=enabled)
 
     def _begin(self, device: str, rules: LossScale, *, enabled: bool) -> None:
-        """Be as before the first loss."""
+        """Set the state of before the first loss."""
         EngineScaler.__init__(self, device, Scaler(rules, "cpu", shared), enabled=enabled)
         self._given: Tensor | None = None  # what losses were last multiplied by
         self._engine: Engine | None = None
@@ -218,7 +218,7 @@ class GradScaler(EngineScaler):
 
     @contextmanager
     def _once(self, optimizer: Optimizer) -> Iterator[None]:
-        """Take note that an optimizer has stepped; one that raises before it has written may step again."""
+        """Record that an optimizer has stepped; an optimizer that raises before it has written may step again."""
         found_inf = self._window(optimizer).now.found_inf
         try:
             yield
@@ -285,7 +285,7 @@ class GradScaler(EngineScaler):
         self._load(rules, state_dict["scale"], clean_steps=state_dict["_growth_tracker"])
 
     def _load(self, rules: LossScale, scale: Any, **counted: Any) -> None:
-        """Go on by these rules, from a scale and what was counted."""
+        """Load rules, a scale and counts."""
         self.loss_scale.load_state_dict(rules.start().state_dict() | {"scale": scale, **counted})
         self.loss_scale.config = rules
         self._engine = None
