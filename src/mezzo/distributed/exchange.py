@@ -163,7 +163,7 @@ class Ranks:
         shards = self.shards
         if not shards.groups:
             return norms
-        whole_norms, own = list(norms.unbind()), norms.double().square().unbind()
+        whole_norms, squares_here = list(norms.unbind()), norms.double().square().unbind()
         at = {
             index: number
             for number, key in enumerate(map(id, params))
@@ -171,7 +171,7 @@ class Ranks:
         }
         # All sharded parameters, whatever has a gradient here: ranks that differ in that exchange as many numbers.
         zero = norms.new_zeros((), dtype=torch.float64)
-        squares = [own[at[index]] if index in at else zero for index in range(len(shards.indices))]
+        squares = [squares_here[at[index]] if index in at else zero for index in range(len(shards.indices))]
         for group, indices in shards.groups.items():
             part = torch.stack([squares[index] for index in indices])
             self._reduce(part, dist.ReduceOp.SUM, group, "the norms of gradients")
@@ -211,12 +211,12 @@ class Ranks:
             numbers[2:].copy_(torch.tensor([self._number, 0.0]))
         numbers = torch.cat([numbers, *(extra.flatten().to(numbers.device) for extra in largest)])
         self._reduce(numbers, dist.ReduceOp.MAX, self.group, f"step {step}")
-        (found_inf, failed, absent, keeps_up), others = numbers[:4].unbind(), numbers[4:]
+        (found_inf, failed, absent, keeps_up), rest = numbers[:4].unbind(), numbers[4:]
         absent = absent * keeps_up
         self.is_behind = self.is_behind and bool(absent)
         for extra in largest:
-            extra.copy_(others[: extra.numel()].view_as(extra))
-            others = others[extra.numel() :]
+            extra.copy_(rest[: extra.numel()].view_as(extra))
+            rest = rest[extra.numel() :]
         if numbers.device.type == "cpu" and (error := self.ended_by(float(absent), step)) is not None:
             raise error
         return found_inf + absent > 0, failed + absent > 0, absent
@@ -432,6 +432,6 @@ class Wrappers:
         return reached
 
     def end_pass(self) -> None:
-        """Record that a backward pass has reduced all gradients that wait."""
+        """Forget which wrappers reduce: the backward pass has ended."""
         for wrapper in self._met:
             self._met[wrapper] = None

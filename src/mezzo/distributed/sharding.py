@@ -128,8 +128,8 @@ def wrapped(model: nn.Module, wrap: Classes | None) -> set[nn.Module]:
     if wrap is None:
         return _blocks(model)
     kinds, modules = (wrap,) if isinstance(wrap, type | str) else tuple(wrap), list(model.modules())
-    if others := [shown(cls) for cls in kinds if not isinstance(cls, type)]:
-        raise PolicyError("wrap= takes classes of modules", where=some_of(others), write="wrap=Block, or [Block, Head]")
+    if wrong := [shown(cls) for cls in kinds if not isinstance(cls, type)]:
+        raise PolicyError("wrap= takes classes of modules", where=some_of(wrong), write="wrap=Block, or [Block, Head]")
     there = dict.fromkeys(type(module).__name__ for module in modules)
     raise_together(
         PolicyError(f"no module of the model is a {cls.__name__}", where="wrap=", why=nearest(cls.__name__, there))
@@ -192,11 +192,15 @@ def planned(
         seen.add(module)
         dtype = around
         if has_forward(module):
-            own = dict(_own(module, path))
-            first, *others = [possible(param) for param in own.values() or module.parameters()] or [[around]]
-            common = [candidate for candidate in first if all(candidate in other for other in others)]
-            if own and not common:
-                problems.append(_two_dtypes({name: possible(param)[0] for name, param in own.items()}, path))
+            params_of_module = dict(_own(module, path))
+            first, *further = [possible(param) for param in params_of_module.values() or module.parameters()] or [
+                [around]
+            ]
+            common = [candidate for candidate in first if all(candidate in other for other in further)]
+            if params_of_module and not common:
+                problems.append(
+                    _two_dtypes({name: possible(param)[0] for name, param in params_of_module.items()}, path)
+                )
             elif common and around not in common:
                 dtype = common[0]
         for name, child in module.named_children():

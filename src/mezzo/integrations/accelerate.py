@@ -157,11 +157,11 @@ class AcceleratedPrecision(AttachedPrecision):
     def __init__(
         self, accelerator: Accelerator, models: Any, optimizers: Any, policy: Policy | None, **options: Any
     ) -> None:
-        subjects, given = models_and_optimizers(models, optimizers)
+        subjects, optimizer_list = models_and_optimizers(models, optimizers)
         modules = [model for model in subjects if isinstance(model, nn.Module)]
         if len(modules) < len(subjects):
             raise PolicyError("a prepared model cannot be attached", write="attach(accelerator, model, …), itself")
-        if any(isinstance(optimizer, AcceleratedOptimizer) for optimizer in given):
+        if any(isinstance(optimizer, AcceleratedOptimizer) for optimizer in optimizer_list):
             raise PolicyError(
                 "an optimizer was prepared before it was attached",
                 why="Accelerate has noted already that its steps need no loss scale",
@@ -172,7 +172,7 @@ class AcceleratedPrecision(AttachedPrecision):
             if accelerator.device_placement and not accelerator.verify_device_map(model):
                 model.to(accelerator.device)  # as prepare() would: the scale lives where the parameters are
         self._is_telling = False
-        super().__init__(modules, given, policy, **options)
+        super().__init__(modules, optimizer_list, policy, **options)
         self._bind_own(accelerator, "scaler", _AcceleratorsScaler(self))
         self._bind_own(accelerator, "autocast", partial(_region, self))
         self._bind_own(accelerator, "log", partial(_log, self, accelerator.log))
@@ -235,10 +235,10 @@ def _region(amp: AcceleratedPrecision, /, *args: Any, **kwargs: Any) -> Abstract
 
 def _log(amp: AcceleratedPrecision, log: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Log a session's values besides a program's: what ``accelerator.log`` does."""
-    own = amp.metrics()
+    metrics = amp.metrics()
     if args:
-        return log({**own, **args[0]}, *args[1:], **kwargs)
-    return log(**kwargs | {"values": {**own, **kwargs["values"]}})
+        return log({**metrics, **args[0]}, *args[1:], **kwargs)
+    return log(**kwargs | {"values": {**metrics, **kwargs["values"]}})
 
 
 def _free(amp: AcceleratedPrecision, free: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -294,7 +294,7 @@ def _parts_of(module: nn.Module) -> nn.Module:
 
 def _set_up(plugin: MezzoPrecision, plain: Callable[..., Any], strategy: Strategy, /, *args: Any, **kwargs: Any) -> Any:
     """Set an optimizer up, and tell the plugin whose strategy does."""
-    made = plain(strategy, *args, **kwargs)
+    optimizer = plain(strategy, *args, **kwargs)
     if strategy.precision is plugin:
         if isinstance(strategy, DataParallelStrategy):
             raise UnsupportedError(
@@ -302,5 +302,5 @@ def _set_up(plugin: MezzoPrecision, plain: Callable[..., Any], strategy: Strateg
                 why="it copies the model for each batch, without what the session has made of it",
                 write='Fabric(strategy="ddp", plugins=…)',
             )
-        plugin.add_optimizer(made)
-    return made
+        plugin.add_optimizer(optimizer)
+    return optimizer

@@ -68,8 +68,8 @@ def plug(
         ``trainer = plug(Trainer(model, args, train_dataset=data), "O2,dtype=bfloat16")``, then ``trainer.train()``.
     """
     if not isinstance(trainer, Trainer) or isinstance(trainer, _Plugged):
-        what = "has a policy already" if isinstance(trainer, _Plugged) else f"is {shown(trainer)}"
-        raise PolicyError(f"the trainer {what}", write="plug(Trainer(model, args, …), policy), once")
+        problem = "has a policy already" if isinstance(trainer, _Plugged) else f"is {shown(trainer)}"
+        raise PolicyError(f"the trainer {problem}", write="plug(Trainer(model, args, …), policy), once")
     plugged: Any = trainer
     args = plugged.args
     policy = usual_policy({args.device.type}) if policy is None else Policy.of(policy)

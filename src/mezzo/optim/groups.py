@@ -56,8 +56,8 @@ def check_arguments(optimizer: object, others: Mapping[str, Any]) -> None:
     cls, problems = type(optimizer), []
     for name, value in others.items():
         if name not in _TORCH_ONLY:
-            known = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_KEYWORD]
-            problems.append(PolicyError(f"{cls.__name__} has no argument {name!r}", why=nearest(name, known)))
+            accepted = [p.name for p in inspect.signature(cls).parameters.values() if p.kind is not p.VAR_KEYWORD]
+            problems.append(PolicyError(f"{cls.__name__} has no argument {name!r}", why=nearest(name, accepted)))
         elif value:  # torch's optimizers have none of them by default
             why, write = _TORCH_ONLY[name]
             problems.append(PolicyError(f"{cls.__name__} takes no {name}={value!r}", why=why, write=write))

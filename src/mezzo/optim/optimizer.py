@@ -304,9 +304,11 @@ class OnePassOptimizer(Optimizer):
             TypeError: A set of parameters, as torch says it.
         """
         params = param_group["params"]
-        given = named({**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))})
-        check_group({**self.defaults, **given})
-        super().add_param_group(given)
+        named_group = named(
+            {**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))}
+        )
+        check_group({**self.defaults, **named_group})
+        super().add_param_group(named_group)
 
     @never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -395,10 +397,14 @@ class OnePassOptimizer(Optimizer):
             for cohort, step, scalars in zip(cohorts, results, results[len(cohorts) :], strict=False):
                 prepared.counts.append((cohort.count, step))
                 for ready in cohort.ready:
-                    own: Sequence[Tensor] = [*map(gradients.__getitem__, ready.indices)]
+                    gradients_of_bucket: Sequence[Tensor] = [*map(gradients.__getitem__, ready.indices)]
                     if ready.is_sharded:  # tensor parallelism leaves some as sums not taken yet
-                        own = [local(placed(g, param)) for g, param in zip(own, ready.params, strict=True)]
-                    prepared.updates.append((ready.update, ready.update.ready(own), here, step, scalars))
+                        gradients_of_bucket = [
+                            local(placed(g, param)) for g, param in zip(gradients_of_bucket, ready.params, strict=True)
+                        ]
+                    prepared.updates.append(
+                        (ready.update, ready.update.ready(gradients_of_bucket), here, step, scalars)
+                    )
         return prepared
 
     def _write(self, prepared: _Prepared) -> None:
@@ -520,10 +526,10 @@ class OnePassOptimizer(Optimizer):
 
     def _counts_of(self, steps: list[Any]) -> list[_Count | int]:
         """Return how often parameters were updated; without a look at the device where no program has written to it."""
-        known = [self._counts.get(id(step._base)) if isinstance(step, Tensor) else None for step in steps]
-        kept = [None if count is None or not count.is_whole() else count for count in known]
-        numbers = iter(counts_of([s for s, count in zip(steps, kept, strict=True) if count is None], "edited"))
-        return [next(numbers) if count is None else count for count in kept]
+        previous = [self._counts.get(id(step._base)) if isinstance(step, Tensor) else None for step in steps]
+        unchanged = [None if count is None or not count.is_whole() else count for count in previous]
+        numbers = iter(counts_of([s for s, count in zip(steps, unchanged, strict=True) if count is None], "edited"))
+        return [next(numbers) if count is None else count for count in unchanged]
 
     def _cohorts(
         self,
@@ -624,13 +630,13 @@ class OnePassOptimizer(Optimizer):
             ValueError: Other parameter groups, as torch says it.
         """
         # Hooks may delete from what they get; what is no mapping at all is refused after them.
-        given: Mapping[str, Any] = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
+        loaded: Mapping[str, Any] = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         before, after = loading_hooks(self)
         for hook in before:
-            replaced = hook(self, given)
-            given = given if replaced is None else replaced
-        check_state(given, self._rule)
-        state, groups = restored(given, self.param_groups, self.rule_of)
+            replaced = hook(self, loaded)
+            loaded = loaded if replaced is None else replaced
+        check_state(loaded, self._rule)
+        state, groups = restored(loaded, self.param_groups, self.rule_of)
         # torch's own: that of this class would forget what a session has set.
         Optimizer.__setstate__(self, {"state": state, "param_groups": groups})
         self._plan = None  # and let go of what nothing reads any more
@@ -649,10 +655,10 @@ def _counted(states: list[dict[str, Any]], count: _Count | int, device: torch.de
     if isinstance(count, _Count) and len(count.counts) == len(states):
         return count  # others have none of it
     with torch.inference_mode(mode=False):  # where tensors would have no version
-        made = _Count.of(count if isinstance(count, int) else count.number, len(states), device)
-        for state, step in zip(states, made.counts.unbind(), strict=True):
+        count_of_all = _Count.of(count if isinstance(count, int) else count.number, len(states), device)
+        for state, step in zip(states, count_of_all.counts.unbind(), strict=True):
             state["step"] = step
-    return made
+    return count_of_all
 
 
 def _memory_of(params: list[Tensor]) -> list[Any]:

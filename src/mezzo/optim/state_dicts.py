@@ -168,16 +168,18 @@ def taken(state: Any, param: Tensor, update_rule: UpdateRule, dtype: torch.dtype
     check_unchanged(param, {name: value for name, (value, _) in there.items()})
     if wrong := list(_malformed_entry(state, f"optimizer.state of {described(param)}", update_rule.states)):
         raise StateError("the edited state is none that a step can use", where=some_of(wrong), write=_EDITS)
-    made: dict[str, Any] = {}
+    state_of_step: dict[str, Any] = {}
     for name, (value, scales) in there.items():
-        made |= _as_it_lies(name, value, scales, param, dtype) or _moment(name, value, scales, param, dtype, "edited")
+        state_of_step |= _as_it_lies(name, value, scales, param, dtype) or _moment(
+            name, value, scales, param, dtype, "edited"
+        )
     count = {"step": state["step"]} if "step" in state else {}
     if update_rule.name in _CORRECTED:
         _require_whole(there.keys() | count.keys(), state, rule(update_rule.name), param, "edited")
-        return {**made, **count}
+        return {**state_of_step, **count}
     if len(there) < len(moments_by_name):  # a momentum begins with the first step that finds none, as torch's does
         return {}
-    return {**_COUNTED, **made, **count} if there else count
+    return {**_COUNTED, **state_of_step, **count} if there else count
 
 
 def _kept(state: Mapping[str, Any], name: str) -> tuple[Any, Any]:
@@ -189,12 +191,12 @@ def _kept(state: Mapping[str, Any], name: str) -> tuple[Any, Any]:
 
 def _as_it_lies(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return a moment by the names that a step reads, if it lies as kernels read it; nothing if it does not."""
-    here, own = local(value), local(param)
-    if type(here) not in _PLAIN or sharding(value) != sharding(param) or flat(here) is None:
+    local_value, local_param = local(value), local(param)
+    if type(local_value) not in _PLAIN or sharding(value) != sharding(param) or flat(local_value) is None:
         return {}
     if dtype != torch.int8:
         return {name: value} if value.dtype == dtype else {}
-    form = torch.bfloat16, (moments.num_groups(own.numel()),), own.device
+    form = torch.bfloat16, (moments.num_groups(local_param.numel()),), local_param.device
     fits = isinstance(scales, Tensor) and (scales.dtype, tuple(scales.shape), scales.device) == form
     are_codes = value.dtype == moments.codes_of(name) and fits and scales.is_contiguous()
     return {moments.name_of_codes(name): value, moments.scale_of(name): scales} if are_codes else {}
@@ -266,11 +268,11 @@ def saved(groups: Sequence[Group], state: Mapping[Any, Any]) -> dict[str, Any]:
         | {"params": [places.setdefault(id(param), len(places)) for param in group["params"]]}
         for group in groups
     ]
-    kept = {
+    saved_state = {
         places[id(key)] if isinstance(key, Tensor) else key: _exact(value) if isinstance(value, Mapping) else value
         for key, value in state.items()
     }
-    return {"state": kept, "param_groups": packed}
+    return {"state": saved_state, "param_groups": packed}
 
 
 def restored(
@@ -290,12 +292,12 @@ def restored(
     _require_groups(groups, given["param_groups"])
     continued: list[Group] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
-    known = set()
+    known_keys = set()
     for mine, theirs in zip(groups, given["param_groups"], strict=True):
         group = {**mine, **theirs, **{name: mine[name] for name in _OWN}}
         check_group({**group, "params": None})
         continued.append(group)
-        known.update(theirs["params"])
+        known_keys.update(theirs["params"])
         for param, index in zip(mine["params"], theirs["params"], strict=True):
             its, dtype = given["state"].get(index, {}), getattr(torch, group["state_dtype"])
             if theirs.get("state_dtype") == "int8":
@@ -303,7 +305,7 @@ def restored(
             if entry := _continued(its, param, rule_of(group), dtype):
                 state[param] = entry
     counts_of([kept["step"] for kept in state.values() if "step" in kept], "saved")
-    state.update((key, copy.deepcopy(value)) for key, value in given["state"].items() if key not in known)
+    state.update((key, copy.deepcopy(value)) for key, value in given["state"].items() if key not in known_keys)
     return state, continued
 
 
@@ -368,9 +370,9 @@ def _continued(
         state |= _moment(name, value, scales, param, state_dtype, "saved")
     if (step := saved.get("step", _COUNTED["step"] if pairs else None)) is not None:
         state["step"] = torch.as_tensor(step).to(param.device, torch.int64).reshape(()).clone()
-    own = {*names, *map(moments.name_of_codes, names), *map(moments.scale_of, names), "step"}
+    own_keys = {*names, *map(moments.name_of_codes, names), *map(moments.scale_of, names), "step"}
     for name, value in saved.items():  # notes of the user's
-        if name not in own:
+        if name not in own_keys:
             state[name] = value.to(param.device, copy=True) if isinstance(value, Tensor) else copy.deepcopy(value)
     return state
 
@@ -416,26 +418,30 @@ def _moment(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.d
             where=f"{tuple(value.shape)} → {tuple(param.shape)}",
             write="the same model and optimizer",
         )
-    made = moments.zeros(name, param, dtype)
-    kept, *beside = made.values()
+    stored = moments.zeros(name, param, dtype)
+    value_in_state, *beside = stored.values()
     if moments.is_coded(value.dtype):
         scales_of_codes, codes = _scale_of_each(name, value, scales, whose), local(value)
-        if dtype == torch.int8 and sharding(value) == sharding(param) and flat(codes, local(kept)) is not None:
+        if (
+            dtype == torch.int8
+            and sharding(value) == sharding(param)
+            and flat(codes, local(value_in_state)) is not None
+        ):
             its = moments.gathered(local(scales_of_codes), codes)
             if its is not None and moments.fit(codes, its):  # else groups were cut otherwise
-                local(kept).copy_(codes)
+                local(value_in_state).copy_(codes)
                 beside[0].copy_(its)
-                return made
+                return stored
         decoded = sharded_as(moments.valued(codes, local(scales_of_codes)), value)
         return _moment(name, decoded, None, param, dtype, whose)
     if dtype != torch.int8:
-        kept.copy_(placed(value, param))
-        return made
+        value_in_state.copy_(placed(value, param))
+        return stored
     wide = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
     codes, new_scales = moments.encode(local(wide.copy_(placed(value, param))), moments.codes_of(name))
-    local(kept).copy_(codes)
+    local(value_in_state).copy_(codes)
     beside[0].copy_(new_scales)
-    return made
+    return stored
 
 
 def _scale_of_each(name: str, codes: Tensor, scales: Any, whose: str) -> Tensor:

@@ -161,14 +161,14 @@ class AttachedPrecision(MixedPrecision):
     def __init__(
         self, models: Any, optimizers: Any, policy: Any = None, *, hold_schedulers: bool = True, **options: Any
     ) -> None:
-        subjects, given = models_and_optimizers(models, optimizers)
+        subjects, optimizer_list = models_and_optimizers(models, optimizers)
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
         self._known_by: weakref.ref[AttachedPrecision] | None = None
         self._autograd_engine: Any = None  # autograd's, as it stands while passes are the session's
-        super().__init__(subjects, given, policy, **options)
+        super().__init__(subjects, optimizer_list, policy, **options)
         try:
-            self._take_over(given)
+            self._take_over(optimizer_list)
             self._bind_torchs(GradScaler, "unscale_", _refuse_scaler)
             self._bind_torchs(GradScaler, "step", _refuse_scaler)
             if "calls" in self._binds:
@@ -208,27 +208,27 @@ class AttachedPrecision(MixedPrecision):
         """
         self._require_open("add")
         weights, engine = self._weights, self._engine
-        _, given = models_and_optimizers(weights.models, listed(optimizers))
-        check_optimizers(weights.models, given, self.policy)
-        new = {id(param) for optimizer in given for param in weights.leaves(optimizer)}
+        _, added = models_and_optimizers(weights.models, listed(optimizers))
+        check_optimizers(weights.models, added, self.policy)
+        new = {id(param) for optimizer in added for param in weights.leaves(optimizer)}
         engine.replan()
         overlapping = [window for window in engine.windows if not window.plan.ids.isdisjoint(new)]
         if any(window.now.passes and window.has_gradients() for window in overlapping):
             raise StateError(
                 "optimizers were added inside an accumulation window",
-                where=some_of([type(optimizer).__name__ for optimizer in given]),
+                where=some_of([type(optimizer).__name__ for optimizer in added]),
                 write="amp.step() or amp.zero_grad() first",
             )
-        weights.optimizers += given
+        weights.optimizers += added
         try:
             engine.plan_anew()
         except BaseException:
-            weights.optimizers[:] = [optimizer for optimizer in weights.optimizers if optimizer not in given]
+            weights.optimizers[:] = [optimizer for optimizer in weights.optimizers if optimizer not in added]
             raise
-        weights.prepare_optimizers(given)
-        for undo in engine.watch(given):
+        weights.prepare_optimizers(added)
+        for undo in engine.watch(added):
             self._undo.callback(undo)
-        self._take_over(given)
+        self._take_over(added)
 
     def _take_over(self, optimizers: list[Optimizer]) -> None:
         for optimizer in optimizers:
@@ -411,7 +411,7 @@ def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradient
 def _differentiate(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
     """Return gradients as ``torch.autograd.grad`` does: with a scale on the way, where parameters' are asked for."""
     engine, inputs = engine_of(amp), walk_of((), asked[2]).leaves
-    if engine.scale_now is None or is_transformed() or len(engine.others(inputs)) == len(inputs):
+    if engine.scale_now is None or is_transformed() or len(engine.foreign_leaves(inputs)) == len(inputs):
         return plain(roots, gradients, *asked)
 
     def run(scaled: Callable[[Tensor], Tensor]) -> Any:

@@ -196,9 +196,9 @@ class Calls:
             return torch.is_grad_enabled() and any(
                 not isinstance(argument, nn.Parameter) for argument in tensors((args, kwargs))
             )
-        given = [argument if argument._base is None else argument._base for argument in tensors((args, kwargs))]
-        own = {id(tensor) for table in self._own for tensor in table.values()} if given else ()
-        return any(id(tensor) not in own for tensor in given)
+        arguments = [argument if argument._base is None else argument._base for argument in tensors((args, kwargs))]
+        ids_of_model = {id(tensor) for table in self._own for tensor in table.values()} if arguments else ()
+        return any(id(tensor) not in ids_of_model for tensor in arguments)
 
     @contextmanager
     def inside(self) -> Iterator[None]:

@@ -98,9 +98,9 @@ def capture(fn: Callable[..., R], amp: MixedPrecision) -> Captured[R]:
     References:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
     """
-    given: tuple[Any, Any] = fn, amp  # whatever their types say
-    if not callable(given[0]) or not isinstance(given[1], MixedPrecision):
-        kinds = ", ".join(map(shown, given))
+    arguments: tuple[Any, Any] = fn, amp  # whatever their types say
+    if not callable(arguments[0]) or not isinstance(arguments[1], MixedPrecision):
+        kinds = ", ".join(map(shown, arguments))
         raise PolicyError(f"no train step and its session: {kinds}", write="mezzo.capture(train_step, amp)")
     device = engine_of(amp).device
     return Captured(fn, amp, CudaGraph(device) if device.type == "cuda" else None)
@@ -486,8 +486,8 @@ class _Batch:
     @torch.no_grad()
     def copy_in(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Copy the tensors of a batch here, without waiting."""
-        for mine, given in zip(self._tensors, tensors((args, kwargs)), strict=True):
-            mine.copy_(given, non_blocking=True)
+        for recorded, value in zip(self._tensors, tensors((args, kwargs)), strict=True):
+            recorded.copy_(value, non_blocking=True)
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return in which a batch is unlike the first one; empty where it is like it."""
@@ -495,8 +495,8 @@ class _Batch:
         if list(batch) != list(self._leaves):
             return "the structure of its arguments"
         pairs = zip(self._leaves.values(), batch.values(), strict=True)
-        unlike = ((mine, given) for mine, given in pairs if not _alike(mine, given))
-        return next((f"{_shown(mine)} → {_shown(given)}" for mine, given in unlike), "")
+        unlike = ((recorded, value) for recorded, value in pairs if not _alike(recorded, value))
+        return next((f"{_shown(recorded)} → {_shown(value)}" for recorded, value in unlike), "")
 
 
 def _empty(like: Tensor, device: torch.device) -> Tensor:
@@ -534,11 +534,13 @@ def _held(engine: Engine) -> dict[str, Any]:
     for number, optimizer in enumerate(weights.optimizers):
         name = f"{type(optimizer).__name__}, optimizer {number}"
         settings[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))
-        if (own := as_one_pass(optimizer)) is not None:  # numbers, and tensors in host memory, are brought over
+        if (
+            one_pass_optimizer := as_one_pass(optimizer)
+        ) is not None:  # numbers, and tensors in host memory, are brought over
             values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]
             settings[f"hyper-parameters of {name}"] = addresses([t for t in tensors(values) if t.device.type != "cpu"])
-            settings[f"state of {name} as its steps have left it"] = [own.is_followed()]
-            settings[f"rules of {name}"] = [own.rule_of(group) for group in optimizer.param_groups]
+            settings[f"state of {name} as its steps have left it"] = [one_pass_optimizer.is_followed()]
+            settings[f"rules of {name}"] = [one_pass_optimizer.rule_of(group) for group in optimizer.param_groups]
     return settings | _options([optimizer for optimizer in weights.optimizers if as_one_pass(optimizer) is None])
 
 

@@ -168,16 +168,16 @@ def evaluates_once(optimizer: Optimizer) -> bool:
 def _remembering(optimizer: Optimizer) -> Callable[[], None]:
     """Return what puts an optimizer's state and options back, tensors of its state in the same memory."""
     # By parameter, and what users note down beside them.
-    state = {key: dict(kept) if isinstance(kept, dict) else kept for key, kept in optimizer.state.items()}
-    values = {key: _copied(kept) for key, kept in state.items()}
+    state = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in optimizer.state.items()}
+    values = {key: _copied(entry) for key, entry in state.items()}
     options = [_copied({k: v for k, v in group.items() if k != "params"}) for group in optimizer.param_groups]
 
     def restore() -> None:
         optimizer.state.clear()
-        for key, kept in values.items():
+        for key, entry in values.items():
             if isinstance(there := state[key], dict):  # an optimizer may know the addresses of its tensors
-                kept = {n: there[n].copy_(value) if isinstance(value, Tensor) else value for n, value in kept.items()}
-            optimizer.state[key] = kept
+                entry = {n: there[n].copy_(value) if isinstance(value, Tensor) else value for n, value in entry.items()}
+            optimizer.state[key] = entry
         for group, before in zip(optimizer.param_groups, options, strict=True):
             params = group["params"]
             group.clear()

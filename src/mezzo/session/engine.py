@@ -127,8 +127,10 @@ class Engine:
             overlapping = [
                 window for window in self.windows if not set(window.plan.optimizers).isdisjoint(part.optimizers)
             ]
-            known = {optimizer for window in overlapping for optimizer in window.plan.optimizers}
-            for one in overlapping if len(overlapping) > 1 or not known.issuperset(part.optimizers) else ():
+            optimizers_of_these = {optimizer for window in overlapping for optimizer in window.plan.optimizers}
+            for one in (
+                overlapping if len(overlapping) > 1 or not optimizers_of_these.issuperset(part.optimizers) else ()
+            ):
                 if one.now.passes:  # what is there carries something else than what joins
                     one.close(one.now.found_inf)
             window = overlapping[0] if overlapping and overlapping[0] not in windows else Window(self.weights, part)
@@ -171,12 +173,12 @@ class Engine:
             self.warn_of_modules()
         return windows
 
-    def others(self, leaves: Iterable[Any]) -> list[Any]:
+    def foreign_leaves(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that no optimizer of the session updates, nor a part of them."""
-        known, foreign = self.plan.ids, list[Any]()
+        ids, foreign = self.plan.ids, list[Any]()
         parts = sharded.parts_of(self.plan.units) if self.plan.units else {}
         for leaf in leaves:
-            if id(leaf) not in known and not (leaf in parts and id(parts[leaf]) in known):
+            if id(leaf) not in ids and not (leaf in parts and id(parts[leaf]) in ids):
                 foreign.append(leaf)
         return foreign
 
@@ -229,14 +231,14 @@ class Engine:
         return scaled * 1 if scaled is entry else scaled
 
     def begin(
-        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+        self, windows: list[Window], scale: Tensor | None, foreign: Iterable[Tensor], *, is_first: bool
     ) -> list[Tensor]:
         """Make ready for gradients of a backward pass.
 
         Args:
             windows: Those whose parameters it reaches.
             scale: What its gradients carry, until :meth:`end` or :meth:`fail`.
-            others: Further leaves that it reaches.
+            foreign: Further leaves that it reaches.
             is_first: Whether nothing of the pass has begun before.
 
         Returns:
@@ -256,7 +258,7 @@ class Engine:
                 window.refuse_left()
                 window.refuse_copies()
         if scale is not None and not self._has_warned:
-            self._warn_of_hooks(windows if self.plain else [], others)
+            self._warn_of_hooks(windows if self.plain else [], foreign)
         memories = self.plan.memories if is_first else ()
         with uninterrupted():
             if memories and not any(window.has_gradients() for window in self.windows):
@@ -289,9 +291,9 @@ class Engine:
             self.wrappers.end_pass()
         self.inner_scales.num_calls = 0
 
-    def _warn_of_hooks(self, windows: list[Window], others: Iterable[Tensor]) -> None:
+    def _warn_of_hooks(self, windows: list[Window], foreign: Iterable[Tensor]) -> None:
         # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
-        hooked = with_tensor_hooks([leaf for leaf in others if leaf.numel() > 1]) if others else []
+        hooked = with_tensor_hooks([leaf for leaf in foreign if leaf.numel() > 1]) if foreign else []
         for window in windows:
             hooked += with_tensor_hooks(window.plan.leaves)
         if hooked:
@@ -343,9 +345,9 @@ class Engine:
                 continue
             self._has_warned = True
             clip = "MixedPrecision(…, max_grad_norm=…); or " if self.max_grad_norm is None else ""
-            own = "between amp.backward() and amp.step()", f"{clip}amp.unscale_()"
+            five_lines = "between amp.backward() and amp.step()", f"{clip}amp.unscale_()"
             scalers = "between scaler.scale(loss).backward() and scaler.step()", "scaler.unscale_(optimizer)"
-            where, call = scalers if self.waits else own
+            where, call = scalers if self.waits else five_lines
             text = message(
                 "gradients were edited in place while they carry the loss scale",
                 where=where,
@@ -372,12 +374,12 @@ class Engine:
             if is_open and (call != "step" or any_gradient(window.plan.leaves)):
                 opened.append(window)
         if not opened:
-            own = "amp.zero_grad() only after amp.step()" if has_begun else f"amp.backward(loss), then amp.{call}()"
+            cure = "amp.zero_grad() only after amp.step()" if has_begun else f"amp.backward(loss), then amp.{call}()"
             raise StateError(
                 "no parameter has a gradient" if has_begun else f"{call}() before backward()",
                 where=some_of([type(optimizer).__name__ for optimizer in optimizers]),
                 why="every gradient is None: frozen, detached, or cleared since backward()" if has_begun else "",
-                write=SCALERS_ORDER if self.waits else own,
+                write=SCALERS_ORDER if self.waits else cure,
             )
         return opened
 
@@ -519,7 +521,7 @@ class Engine:
             flags += [] if window.now.found_inf is None else [window.now.found_inf]
             flags += [] if window.now.passes else window.has_skipped()
         if {*map(_DEVICE, (*losses, *flags))} - {self.device}:
-            losses, flags = ([moved(value, self.device) for value in some] for some in (losses, flags))
+            losses, flags = ([moved(value, self.device) for value in values] for values in (losses, flags))
         positions, is_own = alike(gradients), set(map(type, writers)) == {OnePass}
         sizes = norms(gradients, self.device, one_pass=is_own, groups=positions)
         if self.ranks.size > 1:
@@ -527,9 +529,9 @@ class Engine:
         numbers: list[Tensor | float] = [] if scale is None else [scale]
         numbers += [] if self.max_grad_norm is None else [float(self.max_grad_norm)]
         inner, self._inner = [] if self._inner is None else [self._inner], None
-        is_told = any(map(_DIVIDES, writers))
-        given = scale is not None, self.max_grad_norm is not None, is_told, len(inner), len(losses)
-        results = shared(concluded, given, [sizes, *numbers, *inner, *losses, *flags])
+        divides = any(map(_DIVIDES, writers))
+        static = scale is not None, self.max_grad_norm is not None, divides, len(inner), len(losses)
+        results = shared(concluded, static, [sizes, *numbers, *inner, *losses, *flags])
         grad_norm, found_inf, multiplier, failed, *fused = results
         absent = None
         if self.ranks.size > 1:

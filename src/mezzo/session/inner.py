@@ -64,8 +64,8 @@ class InnerScales:
             results: 0-d: at least the largest gradient, without the scale; not finite where one is not.
         """
         numbers = self._each[self.num_calls - 1]
-        given = [*numbers, outputs, results]
-        for number, value in zip(numbers, self._compute(moved_on, (self._growth,), given), strict=True):
+        tensors = [*numbers, outputs, results]
+        for number, value in zip(numbers, self._compute(moved_on, (self._growth,), tensors), strict=True):
             number.copy_(value)  # in place: a captured graph holds addresses
 
     # State ------------------------------------------------------------------------------------------------
@@ -76,8 +76,8 @@ class InnerScales:
 
     def load(self, rows: Iterable[Sequence[float]], device: torch.device) -> None:
         """Load what :meth:`rows` returned."""
-        made = (torch.tensor(row, dtype=torch.float32, device=device).unbind() for row in rows)
-        self._each[:], self.num_calls = [(scale.clone(), bound.clone()) for scale, bound in made], 0
+        pairs = (torch.tensor(row, dtype=torch.float32, device=device).unbind() for row in rows)
+        self._each[:], self.num_calls = [(scale.clone(), bound.clone()) for scale, bound in pairs], 0
 
 
 def moved_on(growth: float, scale: Tensor, bound: Tensor, outputs: Tensor, results: Tensor) -> tuple[Tensor, Tensor]:

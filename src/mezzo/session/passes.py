@@ -178,11 +178,11 @@ class Opens(Protocol):
     def reached(self, walk: Walk) -> list[Window]:
         """Return the windows whose gradients a pass makes; hooks of modules that see the scale there are warned of."""
 
-    def others(self, leaves: Iterable[Any]) -> list[Any]:
+    def foreign_leaves(self, leaves: Iterable[Any]) -> list[Any]:
         """Return the leaves of a graph that are none of the session's."""
 
     def begin(
-        self, windows: list[Window], scale: Tensor | None, others: Iterable[Tensor], *, is_first: bool
+        self, windows: list[Window], scale: Tensor | None, foreign: Iterable[Tensor], *, is_first: bool
     ) -> list[Tensor]:
         """Make ready for gradients of a pass that will carry a scale; return leaves of which they shall not."""
 
@@ -217,20 +217,20 @@ def run_pass(
     Raises:
         StateError: What :func:`refuse_scaled` refuses; or gradients that it would add to. Nothing was run.
     """
-    scale, others, losses = engine.next_scale(), list[Any](), list[Tensor]()
+    scale, foreign, losses = engine.next_scale(), list[Any](), list[Tensor]()
     if scale is not None:
         walk = walk_of(roots, inputs) if walk is None else walk
-        others = engine.others(walk.leaves)
-        refuse_scaled(roots, others if inputs else (), creates_graph=creates_graph)
+        foreign = engine.foreign_leaves(walk.leaves)
+        refuse_scaled(roots, foreign if inputs else (), creates_graph=creates_graph)
     for root in roots:
         if isinstance(root, Tensor) and root.numel() == 1:
             losses.append(root.detach().reshape(()))
     with SessionPass(engine, scale) as this:
-        this.open(windows, losses, others)
-        given = list(roots)
-        for number, root in enumerate(given if scale is not None else ()):
-            given[number] = times(scale, root) if root.requires_grad else root
-        return run(tuple(given))
+        this.open(windows, losses, foreign)
+        scaled_roots = list(roots)
+        for number, root in enumerate(scaled_roots if scale is not None else ()):
+            scaled_roots[number] = times(scale, root) if root.requires_grad else root
+        return run(tuple(scaled_roots))
 
 
 class SessionPass:
@@ -295,14 +295,14 @@ class SessionPass:
     @classmethod
     def around_now(cls, engine: Opens, scale: Tensor | None) -> Self:
         """Return the pass that runs now, which autograd ends, or drops if it fails: nothing else may hold it."""
-        made = cls(engine, scale)
-        made._around, made._number = None, number_of_pass()
+        created = cls(engine, scale)
+        created._around, created._number = None, number_of_pass()
         if scale is not None:
             refuse_scaled((), (), creates_graph=is_grad_enabled())
-        call_at_end(made)
-        engine.under_way.append(ref(made))
-        made._open()
-        return made
+        call_at_end(created)
+        engine.under_way.append(ref(created))
+        created._open()
+        return created
 
     def runs_here(self) -> bool:
         """Whether this thread works for this pass, in a node of its graph or of a pass inside."""
@@ -328,36 +328,36 @@ class SessionPass:
             is_inside: Whether it is a pass inside.
         """
         windows = self._engine.reached(walk)
-        others = [] if self._scale is None else self._engine.others(walk.leaves)
-        self.open(windows, losses, others, is_inside=is_inside)
+        foreign = [] if self._scale is None else self._engine.foreign_leaves(walk.leaves)
+        self.open(windows, losses, foreign, is_inside=is_inside)
 
     def open(
-        self, windows: list[Window], losses: list[Tensor], others: Iterable[Tensor], *, is_inside: bool = False
+        self, windows: list[Window], losses: list[Tensor], foreign: Iterable[Tensor], *, is_inside: bool = False
     ) -> None:
         """Open windows, and have other leaves lose the scale.
 
         Args:
             windows: Whose gradients are made.
             losses: What is differentiated.
-            others: Leaves that are none of the session's.
+            foreign: Leaves that are none of the session's.
             is_inside: Whether a pass inside of this one reaches them.
         """
-        if others:
-            others = [leaf for leaf in others if isinstance(leaf, Tensor) and leaf.is_leaf and not self._knows(leaf)]
+        if foreign:
+            foreign = [leaf for leaf in foreign if isinstance(leaf, Tensor) and leaf.is_leaf and not self._knows(leaf)]
         new = list[Window]()
         for window in windows:
             if window not in self._losses:
                 self._losses[window] = list(self._said) if is_inside else []
                 new.append(window)
-        if new or others or not self._has_begun:
+        if new or foreign or not self._has_begun:
             is_first, self._has_begun = not self._has_begun, True
-            others = [*others, *self._engine.begin(new, self._scale, others, is_first=is_first)]
+            foreign = [*foreign, *self._engine.begin(new, self._scale, foreign, is_first=is_first)]
         self._said += losses
         for window in windows:
             self._losses[window] += losses
-        if others and self._back is None and self._scale is not None:
+        if foreign and self._back is None and self._scale is not None:
             self._back = inverse(self._scale)
-        for leaf in others:
+        for leaf in foreign:
             if is_inside and not isinstance(leaf, nn.Parameter):
                 self._waiting[ref(leaf)], leaf.grad = leaf.grad, None
             else:

@@ -31,10 +31,10 @@ _ORDER: Final = "MixedPrecision(model, torch.optim.AdamW(model.parameters()), po
 # Arguments ------------------------------------------------------------------------------------------------
 
 
-def listed(given: Any) -> list[Any]:
+def listed(value: Any) -> list[Any]:
     """Return a list of what was given, be it one model or optimizer or several."""
-    alone = isinstance(given, (nn.Module, Optimizer, Prepared, str)) or not isinstance(given, Iterable)
-    return [given] if alone else list(given)
+    alone = isinstance(value, (nn.Module, Optimizer, Prepared, str)) or not isinstance(value, Iterable)
+    return [value] if alone else list(value)
 
 
 def models_and_optimizers(models: Any, optimizers: Any) -> tuple[list[nn.Module | Prepared], list[Optimizer]]:
@@ -64,9 +64,9 @@ def _outermost(models: list[Any]) -> list[Any]:
     return [model for model in dict.fromkeys(models) if model not in inside]
 
 
-def _of_another_kind(given: list[Any], kinds: tuple[type, ...], what: str) -> Iterator[PolicyError]:
-    wrong = list(dict.fromkeys(_kind_of(value) for value in given if not isinstance(value, kinds)))
-    if wrong or not given:
+def _of_another_kind(values: list[Any], kinds: tuple[type, ...], what: str) -> Iterator[PolicyError]:
+    wrong = list(dict.fromkeys(_kind_of(value) for value in values if not isinstance(value, kinds)))
+    if wrong or not values:
         yield PolicyError(f"{what}, not {some_of(wrong)}" if wrong else f"{what}, and there is none", write=_ORDER)
 
 
@@ -74,15 +74,15 @@ def _kind_of(value: Any) -> str:
     return f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
 
 
-def chosen(given: Any, known: list[Optimizer]) -> list[Optimizer]:
+def chosen(optimizers: Any, known: list[Optimizer]) -> list[Optimizer]:
     """Return the optimizers that a call names; all of the session's when omitted.
 
     Raises:
         PolicyError: One that is not the session's; or none is named.
     """
-    if given is None:
+    if optimizers is None:
         return known
-    named = listed(given)
+    named = listed(optimizers)
     foreign = [_kind_of(optimizer) for optimizer in named if optimizer not in known]
     if foreign or not named:
         raise PolicyError(
@@ -283,17 +283,17 @@ def _stands_still(dtype: torch.dtype, count: int) -> bool:
 def _trains_low_alone(of: _Subject) -> MezzoError | None:
     if of.policy.param_dtype != torch.float32 or of.policy.halves:
         return None
-    low = [
+    low_params = [
         param
         for param in of.params
         if param.dtype in LOW and param.requires_grad and not _is_ruled(of.names[param], of.policy)
     ]
-    if not low:
+    if not low_params:
         return None
-    dtype = dtype_name(low[0].dtype)
+    dtype = dtype_name(low_params[0].dtype)
     return UnsupportedError(
         f"{dtype} weights would be trained without FP32 values",
-        where=some_of([of.names[param] for param in low]),
+        where=some_of([of.names[param] for param in low_params]),
         why=f"an update below half a unit in the last place of {dtype} is lost",
         write=f'model.float(); or Policy.O2("{dtype}"), the text O2,dtype={dtype}, which keeps FP32 values',
     )
@@ -307,10 +307,10 @@ def _is_ruled(name: str, policy: Policy) -> bool:
 def _holds_state(of: _Subject) -> MezzoError | None:
     if of.policy.param_dtype == torch.float32:
         return None
-    own, level = as_one_pass(of.optimizer), of.policy.level
+    one_pass_optimizer, level = as_one_pass(of.optimizer), of.policy.level
     dtype = dtype_name(of.policy.dtype)
     cure = f'a policy that keeps FP32 values: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
-    if own is not None:  # whose moments keep their own dtype
+    if one_pass_optimizer is not None:  # whose moments keep their own dtype
         return None
     held_state = _held_state(of.optimizer, of.names)
     if not held_state:

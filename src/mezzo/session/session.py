@@ -103,19 +103,23 @@ class MixedPrecision:
         process_group: ProcessGroup | None = None,
     ) -> None:
         raise_together(wrong_options(max_grad_norm=max_grad_norm, on_overflow=on_overflow))
-        subjects, given = models_and_optimizers(models, optimizers)
+        subjects, optimizer_list = models_and_optimizers(models, optimizers)
         trained, handles, self._policy = handles_of(subjects, policy)
-        check_session(trained, given, self._policy)
+        check_session(trained, optimizer_list, self._policy)
         ranks = Ranks.of(process_group)
         self._is_closed = False
         self._undo = contextlib.ExitStack()
-        self._weights = Weights(trained, given, self._policy, handles)
+        self._weights = Weights(trained, optimizer_list, self._policy, handles)
         self._weights.convert()
         self._undo.callback(self._weights.undo)
         try:
             scaler = Scaler(self._policy.loss_scale, next(self._weights.updated()).device, shared)
             self._engine = Engine(self._weights, scaler, ranks, max_grad_norm, plain=self._plain)
-            for undo in (*self._engine.watch(given), *self._engine.watch_models(), guarded(self._engine.writes)):
+            for undo in (
+                *self._engine.watch(optimizer_list),
+                *self._engine.watch_models(),
+                guarded(self._engine.writes),
+            ):
                 self._undo.callback(undo)
             self._engine.plan_anew()  # told of its own hooks
             self._on_overflow: str = reaction_of(on_overflow)
@@ -300,8 +304,8 @@ class MixedPrecision:
             Gulrajani et al., *Improved Training of Wasserstein GANs*, NeurIPS 2017.
         """
         self._require_open("grad")
-        given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
-        return self._engine.grad(outputs, given, create_graph=create_graph, **kwargs)
+        input_list = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+        return self._engine.grad(outputs, input_list, create_graph=create_graph, **kwargs)
 
     def unscale_(self, optimizers: Optimizer | Iterable[Optimizer] | None = None) -> None:
         """Make the gradients FP32 and unscaled now, so that they can be looked at or edited before ``step``.

@@ -351,12 +351,14 @@ class Stateful:
             require_between_steps(engine, "stateful().load_state_dict()")
         session = dict(_session_of(state_dict))
         model, states, rests = state_dict["model"], state_dict.get("optimizers", {}), session.pop("optimizers")
-        names, known = weights.names(), weights.optimizers
-        triples = [(optimizer, states.get(str(i), {}), rests[i]) for i, optimizer in enumerate(known) if i < len(rests)]
-        others = [f"{len(rests)} optimizers → {len(known)}"] if len(rests) != len(known) else []
-        others += _other_tensors(engine, model)
-        others += [line for triple in triples for line in _state_differences(triple[0], names, *triple[1:])]
-        check(engine, session, others)
+        names, optimizers = weights.names(), weights.optimizers
+        triples = [
+            (optimizer, states.get(str(i), {}), rests[i]) for i, optimizer in enumerate(optimizers) if i < len(rests)
+        ]
+        differences = [f"{len(rests)} optimizers → {len(optimizers)}"] if len(rests) != len(optimizers) else []
+        differences += _other_tensors(engine, model)
+        differences += [line for triple in triples for line in _state_differences(triple[0], names, *triple[1:])]
+        check(engine, session, differences)
         for module in weights.models:
             own, keys = module.state_dict(keep_vars=True), weights.keys_of(module)
             module.load_state_dict({key: _lying_as(model[name], own[key]) for key, name in keys.items()})

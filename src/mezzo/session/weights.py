@@ -136,10 +136,10 @@ class Weights:
     def undo(self) -> None:
         """Restore FP32 weights, and the optimizers as they were built."""
         self._undo.close()
-        given = [handle for handles in self._handles.values() for handle in handles]
+        handles_of_before = [handle for handles in self._handles.values() for handle in handles]
         for prepared in reversed(self.prepared):
             prepared.leave()
-            if prepared not in given:
+            if prepared not in handles_of_before:
                 prepared.remove()
         if self.are_low:
             widen_states(self.optimizers)

@@ -156,8 +156,12 @@ class Window:
         if self.now.passes:
             return []
         params, gradients = self.gradients(optimizers)
-        pairs, known = zip(params, marks(gradients), gradients, strict=True), set(self.now.marks)
-        new = [param for param, mark, gradient in pairs if not (mark in known or is_left(gradient, self.now.left))]
+        pairs, marks_of_passes = zip(params, marks(gradients), gradients, strict=True), set(self.now.marks)
+        new = [
+            param
+            for param, mark, gradient in pairs
+            if not (mark in marks_of_passes or is_left(gradient, self.now.left))
+        ]
         return list(map(self.weights.name_of, new))
 
     def refuse_copies(self) -> None:
@@ -176,12 +180,12 @@ class Window:
             call: What the call would do, or comes before.
             names: The parameters that have these gradients.
         """
-        made = "those of amp.backward(loss) do, those of loss.backward() do not, and a program's own may"
+        reason = "those of amp.backward(loss) do, those of loss.backward() do not, and a program's own may"
         copied = "they may be copies of those that were cleared while they did, or made in another way"
         return StateError(
             f"{call}: gradients are there, but not from amp.backward(loss)",
             where=some_of(names),
-            why=f"whether they carry the loss scale is not known: {made if self.now.given is None else copied}",
+            why=f"whether they carry the loss scale is not known: {reason if self.now.given is None else copied}",
             write="amp.backward(loss) in place of loss.backward(); or amp.unscale_() after each amp.backward(loss), "
             "before gradients are read;\nor amp.grad(loss, params), which returns them without the scale; or "
             "mezzo.attach(model, optimizer, policy), where\nloss.backward() leaves them without it; or a policy in "
@@ -394,10 +398,10 @@ class Window:
         Args:
             to_zeros: Whether they are zeros now, which no step is to take for a program's.
         """
-        low = [*self.plan.low, *self.plan.halves]
-        _let_go(low)
+        narrow_leaves = [*self.plan.low, *self.plan.halves]
+        _let_go(narrow_leaves)
         _count_anew(self.plan.halves)
-        for leaf in low if self.now.passes else ():
+        for leaf in narrow_leaves if self.now.passes else ():
             if leaf.grad is None:
                 leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
         given = self.now.given if self.now.scale is None else False

@@ -156,11 +156,11 @@ def writer_of(optimizer: Optimizer, *, is_shared: bool, num_hooks: int) -> Write
     is_own = _module_of(optimizer.step).startswith(_OWN)
     is_shown = not is_own and _own_class(type(optimizer).__mro__) is not Optimizer
     is_shown = is_shown or len(step_hooks(optimizer)) > num_hooks or has_hooks_of_every_step()
-    is_plain, own = is_shared or is_shown, as_one_pass(optimizer)
+    is_plain, one_pass_optimizer = is_shared or is_shown, as_one_pass(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     is_own = is_own and not is_shown and _OF_TORCH.issuperset(map(type, params))
-    if own is not None:
-        return OnePass(own, is_shown=is_shown, is_plain=is_plain, waits=False, is_own=is_own)
+    if one_pass_optimizer is not None:
+        return OnePass(one_pass_optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, is_own=is_own)
     has_low = any(param.dtype in LOW for param in params)
     if _is_told(optimizer):
         return Fused(optimizer, is_shown=is_shown, is_plain=is_plain, waits=False, has_low=has_low, is_own=is_own)
@@ -221,8 +221,8 @@ def _has_begun(optimizer: Optimizer) -> bool:
 
 def _narrows(optimizer: Optimizer) -> bool:
     """Whether there are FP32 gradients of low weights, of which a policy keeps no FP32 values."""
-    low = (param for group in optimizer.param_groups for param in group["params"] if param.dtype in LOW)
-    return any(param.grad is not None and param.grad.dtype not in LOW for param in low)
+    low_params = (param for group in optimizer.param_groups for param in group["params"] if param.dtype in LOW)
+    return any(param.grad is not None and param.grad.dtype not in LOW for param in low_params)
 
 
 def _narrow(params: Any) -> None:
@@ -272,20 +272,20 @@ class Writes:
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if self._strangers.get(optimizer) == sizes:
             return True
-        known = {id(param) for model in self.weights.models for param in model.parameters()}
-        if any(id(param) in known for group in optimizer.param_groups for param in group["params"]):
+        param_ids = {id(param) for model in self.weights.models for param in model.parameters()}
+        if any(id(param) in param_ids for group in optimizer.param_groups for param in group["params"]):
             return False
         self._strangers[optimizer] = sizes
         return True
 
     def knows(self, optimizer: Optimizer) -> bool:
         """Whether an optimizer is the session's, inside of one of its optimizers as SAM's is, or around one."""
-        known = self.weights.optimizers
+        optimizers = self.weights.optimizers
         return (
-            optimizer in known
+            optimizer in optimizers
             or optimizer in self.steps_by
-            or any(inner in known for inner in inner_optimizers(optimizer))
-            or any(optimizer in inner_optimizers(outer) for outer in known)
+            or any(inner in optimizers for inner in inner_optimizers(optimizer))
+            or any(optimizer in inner_optimizers(outer) for outer in optimizers)
         )
 
     def step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
@@ -465,16 +465,23 @@ class _Stood:
             family = [optimizer, *inner_optimizers(optimizer)]
             groups = [group for member in family for group in member.param_groups]
             self._params = [param for group in groups for param in group["params"]]
-            inner = [*groups, *(kept for member in family for kept in member.state.values() if isinstance(kept, dict))]
+            inner = [
+                *groups,
+                *(entry for member in family for entry in member.state.values() if isinstance(entry, dict)),
+            ]
             outer = [member.state for member in family]
         self._held: list[tuple[dict[Any, Any], dict[Any, Any]]] = [
             (mapping, dict(mapping)) for mapping in (*outer, *inner)
         ]
         values = [value for mapping in inner for name, value in mapping.items() if name != "params"]
-        others = [value for value in values if not isinstance(value, Tensor)]
+        not_tensors = [value for value in values if not isinstance(value, Tensor)]
         self._tensors = [*self._params, *values]
-        if others:
-            self._tensors = [*self._params, *(value for value in values if isinstance(value, Tensor)), *tensors(others)]
+        if not_tensors:
+            self._tensors = [
+                *self._params,
+                *(value for value in values if isinstance(value, Tensor)),
+                *tensors(not_tensors),
+            ]
         self._versions = versions(self._tensors)
         self._bits = _bits(self._params) if self.is_new else []
 
@@ -545,9 +552,9 @@ def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
             or writes.knows(optimizer)
         ):
             continue
-        known = {id(param) for model in writes.weights.models for param in model.parameters()}
+        param_ids = {id(param) for model in writes.weights.models for param in model.parameters()}
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-        if not any(id(param) in known for param in params) or changes_nothing(
+        if not any(id(param) in param_ids for param in params) or changes_nothing(
             optimizer.param_groups, [param.grad for param in params if param.grad is not None]
         ):
             continue

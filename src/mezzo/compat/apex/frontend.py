@@ -57,17 +57,19 @@ def policy_of(
         *([] if master_weights is None else not_switches(master_weights=master_weights)),
     ]
     if not _is_known(keep_batchnorm_fp32):
-        what = f"keep_batchnorm_fp32 is {shown(keep_batchnorm_fp32)}"
-        problems.append(PolicyError(what, write='keep_batchnorm_fp32=True or False, or the strings "True" and "False"'))
+        problem = f"keep_batchnorm_fp32 is {shown(keep_batchnorm_fp32)}"
+        problems.append(
+            PolicyError(problem, write='keep_batchnorm_fp32=True or False, or the strings "True" and "False"')
+        )
     raise_together(problems)
-    given = {
+    options = {
         "loss_scale": _loss_scale(opt_level, loss_scale, min_loss_scale, max_loss_scale),
         "output_dtype": cast_model_outputs,
     }
     if opt_level in ("O2", "O3"):
         norms = _YES_OR_NO[keep_batchnorm_fp32]
-        given["keep_batchnorm_fp32"] = opt_level == "O2" if norms is None else norms
-    fields = {name: value for name, value in given.items() if value is not None}
+        options["keep_batchnorm_fp32"] = opt_level == "O2" if norms is None else norms
+    fields = {name: value for name, value in options.items() if value is not None}
     if opt_level == "O1" and patch_torch_functions in (None, True):
         return Policy.O1(**fields)  # which has all of apex's lists
     if opt_level in ("O0", "O1"):
@@ -190,11 +192,11 @@ class _Amp:
         """Return the session; ``None`` where amp is not enabled.
 
         Raises:
-            StateError: There is none, and nobody has said that there shall be none.
+            StateError: ``amp.initialize`` was not called, or was called without an optimizer.
         """
         if self.session is None and not self.is_disabled:
-            what = f"{call} without an optimizer" if self.is_running else f"{call} before amp.initialize"
-            raise StateError(what, write=_BEGIN)
+            problem = f"{call} without an optimizer" if self.is_running else f"{call} before amp.initialize"
+            raise StateError(problem, write=_BEGIN)
         return self.session
 
     def share_one_scale(self) -> None:
@@ -298,10 +300,10 @@ def initialize(
             cast_model_outputs, min_loss_scale, max_loss_scale,
         )  # fmt: skip
         policy = REGISTERED.with_rules(policy) if policy.casts else policy
-        given, made = _listed(models, nn.Module), [*map(_inner, _listed(optimizers, Optimizer))]
+        model_list, optimizer_list = _listed(models, nn.Module), [*map(_inner, _listed(optimizers, Optimizer))]
         if num_losses > 1:
             _AMP.share_one_scale()
-        _AMP.begin(given, made, policy)
+        _AMP.begin(model_list, optimizer_list, policy)
         if verbosity:
             logger.info("amp %s is %s", opt_level, policy)
     return models if optimizers is None else (models, optimizers)
@@ -311,8 +313,8 @@ def _listed(given: Any, cls: type) -> list[Any]:
     every = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     wrong = [shown(value) for value in every if not isinstance(_inner(value), cls)]
     if wrong or (not every and cls is nn.Module):
-        what = f"amp.initialize takes {cls.__name__}s, one or a list"
-        raise PolicyError(what, where=some_of(wrong) or "None", write=_BEGIN)
+        problem = f"amp.initialize takes {cls.__name__}s, one or a list"
+        raise PolicyError(problem, where=some_of(wrong) or "None", write=_BEGIN)
     return every
 
 
@@ -368,8 +370,8 @@ def scale_loss(
     if foreign := [
         type(optimizer).__name__ for optimizer in named if _inner(optimizer) not in weights_of(session).optimizers
     ]:
-        what = "amp.scale_loss was given an optimizer that amp.initialize was not"
-        raise PolicyError(what, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
+        problem = "amp.scale_loss was given an optimizer that amp.initialize was not"
+        raise PolicyError(problem, where=some_of(foreign), write="amp.initialize(model, [optimizer, another], …)")
     if loss_id:
         _AMP.share_one_scale()
     yield engine_of(session).scale(loss)

@@ -131,9 +131,9 @@ class Registered:
         """
         for module, name, decorator in self._all:
             if decorator not in _RULES or _op(module, name) is None:
-                made = decorator(getattr(module, name))
+                decorated = decorator(getattr(module, name))
                 is_static = isinstance(vars(module).get(name), staticmethod)
-                undo.callback(patch(module, name, staticmethod(made) if is_static else made))
+                undo.callback(patch(module, name, staticmethod(decorated) if is_static else decorated))
 
     def begin(self) -> None:
         """Close the registry: functions that come later are refused."""

@@ -94,11 +94,11 @@ class GradScaler(EngineScaler):
         if enabled and _type_of(device) == "cuda" and not torch.cuda.is_available():
             warnings.warn("GradScaler is disabled: CUDA is not available", UserWarning, stacklevel=2)
             enabled = False
-        given = {
+        words = {
             "init_scale": init_scale, "growth_factor": growth_factor, "backoff_factor": backoff_factor,
             "growth_interval": growth_interval,
         }  # fmt: skip
-        rules, problems = from_words("torch", given if enabled else {}, "GradScaler")
+        rules, problems = from_words("torch", words if enabled else {}, "GradScaler")
         raise_together(problems)
         self._begin(_type_of(device), rules, enabled=enabled)
 
@@ -115,8 +115,8 @@ class GradScaler(EngineScaler):
 
     def _engine_of(self, optimizer: Any) -> Engine:
         if not isinstance(optimizer, Optimizer):
-            what = f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
-            raise PolicyError(what, write="scaler.step(optimizer), for one after the other")
+            problem = f"an optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            raise PolicyError(problem, write="scaler.step(optimizer), for one after the other")
         engine = self._engine
         if engine is not None and optimizer in engine.weights.optimizers:
             return engine
@@ -151,16 +151,16 @@ class GradScaler(EngineScaler):
     def _refuse_fp16(self, optimizer: Optimizer) -> None:
         if not self._engine_of(optimizer).weights.are_low:
             return
-        low = [
+        low_gradients = [
             f"group {number}, parameter {index} ({described(param.grad)})"
             for number, group in enumerate(optimizer.param_groups)
             for index, param in enumerate(group["params"])
             if param.grad is not None and param.grad.dtype == torch.float16
         ]
-        if low:
+        if low_gradients:
             raise UnsupportedError(
                 "fp16 gradients cannot be unscaled in fp16",
-                where=f"{some_of(low, 1)}, optimizer {type(optimizer).__name__}",
+                where=f"{some_of(low_gradients, 1)}, optimizer {type(optimizer).__name__}",
                 why="dividing them by the loss scale in float16 flushes small ones to zero",
                 write=self._cure,
             )
@@ -279,8 +279,8 @@ class GradScaler(EngineScaler):
         if not self._enabled:
             return
         self._require(state_dict, "scale", *TORCHS_RULES, "_growth_tracker")
-        given = {word: state_dict[word] for word in TORCHS_RULES}
-        rules, problems = from_words("torch", given, "the state of a GradScaler")
+        words = {word: state_dict[word] for word in TORCHS_RULES}
+        rules, problems = from_words("torch", words, "the state of a GradScaler")
         raise_together(problems)
         self._load(rules, state_dict["scale"], clean_steps=state_dict["_growth_tracker"])
 
@@ -322,15 +322,15 @@ class GradScaler(EngineScaler):
 
 
 def _unchecked(call: str, optimizer: Optimizer, *, is_scaled: bool) -> UncheckedError:
-    what = f"{call}() before backward()"
+    problem = f"{call}() before backward()"
     if not is_scaled and has_gradient(optimizer):
-        what += ": gradients are there, but not from scaler.scale(loss).backward()"
-    return UncheckedError(what, where=type(optimizer).__name__, write=SCALERS_ORDER)
+        problem += ": gradients are there, but not from scaler.scale(loss).backward()"
+    return UncheckedError(problem, where=type(optimizer).__name__, write=SCALERS_ORDER)
 
 
 def _type_of(device: Any) -> str:
     try:
         return torch.device(str(device)).type
     except RuntimeError:
-        what, why = f"the device is {shown(device)}", "the first argument of GradScaler is a device type"
-        raise PolicyError(what, why=why, write='GradScaler("cuda", init_scale=…)') from None
+        problem, why = f"the device is {shown(device)}", "the first argument of GradScaler is a device type"
+        raise PolicyError(problem, why=why, write='GradScaler("cuda", init_scale=…)') from None
