@@ -419,27 +419,23 @@ def _moment(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.d
             write="the same model and optimizer",
         )
     stored = moments.zeros(name, param, dtype)
-    value_in_state, *beside = stored.values()
+    target, *beside = stored.values()
     if moments.is_coded(value.dtype):
         scales_of_codes, codes = _scale_of_each(name, value, scales, whose), local(value)
-        if (
-            dtype == torch.int8
-            and sharding(value) == sharding(param)
-            and flat(codes, local(value_in_state)) is not None
-        ):
+        if dtype == torch.int8 and sharding(value) == sharding(param) and flat(codes, local(target)) is not None:
             its = moments.gathered(local(scales_of_codes), codes)
             if its is not None and moments.fit(codes, its):  # else groups were cut otherwise
-                local(value_in_state).copy_(codes)
+                local(target).copy_(codes)
                 beside[0].copy_(its)
                 return stored
         decoded = sharded_as(moments.valued(codes, local(scales_of_codes)), value)
         return _moment(name, decoded, None, param, dtype, whose)
     if dtype != torch.int8:
-        value_in_state.copy_(placed(value, param))
+        target.copy_(placed(value, param))
         return stored
     wide = torch.empty_like(param, dtype=torch.float32, memory_format=torch.preserve_format)
     codes, new_scales = moments.encode(local(wide.copy_(placed(value, param))), moments.codes_of(name))
-    local(value_in_state).copy_(codes)
+    local(target).copy_(codes)
     beside[0].copy_(new_scales)
     return stored
 

@@ -534,9 +534,8 @@ def _held(engine: Engine) -> dict[str, Any]:
     for number, optimizer in enumerate(weights.optimizers):
         name = f"{type(optimizer).__name__}, optimizer {number}"
         settings[f"state of {name}"] = addresses(list(tensors(list(optimizer.state.values()))))
-        if (
-            one_pass_optimizer := as_one_pass(optimizer)
-        ) is not None:  # numbers, and tensors in host memory, are brought over
+        one_pass_optimizer = as_one_pass(optimizer)
+        if one_pass_optimizer is not None:  # numbers, and tensors in host memory, are copied before each replay
             values = [v for group in optimizer.param_groups for key, v in group.items() if key != "params"]
             settings[f"hyper-parameters of {name}"] = addresses([t for t in tensors(values) if t.device.type != "cpu"])
             settings[f"state of {name} as its steps have left it"] = [one_pass_optimizer.is_followed()]

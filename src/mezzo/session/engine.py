@@ -64,15 +64,15 @@ class Engine:
         scaler: The loss scale.
         account: The steps so far.
         windows: Gradients between a backward pass and a step, one window for optimizers that share parameters.
-        observers: What looks at each pass and step.
-        max_grad_norm: It may be set between steps.
+        observers: The observers of each pass and step.
+        max_grad_norm: The norm that gradients are clipped to; it may be set between steps.
         plain: Whether gradients are FP32, unscaled and checked as soon as a backward pass ends: for loops of the user's
             own, which look at them by calls of their own.
         waits: Whether the scale moves in :meth:`update` alone, as a ``GradScaler``'s does; else a step moves it, once
             no other window waits with gradients of the same scale.
         is_captured: Whether calls are part of a step that is captured, or will be: see :mod:`mezzo.session.capture`.
         has_door: Whether all backward passes of the process go through the session, which sees those inside of others.
-        inner_scales: Those of gradients that losses are computed from.
+        inner_scales: The loss scales of gradients that losses are computed from.
         under_way: The backward passes that run now, weakly: autograd alone may hold one.
     """
 
@@ -99,7 +99,7 @@ class Engine:
         self.wrappers = Wrappers(ranks)
         self.plan_anew()
 
-    # Who takes part ---------------------------------------------------------------------------------------
+    # Grouping optimizers into windows -----------------------------------------------------------------
 
     def planned(self) -> StepPlan:
         """Return what the session is made of now, planned anew; nothing is changed."""
@@ -115,43 +115,42 @@ class Engine:
     def plan_anew(self) -> None:
         """Replace the plan and its windows, after something that the session is made of has changed.
 
-        Optimizers that have come to share parameters have one window from then on; what is open there is closed. A
-        parameter that goes into an open window, or out of one, has its gradient carry what those there do.
+        Optimizers that have come to share parameters have one window from then on; open ones of theirs are closed. The
+        gradient of a parameter that goes into an open window is rescaled to the window's scale; of one that leaves a
+        window to none.
 
         Raises:
-            MezzoError: It cannot be trained so; the plan of before stays.
+            MezzoError: The session cannot train like this; the earlier plan stays.
         """
         plan, windows = self.planned(), list[Window]()
-        leaves = [window.plan.leaves for window in self.windows]
+        old_leaves = [old.plan.leaves for old in self.windows]
         for part in plan.windows:
-            overlapping = [
-                window for window in self.windows if not set(window.plan.optimizers).isdisjoint(part.optimizers)
-            ]
-            optimizers_of_these = {optimizer for window in overlapping for optimizer in window.plan.optimizers}
-            for one in (
-                overlapping if len(overlapping) > 1 or not optimizers_of_these.issuperset(part.optimizers) else ()
-            ):
-                if one.now.passes:  # what is there carries something else than what joins
-                    one.close(one.now.found_inf)
+            overlapping = [old for old in self.windows if not set(old.plan.optimizers).isdisjoint(part.optimizers)]
+            old_optimizers = {optimizer for old in overlapping for optimizer in old.plan.optimizers}
+            has_joined = len(overlapping) > 1 or not old_optimizers.issuperset(part.optimizers)
+            for old in overlapping if has_joined else ():
+                if old.now.passes:  # its gradients carry another scale than those that join
+                    old.close(old.now.found_inf)
             window = overlapping[0] if overlapping and overlapping[0] not in windows else Window(self.weights, part)
             if overlapping:
                 window.now = overlapping[0].now
                 window.adopt_plan(part)
             windows.append(window)
         if any(window.carried is not None for window in (*self.windows, *windows)):
-            was = {leaf: window.carried for window, some in zip(self.windows, leaves, strict=True) for leaf in some}
-            now = {leaf: window.carried for window in windows for leaf in window.plan.leaves}
-            for leaf in was | now:
-                carry_over(leaf, was.get(leaf), now.get(leaf))
+            old_windows = zip(self.windows, old_leaves, strict=True)
+            before = {leaf: old.carried for old, leaves in old_windows for leaf in leaves}
+            after = {leaf: window.carried for window in windows for leaf in window.plan.leaves}
+            for leaf in before | after:
+                carry_over(leaf, before.get(leaf), after.get(leaf))
             for window in windows:
                 window.now = window.now._replace(marks=window.marks())
         self.plan, self.windows, self.ranks.shards = plan, windows, plan.shards
 
     def replan(self, *, writes: bool = False) -> None:
-        """Plan anew if something that the session is made of has changed: asked once for each pass and each step.
+        """Plan anew if something that the session is made of has changed; called once for each pass and each step.
 
         Args:
-            writes: Whether it is a step.
+            writes: Whether a step is about to write, and not a pass to begin.
         """
         if not self.plan.is_current(self.weights.optimizers, is_wrapped=self.wrappers.are_there, writes=writes):
             self.plan_anew()
@@ -262,7 +261,7 @@ class Engine:
         memories = self.plan.memories if is_first else ()
         with uninterrupted():
             if memories and not any(window.has_gradients() for window in self.windows):
-                for memory in memories:  # what passes noted whose gradients optimizers have cleared since
+                for memory in memories:  # of passes whose gradients were cleared since
                     memory.forget()
             for window in windows:
                 if is_users and window.now.passes:
@@ -282,7 +281,7 @@ class Engine:
         for memory in self.plan.memories:
             memory.counts = False
         if has_failed:
-            for window in losses if self.plain else ():  # earlier passes' gradients have got this one's scale
+            for window in losses if self.plain else ():  # the gradients of earlier passes were rescaled for this one
                 window.rescale(None, checks=True)
             return
         for window in losses:
@@ -292,7 +291,7 @@ class Engine:
         self.inner_scales.num_calls = 0
 
     def _warn_of_hooks(self, windows: list[Window], foreign: Iterable[Tensor]) -> None:
-        # A hook on a loss that is a leaf runs passes of its own, which are to be given what it sees.
+        # A scalar may be a loss that is a leaf, whose hook runs a further pass from the scaled gradient: no warning.
         hooked = with_tensor_hooks([leaf for leaf in foreign if leaf.numel() > 1]) if foreign else []
         for window in windows:
             hooked += with_tensor_hooks(window.plan.leaves)
@@ -496,8 +495,8 @@ class Engine:
                 why="this step would not see them, and the next would take them for its own",
                 write="the last micro-batch of a step outside of amp.no_sync()",
             )
-        # What stays for another optimizer of a window is not left behind with a scale of its own; and a program that
-        # looks at gradients as they are stepped with sees plain ones.
+        # Gradients that stay for another optimizer of a window are unscaled, so that one window has one scale; and so
+        # are those that a program looks at while its optimizer steps.
         is_plain, scale, optimizers = False, windows[0].now.scale, set[Optimizer]()
         leaves, losses, flags = list[Tensor](), list[Tensor](), list[Tensor]()
         for writer in writers:

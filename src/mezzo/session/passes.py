@@ -295,14 +295,14 @@ class SessionPass:
     @classmethod
     def around_now(cls, engine: Opens, scale: Tensor | None) -> Self:
         """Return the pass that runs now, which autograd ends, or drops if it fails: nothing else may hold it."""
-        created = cls(engine, scale)
-        created._around, created._number = None, number_of_pass()
+        session_pass = cls(engine, scale)
+        session_pass._around, session_pass._number = None, number_of_pass()
         if scale is not None:
             refuse_scaled((), (), creates_graph=is_grad_enabled())
-        call_at_end(created)
-        engine.under_way.append(ref(created))
-        created._open()
-        return created
+        call_at_end(session_pass)
+        engine.under_way.append(ref(session_pass))
+        session_pass._open()
+        return session_pass
 
     def runs_here(self) -> bool:
         """Whether this thread works for this pass, in a node of its graph or of a pass inside."""

@@ -49,7 +49,7 @@ class Carried(NamedTuple):
     """What the gradients of a window carry, and what the last step has left there: one value, which events move on.
 
     Attributes:
-        scale: What ``.grad`` carries now, 0-d float32, the very tensor; ``None`` for plain gradients.
+        scale: The loss scale that ``.grad`` carries now, 0-d float32, compared by identity; ``None`` for none.
         made_with: The scale of the last pass, which ``.grad`` may carry no more.
         found_inf: 0-d bool: whether gradients were not finite when they were unscaled; ``None`` before that.
         losses: What the passes since the last step have differentiated, 0-d and detached.
@@ -58,7 +58,7 @@ class Carried(NamedTuple):
         given: Whether the session has made gradients since the last step, or given out such without a scale; ``False``
             once those that carried one were cleared, of which a program may have kept copies.
         left: Marks of the gradients that the last step has left in ``.grad``.
-        left_scale: What these carry.
+        left_scale: The scale that these carry.
         skipped: 0-d bool: whether the last step was skipped, where another one may follow without a pass in between.
     """
 
@@ -74,23 +74,23 @@ class Carried(NamedTuple):
     skipped: Tensor | None = None
 
     def begun(self, scale: Tensor | None) -> Carried:
-        """Return it in a pass whose gradients will carry a scale."""
+        """Return this state in a pass whose gradients will carry a scale."""
         return self._replace(scale=scale, made_with=scale, passes=self.passes + 1, left=_NOTHING)
 
     def cleared(self) -> Carried:
-        """Return it once all gradients were cleared; what the last step has left stays known."""
+        """Return this state once all gradients were cleared; those that the last step has left stay known."""
         return self._replace(scale=None, made_with=None, found_inf=None, losses=(), passes=0, marks=())
 
 
 class Window:
     """The gradients of one optimizer, or of several that share parameters.
 
-    All of them carry one scale, or none. Another scale rescales what is there, in place, in FP32. An overflow that
-    unscaling has found skips the step, whatever is done to the gradients after; clearing them all begins a new window,
-    and where a loop is the user's own so do zeros in all of them.
+    All of them carry one scale, or none. A pass under another scale rescales earlier gradients, in place, in FP32. An
+    overflow that unscaling has found skips the step, whatever is done to the gradients after; clearing them all begins
+    a new window, and where a loop is the user's own so do zeros in all of them.
 
-    While no pass is open the parameters' ``grad_dtype`` is their own. In a window it is FP32 as soon as there is
-    something to add to, so that sums are FP32, and after a pass any dtype may be assigned.
+    While no pass is open the parameters' ``grad_dtype`` is their own. In a window it is FP32 from the second pass on,
+    so that sums are FP32, and after a pass any dtype may be assigned.
 
     Args:
         weights: The models and optimizers of the engine.
@@ -131,13 +131,13 @@ class Window:
     # What a pass would add to ---------------------------------------------------------------------------
 
     def refuse_left(self, optimizers: Collection[Optimizer] | None = None) -> None:
-        """Refuse to add to what the last step has left, or to take it again beside others.
+        """Refuse to add to gradients that the last step has left, or to step with them again.
 
         Args:
             optimizers: Whose gradients; all when omitted.
 
         Raises:
-            StateError: Its gradients are still there.
+            StateError: The last step's gradients were not cleared.
         """
         if self.now.left and (stale := self._left(optimizers)):
             raise StateError(
@@ -238,17 +238,17 @@ class Window:
     # A backward pass ------------------------------------------------------------------------------------
 
     def begin(self, scale: Tensor | None) -> None:
-        """Make ready for gradients that carry a scale.
+        """Begin a pass whose gradients will carry a scale: rescale earlier gradients, and set the dtypes of new ones.
 
         Where the plan says so (:func:`mezzo.session.step_plan.may_narrow`) the first gradients of weights in halves
-        have 16 bits: what a single cast of a weight hands back has no more. Whatever else has read the weight is added
-        to that in FP32, and hooks of the user's compute in FP32.
+        have 16 bits: the gradient of a single cast of a weight has no more. The gradients of all other readers of the
+        weight are added in FP32, and hooks of the user's compute in FP32.
 
         Args:
             scale: The scale.
         """
         plan = self.plan
-        there, gradients = with_gradients(plan.leaves)
+        params, gradients = with_gradients(plan.leaves)
         if gradients:
             self.drop_skipped()
             if self.has_left_alone():
@@ -264,7 +264,7 @@ class Window:
             _have_dtypes_of_parameters(plan.low)
             return
         if not _LOW.isdisjoint(map(_DTYPE, gradients)):
-            _widen(there)
+            _widen(params)
         if plan.low:
             _widen(plan.low if plan.wide == "all" else [leaf for leaf in plan.low if leaf.grad is not None])
         if plan.wide == "sums":
@@ -288,7 +288,7 @@ class Window:
         now, is_new = self.now, not self.has_left_alone()
         carried, found_inf = (scale, None) if is_new else (now.left_scale, now.skipped)
         left = dense(self._left())[1] if is_new and now.left else []
-        if left:  # beside new ones
+        if left:  # besides new gradients, which carry `scale`
             found_inf = now.skipped
             multiply(left, scale if now.left_scale is None else scale * inverse(now.left_scale))
         self.now = now._replace(scale=carried, made_with=carried, found_inf=found_inf, passes=1)
@@ -330,29 +330,29 @@ class Window:
         scale, found_inf = self.now.scale, self.now.found_inf
         if scale is to and not checks:
             return
-        params, there = with_gradients(self.plan.leaves)
-        if params:
-            if not _LOW.isdisjoint(map(_DTYPE, there)):
-                _widen(params)
-                there = with_gradients(params)[1]
-            gradients = gradient_values(params, there)
-            places = alike(gradients)
+        leaves, grads = with_gradients(self.plan.leaves)
+        if leaves:
+            if not _LOW.isdisjoint(map(_DTYPE, grads)):
+                _widen(leaves)
+                grads = with_gradients(leaves)[1]
+            gradients = gradient_values(leaves, grads)
+            groups = alike(gradients)
             back: Tensor | None = None
             if scale is not None or checks:
-                sizes = norms(gradients, self.weights.device, groups=places)
+                sizes = norms(gradients, self.weights.device, groups=groups)
                 flag, *inverses = shared(found_with, (), [sizes] if scale is None else [sizes, scale])
                 back = inverses[0] if inverses else None
                 found_inf = flag if found_inf is None else found_inf | flag
             if scale is not to:
                 factor = back if to is None else to if back is None else to * back
                 assert factor is not None
-                multiply(gradients, factor, places)
+                multiply(gradients, factor, groups)
             for leaf in self.plan.low:
                 if leaf.grad is not None:
                     leaf.grad_dtype = None  # so that any may be assigned
-            if gradients is not there:
-                there = with_gradients(params)[1]
-        self.now = self.now._replace(scale=to, found_inf=found_inf, marks=tuple(marks(there)))
+            if gradients is not grads:
+                grads = with_gradients(leaves)[1]
+        self.now = self.now._replace(scale=to, found_inf=found_inf, marks=tuple(marks(grads)))
 
     def lost_scale(self, optimizers: Collection[Optimizer], found_inf: Tensor | None = None) -> None:
         """Record that the gradients of some optimizers carry no scale any more, if this window has such.
