@@ -90,7 +90,7 @@ FAULTS = (
         ("optimizers: one count for all", "and len(count.counts) == len(states):", "and count.is_whole():",
          "tests/optim/test_optim.py::test_groups_schedules_parameters_added_later_and_those_that_miss_steps",
          "bias corrections of parameters that miss steps would run ahead"),
-        ("optimizers: a step writes halves of the past", "            and all(map(is_, stands.memory, planned.memory))\n", "",
+        ("optimizers: a step writes halves of the past", "            and all(map(is_, inputs.memory, planned.memory))\n", "",
          "tests/distributed/test_sharded_optimizers.py::test_every_shard_is_updated_as_in_one_process",
          "a weight swapped for an average would never be updated"),
         ("optimizers: low weights of no model", "        if not self.rounds:\n", "        if False:\n",

@@ -295,7 +295,7 @@ class Ranks:
 
 
 class OneRank(Ranks):
-    """One rank alone: what it has found holds."""
+    """One rank alone, which has nothing to exchange."""
 
     def __init__(self) -> None:
         self.size, self.rank, self.is_behind, self.shards = 1, 0, False, Shards()
@@ -322,7 +322,7 @@ class OneRank(Ranks):
     def agree(
         self, found_inf: Tensor, failed: Tensor, *, step: int, largest: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return both as they are, and that nobody is absent."""
+        """Return both flags as they are, and a zero: no rank is absent."""
         if self._none is None or self._none.device != found_inf.device:
             self._none = torch.zeros((), device=found_inf.device)
         return found_inf, failed, self._none
@@ -331,7 +331,7 @@ class OneRank(Ranks):
         """No-op: there is no other rank."""
 
     def fall_behind(self, error: BaseException) -> None:
-        """Fall behind nobody."""
+        """No-op: there is no other rank."""
 
     def ended_by(self, absent: float, step: int) -> DistributedError | None:
         """No-op: there is no other rank."""
@@ -357,24 +357,24 @@ def _groups_of(param: Any, name_of: Callable[[Tensor], str]) -> list[dist.Proces
 class Wrappers:
     """The ``DistributedDataParallel`` wrappers that models of a session run in.
 
-    One may be older than its session or younger: it is found as a model runs in it.
+    A wrapper may be made before the session or after; it is found when a model runs in it.
 
     Args:
-        ranks: Those that step together: a wrapper over others is refused.
+        ranks: The ranks that step together; a wrapper over other ranks is refused.
 
     Attributes:
-        are_there: Whether any was met: gradients have the dtypes of parameters then, as buckets do.
+        are_there: Whether a wrapper was found: gradients then have the dtypes of parameters, as its buckets have.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks, self.are_there = ranks, False
-        # Whether each reduces the gradients of the forward pass that has run in it last; ``None`` before one.
+        # Whether a wrapper reduces the gradients of the last forward pass in it; ``None`` before one.
         self._met: WeakKeyDictionary[DistributedDataParallel, bool | None] = WeakKeyDictionary()
         self._paused: dict[DistributedDataParallel, bool] = {}
         self._pauses = 0
 
     def watch(self, models: Iterable[nn.Module]) -> Iterator[Callable[[], None]]:
-        """Find wrappers as models run in them, where there are ranks; yield what ends it."""
+        """Watch which wrappers models run in, where there are ranks; yield what ends that."""
         if dist.is_available() and dist.is_initialized():
             require_all("distributed/exchange.py")
             for model in models:
@@ -418,7 +418,7 @@ class Wrappers:
                     unit.set_requires_gradient_sync(True, recurse=False)
 
     def _pause(self, wrapper: DistributedDataParallel) -> None:
-        # It looks at this at the end of its forward pass: the first one, which has found it, is not too late.
+        # A wrapper reads this at the end of its forward pass, so that setting it inside the first one is early enough.
         self._paused.setdefault(wrapper, wrapper.require_backward_grad_sync)
         wrapper.require_backward_grad_sync = False
 

@@ -130,31 +130,31 @@ class _Cohort:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Stands:
-    """What a step is about, as far as a program may change it from one step to the next and tells nobody.
+class _StepInputs:
+    """What a step reads and a program may change between two steps, without a call that would show it.
 
     Attributes:
         options: Of each group: how many parameters, the options of its rule, and the dtype of moments.
-        every: All parameters.
-        have: Which of them have a gradient.
+        params: All parameters.
+        have_gradients: Which of them have a gradient.
         gradients: These gradients.
-        kinds: What the parameters are that have one: dtypes, shapes, devices.
-        memory: The tensors in which their values lie on this rank, where they are not those themselves.
+        forms: Dtypes, shapes and devices of the parameters that have one.
+        memory: The tensors in which the values of parameters lie on this rank, where these are not parameters.
     """
 
     options: list[tuple[Any, ...]]
-    every: list[Tensor]
-    have: list[bool]
+    params: list[Tensor]
+    have_gradients: list[bool]
     gradients: list[Tensor]
-    kinds: list[Any]
+    forms: list[Any]
     memory: list[Any]
 
 
 class _UpdatePlan:
-    """What steps write, and of what of ``optimizer.state`` it was made: it serves until one of them changes.
+    """What steps write: it holds until a step's inputs, or the entries of ``optimizer.state`` behind it, change.
 
     Args:
-        stands: What it was made for.
+        inputs: What it was made for.
         cohorts: What is updated, by group.
         read: The names that a step reads of the state of each parameter, and other ones that tell of an edit.
         state: The optimizer's.
@@ -162,12 +162,12 @@ class _UpdatePlan:
 
     def __init__(
         self,
-        stands: _Stands,
+        inputs: _StepInputs,
         cohorts: list[_Cohort],
         read: list[tuple[list[Tensor], tuple[str, ...], set[str]]],
         state: Mapping[Any, Any],
     ) -> None:
-        self.stands, self.cohorts = replace(stands, gradients=[]), cohorts
+        self.inputs, self.cohorts = replace(inputs, gradients=[]), cohorts
         self.params = [param for cohort in cohorts for arguments in cohort.ready for param in arguments.params]
         self.by_device: dict[torch.device, list[_Cohort]] = {}
         for cohort in cohorts:
@@ -190,21 +190,21 @@ class _UpdatePlan:
             values += chain.from_iterable(map(read, entries))
         return values
 
-    def serves(self, stands: _Stands, state: Mapping[Any, Any]) -> bool:
-        """Whether what was planned holds for what is there now; loops of C's."""
-        planned = self.stands
+    def serves(self, inputs: _StepInputs, state: Mapping[Any, Any]) -> bool:
+        """Whether the plan holds for these inputs and this state; loops of C's."""
+        planned = self.inputs
         return (
-            stands.options == planned.options
-            and stands.have == planned.have
-            and stands.kinds == planned.kinds
-            and len(stands.memory) == len(planned.memory)
-            and all(map(is_, stands.every, planned.every))
-            and all(map(is_, stands.memory, planned.memory))
+            inputs.options == planned.options
+            and inputs.have_gradients == planned.have_gradients
+            and inputs.forms == planned.forms
+            and len(inputs.memory) == len(planned.memory)
+            and all(map(is_, inputs.params, planned.params))
+            and all(map(is_, inputs.memory, planned.memory))
             and self.is_held(state)
         )
 
     def is_held(self, state: Mapping[Any, Any]) -> bool:
-        """Whether a state holds what this reads and writes: a program may put other things there.
+        """Whether a state holds the tensors that the plan reads and writes: a program may put others there.
 
         **Cost**: loops of C's, 0.3 µs a parameter.
         """
@@ -441,18 +441,18 @@ class OnePassOptimizer(Optimizer):
     # What a step needs, kept from one to the next ------------------------------------------------------
 
     def _planned(self) -> tuple[_UpdatePlan, list[Tensor]]:
-        """Return what a step writes, made anew where something is not as it was, and the gradients.
+        """Return the plan of a step, made anew if an input has changed since the last one, and the gradients.
 
-        What no kernel could update is refused before anything is made.
+        Parameters that no kernel could update are refused before anything is made.
         """
-        stands = self._stands()
+        inputs = self._step_inputs()
         plan = self._plan
-        if plan is None or not plan.serves(stands, self.state):
+        if plan is None or not plan.serves(inputs, self.state):
             del plan
-            plan = self._plan_anew(stands)
-        return plan, stands.gradients
+            plan = self._plan_anew(inputs)
+        return plan, inputs.gradients
 
-    def _stands(self) -> _Stands:
+    def _step_inputs(self) -> _StepInputs:
         groups, every = self.param_groups, []
         lists = [*map(_PARAMS, groups)]
         for params in lists:
@@ -470,20 +470,20 @@ class OnePassOptimizer(Optimizer):
                 why="its kernels read whole tensors",
                 write="torch.optim.SGD or SparseAdam for this parameter, or nn.Embedding(…, sparse=False)",
             )
-        return _Stands(
+        return _StepInputs(
             options=[
                 (len(g["params"]), g["state_dtype"], *map(bool, map(g.__getitem__, self._switches))) for g in groups
             ],
-            every=every,
-            have=have,
+            params=every,
+            have_gradients=have,
             gradients=gradients,
-            kinds=[*map(_DTYPE, params), *map(_SHAPE, params), *map(Tensor.get_device, params)],
+            forms=[*map(_DTYPE, params), *map(_SHAPE, params), *map(Tensor.get_device, params)],
             memory=_memory_of(params),
         )
 
-    def _plan_anew(self, stands: _Stands) -> _UpdatePlan:
+    def _plan_anew(self, inputs: _StepInputs) -> _UpdatePlan:
         """Plan steps, and let the state hold what they read and write."""
-        with_gradient = iter(stands.have)
+        with_gradient = iter(inputs.have_gradients)
         wanted = [
             (number, group, [*compress(group["params"], with_gradient)])
             for number, group in enumerate(self.param_groups)
@@ -506,7 +506,7 @@ class OnePassOptimizer(Optimizer):
                 put(self.state[param], moments, rule_of_group.states)
             read.append((params, keys, set(rule_of_group.states).difference(keys)))  # beside codes programs may put
         self._keep_counts(cohorts)
-        self._plan = _UpdatePlan(stands, cohorts, read, self.state)
+        self._plan = _UpdatePlan(inputs, cohorts, read, self.state)
         return self._plan
 
     def _taken(self, number: int, group: Group, params: list[Tensor]) -> list[tuple[dict[str, Any], _Count | int]]:

@@ -177,9 +177,9 @@ class AttachedPrecision(MixedPrecision):
                 )
                 self._undo.callback(calls.close)
             if "backward" in self._binds:
-                place, name = door()
-                self._bind_torchs(place, name, _run)
-                self._autograd_engine, self._engine.has_door = vars(place)[name], True
+                owner, name = door()
+                self._bind_torchs(owner, name, _run)
+                self._autograd_engine, self._engine.has_door = vars(owner)[name], True
             if "schedulers" in self._binds and hold_schedulers:
                 self._schedules = _Schedules()
                 for cls in dict.fromkeys(_kinds(LRScheduler)):
@@ -193,9 +193,9 @@ class AttachedPrecision(MixedPrecision):
 
     # What is bound ----------------------------------------------------------------------------------------
 
-    def _bind_own(self, place: nn.Module | Optimizer, name: str, value: Any) -> None:
+    def _bind_own(self, owner: nn.Module | Optimizer, name: str, value: Any) -> None:
         """Bind a name on a module or an optimizer."""
-        self._undo.callback(patch(place, name, value))
+        self._undo.callback(patch(owner, name, value))
 
     # Optimizers -------------------------------------------------------------------------------------------
 
@@ -255,16 +255,16 @@ class AttachedPrecision(MixedPrecision):
             complete(wrapped)
             loaded: list[Any] = []
 
-            def take(_: Optimizer, state_dict: dict[str, Any], loaded: list[Any] = loaded) -> None:
+            def take_out(_: Optimizer, state_dict: dict[str, Any], loaded: list[Any] = loaded) -> None:
                 loaded.append(state_dict.pop(CARRIED, None))
 
-            def go_on(_: Optimizer, loaded: list[Any] = loaded) -> None:
+            def load(_: Optimizer, loaded: list[Any] = loaded) -> None:
                 self.resume(loaded.pop())
 
             for handle in (
                 wrapped.register_state_dict_post_hook(self._carry),
-                wrapped.register_load_state_dict_pre_hook(take),
-                wrapped.register_load_state_dict_post_hook(go_on),
+                wrapped.register_load_state_dict_pre_hook(take_out),
+                wrapped.register_load_state_dict_post_hook(load),
             ):
                 self._undo.callback(handle.remove)
 
@@ -336,8 +336,8 @@ class AttachedPrecision(MixedPrecision):
         Raises:
             StateError: Another engine of autograd's stands where the session had put its own.
         """
-        place, name = door()
-        if self._autograd_engine in (None, vars(place)[name]) or self._engine.scale_now is None:
+        owner, name = door()
+        if self._autograd_engine in (None, vars(owner)[name]) or self._engine.scale_now is None:
             return
         self._engine.replan()
         stepping_windows = [

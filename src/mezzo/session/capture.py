@@ -253,7 +253,7 @@ class Captured(Generic[R]):
             # A copy: what steps say of the scale that they had must outlive the next one.
             scaler.hold(scale.clone(), in_graph=True)
             output = self._run(batch.arguments)
-            engine.update()  # what waits for the next loss elsewhere, as where an optimizer has nothing to train
+            engine.update()  # which outside of a graph the next loss does, where an optimizer has not stepped
             scale.copy_(scaler.state)
             scaler.hold(scale, in_graph=True)
             return output

@@ -224,7 +224,7 @@ class Engine:
         return self.scale_now
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss times the scale; the pass that differentiates it is the session's, whoever runs it."""
+        """Return the loss times the scale; any pass that differentiates it is the session's."""
         entry = entered(self, loss, self.next_scale())
         scaled = self.scaler.scaled(entry)
         return scaled * 1 if scaled is entry else scaled
@@ -389,7 +389,7 @@ class Engine:
             StateError: Nothing says whether they carry the scale; or some are the last step's.
         """
         names = [] if self.waits else window.written(optimizers)
-        if names and self.scale_now is not None and not window.now.given:
+        if names and self.scale_now is not None and not window.now.has_made:
             raise window.unknown(f"{call}() before backward()", names)
         if names:
             window.refuse_left(optimizers)
@@ -642,7 +642,7 @@ class Engine:
         asked = set(map(id, inputs))
         for window in self.windows:
             if not window.plan.ids.isdisjoint(asked):
-                window.now = window.now._replace(given=True)
+                window.now = window.now._replace(has_made=True)
         return tuple(g if g is None else g.to(torch.promote_types(g.dtype, torch.float32)) for g in gradients)
 
     def differentiated(

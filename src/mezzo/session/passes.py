@@ -1,7 +1,7 @@
-"""Backward passes of a session, and those that run inside of them: what they reach, and where the scale comes off.
+"""Backward passes of a session, and the passes that run inside of them: the leaves that they reach, and the scale.
 
-Inside of a pass each gradient carries the scale once, whoever runs what; after it no leaf's does but the session's
-own, whose window knows.
+While a pass runs each gradient carries the scale once, in passes inside of it too. After it only gradients of the
+session's own parameters carry the scale, and their windows know it.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _VARIABLE: Final = attrgetter("variable")
 
 
 class Walk:
-    """What a backward pass reaches.
+    """The part of an autograd graph that a backward pass reaches.
 
     Attributes:
-        leaves: The leaves of its graph.
-        nodes: What is between its roots and them.
-        runs_others: Whether some of these may run passes of their own, over leaves that nothing shows.
+        leaves: Its leaves.
+        nodes: The nodes between its roots and the leaves.
+        runs_others: Whether some nodes may run passes of their own, over leaves that the graph does not show.
         is_anothers: Whether the graph goes through a loss that a session has scaled.
-        runs_hooks: Whether hooks of modules run with gradients there.
+        runs_hooks: Whether backward hooks of modules run in it.
     """
 
     __slots__ = ("is_anothers", "leaves", "nodes", "runs_hooks", "runs_others")
@@ -90,7 +90,7 @@ def walked(roots: Iterable[Any]) -> Walk:
         elif root.requires_grad:
             leaves.append(root)
     nodes, ends, seen = list[Any](), list[Any](), {None}
-    for edges in chain([first], map(_EDGES, nodes)):  # of those that are found meanwhile, too
+    for edges in chain([first], map(_EDGES, nodes)):  # `nodes` grows in this loop
         for node, _ in edges:
             if node not in seen:
                 seen.add(node)
@@ -200,15 +200,15 @@ def run_pass(
     inputs: Collection[Any] = (),
     creates_graph: bool = False,
 ) -> R:
-    """Run a backward pass as a session's: with the scale on the way, and without it at its end.
+    """Run a backward pass as a session's: gradients carry the scale on the way, and not at the end.
 
     Args:
-        engine: The session's.
-        roots: Where it begins: losses, or any tensors, or ``GradientEdge``.
-        run: Runs it, given these times the scale.
-        windows: Whose gradients it makes.
-        walk: What it reaches, where that is known.
-        inputs: Where it is told to end, if anywhere.
+        engine: The session's engine.
+        roots: The roots of the graph: losses, or any tensors, or ``GradientEdge``.
+        run: Runs the pass from the roots times the scale.
+        windows: The windows whose gradients the pass makes.
+        walk: The leaves that the pass reaches, where they are known.
+        inputs: The inputs at which the pass ends, if it is given such.
         creates_graph: Whether its gradients can be differentiated.
 
     Returns:
@@ -236,17 +236,17 @@ def run_pass(
 class SessionPass:
     """A backward pass of a session, with all the passes that run inside of it: checkpoints', hooks', functions'.
 
-    What these are given carries the scale already. They come through the door that this one holds, open the windows
-    that they reach, and all of it ends with this one: a context manager around a call of torch's; or where autograd
-    has ended a pass that somebody else runs, see :meth:`around_now`.
+    The gradients that inner passes begin with carry the scale already. Inner passes come through the door that this
+    pass holds, open the windows that they reach, and end with this pass. It is a context manager around a call of
+    torch's; of a pass that a framework runs, autograd calls its end: see :meth:`around_now`.
 
-    Leaves that are none of the session's lose the scale when their gradients are accumulated: after the hooks on the
-    tensor, whose passes are to be given the scale, and before those that run on ``.grad``. But those that a pass inside
-    has for itself, a checkpoint's inputs, lose it when this one ends: what they have is the next node's gradient.
+    Gradients of foreign leaves lose the scale when they are accumulated: after the hooks on the tensor, whose passes
+    need the scale, and before those that run on ``.grad``. Gradients of an inner pass's own leaves, as a checkpoint's
+    inputs, lose it when this pass ends: they are the gradients that the next node gets.
 
     Args:
         engine: The engine.
-        scale: What gradients carry; ``None`` for nothing.
+        scale: The loss scale that gradients carry; ``None`` for none.
 
     **Cost**: some 10 µs of host time; for leaves that are none of the session's 2 µs each and a product.
     """
@@ -385,7 +385,7 @@ class SessionPass:
 
     def _close(self, *, has_failed: bool) -> None:
         engine = self._engine
-        with uninterrupted():  # a pass that is over has been told of
+        with uninterrupted():  # no signal leaves a pass that is over half closed
             self.is_closed = True
             if engine.under_way:
                 engine.under_way[:] = [running for running in engine.under_way if running() not in (None, self)]
@@ -477,7 +477,7 @@ def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients:
 
 @never_compiled  # what it does, it does while autograd's own engine runs
 def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
-    """Return a loss through which a backward pass is the session's, whoever runs it.
+    """Return a loss of which every backward pass is the session's.
 
     The pass opens the windows that it reaches from here, and ends them when all else has ended: a framework calls
     ``scaler.scale(loss).backward()``, or its own ``backward``.

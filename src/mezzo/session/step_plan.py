@@ -108,11 +108,10 @@ class StepPlan:
     memories: tuple[Memory, ...]
 
     def is_current(self, optimizers: list[Optimizer], *, is_wrapped: bool, writes: bool) -> bool:
-        """Whether the session is still made of this.
+        """Whether the plan still describes the session.
 
-        Asked are the parameters that stand in the optimizers' groups, whoever has put them there, and their classes;
-        before a pass whether they are in 16 bits, which ``param.data = …`` changes; before a step hooks of the
-        optimizers' steps.
+        Compared are the parameters in the optimizers' groups, and their classes; before a pass also their element
+        sizes, which ``param.data = …`` changes; before a step the hooks of the optimizers' steps.
 
         Args:
             optimizers: The session's.

@@ -55,7 +55,7 @@ class Carried(NamedTuple):
         losses: What the passes since the last step have differentiated, 0-d and detached.
         passes: How many there were.
         marks: Marks of the gradients since they have got what they carry.
-        given: Whether the session has made gradients since the last step, or given out such without a scale; ``False``
+        has_made: Whether the session has made gradients since the last step, or given out such without a scale; ``False``
             once those that carried one were cleared, of which a program may have kept copies.
         left: Marks of the gradients that the last step has left in ``.grad``.
         left_scale: The scale that these carry.
@@ -68,7 +68,7 @@ class Carried(NamedTuple):
     losses: tuple[Tensor, ...] = ()
     passes: int = 0
     marks: tuple[tuple[int, int], ...] = ()
-    given: bool | None = None
+    has_made: bool | None = None
     left: Stale = _NOTHING
     left_scale: Tensor | None = None
     skipped: Tensor | None = None
@@ -170,7 +170,7 @@ class Window:
         Raises:
             StateError: A program has put some in the place of those that were cleared while they carried it.
         """
-        if self.now.given is False and (names := self.written()):
+        if self.now.has_made is False and (names := self.written()):
             raise self.unknown("backward() would add to what it has not made", names)
 
     def unknown(self, call: str, names: list[str]) -> StateError:
@@ -185,7 +185,7 @@ class Window:
         return StateError(
             f"{call}: gradients are there, but not from amp.backward(loss)",
             where=some_of(names),
-            why=f"whether they carry the loss scale is not known: {reason if self.now.given is None else copied}",
+            why=f"whether they carry the loss scale is not known: {reason if self.now.has_made is None else copied}",
             write="amp.backward(loss) in place of loss.backward(); or amp.unscale_() after each amp.backward(loss), "
             "before gradients are read;\nor amp.grad(loss, params), which returns them without the scale; or "
             "mezzo.attach(model, optimizer, policy), where\nloss.backward() leaves them without it; or a policy in "
@@ -313,7 +313,7 @@ class Window:
         else:
             self.now = self.now._replace(marks=self.marks())
         if self.now.marks:
-            self.now = self.now._replace(given=True)
+            self.now = self.now._replace(has_made=True)
 
     # What they carry ------------------------------------------------------------------------------------
 
@@ -404,8 +404,8 @@ class Window:
         for leaf in narrow_leaves if self.now.passes else ():
             if leaf.grad is None:
                 leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
-        given = self.now.given if self.now.scale is None else False
-        self.now = self.now.cleared()._replace(given=given, left=_NOTHING, marks=self.marks() if to_zeros else ())
+        has_made = self.now.has_made if self.now.scale is None else False
+        self.now = self.now.cleared()._replace(has_made=has_made, left=_NOTHING, marks=self.marks() if to_zeros else ())
 
 
 @torch.no_grad()

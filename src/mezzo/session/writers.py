@@ -65,10 +65,10 @@ class Writer:
     is_own: bool = False
 
     def now(self, *, asked: bool) -> Writer:
-        """Return what writes in a step that is about to be judged; itself, unless the host decides, or it divides.
+        """Return the writer for a step that is about to be judged: this one, or one that writes in another way.
 
         Args:
-            asked: Whether the host decides, as where something is called in place of the optimizer's step.
+            asked: Whether the host decides if the optimizer steps: a call stands in the place of its step.
         """
         return self
 
@@ -79,7 +79,7 @@ class Writer:
         """Return a record of state and parameters before a step, which may raise."""
         of_torch = _module_of(step).startswith("torch.optim.")
         is_orderly = of_torch and judged.is_alike and not self.is_shown
-        return _Stood(self.optimizer, is_orderly=is_orderly, is_new=is_new and not of_torch)
+        return _Snapshot(self.optimizer, is_orderly=is_orderly, is_new=is_new and not of_torch)
 
     def write(self, judged: Judged, step: Callable[..., Any]) -> None:
         """Update, or skip where the verdict says so.
@@ -346,7 +346,7 @@ class Writes:
             by: Called in place of the one optimizer's step, if it is not skipped.
         """
         verdict = judged.verdict
-        for writer in writers:  # what one refuses is refused before another has stepped
+        for writer in writers:  # all refusals come before the first optimizer has stepped
             writer.ready(verdict)
         num_writers = len(writers)
         if any(map(_WAITS, writers)) and bool(verdict.found_inf):
@@ -409,13 +409,13 @@ _SUMMED: Final = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64
 
 
 class Before(Protocol):
-    """What was there before a step of an optimizer: should the step raise, whether it has written that."""
+    """A record of a time before a step of an optimizer: tells, should the step raise, whether it has written."""
 
     def is_counted(self) -> bool:
         """Whether the step, which has not raised, has shown that torch counts the optimizer's writes."""
 
     def was_written(self) -> bool:
-        """Whether the step has written what was there before it."""
+        """Whether the step has written parameters or state."""
 
     def restore(self) -> None:
         """Remove the state that the step has made, and restore the numbers of before."""
@@ -439,12 +439,12 @@ class _Updates:
         """See :class:`Before`: there is nothing."""
 
 
-class _Stood:
-    """What stood before a step of another optimizer.
+class _Snapshot:
+    """A snapshot of an optimizer that is not mezzo's, before its step.
 
-    Where it has not, the step is taken back: state that it has made goes again, and numbers that it has counted there
-    or in groups are put back. torch counts the writes to each tensor, but for those through ``param.data``: the bits of
-    parameters are added up until a step of the optimizer has shown that its writes are counted.
+    A step that raises before it has written is undone: state that it has made is removed, and numbers that it has
+    counted in state or groups are restored. torch counts the writes to each tensor, but for those through
+    ``param.data``: so the bits of parameters are summed until a step has shown that its writes are counted.
 
     Args:
         optimizer: The optimizer.
@@ -524,7 +524,7 @@ def _bits(params: list[Tensor]) -> list[Tensor]:
     ]
 
 
-# Optimizers that nobody has told of ---------------------------------------------------------------------------
+# Optimizers that the session does not know --------------------------------------------------------------------
 
 #: What each session that lives writes with.
 _LIVE: Final[Members[weakref.ref[Writes]]] = Members()

@@ -60,7 +60,7 @@ class GradScaler(EngineScaler):
     after :meth:`unscale_`, or for an optimizer whose kernels do not unscale; what was unscaled is read again by
     :meth:`step`, as it may have been edited. No host sync with torch's fused optimizers and mezzo's; one a step with
     any other, to know whether to call it. One launch in :meth:`update`. Optimizers of the last iteration are kept alive
-    until another one takes part.
+    until other ones are scaled for.
 
     Example:
         >>> import torch
