@@ -48,7 +48,7 @@ def of_session(amp):
     yield amp.loss_scale, amp.stats(), amp.max_grad_norm, amp.is_closed, engine_of(amp).writes.broken, repr(amp)
     if not amp.is_closed:
         yield [(value, value.grad) for value in amp.master_params()]
-        yield [(window.now.passes, window.now.scale, window.now.found) for window in engine_of(amp).windows]
+        yield [(window.now.passes, window.now.scale, window.now.found_inf) for window in engine_of(amp).windows]
 
 
 def of_path(path):
