@@ -341,9 +341,9 @@ def folded(rows: Iterable[T], path: Callable[[T], str], rest: Callable[[T], Hash
         while parts in groups.setdefault((turn, shape, rest(row)), {}):
             turn += 1
         groups[turn, shape, rest(row)][parts] = [(number, row)]
-    found = [(each, parts) for group in groups.values() for parts, each in _merged(group).items()]
-    found.sort(key=lambda fold: fold[0][0][0])
-    return [Fold(_text(parts), tuple(row for _, row in each)) for each, parts in found]
+    folds = [(members, parts) for group in groups.values() for parts, members in _merged(group).items()]
+    folds.sort(key=lambda fold: fold[0][0][0])
+    return [Fold(_text(parts), tuple(row for _, row in members)) for members, parts in folds]
 
 
 def as_glob(path: str) -> str:
@@ -375,7 +375,7 @@ def _text(parts: Parts) -> str:
 
 
 def _set_text(indices: list[int]) -> str:
-    """Write indices, neighbours as a range: ``{0..11}``, ``{0,2..5}``."""
+    """Return indices as text, neighbours as a range: ``{0..11}``, ``{0,2..5}``."""
     if len(indices) == 1:
         return str(indices[0])
     runs: list[str] = []
