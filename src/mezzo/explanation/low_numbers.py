@@ -62,7 +62,7 @@ class _Fault(NamedTuple):
         kind: The kind of the finding.
         record: The kernel.
         bits: How many of FP32's bits are lost.
-        what: What happens, in words.
+        symptom: What goes wrong, in words.
         words: What to write in the program; empty where a rule is all there is to write.
         rules: The rules that cure it, on ops or on modules.
     """
@@ -70,7 +70,7 @@ class _Fault(NamedTuple):
     kind: FindingKind
     record: KernelRecord
     bits: int
-    what: str
+    symptom: str
     words: str
     rules: tuple[str, ...] = ()
 
@@ -150,14 +150,16 @@ class LowNumbers:
             error = abs(result - exact_sum) / magnitude if magnitude else 0.0
             if not error > _OFF:
                 continue
-            what = f"{len(chain):,} terms added one by one in {_name(dtype)} come to {result:.4g} for {exact_sum:.4g}"
+            symptom = (
+                f"{len(chain):,} terms added one by one in {_name(dtype)} come to {result:.4g} for {exact_sum:.4g}"
+            )
             # An operand that the program made low stays so, whatever a rule says of the terms.
             total, added = table.maker(first.reads[start]), table.maker(last.reads[chain[-1].term])
             is_made_low = total is None or not any(has_fraction(value.dtype) for value in total.reads)
             is_op = added is not None and added.effect == "other" and bool(added.call.op)
             rules = _op_in_fp32(added) if added is not None and is_op and not is_made_low else ()
             yield _Fault(
-                "sum by hand", last, _lost(error), what, "the sum in FP32, total = total + term.float()", rules
+                "sum by hand", last, _lost(error), symptom, "the sum in FP32, total = total + term.float()", rules
             )
 
     # Positions -----------------------------------------------------------------------------------------
@@ -194,14 +196,16 @@ class LowNumbers:
                 reader.effect == "product" for reader in _readers(table, record.gives[0])
             ):
                 continue  # those are lost integers
-            what = (
+            symptom = (
                 f"{distinct.result:,.0f} of {distinct.exact:,.0f} positions are different in "
                 f"{_name(record.gives[0].dtype)}, up to {distinct.error / distinct.step:.3g} steps off"
             )
             words = "torch.arange(n, device=x.device) and all arithmetic with it in FP32, and no cast of positions"
             if record.name in _POSITIONS:
                 words += "; no rule does it, for the call's own dtype= wins"
-            yield _Fault("positions", record, _lost(distinct.error / (distinct.step * distinct.num_all)), what, words)
+            yield _Fault(
+                "positions", record, _lost(distinct.error / (distinct.step * distinct.num_all)), symptom, words
+            )
 
     # Filter banks --------------------------------------------------------------------------------------
 
@@ -243,11 +247,11 @@ class LowNumbers:
             if not -math.inf < worst < _QUIET_DB:
                 continue
             num_quiet = sum(decibels < _QUIET_DB for decibels in ratio.entries)
-            what = (
+            symptom = (
                 f"it multiplies by a table of constants in {_format(record)}, whose rounding is heard in {num_quiet:,} "
                 f"of {len(ratio.entries):,} results: signal to noise is {worst:.3g} dB"
             )
-            yield _Fault("basis", record, _lost_at(worst), what, *_in_fp32([record]))
+            yield _Fault("basis", record, _lost_at(worst), symptom, *_in_fp32([record]))
 
     # Losses --------------------------------------------------------------------------------------------
 
@@ -259,9 +263,9 @@ class LowNumbers:
         for record in table.kernels:
             ratio = record.probes.get("ratio")
             if ratio is not None and self._is_loss(record) and math.isfinite(ratio.whole):
-                what = f"the loss computes {record.op} in {_name(record.gives[0].dtype)}, {_noise(ratio.whole)}"
+                symptom = f"the loss computes {record.op} in {_name(record.gives[0].dtype)}, {_noise(ratio.whole)}"
                 words = "criterion(output.float(), target)"
-                yield _Fault("criterion", record, _lost_at(ratio.whole), what, words, _op_in_fp32(record))
+                yield _Fault("criterion", record, _lost_at(ratio.whole), symptom, words, _op_in_fp32(record))
 
     # Derivatives ---------------------------------------------------------------------------------------
 
@@ -269,23 +273,23 @@ class LowNumbers:
     def _derivatives(table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
             if _is_derivative(record) and (ratio := record.probes.get("ratio")) and math.isfinite(ratio.whole):
-                what = (
+                symptom = (
                     f"a derivative that the forward pass takes is computed in {_format(record)}, {_noise(ratio.whole)}"
                 )
-                yield _Fault("forward derivative", record, _lost_at(ratio.whole), what, *_in_fp32([record]))
+                yield _Fault("forward derivative", record, _lost_at(ratio.whole), symptom, *_in_fp32([record]))
             if (difference := record.probes.get("difference")) is None:
                 continue
             value, dtype = record.reads[0], record.gives[0].dtype
             if difference.result:
                 times = difference.subtracted / difference.result
                 error = float(torch.finfo(dtype).eps) / 2 * times
-                what = f"differences of neighbours in {_name(dtype)} are 1/{times:.3g} of what is subtracted"
+                symptom = f"differences of neighbours in {_name(dtype)} are 1/{times:.3g} of what is subtracted"
             else:  # all are 0, and of a field that is constant in FP32 they are to be
                 error = float(difference.exact > torch.finfo(torch.float32).eps * difference.subtracted)
-                what = f"differences of neighbours in {_name(dtype)} are all 0, and in FP32 are not"
+                symptom = f"differences of neighbours in {_name(dtype)} are all 0, and in FP32 are not"
             if error > _OFF:
                 cure = _in_fp32(_first_low(table, value))
-                yield _Fault("forward derivative", record, _lost(error), what, *cure)
+                yield _Fault("forward derivative", record, _lost(error), symptom, *cure)
 
     # Codes ---------------------------------------------------------------------------------------------
 
@@ -299,12 +303,12 @@ class LowNumbers:
             dtype = result_dtype if result_dtype in LOW else getattr(torch, low_dtype)  # an emulated product gives FP32
             holds = num_integers(dtype)
             if largest > holds:
-                what = (
+                symptom = (
                     f"integers up to {largest:,.0f} are read off numbers in {_name(dtype)}, which holds all up to "
                     f"{holds:,} only"
                 )
                 bits = math.ceil(math.log2(largest / holds))
-                yield _Fault("codes", record, bits, what, *_in_fp32(first))
+                yield _Fault("codes", record, bits, symptom, *_in_fp32(first))
 
 
 # What a kernel is -------------------------------------------------------------------------------------
@@ -500,6 +504,6 @@ def _finding(fault: _Fault, module: str, rules: Iterable[str]) -> Finding:
     globs = (as_glob(fold.path) for fold in folded(named.get(key, ()), str, lambda name: None))
     rule = f"{key}={'+'.join(globs)}" if key else ""
     cure = (", or " if key == "fp32" else ", and ").join(part for part in (fault.words, rule and both(rule)) if part)
-    text = f"{fault.what}, {fault.bits} of FP32's 24 bits lost: write {cure}"
+    text = f"{fault.symptom}, {fault.bits} of FP32's 24 bits lost: write {cure}"
     where = location_text(module, fault.record.op, fault.record.call.line)
     return Finding(kind=fault.kind, where=where, text=text, rule=rule)

@@ -299,7 +299,7 @@ def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
     called = [tensor.module for tensor in step.tensors if tensor.kind in ("activations", GRADIENTS[0])]
     order = {path: n for n, path in enumerate(dict.fromkeys(called or [tensor.module for tensor in step.tensors]))}
 
-    def place(tensor: RecordedTensor) -> int:
+    def call_index(tensor: RecordedTensor) -> int:
         path = tensor.module
         while path and path not in order:
             path = path.rpartition(".")[0]
@@ -307,7 +307,7 @@ def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
 
     # The gradient of what a module returns comes before those of its own weights.
     gradients = sorted(
-        _not_finite_in(step, *GRADIENTS), key=lambda gradient: (-place(gradient), GRADIENTS.index(gradient.kind))
+        _not_finite_in(step, *GRADIENTS), key=lambda gradient: (-call_index(gradient), GRADIENTS.index(gradient.kind))
     )
     first = gradients[0] if gradients else None
     for gradient in gradients[1:]:

@@ -225,7 +225,7 @@ class Choices:
         optimizers = tried(given_optimizers, optimizer) or []
         for name, number in (("every", every), ("keep", 1 if keep is None else keep)):
             tried(_require_positive, name, number)
-        found = [tried(standing_alone, name) for name in ([formats] if isinstance(formats, str) else formats)]
+        targets = [tried(standing_alone, name) for name in ([formats] if isinstance(formats, str) else formats)]
         words = [tried(kind_of, name) for name in ([kinds] if isinstance(kinds, str) else kinds)]
         if not words:
             problems.append(PolicyError("there is nothing to record", why="kinds is empty", write='kinds=("weights",)'))
@@ -239,7 +239,7 @@ class Choices:
             subject=subject,
             optimizers=optimizers,
             every=every,
-            formats=tuple(dict.fromkeys(found)),
+            formats=tuple(dict.fromkeys(targets)),
             kinds=tuple(dict.fromkeys(words)),
         )
 

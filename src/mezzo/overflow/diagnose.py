@@ -226,7 +226,7 @@ _FAULTS: Final[tuple[tuple[str, Kind, str, str], ...]] = (
     ("", "unbounded", "the result is infinite", f"a lower learning rate, or {_CLIPPED} from the start"),
 )
 #: Causes and cures by kind and op; "" stands for other ops.
-_CURES: Final = {(kind, op): (cause, cure) for ops, kind, cause, cure in _FAULTS for op in ops.split() or [""]}
+_CURES: Final = {(fault, op): (cause, cure) for ops, fault, cause, cure in _FAULTS for op in ops.split() or [""]}
 
 
 @dataclass(slots=True)
@@ -257,10 +257,10 @@ def diagnose(origin: Origin, context: Context, lowered: float | None = None) -> 
         context: The models, the policy and the loss scale.
         lowered: The highest scale below the loss scale with which every gradient is finite, if there is one.
     """
-    kind, cause, cure = _judged(origin, context, lowered)
+    fault, cause, cure = _judged(origin, context, lowered)
     if origin.made_nan_by and origin.source in ("given", "written"):
         cause += f"; {origin.made_nan_by} makes nan of it"
-    return _reported(origin, context, kind, cause, cure)
+    return _reported(origin, context, fault, cause, cure)
 
 
 def _judged(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind, str, str]:
@@ -284,14 +284,14 @@ def _judged(origin: Origin, context: Context, lowered: float | None) -> tuple[Ki
     return "input", f"{name} {before} model saw it: the data, or what prepares it", cure
 
 
-def _reported(origin: Origin, context: Context, kind: Kind, cause: str, cure: str) -> Overflow:
+def _reported(origin: Origin, context: Context, fault: Kind, cause: str, cure: str) -> Overflow:
     """Return the report of an origin with this cause and cure."""
     file, _, number = (origin.line or "").rpartition(":")
     needed = origin.needed if origin.needed is not None and math.isfinite(origin.needed) else None
     same = ("module", "op", "kernel", "phase", "tensor", "inputs", "line")
     return Overflow(
         **{name: getattr(origin, name) for name in same},
-        kind=kind,
+        kind=fault,
         needed=needed,
         share=None if needed is None else needed / torch.finfo(origin.dtype).max,
         code=linecache.getline(file, int(number)).strip() or None if file else None,
@@ -317,19 +317,19 @@ def _made(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind
     # Derivatives divide as well: that of a root at 0.
     is_divided = origin.kernel == "aten::div" and origin.inputs[-1].num_zeros > 0
     does_only_divide = ("zero", op) in _CURES and ("domain", op) not in _CURES
-    kind: Kind = "domain" if origin.tensor.num_nan else "unbounded"
+    fault: Kind = "domain" if origin.tensor.num_nan else "unbounded"
     if any(read.num_zeros for read in origin.inputs) and (origin.tensor.num_inf or is_divided or does_only_divide):
-        kind = "zero"
-    cause, cure = _words(kind, op)
+        fault = "zero"
+    cause, cure = _words(fault, op)
     if origin.needed is not None:
         same = "; float64 gives the same of what it read: no precision of this op cures it"
-        cause += " in float64 as well" if kind == "unbounded" else same
-    return kind, cause + ("" if kind == "domain" else _flushed(origin)), cure
+        cause += " in float64 as well" if fault == "unbounded" else same
+    return fault, cause + ("" if fault == "domain" else _flushed(origin)), cure
 
 
-def _words(kind: Kind, op: str) -> tuple[str, str]:
+def _words(fault: Kind, op: str) -> tuple[str, str]:
     """Return cause and cure where no format helps: those of the op, or else those of the kind."""
-    cause, cure = _CURES.get((kind, op)) or _CURES[kind, ""]
+    cause, cure = _CURES.get((fault, op)) or _CURES[fault, ""]
     eps = "torch.finfo(x.dtype).eps"
     return cause.format(op=op), cure.format(op=op, eps=eps)
 

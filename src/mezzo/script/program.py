@@ -78,9 +78,9 @@ class Program:
         else:
             is_there = (path / "__main__.py").exists() if path.is_dir() else path.exists()
         if not is_there:
-            what = "module" if self.is_module else "__main__.py in the folder" if path.is_dir() else "script"
+            missing = "module" if self.is_module else "__main__.py in the folder" if path.is_dir() else "script"
             raise PolicyError(
-                f"there is no {what} {self.name!r}",
+                f"there is no {missing} {self.name!r}",
                 why=f"looked up from {os.getcwd()}",
                 write="a path that is there, then the script's own options; or -m package.module",
             )
@@ -256,7 +256,7 @@ def never_trains(program: str, left_alone: Mapping[str, str]) -> PolicyError:
     """Return the error of a script without a step, with what was left alone and why."""
     return PolicyError(
         f"{program} never trains: no optimizer over a module's parameters took a step",
-        why="\n".join(f"{what}: {why}" for what, why in left_alone.items()),
+        why="\n".join(f"{part}: {why}" for part, why in left_alone.items()),
         write="a script that calls loss.backward() and optimizer.step()",
     )
 

@@ -157,11 +157,11 @@ class ScriptReport:
             yield f"  products     {', '.join(parts)}"
         for number, (where, what) in enumerate(self.positions.items()):
             yield f"  {'' if number else 'positions':<11}  {what} ({where})"
-        for number, (what, times) in enumerate(self.intercepted.items()):
-            yield f"  {'' if number else 'intercepted':<11}  {what}{f' ×{times}' if times > 1 else ''}"
-        for number, (what, why) in enumerate(self.left_alone.items()):
+        for number, (name, times) in enumerate(self.intercepted.items()):
+            yield f"  {'' if number else 'intercepted':<11}  {name}{f' ×{times}' if times > 1 else ''}"
+        for number, (part, why) in enumerate(self.left_alone.items()):
             first, *rest = why.split("\n")
-            yield f"  {'' if number else 'left alone':<11}  {what}: {first}"
+            yield f"  {'' if number else 'left alone':<11}  {part}: {first}"
             yield from (f"  {'':<11}  {line}" for line in rest)
 
     def _answer(self) -> str:
