@@ -72,7 +72,7 @@ class _CallSeen:
 
     @property
     def computes_in(self) -> tuple[str, ...]:
-        """Names of the dtypes in which the call computes; of a conversion, that which it converts."""
+        """Names of the dtypes in which the call computes; of a conversion, the dtype before it."""
         return self.formats or tuple(self.inputs if self.kernels or self.is_emulated else self.converted)
 
 
@@ -311,7 +311,7 @@ def _disagreement(call: CallRecord, inside: _CallSeen) -> str:
         [name for name in names if name in _CASTABLE] for names in (inside.computes_in, call.argument_dtypes)
     ]
     outs = [name for name in call.returns if name in _CASTABLE]
-    if call.written is not None:  # read, where it is in place, and rounded to, whatever the op computes in
+    if call.written is not None:  # an in-place op reads its target, and rounds to its dtype, whatever it computes in
         ins, outs = [name for name in ins if name not in call.written], []
     match call.decision.treatment:
         case "low":

@@ -121,11 +121,11 @@ def all_rows(of: Explanation) -> tuple[Section, ...]:
 
 
 def _section(title: str, rows: Iterable[Any], columns: _Columns, *, cost: str = "", whole: int = 0) -> Section:
-    """Return a table; one with a cost is sorted by it, and the cheap end of it added up."""
+    """Return a table. With a cost its rows are sorted by that, and the cheapest rows are added up in one line."""
     rows, rest = list(rows), ""
     if cost:
         rows.sort(key=attrgetter(cost), reverse=True)
-        # One row more says no less than a line about it.
+        # One row takes no more room than a line that says one row was left out.
         left = rows[_MOST_ROWS:] if len(rows) > _MOST_ROWS + 1 else []
         rows = rows[: len(rows) - len(left)]
         share = share_text(sum(map(attrgetter(cost), left)), whole)
@@ -136,7 +136,7 @@ def _section(title: str, rows: Iterable[Any], columns: _Columns, *, cost: str = 
 
 
 def _alike(rows: Iterable[Any], fields: str) -> Iterator[Any]:
-    """Yield one row for those of alike modules that agree in some fields, with what they have together."""
+    """Yield one row, with the sums, for all rows of alike modules that agree in some fields."""
     for fold in folded(rows, attrgetter("module"), attrgetter(*fields.split())):
         yield replace(summed(fold.rows), module=fold.text)
 
@@ -403,7 +403,7 @@ def _rendered(section: Section) -> RenderableType:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Fitted:
-    """A table in which words are folded before paths are, wherever the width allows it; nothing is cut."""
+    """A table that folds columns of words before columns of paths, where the width allows; no cell is cut."""
 
     section: Section
 
@@ -482,7 +482,7 @@ class Explanation:
 
     @property
     def answer(self) -> Answer:
-        """What it comes to, in words: a headline, a sentence for each thing to know, and what to write."""
+        """The answer in words: a headline, sentences on what matters, and what to write."""
         return answer_to(self)
 
     def to_dict(self) -> dict[str, Any]:

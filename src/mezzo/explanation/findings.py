@@ -127,7 +127,7 @@ def _without_effect(model: nn.Module, policy: Policy, seen: Asked) -> Iterator[F
 
 
 def _winners(rule: Rule, policy: Policy, modules: Iterable[str]) -> list[Rule]:
-    """Return which rules decide where one matches: about its own ops, or about an op that no rule names."""
+    """Return the rules that win where a rule matches: for its own ops, or for an op that no rule names."""
     ops = ("any other op",) if rule.op is None else rule.ops
     module_paths = [None, *modules] if rule.module is None else [path for path in modules if rule.matches_module(path)]
     return [

@@ -53,7 +53,7 @@ BOUNDED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A call that reads what an origin made, before an op brings it back into range."""
+    """A call that reads an origin's tensor, or what was computed from it and is still out of range."""
 
     module: str
     op: str
@@ -454,7 +454,7 @@ def _modules(origin: Origin, context: Context) -> list[str]:
 
 
 def _as_in_rules(path: str, context: Context) -> str:
-    """Return a path as rules have it, if every model has a parameter, or a module that is called, under it."""
+    """Return a path as rules write it; empty unless every model has a parameter or a module with ``forward`` there."""
     if len(context.models) > 1:
         path = path.partition(".")[2]
     if path == LOSS:
@@ -521,7 +521,7 @@ def _lower_scale(context: Context, scale: float, remark: str = "") -> str:
     policy = context.policy or Policy.O1()
     before, after = policy.loss_scale, LossScale.constant(scale)
     if before.mode == "dynamic" and scale <= (before.ceiling or math.inf):
-        # Where one batch needs less than the floor others may need less still.
+        # If one batch needs a scale below the floor, others may need an even lower one.
         floor = before.floor if before.floor <= scale else 2.0**-126
         after = dataclasses.replace(before, init=scale, floor=floor)
     try:

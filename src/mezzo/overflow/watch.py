@@ -137,7 +137,7 @@ class Watch:
         last, read = self._last or (record, [])
         is_of_call = (self._call(last) or last.module, last.node) == (self._call(record) or record.module, record.node)
         if last is self.recorder.recorded.maker(record.reads[0]) and (is_emulated or is_of_call):
-            # The call rounds its own result: what counts is what the result was computed from.
+            # The call rounds its own result: the report shows what the result was computed from.
             rounded = [Operand(operand.name, operand.tensor.to(result.dtype), operand.argument) for operand in read]
             origin = self._add("made", record, result, rounded if is_emulated else read)
             origin.kernel = str(last.kernel._schema.name)
@@ -170,7 +170,7 @@ class Watch:
         origin.role, origin.path = ("input", "a tensor made before the step") if named is None else named[:2]
         origin.rename(origin.path)
         if named is not None and origin.role == "parameter" and measure.is_finite(named[2]):
-            # A cast of it from before the pass, which a region keeps from one micro-batch to the next.
+            # A region keeps the cast of a parameter from one micro-batch to the next: it was made before the pass.
             origin.source, origin.cast_by, origin.may_be_meant = "made", "policy", False
             origin.needed, origin.holds = measure.range_of(named[2], "").largest, named[2].dtype
             origin.rename(f"{origin.path} cast to {origin.tensor.dtype}")
@@ -180,7 +180,7 @@ class Watch:
         call = None if record is None else self._call(record)
         is_backward = record is not None and record.phase == "backward"
         bare = "" if record is None else record.name
-        # Autograd adds up what arrives along several ways by itself, after the node's own hooks.
+        # Autograd adds up gradients of several paths by itself, after the node's own hooks.
         name = "output" if not is_backward else "sum of gradients" if bare == "add" else "gradient"
         origin = Origin(
             number=len(self.origins),
@@ -210,7 +210,7 @@ class Watch:
         return self._copies.get(self._memory(tensor)) if named is None else named[1]
 
     def _name_later(self, origin: Origin, node: Any, arguments: dict[Edge, str]) -> None:
-        """Name a gradient once its node has run, when it is known along which edge it goes."""
+        """Name a gradient once its node has run and the gradient's edge is known."""
 
         def name(gradients: Sequence[Tensor | None], _: Any) -> None:
             for slot, gradient in enumerate(gradients):

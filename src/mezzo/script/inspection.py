@@ -77,7 +77,7 @@ class Rehearsed(Generic[T]):
 
 
 def explained(call: Called, policy: Policy) -> Explanation:
-    """Explain a model as a script called it; what the script makes of its output by ``cross_entropy`` is part of it."""
+    """Return the explanation of a model as a script called it, with the ``cross_entropy`` that the script computes."""
     return explain(call.model, call.inputs, policy=policy, loss=call.loss)
 
 
