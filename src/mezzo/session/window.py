@@ -55,8 +55,8 @@ class Carried(NamedTuple):
         losses: What the passes since the last step have differentiated, 0-d and detached.
         passes: How many there were.
         marks: Marks of the gradients since they have got what they carry.
-        has_made: Whether the session has made gradients since the last step, or given out such without a scale; ``False``
-            once those that carried one were cleared, of which a program may have kept copies.
+        has_made: Whether the session has made gradients since the last step, or given out unscaled ones; ``False`` once
+            scaled ones were cleared, of which the program may have kept copies.
         left: Marks of the gradients that the last step has left in ``.grad``.
         left_scale: The scale that these carry.
         skipped: 0-d bool: whether the last step was skipped, where another one may follow without a pass in between.
