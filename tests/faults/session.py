@@ -79,7 +79,7 @@ FAULTS = (
          "from the second step on micro-batches would be summed in sixteen bits"),
     ),
     *in_file("session/step_plan.py",
-        ("plan: shared parameters have two windows", "            if ids.isdisjoint(theirs):\n", "            if True:\n",
+        ("plan: shared parameters have two windows", "            if ids.isdisjoint(other_ids):\n", "            if True:\n",
          "tests/session/test_windows.py::test_optimizers_that_share_parameters_step_together_and_by_turns",
          "shared gradients would be unscaled twice"),
         ("plan: loops of the user's own get gradients of 16 bits", "return not is_driven and not is_split and",

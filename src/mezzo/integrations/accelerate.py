@@ -185,13 +185,13 @@ class AcceleratedPrecision(AttachedPrecision):
         """
         return {"mezzo/scale": float(self.loss_scale), "mezzo/skipped": self.stats().skipped}
 
-    def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if self.is_closed:  # prepared optimizers go on calling it
+    def _own_step(self, optimizer: Optimizer, session_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self.is_closed:  # prepared optimizers still call this method
             return self._engine.writes.steps_by[optimizer](*args, **kwargs)
-        return None if self._is_telling else super()._own_step(optimizer, of, *args, **kwargs)
+        return None if self._is_telling else super()._own_step(optimizer, session_optimizer, *args, **kwargs)
 
     def step_and_tell(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Update or skip, and call ``optimizer.step`` where it was an update: by that Accelerate knows.
+        """Update or skip, and call ``optimizer.step`` after an update: from this call Accelerate learns of the update.
 
         A kernel that skips by itself is called in any case.
         """
@@ -206,7 +206,7 @@ class AcceleratedPrecision(AttachedPrecision):
 
 
 class _AcceleratorsScaler(SessionScaler):
-    """What Accelerate calls its scaler; optimizers that it has prepared go on asking after the session has ended."""
+    """The accelerator's scaler, which prepared optimizers call even after the session has ended."""
 
     amp: AcceleratedPrecision
 

@@ -84,7 +84,7 @@ class _Count:
         return cls(tensor, tensor[0], tensor._version)
 
     def is_whole(self) -> bool:
-        """Whether it is one number still."""
+        """Whether all parameters still have one count."""
         return self.counts._version == self.version
 
     def write(self, number: Tensor) -> None:
@@ -225,7 +225,7 @@ class _UpdatePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """What a step is about to write, when all that it could refuse has been refused.
+    """The updates that a step is about to write, after everything that can be refused was.
 
     Attributes:
         verdict: Of the gradients; ``None`` where the flags are another library's.
@@ -370,7 +370,7 @@ class OnePassOptimizer(Optimizer):
 
     @torch.no_grad()
     def make_ready(self, verdict: Verdict, *, keep: bool) -> None:
-        """Raise all that :meth:`update` could refuse, and make ready what it needs; it is to be the next call.
+        """Raise every error that :meth:`update` could raise, and prepare it; :meth:`update` is the next call.
 
         Args:
             verdict: What the update will be given.
@@ -645,7 +645,7 @@ class OnePassOptimizer(Optimizer):
 
 
 def _counted(states: list[dict[str, Any]], count: _Count | int, device: torch.device) -> _Count:
-    """Return a count that some parameters have for themselves, each with a view of it in its state.
+    """Return a new count for some parameters, of which each one's state gets a view.
 
     Args:
         states: Of these parameters, which get the views.

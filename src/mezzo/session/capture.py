@@ -220,7 +220,7 @@ class Captured(Generic[R]):
     # A call ------------------------------------------------------------------------------------------------
 
     def _run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> R:
-        """Run the train step, refuse what no graph could follow, and return what it returned."""
+        """Return what the train step returns; raise for operations that no graph can follow."""
         engine, (args, kwargs) = engine_of(self._amp), arguments
         looks, before = _Looks(self, engine), _options(engine.weights.optimizers, counts_writes=True)
         engine.is_captured = True
@@ -474,8 +474,8 @@ class _Batch:
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that the train step is given, with no gradients to add to."""
-        for mine in self._tensors:
-            mine.grad = None
+        for recorded in self._tensors:
+            recorded.grad = None
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = self._frame.filled(self._tensors)
         return arguments
 
@@ -490,7 +490,7 @@ class _Batch:
             recorded.copy_(value, non_blocking=True)
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return in which a batch is unlike the first one; empty where it is like it."""
+        """Return the first difference of a batch from the recorded one, in words; empty where there is none."""
         batch = dict(leaves((args, kwargs)))
         if list(batch) != list(self._leaves):
             return "the structure of its arguments"
@@ -518,7 +518,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _held(engine: Engine) -> dict[str, Any]:
-    """Return what a graph has of a session, by what to call it: addresses, and what Python decides.
+    """Return the facts that a graph was recorded with, by name: addresses, and decisions of Python's.
 
     **Cost**: a look at each parameter and each tensor of optimizer state, some 0.1 µs each.
     """
@@ -544,7 +544,7 @@ def _held(engine: Engine) -> dict[str, Any]:
 
 
 def _places(engine: Engine) -> dict[str, Any]:
-    """Return where all that a graph reads lies: a step that finds it so goes before one that is recorded.
+    """Return the addresses of all that a graph reads; a recording needs a step before it that leaves them unchanged.
 
     State that is made inside of a graph begins anew with each replay.
     """
@@ -565,7 +565,7 @@ def _options(optimizers: Sequence[Optimizer], *, counts_writes: bool = False) ->
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what is another now, in words."""
+    """Return the facts that have changed since the recording, in words."""
     return [
         name if isinstance(value, list) else f"{name} {value} → {now.get(name)}"
         for name, value in before.items()
@@ -620,7 +620,7 @@ class CudaGraph:
             self._graph = torch.cuda.CUDAGraph()
 
     def run(self, run: Callable[[], T], *, refuses_syncs: bool = False) -> T:
-        """Run it on the stream that is captured.
+        """Run a call on the stream that is captured.
 
         Args:
             run: The code.
@@ -636,7 +636,7 @@ class CudaGraph:
             around.wait_stream(self._stream)
 
     def record(self, run: Callable[[], T]) -> T:
-        """Run it for the record; nothing is computed.
+        """Record a call; nothing is computed.
 
         Raises:
             RuntimeError: The code asks the device for a value.

@@ -1,4 +1,4 @@
-"""The four verbs of an engine as a ``GradScaler`` by type, for what takes one and calls it."""
+"""The four verbs of an engine as a ``GradScaler`` by type, for frameworks that take a scaler and call it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class EngineScaler(torch.amp.GradScaler):
 
     @abstractmethod
     def _engine_of(self, optimizer: Optimizer) -> Engine:
-        """Return the engine, which knows an optimizer."""
+        """Return the engine that steps with an optimizer."""
 
     @abstractmethod
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -169,7 +169,7 @@ class EngineScaler(torch.amp.GradScaler):
         return returned[0] if returned else None
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Step with an optimizer that evaluates the loss as often as it likes."""
+        """Step with an optimizer that evaluates the loss several times."""
         losses = list[Any]()
 
         def evaluate() -> Any:

@@ -71,7 +71,7 @@ class InnerScales:
     # State ------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[list[float]]:
-        """Return the numbers of each as plain values; a host sync where there are any."""
+        """Return the scale and bound of each call as numbers; a host sync if there was a call."""
         return [[float(scale), float(bound)] for scale, bound in self._each]
 
     def load(self, rows: Iterable[Sequence[float]], device: torch.device) -> None:

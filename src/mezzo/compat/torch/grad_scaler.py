@@ -297,7 +297,7 @@ class GradScaler(EngineScaler):
 
     @staticmethod
     def _require(state: Any, *keys: str) -> None:
-        """Refuse what is no state of a scaler that scales."""
+        """Raise for a value that is no state of a scaler that scales."""
         if missing := [key for key in keys if not isinstance(state, Mapping) or key not in state]:
             raise StateError(
                 "this is not the state of a GradScaler",
