@@ -212,7 +212,7 @@ class Window:
         return [leaf for leaf, gradient in pairs if is_left(gradient, self.now.left)]
 
     def has_skipped(self) -> list[Tensor]:
-        """Return whether the last step was skipped, 0-d bool, if all gradients are those that it has left; else none."""
+        """Return whether the last step was skipped, 0-d bool, if all gradients are its own; else nothing."""
         skipped = self.now.skipped
         return [] if skipped is None or not self.has_left_alone() else [skipped]
 
