@@ -165,7 +165,7 @@ class AttachedPrecision(MixedPrecision):
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
         self._known_by: weakref.ref[AttachedPrecision] | None = None
-        self._autograd_engine: Any = None  # autograd's, as it stands while passes are the session's
+        self._autograd_engine: Any = None  # autograd's entry as the session has bound it
         super().__init__(subjects, optimizer_list, policy, **options)
         try:
             self._take_over(optimizer_list)
@@ -273,7 +273,7 @@ class AttachedPrecision(MixedPrecision):
 
         @functools.wraps(getattr(plain, "__func__", plain))
         def step(bound: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if self._is_closed:  # a scheduler that was made meanwhile has wrapped it
+            if self._is_closed:  # a scheduler made during the session has wrapped this function
                 return plain(*args, **kwargs)
             return self._own_step(bound, session_optimizer, *args, **kwargs)
 

@@ -33,7 +33,7 @@ from mezzo.weights.stepping import in_memory, keep_memory
 R = TypeVar("R")
 T = TypeVar("T")
 
-#: Calls that are real steps before one is recorded: what is missing is made and compiled, states of optimizers begin.
+#: Calls that are real steps before the recording: they compile kernels, and make the states of optimizers.
 _FIRST: Final = 3
 
 
@@ -250,7 +250,7 @@ class Captured(Generic[R]):
         outcomes: list[tuple[StepOutcome, Tensor]] = []
 
         def run() -> R:
-            # A copy: what steps say of the scale that they had must outlive the next one.
+            # A copy, since the outcome of a step keeps its scale beyond the next step.
             scaler.hold(scale.clone(), in_graph=True)
             output = self._run(batch.arguments)
             engine.update()  # which outside of a graph the next loss does, where an optimizer has not stepped
@@ -264,7 +264,7 @@ class Captured(Generic[R]):
                 output = graph.record(run)
             upload()
         except BaseException:
-            # No kernel has run: what Python has of this step is forgotten, and the session is as it was.
+            # No kernel has run, so what Python has recorded of this step is dropped, and the session is as before.
             scaler.hold(before, in_graph=False)
             engine.writes.broken = ""
             engine.clear()
@@ -641,7 +641,7 @@ class CudaGraph:
         Raises:
             RuntimeError: The code asks the device for a value.
         """
-        with torch.cuda.device(self._device):  # around it all, since set_stream changes the device too
+        with torch.cuda.device(self._device):  # around all of this, since set_stream changes the device too
             around = torch.cuda.current_stream()
             self._stream.wait_stream(around)
             try:
@@ -667,7 +667,7 @@ def _syncs(*, refused: bool) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode() if refused else None
     try:
         if refused:
-            with warnings.catch_warnings():  # where warnings are errors, one would be raised with the mode already set
+            with warnings.catch_warnings():  # a warning raised as an error would leave the mode set
                 warnings.filterwarnings("ignore", message="Synchronization debug mode")
                 torch.cuda.set_sync_debug_mode("error")
         yield

@@ -212,7 +212,7 @@ class SessionScaler(EngineScaler):
         return engine_of(self.amp)
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        return engine_of(self.amp).scale(loss)  # the pass that differentiates it opens windows
+        return engine_of(self.amp).scale(loss)  # its backward pass opens the windows
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Move the scale on.

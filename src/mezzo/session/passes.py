@@ -251,21 +251,23 @@ class SessionPass:
     **Cost**: some 10 µs of host time; for leaves that are none of the session's 2 µs each and a product.
     """
 
-    is_closed = True  # of one that a signal kept from being made, too
+    is_closed = True  # also of a pass whose __init__ a signal has interrupted
 
     def __init__(self, engine: Opens, scale: Tensor | None) -> None:
         self._engine, self._scale = engine, scale
         # In the five lines without a scale passes inside find all windows open.
         self._holds = scale is not None or engine.plan.is_driven
-        self._back: Tensor | None = None  # 1/scale, once it is used
-        self._around: int | None = number_of_pass()  # in which it begins, or -1
+        self._back: Tensor | None = None  # 1/scale, computed at its first use
+        self._around: int | None = number_of_pass()  # the number of the pass in which this one begins, or -1
         self._number: int | None = None
-        self._losses: dict[Window, list[Tensor]] = {}  # by the windows that it reaches, which are open from then on
+        self._losses: dict[Window, list[Tensor]] = {}  # by window that the pass has opened
         self._said: list[Tensor] = []
         self._has_begun = self._is_last = self._has_door = False
         self._undo: list[Callable[[], object]] = []
-        self._hooked: dict[ref[Tensor], Any] = {}  # by leaves that lose the scale: what accumulates, and has our hook
-        self._waiting: dict[ref[Tensor], Tensor | None] = {}  # by tensors that lose it at the end: what they had
+        self._hooked: dict[ref[Tensor], Any] = {}  # by foreign leaf: its accumulating node, which has our hook
+        self._waiting: dict[
+            ref[Tensor], Tensor | None
+        ] = {}  # the earlier gradients of tensors that lose the scale at the end
 
     def _open(self) -> None:
         self.is_closed = False
@@ -475,7 +477,7 @@ def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients:
         forget()
 
 
-@never_compiled  # what it does, it does while autograd's own engine runs
+@never_compiled  # it acts while autograd's engine runs
 def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
     """Return a loss of which every backward pass is the session's.
 

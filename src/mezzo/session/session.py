@@ -127,7 +127,7 @@ class MixedPrecision:
             self._undo.callback(end)
             if looks is not None:
                 self._engine.observers.append(looks)
-            # Apart, since it outlives a session that is dropped, and holds nothing of it.
+            # A stack apart: a finalizer closes it after the session is dropped, so that it must not hold the session.
             self._names = contextlib.ExitStack()
             weakref.finalize(self, self._names.close)
             self._undo.callback(self._names.close)

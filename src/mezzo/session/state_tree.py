@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: Of the form of a state; others are refused by their number.
 VERSION: Final = 5
-#: An older one that holds all that this one does: FP32 values were the models' then, too.
+#: An older version with the same contents: FP32 values were the models' then, too.
 _READ: Final = (4, VERSION)
 
 
@@ -74,7 +74,7 @@ def save(engine: Engine, policy: Policy, *, in_window: bool = False) -> dict[str
     """
     if not in_window:
         require_between_steps(engine, "state_dict()")
-    engine.next_scale()  # a step may have left it open
+    engine.next_scale()  # commits the scale, which a step may have left open
     named = list(engine.weights.named_params())
     memories = engine.weights.memories()
     return {
@@ -187,9 +187,9 @@ def _are_rows(value: Any) -> bool:
     return all(isinstance(row, list) and len(row) == 2 and all(map(FIELDS["scale"][0], row)) for row in rows)
 
 
-#: What a state need not have: without it all begins anew.
+#: Entries that a state may lack; what they count begins anew.
 _ABSENT: Final[Mapping[str, Any]] = {"products": {"histories": {}, "draws": []}, "inner_scales": []}
-#: Each field of a state: what fits it, and in words.
+#: For each field of a state a test of its values, and the values in words.
 _FIELDS: Final[Fields] = {
     "policy": (_is_policy, "the text of a policy"),
     "parameters": (_by_name(str), "texts by name"),

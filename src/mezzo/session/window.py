@@ -271,7 +271,7 @@ class Window:
             hooked = set(map(id, with_gradient_hooks(plan.halves))) if plan.halves else ()
             for leaf in plan.low:
                 if leaf.grad is None:
-                    leaf.grad_dtype = leaf.dtype  # it may have been FP32, and cleared by others
+                    leaf.grad_dtype = leaf.dtype  # which was FP32, if other code has cleared the gradient
             for leaf in plan.halves:
                 if leaf.grad is None:
                     cell = leaf.cell
@@ -403,7 +403,7 @@ class Window:
         _count_anew(self.plan.halves)
         for leaf in narrow_leaves if self.now.passes else ():
             if leaf.grad is None:
-                leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
+                leaf.grad_dtype = None  # so that copies of the gradients, in any dtype, may be assigned
         has_made = self.now.has_made if self.now.scale is None else False
         self.now = self.now.cleared()._replace(has_made=has_made, left=_NOTHING, marks=self.marks() if to_zeros else ())
 
@@ -465,7 +465,7 @@ def _widen(leaves: Iterable[Tensor]) -> None:
             leaf.grad = gradient.float()
         else:
             waiting.append(leaf)
-    while waiting:  # a part at a time, so that not all are there twice
+    while waiting:  # a part at a time, so that few gradients exist in both dtypes at once
         ends = accumulate(leaf.nbytes for leaf in waiting)
         size = next((count for count, end in enumerate(ends, 1) if end > _TOGETHER), len(waiting))
         now, waiting = waiting[:size], waiting[size:]

@@ -131,7 +131,7 @@ class Fused(Writer):
         verdict, fused = judged.verdict, cast(Any, self.optimizer)
         numbers = [verdict.found_inf, *([verdict.multiplier] if judged.is_clipped else [])]
         found_inf, *divisor = verdict.as_fused or shared(as_fused, (), numbers)
-        # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
+        # Without clipping the scale itself, since 1/(1/scale) differs from a scale that is no power of two.
         grad_scale = None if self.is_plain else divisor[0] if divisor else judged.scale
         # A scale that the user has set counts besides, as in torch.
         if (users_scale := getattr(fused, "grad_scale", None)) is not None:
