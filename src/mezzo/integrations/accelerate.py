@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from mezzo import sharded
 from mezzo.cast import autocast
 from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
-from mezzo.policy import Policy
+from mezzo.policy import Policy, PolicyLike
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.refusals import Reaction, models_and_optimizers
@@ -38,7 +37,7 @@ def attach(
     accelerator: Accelerator,
     models: nn.Module | Iterable[nn.Module],
     optimizers: Optimizer | Iterable[Optimizer],
-    policy: Policy | str | os.PathLike[str] | None = None,
+    policy: PolicyLike | None = None,
     *,
     on_overflow: Reaction = "skip",
 ) -> AcceleratedPrecision:
@@ -61,7 +60,7 @@ def attach(
         accelerator: The accelerator, of ``mixed_precision="no"``.
         models: The model, or a list of models.
         optimizers: The optimizer, or a list of them.
-        policy: A policy, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
+        policy: A policy, its text, a dtype, or the path of a file; O1 in the machine's fast format when omitted.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
 
     Returns:

@@ -7,7 +7,6 @@ nothing of mezzo.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import types
 import weakref
@@ -27,7 +26,7 @@ from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.hooks import complete
 from mezzo.interrupts import Members
 from mezzo.patches import patch
-from mezzo.policy import Policy
+from mezzo.policy import PolicyLike
 from mezzo.session import state_tree
 from mezzo.session.calls import Calls
 from mezzo.session.closures import closure_of, evaluates_once, handing_on
@@ -58,7 +57,7 @@ def attached_now() -> AttachedPrecision | None:
 def attach(
     models: nn.Module | Prepared | Iterable[nn.Module | Prepared],
     optimizers: Optimizer | Iterable[Optimizer],
-    policy: Policy | str | os.PathLike[str] | None = None,
+    policy: PolicyLike | None = None,
     *,
     max_grad_norm: float | None = None,
     hold_schedulers: bool = True,
@@ -87,7 +86,7 @@ def attach(
         models: The model, or a list of models. Under O1 it may be wrapped by DistributedDataParallel or compiled
             already; under O2 and O3 it is attached first, and wrapped then.
         optimizers: The optimizer, or a list of them.
-        policy: A :class:`Policy`, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
+        policy: A :class:`Policy`, its text, a dtype, or the path of a file; O1 in the machine's fast format when omitted.
         max_grad_norm: As for :class:`MixedPrecision`, for loops that do not clip by themselves.
         hold_schedulers: Whether schedulers wait.
         on_overflow: As for :class:`MixedPrecision`.

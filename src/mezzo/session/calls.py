@@ -185,7 +185,7 @@ class Calls:
         """Whether a call enters the region: it is a call of the model, or recomputes one, and no part of another."""
         if runs_backward():
             return inside is not _METHOD and plain not in self._plain
-        # Parts called by a method without gradients are calls: the method may return their numbers (`self.net(x).numpy()`).
+        # Parts that a method calls without gradients are calls, whose numbers it may return: `self.net(x).numpy()`.
         is_part = inside is not None and (is_call is not _always or (inside is _METHOD and torch.is_grad_enabled()))
         enters = not is_part and not self._is_apart() and is_call(args, kwargs)
         (self._plain.discard if enters else self._plain.add)(plain)
