@@ -86,7 +86,7 @@ def attach(
         models: The model, or a list of models. Under O1 it may be wrapped by DistributedDataParallel or compiled
             already; under O2 and O3 it is attached first, and wrapped then.
         optimizers: The optimizer, or a list of them.
-        policy: A :class:`Policy`, its text, a dtype, or the path of a file; O1 in the machine's fast format when omitted.
+        policy: A :class:`Policy`, its text, a dtype, or the path of a file; O1 in the machine's format when omitted.
         max_grad_norm: As for :class:`MixedPrecision`, for loops that do not clip by themselves.
         hold_schedulers: Whether schedulers wait.
         on_overflow: As for :class:`MixedPrecision`.
