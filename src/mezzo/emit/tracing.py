@@ -257,6 +257,12 @@ def spelled(
     return Spelled(names=names, used=used, lines=lines, results=results, places=of_words)
 
 
+def spelled_alone(function: Pure, parameters: Mapping[str, torch.dtype], dialect: Dialect) -> Spelled:
+    """Write a function of 0-d tensors that are called as its parameters, for a function of the language."""
+    examples = [torch.ones((), dtype=dtype, device="cpu") for dtype in parameters.values()]
+    return spelled(function, examples, [*parameters], dialect)
+
+
 def _places(
     graph: fx.Graph, names: Sequence[Word], elements: Collection[Word], groups: Collection[Word]
 ) -> dict[fx.Node, tuple[Of, int]]:

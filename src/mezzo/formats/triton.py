@@ -16,7 +16,7 @@ from torch import Tensor
 from mezzo.formats.blocks import BlockFormat
 from mezzo.formats.cpp import SCALES, places
 from mezzo.formats.definitions import E2M1, FP32
-from mezzo.formats.portable import SMALLEST_AMAX
+from mezzo.formats.rules import SMALLEST_AMAX
 from mezzo.launched import Launch, has_triton, jitted, on
 
 logger = logging.getLogger(__name__)
