@@ -19,7 +19,7 @@ from mezzo.emit.cpp import CPP, function, headers
 from mezzo.errors import UnsupportedError
 from mezzo.formats import rules
 from mezzo.formats.blocks import BlockFormat
-from mezzo.formats.definitions import E2M1, E4M3, E8M0, FP32
+from mezzo.formats.definitions import E2M1, FP32
 from mezzo.formats.noise import noise
 from mezzo.formats.rules import EXPONENT, SIZE
 
@@ -29,8 +29,6 @@ logger = logging.getLogger(__name__)
 TILE: Final = 1 << 12
 #: Lines of a block that a tile has room for.
 MOST_LINES: Final = 1 << 8
-#: By what number the source of kernels knows a format of scales.
-SCALES: Final = {FP32.name: 0, E8M0.name: 1, E4M3.name: 2}
 
 
 def encoded(
