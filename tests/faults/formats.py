@@ -5,7 +5,10 @@ from .fault import in_file
 Q = "tests/formats/test_quantize.py"
 ORACLE = f"{Q}::test_bits_are_those_of_exact_arithmetic"
 T = "tests/formats/test_triton.py"
-AGREE, EXACT = "test_kernels_and_torchs_operations_agree", "tests/formats/test_triton.py::test_kernels_are_exact_arithmetic"
+AGREE, EXACT = (
+    "test_kernels_and_torchs_operations_agree",
+    "tests/formats/test_triton.py::test_kernels_are_exact_arithmetic",
+)
 
 # fmt: off
 FAULTS = (

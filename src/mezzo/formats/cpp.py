@@ -48,8 +48,8 @@ def encoded(
         tensor; None where there is no kernel, or none for such a tensor.
     """
     lines, width = block
-    lie = places(moved) if lines <= MOST_LINES else None
-    if lie is None or (kernel := _kernel(fmt, moved.dtype, key is not None, min(width, 65))) is None:
+    strides = layout(moved) if lines <= MOST_LINES else None
+    if strides is None or (kernel := _kernel(fmt, moved.dtype, key is not None, min(width, 65))) is None:
         return None
     count, last = moved.numel(), moved.shape[-1]
     *before, _ = moved.shape
@@ -58,26 +58,26 @@ def encoded(
     shape = () if whole else (count // (lines * width),)
     scales = torch.empty(shape, dtype=torch.float32 if fmt.scale == FP32 else torch.uint8)
     tensor_scale = torch.empty((), dtype=torch.float32) if fmt.tensor_scale else None
-    each = 0
+    is_amax_of_groups = 0
     if amax is not None:
-        amax, each = amax.contiguous(), int(amax.dim() > 0)
+        amax, is_amax_of_groups = amax.contiguous(), int(amax.dim() > 0)
     kernel(
         moved,
-        *lie,
+        *strides,
         lines,
         width,
         scales,
         0 if tensor_scale is None else tensor_scale,
         codes,
         0 if amax is None else amax,
-        each,
+        is_amax_of_groups,
         0 if key is None else key,
         threads(count),
     )
     return codes, scales, tensor_scale
 
 
-def places(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
+def layout(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
     """Return where elements lie, as (outer, stride, inner, stride, last, stride); None where that is not enough."""
     if moved.is_contiguous():
         count, last = moved.numel(), moved.shape[-1]
@@ -94,8 +94,8 @@ def places(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
             runs.append([size, stride])
     if len(runs) > 2:
         return None
-    (outer, far), (inner, near) = [[1, 0]] * (2 - len(runs)) + runs
-    return outer, far, inner, near, last, step
+    (outer, outer_stride), (inner, inner_stride) = [[1, 0]] * (2 - len(runs)) + runs
+    return outer, outer_stride, inner, inner_stride, last, step
 
 
 @cache
@@ -180,20 +180,20 @@ def decoded(
     kernel = _decoding(fmt, scales is not None, width if width <= 64 else 0)
     if kernel is None or not codes.is_contiguous():
         return None
-    found = torch.empty(count)
-    none = found  # an address that is not read
+    values = torch.empty(count)
+    none = values  # an address that is not read
     kernel(
         codes,
         none if scales is None else scales.contiguous(),
         none if tensor_scale is None else tensor_scale,
-        found,
+        values,
         bands * lines,
         lines,
         groups,
         width,
         threads(count),
     )
-    return found
+    return values
 
 
 @cache
@@ -241,7 +241,7 @@ static inline int32_t largest(const float* values, int64_t count, int32_t top) {
 
 struct Places {
     const Input* x;
-    int64_t outer, far, inner, near, last, step;
+    int64_t outer, outer_stride, inner, inner_stride, last, step;
 };
 
 static inline int32_t counted(Input value) {
@@ -251,16 +251,16 @@ static inline int32_t counted(Input value) {
 
 // The largest magnitude of a whole tensor, or of its finite elements.
 static int32_t top_of(const Places& at, int threads) {
-    const bool turned = at.step > at.near && at.inner > 1;
-    const int64_t rows = turned ? at.last : at.inner, down = turned ? at.step : at.near;
-    const int64_t length = turned ? at.inner : at.last, along = turned ? at.near : at.step;
+    const bool turned = at.step > at.inner_stride && at.inner > 1;
+    const int64_t rows = turned ? at.last : at.inner, down = turned ? at.step : at.inner_stride;
+    const int64_t length = turned ? at.inner : at.last, along = turned ? at.inner_stride : at.step;
     const int64_t pieces = (length + TILE - 1) / TILE, jobs = at.outer * rows * pieces;
     int32_t top = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(max : top)
     for (int64_t job = 0; job < jobs; ++job) {
         const int64_t row = job / pieces, from = job % pieces * TILE;
         const int64_t count = length - from < TILE ? length - from : TILE;
-        const Input* values = at.x + row / rows * at.far + row % rows * down + from * along;
+        const Input* values = at.x + row / rows * at.outer_stride + row % rows * down + from * along;
         int32_t found = 0;
         if (along == 1) {
             for (int64_t i = 0; i < count; ++i) {
@@ -307,15 +307,15 @@ struct Tile {
 
 static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t lines, int64_t from, int64_t count,
                         float* room) {
-    const Input* x = at.x + slab * at.far + line * at.near + from * at.step;
+    const Input* x = at.x + slab * at.outer_stride + line * at.inner_stride + from * at.step;
 #if IS_FP32
-    if (at.step == 1) return {x, at.near};
+    if (at.step == 1) return {x, at.inner_stride};
 #endif
     if (at.step == 1) {
         for (int64_t l = 0; l < lines; ++l)
-            for (int64_t i = 0; i < count; ++i) room[l * count + i] = widened(x[l * at.near + i]);
+            for (int64_t i = 0; i < count; ++i) room[l * count + i] = widened(x[l * at.inner_stride + i]);
 #ifdef TURNS
-    } else if (at.near == 1 && lines % 16 == 0 && count % 16 == 0) {
+    } else if (at.inner_stride == 1 && lines % 16 == 0 && count % 16 == 0) {
         for (int64_t i = 0; i < count; i += 16)
             for (int64_t l = 0; l < lines; l += 16) {
                 Row rows[16];
@@ -330,7 +330,7 @@ static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t li
 #endif
     } else {
         for (int64_t i = 0; i < count; ++i)
-            for (int64_t l = 0; l < lines; ++l) room[l * count + i] = widened(x[i * at.step + l * at.near]);
+            for (int64_t l = 0; l < lines; ++l) room[l * count + i] = widened(x[i * at.step + l * at.inner_stride]);
     }
     return {room, count};
 }
@@ -345,10 +345,11 @@ static inline void stored(const int32_t* codes, int64_t count, int64_t place, ui
 #endif
 }
 
-extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner, int64_t near, int64_t last,
-                       int64_t step, int64_t block_lines, int64_t block_width, Code* scales, float* tensor_scale,
-                       uint8_t* codes, const float* amax, int64_t amax_each, const int32_t* key_at, int64_t threads) {
-    Places at = {x, outer, far, inner, near, last, step};
+extern "C" void kernel(const Input* x, int64_t outer, int64_t outer_stride, int64_t inner, int64_t inner_stride,
+                       int64_t last, int64_t step, int64_t block_lines, int64_t block_width, Code* scales,
+                       float* tensor_scale, uint8_t* codes, const float* amax, int64_t amax_each,
+                       const int32_t* key_at, int64_t threads) {
+    Places at = {x, outer, outer_stride, inner, inner_stride, last, step};
     const int32_t key = RANDOM ? *key_at : 0;
     float tensor = 1.0f, whole = 1.0f;
     if (WHOLE || TENSOR_SCALE) {
@@ -363,7 +364,7 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
     }
     const bool given = amax && !WHOLE && !TENSOR_SCALE;
     const int64_t width = WIDTH ? WIDTH : WHOLE ? last : block_width, down = WHOLE ? 1 : block_lines;
-    const bool dense = outer == 1 && near == last && step == 1 && down == 1;
+    const bool dense = outer == 1 && inner_stride == last && step == 1 && down == 1;
     if (dense) {  // one line, so that short ones are as fast as long ones
         at.last = inner * last;
         at.inner = 1;

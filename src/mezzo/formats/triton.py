@@ -15,7 +15,7 @@ from torch import Tensor
 from mezzo.emit.triton import function
 from mezzo.formats import rules
 from mezzo.formats.blocks import BlockFormat
-from mezzo.formats.cpp import places
+from mezzo.formats.cpp import layout
 from mezzo.formats.definitions import E2M1, FP32
 from mezzo.formats.noise import noise
 from mezzo.launched import Launch, has_triton, jitted, on
@@ -88,7 +88,7 @@ def encoded(
             scales if tensor_scale is None else tensor_scale,
             lie.inner // unit if lie.is_turned else lie.inner,
             lie.last // unit,
-            lie.far // unit,
+            lie.outer_stride // unit,
             lie.stride // unit,
             many,
         )
@@ -102,7 +102,7 @@ class _Lie(NamedTuple):
     """Where elements lie: slabs of lines of ``last`` elements, in which either these or lines are side by side."""
 
     outer: int
-    far: int
+    outer_stride: int
     inner: int
     last: int
     stride: int  # of what is not side by side
@@ -166,24 +166,27 @@ def _tile(fmt: BlockFormat, block: tuple[int, int], last: int) -> _Tile | None:
 
 def _lie(moved: Tensor) -> _Lie | None:
     """Return how a tensor without gaps lies, or None where neither its lines nor its columns are side by side."""
-    found = places(moved)
-    if found is None:
+    strides = layout(moved)
+    if strides is None:
         return None
-    outer, far, inner, near, last, step = found
+    outer, outer_stride, inner, inner_stride, last, step = strides
     expected = 1
-    for stride, size in sorted(pair for pair in ((far, outer), (near, inner), (step, last)) if pair[1] > 1):
+    for stride, size in sorted(
+        pair for pair in ((outer_stride, outer), (inner_stride, inner), (step, last)) if pair[1] > 1
+    ):
         if stride != expected:
             return None
         expected *= size
     if last == 1 or step == 1:
-        return _Lie(outer, far, inner, last, near, is_turned=False)
-    return _Lie(outer, far, inner, last, step, is_turned=True) if inner == 1 or near == 1 else None
+        return _Lie(outer, outer_stride, inner, last, inner_stride, is_turned=False)
+    return _Lie(outer, outer_stride, inner, last, step, is_turned=True) if inner == 1 or inner_stride == 1 else None
 
 
 def _unit(moved: Tensor, lie: _Lie) -> int:
     """Return 16 where all that a thread may move at once stands at multiples of 16 elements, else 1."""
     along = (lie.inner,) if lie.is_turned else ()
-    return 16 if all(each % 16 == 0 for each in (moved.data_ptr(), lie.last, lie.far, lie.stride, *along)) else 1
+    numbers = (moved.data_ptr(), lie.last, lie.outer_stride, lie.stride, *along)
+    return 16 if all(number % 16 == 0 for number in numbers) else 1
 
 
 @cache
