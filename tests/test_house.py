@@ -13,8 +13,8 @@ MOST_FILES = 20
 
 #: Rooms whose names and docstrings are held.
 DONE: tuple[str, ...] = (
-    *("__init__.py", "__main__.py", "cli/", "compat/", "distributed/", "integrations/", "launched.py", "optim/", "plan/"),
-    *("policy/", "report/", "scale/", "script/", "session/", "trace/", "weights/"),
+    *("__init__.py", "__main__.py", "cli/", "compat/", "distributed/", "emit/", "formats/", "integrations/", "launched.py"),
+    *("optim/", "plan/", "policy/", "report/", "scale/", "script/", "session/", "trace/", "weights/"),
 )
 
 
