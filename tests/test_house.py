@@ -13,7 +13,17 @@ MOST_FILES = 20
 
 #: Rooms whose names and docstrings are held.
 DONE: tuple[str, ...] = (
-    *("__init__.py", "__main__.py", "cli/", "compat/", "distributed/", "emit/", "formats/", "integrations/", "launched.py"),
+    *(
+        "__init__.py",
+        "__main__.py",
+        "cli/",
+        "compat/",
+        "distributed/",
+        "emit/",
+        "formats/",
+        "integrations/",
+        "launched.py",
+    ),
     *("optim/", "plan/", "policy/", "report/", "scale/", "script/", "session/", "trace/", "weights/"),
 )
 
