@@ -22,7 +22,7 @@ from mezzo.errors import StateError, printable, raise_together
 from mezzo.policy import Policy, PolicyLike, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.policy.rules import exact
-from mezzo.sharded import give, give_back
+from mezzo.sharded import restore_data, set_data
 from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.models import halves, hide_storage, of_halves, restore, store
 
@@ -136,7 +136,7 @@ class Prepared:
         for tensor, dtype in self._storage.plain.items():
             if tensor.dtype != dtype:
                 self._before[tensor], self._dtypes[tensor] = tensor.data, tensor.dtype
-                give(tensor, tensor.data.to(dtype))
+                set_data(tensor, tensor.data.to(dtype))
         self._dtypes_at = {path: self._dtypes[it] for it, path, _ in stored_tensors(self.model) if it in self._before}
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
@@ -273,10 +273,10 @@ class Prepared:
         if self._storage.halves:
             restore(self.model.parameters())
         for tensor, dtype in self._dtypes.items():
-            give_back(tensor, self._before.get(tensor, tensor.data).to(dtype))
+            restore_data(tensor, self._before.get(tensor, tensor.data).to(dtype))
         for tensor, path, _ in stored_tensors(self.model):
             if tensor not in self._dtypes and tensor.dtype != (dtype := self._dtypes_at.get(path, tensor.dtype)):
-                give_back(tensor, tensor.data.to(dtype))
+                restore_data(tensor, tensor.data.to(dtype))
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
         self._dtypes.clear()
