@@ -77,6 +77,8 @@ _CONDITIONS: Final[Mapping[str, int]] = MappingProxyType({"aten.where.self": 0, 
 #: What bools are good for but for being copied: languages compute otherwise with them.
 _LOGIC: Final = ("aten.bitwise_", "aten.where.", "aten.masked_fill.", "aten.eq.", "aten.ne.", "aten.scalar_tensor.")
 _SHIFTS: Final = ("aten.__rshift__.Scalar", "aten.__lshift__.Scalar")
+#: A right shift that puts in zeros, and no copies of the sign, where a language has a line for it.
+_WITH_ZEROS: Final = f"{_SHIFTS[0]}, zeros=True"
 
 
 class NoKernel(UnsupportedError):  # noqa: N818 - an error by its base
@@ -210,7 +212,7 @@ def spelled(
     """
     given, known, lines = iter(names), dict[fx.Node, Any](), list[Line]()
     used, results = set[Word](), list[Result]()
-    graph = _traced(function, examples)
+    graph = _traced(function, examples, dialect)
     places = _places(graph, names, elements, groups)
 
     def named(node: fx.Node, name: str, template: str, value: str) -> str:
@@ -281,7 +283,7 @@ def _places(
     return places
 
 
-def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
+def _traced(function: Pure, examples: Sequence[Tensor], dialect: Dialect) -> fx.Graph:
     """Return a function's operations, without those that change no value.
 
     Raises:
@@ -295,6 +297,8 @@ def _traced(function: Pure, examples: Sequence[Tensor]) -> fx.Graph:
             graph: fx.Graph = make_fx(pure, tracing_mode="fake")(*examples).graph
         for node in graph.nodes:
             _view_itself(node)
+            if _WITH_ZEROS in dialect.operations:
+                _shift_zeros_in(node)
         # All are found before any goes: a view of a copy lies otherwise than what was copied.
         for node in [node for node in graph.nodes if _keeps_values(node)]:
             node.replace_all_uses_with(node.all_input_nodes[0])
@@ -317,6 +321,17 @@ def _view_itself(node: fx.Node) -> None:
         view = getattr(getattr(getattr(torch.ops, namespace), name.removesuffix("_copy")), overload)
         args, options = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
         node.target, node.meta["val"] = view, view(*args, **options)
+
+
+def _shift_zeros_in(node: fx.Node) -> None:
+    """Make one operation of a right shift of int32 and a mask that clears the bits which the shift has put in."""
+    match str(node.target), node.args:
+        case "aten.bitwise_and.Scalar", (fx.Node(args=(value, int(number))) as shift, int(mask)) if (
+            str(shift.target) == _SHIFTS[0]
+            and shift.meta["val"].dtype == torch.int32
+            and mask == (1 << (32 - number)) - 1
+        ):
+            node.target, node.args, node.kwargs = shift.target, (value, number), {"zeros": True}
 
 
 def _keeps_values(node: fx.Node) -> bool:
@@ -406,7 +421,8 @@ def _cast(word: str, source: torch.dtype, target: torch.dtype, dialect: Dialect)
     Raises:
         NoKernel: To a dtype of memory. Languages would cut values off, or move bits; storages round before they store.
     """
-    own = dialect.operations.get(f"{_COPY} of {target}", dialect.operations.get(_COPY))
+    keys = f"{_COPY} of {target} from {source}", f"{_COPY} of {target}", _COPY
+    own = next((dialect.operations[key] for key in keys if key in dialect.operations), None)
     template = dialect.widened.get(source, own)
     if template is None or target not in _COMPUTED:
         raise _lacking(f"{_COPY} of {target}", dialect)

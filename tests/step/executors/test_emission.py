@@ -93,7 +93,7 @@ def test_what_reads_the_bits_as_another_number_is_none_of_them():
     """A view of another dtype, by either name; and a cast."""
     one = torch.ones(())
     for view in (lambda each: each.view(torch.int32), lambda each: ATEN.view_copy.dtype(each, torch.int32)):
-        for dialect, line in ((CPP, "bits<int32_t>(given0)"), (TRITON, "given0.to(tl.int32, bitcast=True)")):
+        for dialect, line in ((CPP, "bits<I>(given0)"), (TRITON, "given0.to(tl.int32, bitcast=True)")):
             (text,), _ = spelled_in(dialect, lambda each, view=view: (view(each),), one)
             assert line in text
     (text,), _ = spelled_in(TRITON, lambda each: (each.double(),), one)

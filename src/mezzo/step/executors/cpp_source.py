@@ -1,79 +1,76 @@
 """C++ source of both passes: pass 2 from its one pure function (:mod:`.source`), pass 1 as it stands here.
 
-Plain loops over elements, which compilers turn into vector instructions; no header of torch's, so that they compile in
-a second.
+Pass 2 computes in vectors (:mod:`mezzo.emit.vectors`); no header is torch's or the processor's, so that kernels
+compile in tenths of a second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
 from typing import Final
 
 import torch
 
-from mezzo.emit.cpp import CPP as LANGUAGE
+from mezzo.emit.cpp import CPP as NUMBERS
 from mezzo.emit.cpp import headers
 from mezzo.emit.tracing import Dialect, Line, Of
+from mezzo.emit.vectors import VECTORS
 from mezzo.step.executors.source import ORDER, written
 from mezzo.step.moments import GROUP
 from mezzo.step.storage import Storage
 from mezzo.step.update import UpdateRule
 
-#: Loops over a row, one after another: over its elements; and where those come in groups, over the groups, and over the
-#: elements of each for its largest. What one loop makes and another one reads lies in an array in between, and what a
-#: group has lies there once for each element: so all loops are long.
-_OVER_ELEMENTS: Final = """\
-#pragma omp simd
-        for (int32_t i = 0; i < int32_t(count); ++i) {{
-            {lines}
-        }}"""
-
-_OVER_GROUPS: Final = """\
-#pragma omp simd
-        for (int64_t at = 0; at < groups; ++at) {{
-            const int64_t group = row / {group} + at;
-            {lines}
-        }}"""
-
-_SPREAD: Final = """\
-for (int64_t at = 0; at < groups; ++at)
-            for (int64_t i = {group} * at; i < {group} * at + {group}; ++i) each_{name}[i] = all_{name}[at];"""
-
-_LARGEST: Final = """\
-for (int64_t i = count; i < {group} * groups; ++i) all_{{value}}[i] = 0;
-        for (int64_t at = 0; at < groups; ++at) {{{{
-            {{type}} largest = 0;
-            for (int64_t i = {group} * at; i < {group} * at + {group}; ++i)
-                largest = all_{{value}}[i] > largest ? all_{{value}}[i] : largest;
-            all_{{name}}[at] = largest;
-        }}}}"""
-
-#: C++ that walks over rows.
+#: C++ of vectors, where that of numbers says something else: functions have other names, and a condition that holds is
+#: -1. Elements are read from memory as FP32 or int32.
 CPP: Final[Dialect] = replace(
-    LANGUAGE,
-    stored="{target}_row[i] = {value};",
-    stored_of_group="{target}_at[group] = {value};",
-    largest=_LARGEST.format(group=GROUP),
+    NUMBERS,
+    types=MappingProxyType({**NUMBERS.types, torch.float32: "F", torch.int32: "I", torch.bool: "I"}),
+    operations=MappingProxyType(
+        {
+            **NUMBERS.operations,
+            "aten.scalar_tensor.default": "same<{dtype}>({0})",
+            "aten.sqrt.default of torch.float32": "root({0})",
+            "aten.abs.default of torch.float32": "size({0})",
+            "aten.abs.default of torch.int32": "size({0})",
+            "aten.round.default of torch.float32": "rounded({0})",
+            "aten.sign.default of torch.float32": "to_float(({0} < 0.0f) - ({0} > 0.0f))",
+            "aten.__rshift__.Scalar, zeros=True": "shifted({0}, {1})",
+            "aten._to_copy.default of torch.bool": "is_nonzero({0})",
+            "aten.maximum.default": "larger({0}, {1})",
+            "aten._to_copy.default of torch.float32": "to_float({0})",
+            "aten._to_copy.default of torch.float32 from torch.bool": "to_float(-{0})",
+            "aten._to_copy.default of torch.int32 from torch.bool": "-{0}",
+        }
+    ),
+    widened=MappingProxyType(dict.fromkeys(NUMBERS.widened, "{0}")),
+    narrowed=MappingProxyType(dict.fromkeys(NUMBERS.types, "{0}")),
     spread="{0}",
+    stored="store({target}_row + i, {value}, n);",
+    stored_of_group="store({target}_row + i, {value}, n);",
+    largest="{name} = larger({name}, among({value}, n));",
+    literal=lambda value, dtype: str(-int(value)) if dtype == torch.bool else NUMBERS.literal(value, dtype),
 )
 
-#: What elements that go through a row of others are there.
-_BUFFERED: Final[Mapping[torch.dtype, str]] = MappingProxyType({torch.float16: "float"})
+#: Elements in memory: which they are tells ``load`` and ``store`` how to convert them.
+_IN_MEMORY: Final[Mapping[torch.dtype, str]] = MappingProxyType(
+    {**NUMBERS.types, torch.float16: "float16", torch.bfloat16: "bfloat16"}
+)
 
 _UPDATE: Final = """\
 static void update(
-    {columns}, const float* __restrict scalars, const float multiplier, const int32_t key, const int64_t start,
+    {columns}, const float* __restrict scalars, const float of_step, const int32_t of_tensor, const int64_t start,
     const int64_t end
 ) {{
+    const F multiplier = same<F>(of_step);
+    const I key = same<I>(of_tensor);
     {numbers}
     for (int64_t row = start; row < end; row += {row}) {{
-        const int64_t count = row + {row} < end ? {row} : end - row;
+        const int64_t count = row + {row} < end ? {row} : end - row, groups = (count + {group} - 1) / {group};
         {rows}
         {loops}
-        {stores}
     }}
 }}
 
@@ -92,7 +89,30 @@ extern "C" void kernel(
 }}
 """
 
-_ORDER: Final = f"const int32_t {ORDER} = int32_t(row) + i;"
+#: A loop over a row's elements or groups. ``at`` counts spans, which are vectors, or groups of elements: what is known
+#: of a group is spread over a vector before the loop over its elements. The last span may not be full.
+_LOOP: Final = """\
+{{
+            I {order} = int32_t(row) + lanes();
+            int64_t at = 0, i = 0;
+            for (; at < {count} / {span}; ++at) {{
+                constexpr int n = W;
+                {before}
+#pragma GCC unroll 4
+                for (int part = 0; part < {span} / W; ++part, i += W, {order} += W) {{
+                    {lines}
+                }}
+                {after}
+            }}
+            if (i < {count}) {{
+                {before}
+                for (; i < {count}; i += W, {order} += W) {{
+                    const int n = {count} - i < W ? int({count} - i) : W;
+                    {lines}
+                }}
+                {after}
+            }}
+        }}"""
 
 _NORM: Final = """\
 extern "C" void kernel(
@@ -124,14 +144,6 @@ extern "C" void kernel(
 ROW: Final = 1 << 10
 
 
-def _row(name: str, dtype: torch.dtype, *, read: bool = True, constant: bool = False) -> str:
-    """Write where a row's elements are found: in memory, or widened."""
-    if dtype not in _BUFFERED:
-        return f"{'const ' if constant else ''}{CPP.types[dtype]}* __restrict {name}_row = {name}_at + row;"
-    buffer = f"alignas(64) {_BUFFERED[dtype]} {name}_row[{ROW}];"
-    return f"{buffer} widen({name}_at + row, {name}_row, count);" if read else buffer
-
-
 @cache
 def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype, ...]) -> str:
     """Write the kernel of pass 2 for tensors without gaps.
@@ -149,77 +161,127 @@ def update_source(rule: UpdateRule, storage: Storage, dtypes: tuple[torch.dtype,
         NoKernel: The rule or the storage uses an operation that is not in the table.
     """
     names, stored, step = written(rule, storage, dtypes, CPP)
-    types = ["const " * (name not in stored) + CPP.types[dtype] for name, dtype in zip(names, dtypes, strict=True)]
-    places = ["addresses[tensor]", *(f"row[{place}]" for place in range(1, len(types)))]
-    operands = list(zip(names, dtypes, strict=True))
-    of_elements = [(name, dtype) for name, dtype in operands if step.places[name][0] == Of.ELEMENT]
+    tensors = list(zip(names, dtypes, strict=True))
+    pointers = [f"{'' if name in stored else 'const '}{_IN_MEMORY[dtype]}*" for name, dtype in tensors]
+    addresses = ["addresses[tensor]", *(f"row[{column}]" for column in range(1, len(names)))]
+    starts = [f"row / {GROUP}" if step.places[name][0] == Of.GROUP else "row" for name in names]
     rows = [
-        _row(name, dtype, read=name in step.used, constant=name not in stored)
-        for name, dtype in of_elements
+        f"{pointer} __restrict {name}_row = {name}_at + {start};"
+        for pointer, name, start in zip(pointers, names, starts, strict=True)
         if name in step.used or name in stored
     ]
-    buffered = [name for name, dtype in of_elements if dtype in _BUFFERED and name in stored]
-    lines = [_read(name, dtype, step.places[name][0]) for name, dtype in operands if name in step.used]
-    numbers = [f"const float {number} = scalars[{place}];" for place, number in enumerate(rule.numbers)]
+    reads = [_read(name, dtype, step.places[name][0]) for name, dtype in tensors if name in step.used]
+    numbers = [f"const F {number} = same<F>(scalars[{index}]);" for index, number in enumerate(rule.numbers)]
     numbers += [line.text for line in step.lines if line.of == Of.STEP]
-    return headers(dtypes) + _UPDATE.format(
-        columns=", ".join(f"{kind}* __restrict {name}_at" for kind, name in zip(types, names, strict=True)),
-        numbers="\n    ".join(numbers),
-        rows="\n        ".join(rows),
-        loops=_loops([*lines, *step.lines]),
-        stores="\n        ".join(f"narrow({name}_row, {name}_at + row, count);" for name in buffered),
-        row=ROW,
-        width=len(types),
-        pointers=", ".join(f"reinterpret_cast<{kind}*>({place})" for kind, place in zip(types, places, strict=True)),
-        key="keys[tensor]" if "key" in step.used else "0",
+    return (
+        headers(())
+        + VECTORS
+        + _UPDATE.format(
+            columns=", ".join(f"{pointer} __restrict {name}_at" for pointer, name in zip(pointers, names, strict=True)),
+            numbers=_lines(4, *numbers),
+            rows=_lines(8, *rows),
+            loops=_loops([*reads, *step.lines]),
+            row=ROW,
+            group=GROUP,
+            width=len(names),
+            pointers=", ".join(
+                f"reinterpret_cast<{pointer}>({address})" for pointer, address in zip(pointers, addresses, strict=True)
+            ),
+            key="keys[tensor]" if "key" in step.used else "0",
+        )
     )
 
 
 def _read(name: str, dtype: torch.dtype, of: Of) -> Line:
-    """Write where the value of a name is read, in the first phase."""
-    kind = _BUFFERED.get(dtype, CPP.types[dtype])
-    place = f"{name}_row[i]" if of == Of.ELEMENT else f"{name}_at[group]"
-    return Line(f"const {kind} {name} = {place};", of, 0, name, kind)
+    """Write where the values of a name are read, in the first phase."""
+    vector = "F" if dtype.is_floating_point else "I"
+    return Line(f"const {vector} {name} = load({name}_row + i, n);", of, 0, name, vector)
 
 
 def _loops(lines: Sequence[Line]) -> str:
-    """Write the loops over a row: one for each phase and for what lines are of, in this order.
+    """Write the loops over a row: for each phase one over its groups and one over its elements.
 
-    What a loop makes and a later one reads goes through an array: ``all_NAME`` has it for each element, or for each
-    group, and ``each_NAME`` a group's for each of its elements.
+    What a loop computes and a later one reads goes through an array, ``all_NAME``; but what one operation makes of
+    values that are read anyway is computed again. The loop over elements leaves a group's largest in each lane of a
+    vector, in ``lanes_NAME``: the next loop over groups begins with the largest of those, of many groups at once.
     """
-    keys = sorted({(line.phase, line.of) for line in lines if line.of != Of.STEP})
-    loops = {key: [line for line in lines if (line.phase, line.of) == key] for key in keys}
-    made = {line.name: line for line in lines if line.name}
-    reads = {key: {made[name] for line in loop for name in line.reads if name in made} for key, loop in loops.items()}
-    kept = [line for line in lines if any(line in reads[key] and line not in loops[key] for key in keys)]
-    spread = [line for line in kept if any(line in reads[key] for key in keys if line.of < key[1] == Of.ELEMENT)]
-    arrays, text = [], []
-    for line in kept:
-        size = ROW if line.of == Of.ELEMENT else ROW // GROUP
-        arrays += [f"alignas(64) {line.type} all_{line.name}[{size}];"]
-        arrays += [f"alignas(64) {line.type} each_{line.name}[{ROW}];"] if line in spread else []
-    for (phase, of), loop in loops.items():
-        taken = [line for line in kept if line in reads[phase, of] and line not in loop]
-        body = [f"const {line.type} {line.name} = {_place(line, of)};" for line in taken]
-        body += [line.text for line in loop]
-        body += [f"{_place(line, of)} = {line.name};" for line in loop if line in kept]
-        if of == Of.LARGEST:  # a whole loop each
-            text += [line.text for line in loop]
-        elif of == Of.GROUP:
-            text.append(_OVER_GROUPS.format(group=GROUP, lines=_lines(12, *body)))
-        else:
-            text.append(_OVER_ELEMENTS.format(lines=_lines(12, _ORDER, *body)))
-        text += [_SPREAD.format(group=GROUP, name=line.name) for line in loop if line in spread]
-    groups = [f"const int64_t groups = (count + {GROUP - 1}) / {GROUP};"] if len(loops) > 1 else []
-    return _lines(8, *groups, *arrays, *text)
+    largest = [line for line in lines if line.of == Of.LARGEST]
+    computed = [replace(line, of=Of.GROUP, text=_LARGEST.format(name=line.name), reads=()) for line in largest]
+    computed += [line for line in lines if line.of in (Of.GROUP, Of.ELEMENT)]
+    loops = [
+        _Loop(
+            of,
+            [line for line in computed if (line.phase, line.of) == (phase, of)],
+            [line for line in largest if (line.phase - 1, Of.ELEMENT) == (phase, of)],
+        )
+        for phase, of in sorted({(line.phase, line.of) for line in computed})
+    ]
+    read = {line.name for loop in loops for line in loop.read_from(computed)}
+    arrays = [
+        f"alignas(64) {_VALUES[line.type]} all_{line.name}[{ROW if line.of == Of.ELEMENT else ROW // GROUP}];"
+        for line in computed
+        if line.name in read
+    ]
+    arrays += [f"alignas(64) int32_t lanes_{line.name}[W * {ROW // GROUP}];" for line in largest]
+    return _lines(8, *arrays, *(loop.written(computed, read) for loop in loops))
 
 
-def _place(line: Line, of: Of) -> str:
-    """Write where a loop finds what another loop made."""
-    if of == Of.ELEMENT:
-        return f"{'all' if line.of == Of.ELEMENT else 'each'}_{line.name}[i]"
-    return f"all_{line.name}[at]"
+#: What the values of a vector are in an array.
+_VALUES: Final = {"F": "float", "I": "int32_t"}
+_LARGEST: Final = "const I {name} = largest<W>(lanes_{name} + W * i);"
+
+
+@dataclass(frozen=True, slots=True)
+class _Loop:
+    """A loop over a row.
+
+    Args:
+        of: What it goes over: groups or elements.
+        lines: What it computes.
+        largest: Of which values it finds the largest of a group.
+    """
+
+    of: Of
+    lines: list[Line]
+    largest: list[Line]
+
+    def inputs(self, computed: Sequence[Line]) -> list[Line]:
+        """Return what it takes of what earlier loops compute."""
+        names = {name for line in (*self.lines, *self.largest) for name in line.reads}
+        return [line for line in computed if line.name in names and line not in self.lines]
+
+    def again(self, computed: Sequence[Line]) -> list[Line]:
+        """Return which of its inputs it computes again: those that one operation makes of others."""
+        inputs = self.inputs(computed)
+        names = {line.name for line in inputs}
+        return [line for line in inputs if line.reads and names.issuperset(line.reads)]
+
+    def read_from(self, computed: Sequence[Line]) -> list[Line]:
+        """Return which of its inputs it reads from arrays."""
+        again = self.again(computed)
+        return [line for line in self.inputs(computed) if line not in again]
+
+    def written(self, computed: Sequence[Line], read: Collection[str]) -> str:
+        """Write the loop.
+
+        Args:
+            computed: By all loops.
+            read: What loops read from arrays.
+        """
+        inputs = self.read_from(computed)
+        of_groups = [line for line in inputs if line.of < self.of]
+        before = [f"const {line.type} {line.name} = same<{line.type}>(all_{line.name}[at]);" for line in of_groups]
+        lines = [f"const {line.type} {line.name} = read(all_{line.name} + i);" for line in inputs if line.of == self.of]
+        lines += [line.text for line in (*self.again(computed), *self.lines, *self.largest)]
+        lines += [f"write(all_{line.name} + i, {line.name});" for line in self.lines if line.name in read]
+        return _LOOP.format(
+            order=ORDER,
+            count="count" if self.of == Of.ELEMENT else "groups",
+            span=GROUP if of_groups or self.largest else "W",
+            before=_lines(16, *before, *(f"I {line.name} = {{}};" for line in self.largest)),
+            lines=_lines(20, *lines),
+            after=_lines(16, *(f"write(lanes_{line.name} + W * at, {line.name});" for line in self.largest)),
+        )
 
 
 def _lines(indent: int, *lines: str) -> str:
@@ -233,6 +295,8 @@ def norm_source(dtype: torch.dtype) -> str:
     ``kernel`` takes pointers to addresses and lengths of tensors (int64), the chunks (as :func:`update_source`), and
     where to put the sum of each chunk's squares (float64), which depends on no number of threads.
     """
-    value = CPP.widened.get(dtype, "{0}").format("gradient_row[i]")
-    rows = _row("gradient", dtype, constant=True)
-    return headers((dtype,)) + _NORM.format(type=CPP.types[dtype], value=value, rows=rows, row=ROW)
+    row = f"const {NUMBERS.types[dtype]}* __restrict gradient_row = gradient_at + row;"
+    if dtype == torch.float16:
+        row = f"alignas(64) float gradient_row[{ROW}]; widen(gradient_at + row, gradient_row, count);"
+    value = NUMBERS.widened.get(dtype, "{0}").format("gradient_row[i]")
+    return headers((dtype,)) + _NORM.format(type=NUMBERS.types[dtype], value=value, rows=row, row=ROW)
