@@ -110,9 +110,9 @@ def around() -> tuple[Doing, tuple[str, ...]]:
         return "other", ()
     inner = next((note for note in reversed(open_notes) if note.event not in ("op", "widened")), None)
     formats = next((note.about.formats for note in reversed(open_notes) if note.event == "quantised"), ())
-    if inner is None or inner.kind == "op":
+    if inner is None or inner.event == "op":
         return "region", formats
-    return ("emulation" if inner.kind == "quantised" and inner.about.emulated else inner.kind), formats
+    return ("emulation" if inner.event == "quantised" and inner.about.emulated else inner.event), formats
 
 
 def is_from(name: str, package: str) -> bool:
