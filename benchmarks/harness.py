@@ -86,7 +86,7 @@ def overheads(bare: Case, mine: Case, rival: Case, repetitions: int) -> dict[str
         for name in ("mine", "rival")
     }
     middle = statistics.median(added["rival"])
-    return _figures(spread([each / middle for each in added["mine"]]), statistics.median(added["mine"]), middle)
+    return _figures(spread([extra / middle for extra in added["mine"]]), statistics.median(added["mine"]), middle)
 
 
 def _noting(case: Case, inside: list[float]) -> Callable[[], None]:

@@ -129,11 +129,11 @@ def in_turns(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, li
         for _ in range(WARM_UP):
             step()
     gc.collect()
-    found: dict[str, list[float]] = {name: [] for name in steps}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(rounds):
         for name in list(steps)[:: 1 if turn % 2 else -1]:
-            found[name].append(1e3 * min(steps[name]() for _ in range(STEPS)))
-    return found
+            seconds[name].append(1e3 * min(steps[name]() for _ in range(STEPS)))
+    return seconds
 
 
 def line(sizes: list[int], times: list[float]) -> tuple[float, float]:
@@ -147,7 +147,7 @@ def row(name: str, sizes: list[int], rounds: int) -> dict[str, Any]:
     policy, make = CASES[name]
     mine = partial(of_torch, amp=compat) if make is None else partial(of_mezzo, make=make)
     taken = [in_turns({"mezzo": mine(n, policy), "torch": of_torch(n, policy)}, rounds) for n in sizes]
-    least = {who: [min(each[who]) for each in taken] for who in ("mezzo", "torch")}
+    least = {who: [min(counts[who]) for counts in taken] for who in ("mezzo", "torch")}
     ratio = against(taken[-1]["mezzo"], taken[-1]["torch"])
     (base, tensor), (rival_base, rival_tensor) = (line(sizes, least[who]) for who in ("mezzo", "torch"))
     return {
@@ -160,10 +160,10 @@ def row(name: str, sizes: list[int], rounds: int) -> dict[str, Any]:
 def show(rows: list[dict[str, Any]], tensors: int) -> None:
     title = f"the host's time of a step; ratios with {tensors} tensors"
     table = Table("step", "ratio", "10–90 %", "any step, ms", "a tensor, µs", "torch.amp: ms", "µs", title=title)
-    for each in rows:
-        tenths = f"{each['ratio_p10']:.2f}–{each['ratio_p90']:.2f}"
-        times = [f"{each[name]:.3g}" for name in ("base_ms", "tensor_us", "rival_base_ms", "rival_tensor_us")]
-        table.add_row(each["name"], f"{each['ratio']:.2f}", tenths, *times)
+    for row in rows:
+        tenths = f"{row['ratio_p10']:.2f}–{row['ratio_p90']:.2f}"
+        times = [f"{row[name]:.3g}" for name in ("base_ms", "tensor_us", "rival_base_ms", "rival_tensor_us")]
+        table.add_row(row["name"], f"{row['ratio']:.2f}", tenths, *times)
     Console(width=140).print(table)
 
 

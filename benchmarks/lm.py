@@ -76,14 +76,14 @@ def build(seed: int) -> ByteGPT:
 def text() -> Tensor:
     """Return the bytes of the reference, nine topics of ten, no paragraph twice."""
     seen: set[str] = set()
-    found = []
+    documents = []
     for _, topic in sorted(topics.items()):
         paragraphs = dict.fromkeys(paragraph.strip("\n") for paragraph in topic.split("\n\n"))
         fresh = [paragraph for paragraph in paragraphs if paragraph and paragraph not in seen]
         seen.update(fresh)
         if fresh:
-            found.append("\n\n".join(fresh))
-    train = [each for number, each in enumerate(found) if number % 10]
+            documents.append("\n\n".join(fresh))
+    train = [document for number, document in enumerate(documents) if number % 10]
     return torch.frombuffer(bytearray("\n\n\n".join(train).encode()), dtype=torch.uint8)
 
 

@@ -53,7 +53,10 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
         normed = self.norm1(x)
-        q, k, v = (each(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            projection(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for projection in (self.q, self.k, self.v)
+        )
         attended = functional.scaled_dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         normed = self.norm2(x)
@@ -196,7 +199,7 @@ class Row:
 
 
 def counted(model: Model, entries: Mapping[str, int], name: str) -> Row:
-    """Take two steps, and count what is there after the second backward pass."""
+    """Return the bytes of each kind of tensor after the second step's backward pass."""
     way = WAYS[name]
     torch.manual_seed(0)
     net = model.build(**entries)
@@ -218,17 +221,17 @@ def counted(model: Model, entries: Mapping[str, int], name: str) -> Row:
         if number == 0:
             (optimizer if amp is None else amp).step()
             optimizer.zero_grad()
-    found = state_bytes(net, optimizer)
+    sizes = state_bytes(net, optimizer)
     return Row(
         model=model.name, way=name, num_parameters=sum(param.numel() for param in net.parameters()),
-        num_in_halves=halves(net).count, weights=found.weights + found.remainders, gradients=found.gradients,
-        moments=found.optimizer, casts=casts.total, step=max(decoded, default=0),
+        num_in_halves=halves(net).count, weights=sizes.weights + sizes.remainders, gradients=sizes.gradients,
+        moments=sizes.optimizer, casts=casts.total, step=max(decoded, default=0),
     )  # fmt: skip
 
 
 def _decoded(net: nn.Module) -> int:
-    each = (param.cell.wide for param in net.parameters() if isinstance(param, Halves))
-    return sum(wide.nbytes for wide in each if wide is not None)
+    decoded = (param.cell.decoded for param in net.parameters() if isinstance(param, Halves))
+    return sum(values.nbytes for values in decoded if values is not None)
 
 
 class _Casts(torch.autograd.graph.saved_tensors_hooks):
@@ -272,8 +275,8 @@ def main() -> None:
         "model", "way", "weights", "gradients", "moments", "kept", "a parameter", "casts", "step", title="MiB"
     )
     for row in rows:
-        each = (row.weights, row.gradients, row.moments, row.kept)
-        sizes = [f"{size / MIB:.1f}" for size in each]
+        counts = (row.weights, row.gradients, row.moments, row.kept)
+        sizes = [f"{size / MIB:.1f}" for size in counts]
         more = [f"{size / MIB:.1f}" for size in (row.casts, row.step)]
         table.add_row(row.model, row.way, *sizes, f"{row.kept / row.num_parameters:.3f}", *more)
     Console(width=120).print(table)

@@ -40,8 +40,8 @@ def tenths(row: dict[str, Any]) -> str:
 
 def the(rows: Iterable[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
     """The one row with these entries."""
-    (found,) = (row for row in rows if wanted.items() <= row.items())
-    return found
+    (match,) = (row for row in rows if wanted.items() <= row.items())
+    return match
 
 
 def figures() -> str:
@@ -134,9 +134,9 @@ def kept() -> str:
     lines = [f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1)]
     for row in result["rows"]:
         sizes = [row[name] for name in ("weights", "gradients", "moments", "kept")]
-        each = [f"{size / 2**20:,.0f}" for size in sizes]
+        numbers = [f"{size / 2**20:,.0f}" for size in sizes]
         more = [f"+{row[name] / 2**20:.0f}" if row[name] else "" for name in ("casts", "step")]
-        cells = [f"{row['model']}, {row['way']}", *each, f"{row['kept'] / row['num_parameters']:.3g}", *more]
+        cells = [f"{row['model']}, {row['way']}", *numbers, f"{row['kept'] / row['num_parameters']:.3g}", *more]
         lines.append(f"| {' | '.join(cells)} |")
     about = "Counted on the tensors of two steps in BF16 with AdamW, and not measured: no GPU, no clock"
     return "\n".join([*lines, "", f"{about}. {where(result)} (`benchmarks/memory.py`)."])
@@ -147,7 +147,7 @@ def saved() -> str:
     lines = ["| for the backward pass | FP32 | O1 in BF16 | O2 in BF16 |", "|---|---:|---:|---:|"]
     for name in ("digits_cnn", "docs_lm"):
         sizes = [row["saved_bytes"] / 2**20 for row in _rows(name, "O0", "O1,dtype=bfloat16", "O2,dtype=bfloat16")]
-        lines.append(f"| {name} | {' | '.join(f'{each:.3g} MiB' for each in sizes)} |")
+        lines.append(f"| {name} | {' | '.join(f'{size:.3g} MiB' for size in sizes)} |")
     return "\n".join(lines)
 
 
@@ -155,14 +155,14 @@ def moments() -> str:
     """The tables of the newest ``benchmarks/moments.py``: what moments of each dtype do to updates and to trainings."""
     result = newest("moments-cpu-*.json")
     named = {"FP32": "FP32", "BF16": "BF16, at random", "int8": "mezzo", "linear codes, to nearest": NAIVE}
-    scripts = {each["script"].removesuffix(".py"): each for each in result["scripts"]}
-    heads = [f"{name}, {each['metric']['unit']}" for name, each in scripts.items()]
+    scripts = {script["script"].removesuffix(".py"): script for script in result["scripts"]}
+    heads = [f"{name}, {script['metric']['unit']}" for name, script in scripts.items()]
     lines = [f"| moments | error of an update | swallowed | {' | '.join(heads)} |"]
     lines.append("|---|" + "---:|" * (2 + len(heads)))
     for kind, form in named.items():
         alike = the(result["curves"], form=form, beta2=0.999)
         shares = (alike["error"], alike["swallowed_second"])
-        cells = [f"{100 * each:.2g} %" if each > 1e-6 else "0" for each in shares]
+        cells = [f"{100 * share:.2g} %" if share > 1e-6 else "0" for share in shares]
         for script in scripts.values():
             row = the(script["rows"], moments=kind)
             around = f" ({row['interval'][0]:+.2g} to {row['interval'][1]:+.2g})" if row["interval"] else ""
@@ -170,9 +170,9 @@ def moments() -> str:
         lines.append(f"| {kind} | {' | '.join(cells)} |")
     losses = {row["moments"]: row["losses"] for row in scripts["docs_lm"]["rows"]}
     steps = ("10", "100")
-    each = "; ".join(f"{kind} {', '.join(f'{losses[kind][step]:.3f}' for step in steps)}" for kind in named)
+    losses_text = "; ".join(f"{kind} {', '.join(f'{losses[kind][step]:.3f}' for step in steps)}" for kind in named)
     about = f"{where(result)}; {result['policy']}, three seeds (`benchmarks/moments.py`)."
-    lines += ["", f"Loss of docs_lm after {', '.join(steps)} steps: {each}. {about}"]
+    lines += ["", f"Loss of docs_lm after {', '.join(steps)} steps: {losses_text}. {about}"]
     return "\n".join(lines)
 
 
@@ -187,9 +187,11 @@ def below() -> str:
         if row.get("interval_to_bf16"):
             low, high = row["interval_to_bf16"]
             beside += f" ({low:+.3f}…{high:+.3f})"
-        mine = [each for each in result["operands"] if (each["name"], each["layer"]) == (row["name"], "all")]
-        lost = {each["role"]: each for each in mine}
-        shares = ["/".join(_percent(each[what]) for each in lost.values()) for what in ("saturated", "flushed")]
+        mine = [
+            operand for operand in result["operands"] if (operand["name"], operand["layer"]) == (row["name"], "all")
+        ]
+        lost = {operand["role"]: operand for operand in mine}
+        shares = ["/".join(_percent(operand[what]) for operand in lost.values()) for what in ("saturated", "flushed")]
         noise = lost.get("gradient", {}).get("noise")
         name = row["name"] if row["seeds"] == result["seeds"] else f"{row['name']} ({counted(row['seeds'], 'seed')})"
         cells = [name, f"{row['mean']:.4f}", beside, f"{row['saved_bytes'] / base:.2f}×", *shares]
@@ -219,8 +221,8 @@ def hosts() -> str:
     result = newest("host-cpu-*.json")
     lines = [f"| step of {result['tensors'][-1]} tensors | ratio |", "|---|---:|"]
     lines += [f"| {row['name']} | {spread(row)} |" for row in result["rows"]]
-    each = f"medians of {result['rounds']} rounds; the machine was shared, with a load of {result['load']:g}"
-    return "\n".join([*lines, "", f"{where(result)}; {each}."])
+    conditions = f"medians of {result['rounds']} rounds; the machine was shared, with a load of {result['load']:g}"
+    return "\n".join([*lines, "", f"{where(result)}; {conditions}."])
 
 
 def allow_list() -> str:
@@ -257,7 +259,7 @@ def placements() -> str:
     what = f"GPT-2 small is captured in {gpt2['capture_s']:.1f} s and planned in {gpt2['eager_planning_s']:.1f} s"
     trained = newest("planned-docs_lm-*.json")  # mezzo compare --seeds 3 --policy "O1,bf16;O1,bf16,RULES"
     row = trained["rows"][-1]
-    low, high = (f"{each:+.4f}" for each in row["interval"])
+    low, high = (f"{bound:+.4f}" for bound in row["interval"])
     so = f"docs_lm under the rules of its plan ends {row['difference']:+.4f} bits a byte from FP32 ({low} to {high})"
     return "\n".join([*lines, "", f"{where(result)}; BF16, size {result['size']}; {what}. {so}, three seeds."])
 
@@ -297,10 +299,10 @@ def filled(page: str) -> str:
     text = (ROOT / page).read_text()
     for name, section in PAGES[page].items():
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-        found = re.search(f"{start}.*?{end}", text, re.DOTALL)
-        if found is None:
+        match = re.search(f"{start}.*?{end}", text, re.DOTALL)
+        if match is None:
             raise SystemExit(f"{page} has no {start} … {end}")
-        text = text.replace(found.group(0), f"{start}\n{section()}\n{end}")
+        text = text.replace(match.group(0), f"{start}\n{section()}\n{end}")
     return text
 
 

@@ -66,7 +66,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
         q, k, v = (
-            each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in self.qkv(self.norm1(x)).chunk(3, -1)
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(self.norm1(x)).chunk(3, -1)
         )
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, tokens, head_dim)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
@@ -215,26 +215,26 @@ def made(name: str, size: Size) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Make a model with its loss, and a batch: the same ones each time."""
     torch.manual_seed(0)
     model, batch = MODELS[name](size)
-    moved = tuple(each.detach().to(DEVICE).requires_grad_(each.requires_grad) for each in batch)
+    moved = tuple(tensor.detach().to(DEVICE).requires_grad_(tensor.requires_grad) for tensor in batch)
     return Loss(model).to(DEVICE), moved
 
 
 # Placements --------------------------------------------------------------------------------------------------------
 
-Place = Callable[[Costs], Sequence[bool]]
+Placing = Callable[[Costs], Sequence[bool]]
 
 
-def _followed(follow: Callable[[heuristics.Listed], tuple[bool, ...]]) -> Place:
-    return lambda costs: follow(planning.listed(costs.graph))
+def _by_lists(rule: Callable[[heuristics.Listed], tuple[bool, ...]]) -> Placing:
+    return lambda costs: rule(planning.listed(costs.graph))
 
 
 AUTOCAST, CUT = "torch.autocast", "cut"
 #: The backend of torch.compile that makes them.
 KERNELS: Final = {"eager": "eager", "compiled": "inductor"}
-PLACEMENTS: Final[dict[str, Place]] = {
-    AUTOCAST: _followed(heuristics.promoted),
-    "Paddle's gray": _followed(heuristics.gray),
-    "TensorFlow's painting": _followed(heuristics.painted),
+PLACEMENTS: Final[dict[str, Placing]] = {
+    AUTOCAST: _by_lists(heuristics.promoted),
+    "Paddle's gray": _by_lists(heuristics.gray),
+    "TensorFlow's painting": _by_lists(heuristics.painted),
     CUT: lambda costs: cheapest(costs.problem).low[: len(costs.graph.ops)],
 }
 
@@ -244,12 +244,12 @@ class Placed:
 
     places_casts = True
 
-    def __init__(self, policy: Policy, place: Place, inner: str) -> None:
-        self.policy, self.place, self.inner = policy, place, inner
+    def __init__(self, policy: Policy, placement: Placing, inner: str) -> None:
+        self.policy, self.placement, self.inner = policy, placement, inner
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         graph = read(module, self.policy)
-        carry_out(graph, self.place(account_of(graph, self.inner)))
+        carry_out(graph, self.placement(account_of(graph, self.inner)))
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(self.inner)(graph.whole, inputs)
         return compiled
 
@@ -264,22 +264,22 @@ def counted(name: str, size: Size, policy: Policy) -> dict[str, Any]:
     model, batch = made(name, size)
     start = time.perf_counter()
     graph = capture(model, batch, {}, policy)
-    found: dict[str, Any] = {
+    measured: dict[str, Any] = {
         "policy": str(policy), "capture_s": time.perf_counter() - start, "ops": len(graph.ops),
     }  # fmt: skip
     for kernels, inner in KERNELS.items():
         start = time.perf_counter()
         costs = account_of(graph, inner)
         placed = {CUT: PLACEMENTS[CUT](costs)}
-        found[f"{kernels}_planning_s"] = time.perf_counter() - start
-        placed |= {whose: follow(costs) for whose, follow in PLACEMENTS.items() if whose != CUT}
+        measured[f"{kernels}_planning_s"] = time.perf_counter() - start
+        placed |= {whose: placement(costs) for whose, placement in PLACEMENTS.items() if whose != CUT}
         first = {tuple(placed[whose]): whose for whose in reversed(PLACEMENTS)}
-        found[kernels] = {
+        measured[kernels] = {
             whose: {**asdict(costs.totals(low)), "low": sum(low), "same_as": first[tuple(low)]}
             for whose in PLACEMENTS
             for low in (placed[whose],)
         }
-    return found
+    return measured
 
 
 def planned_gpt2(policy: Policy) -> dict[str, Any]:
@@ -288,14 +288,14 @@ def planned_gpt2(policy: Policy) -> dict[str, Any]:
     model, words = Gpt().to(DEVICE), torch.randint(50257, (1, 1024), device=DEVICE)
     start = time.perf_counter()
     graph = capture(model, (words, words), {}, policy)
-    found: dict[str, Any] = {"capture_s": time.perf_counter() - start, "ops": len(graph.ops)}
+    measured: dict[str, Any] = {"capture_s": time.perf_counter() - start, "ops": len(graph.ops)}
     for kernels, inner in KERNELS.items():
         start = time.perf_counter()
         costs = account_of(graph, inner)
         account_s = time.perf_counter() - start
         PLACEMENTS[CUT](costs)
-        found |= {f"{kernels}_planning_s": time.perf_counter() - start, f"{kernels}_account_s": account_s}
-    return found
+        measured |= {f"{kernels}_planning_s": time.perf_counter() - start, f"{kernels}_account_s": account_s}
+    return measured
 
 
 # Time and gradients ------------------------------------------------------------------------------------------------
@@ -341,24 +341,24 @@ def steps_of(name: str, size: Size, policy: Policy, counts: dict[str, Any]) -> d
     rules = mezzo.plan.plan(model, *batch, policy=policy).policy()
     step, placed, compiled = partial(step_of, name, size), partial(Placed, policy), KERNELS["compiled"]
     amp = partial(torch.autocast, DEVICE, dtype=policy.dtype)
-    found = {
+    steps = {
         ("eager", "FP32"): step(),
         ("eager", AUTOCAST): step(region=amp),
         ("eager", f"{CUT}, as rules"): step(region=partial(mezzo.autocast, rules, DEVICE)),
     }
-    found |= {("compiled", "FP32"): step(compiled), ("compiled", AUTOCAST): step(compiled, region=amp)}
+    steps |= {("compiled", "FP32"): step(compiled), ("compiled", AUTOCAST): step(compiled, region=amp)}
     for kernels, inner in KERNELS.items():
-        for whose, follow in PLACEMENTS.items():
+        for whose, placement in PLACEMENTS.items():
             if counts[kernels][whose]["same_as"] != whose != CUT:
                 continue
-            backend = mezzo.compile_backend(policy, inner=inner) if whose == CUT else placed(follow, inner)
-            found[kernels, f"{whose}, placed" if whose == AUTOCAST else whose] = step(backend)
-    return dict(sorted(found.items(), key=lambda item: item[0][0] == "compiled"))
+            backend = mezzo.compile_backend(policy, inner=inner) if whose == CUT else placed(placement, inner)
+            steps[kernels, f"{whose}, placed" if whose == AUTOCAST else whose] = step(backend)
+    return dict(sorted(steps.items(), key=lambda item: item[0][0] == "compiled"))
 
 
 def gradients(step: Step) -> list[Tensor]:
     step.run()
-    return [each.grad.detach().double() for each in step.model.parameters() if each.grad is not None]
+    return [param.grad.detach().double() for param in step.model.parameters() if param.grad is not None]
 
 
 def kept(step: Step) -> int:
@@ -368,9 +368,9 @@ def kept(step: Step) -> int:
     return saved.total
 
 
-def error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+def error(approximate: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """Return the largest relative error of a parameter's gradient: the norm of the difference over that of FP32's."""
-    pairs = zip(found, exact, strict=True)
+    pairs = zip(approximate, exact, strict=True)
     return max(float((mine - true).norm() / true.norm()) for mine, true in pairs if true.norm() > 0)
 
 
@@ -435,11 +435,11 @@ def main() -> None:
     counts, rows = {}, list[dict[str, Any]]()
     for name in options.models:
         counts[name] = counted(name, options.size, options.policy)
-        found = (
+        timings = (
             [] if options.counts_only else timed(name, options.size, options.policy, counts[name], options.repetitions)
         )
-        show(name, counts[name], found)
-        rows += found
+        show(name, counts[name], timings)
+        rows += timings
         result = {
             **facts(torch.device(DEVICE)), "mezzo": mezzo.__version__, "size": options.size,
             "repetitions": options.repetitions, "balance": asdict(balance_of(DEVICE, torch.bfloat16, emulated=False)),

@@ -36,7 +36,7 @@ class Run:
         self._batches = lm.batches(0)
 
     def step(self) -> None:
-        inputs, targets = (each.to(DEVICE) for each in next(self._batches))
+        inputs, targets = (tensor.to(DEVICE) for tensor in next(self._batches))
         with self._amp.autocast():
             loss = lm.loss(self._called(inputs), targets)
         self._amp.backward(loss)

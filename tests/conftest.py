@@ -65,14 +65,14 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_ignore_collect(collection_path):
-    """Look for examples in docstrings of the source alone: what helps tests imports what few of them need."""
+    """Collect docstring examples from the source alone: helpers of tests import modules that few tests need."""
     is_helper = collection_path.suffix == ".py" and not collection_path.name.startswith(("test_", "conftest"))
     return True if is_helper and Path(__file__).parent in collection_path.parents else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Look for garbage only among what tests make: looking at a million older objects takes half a second each time."""
+    """Freeze older objects, so that garbage collection visits those of tests alone: a million take half a second."""
     gc.disable()
     try:
         return (yield)
@@ -84,7 +84,7 @@ def pytest_collection():
 
 @pytest.fixture(scope="module", autouse=True)
 def swept():
-    """Nor among what the files before have left, modules that they imported for the most part."""
+    """Freeze the objects of earlier test files as well, modules that they imported for the most part."""
     gc.collect()
     gc.freeze()
 
@@ -92,9 +92,9 @@ def swept():
 @pytest.fixture(scope="session")
 def emulated():
     """A processor that has neither 16-bit format: both are emulated, which costs what FP32 does everywhere."""
-    told, nothing = decide._reports["cpu"], Claim(words="as the tests are told")
+    report, nothing = decide._reports["cpu"], Claim(words="as the tests are told")
     return dataclasses.replace(
-        told, formats={dtype: support.claiming(nothing) for dtype, support in told.formats.items()}
+        report, formats={dtype: support.claiming(nothing) for dtype, support in report.formats.items()}
     )
 
 
@@ -132,7 +132,7 @@ def computing(gpu):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Let kernels made here run in Triton's interpreter."""
+    """Run kernels that the test makes in Triton's interpreter."""
     triton = pytest.importorskip("triton", reason="needs Triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     language = importlib.import_module("triton.language")

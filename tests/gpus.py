@@ -19,7 +19,7 @@ class Real:
 
     @contextlib.contextmanager
     def unread(self) -> Iterator[None]:
-        """Let whatever waits for the device raise."""
+        """Make calls inside the block raise that wait for the device."""
         import torch
 
         torch.cuda.synchronize()
@@ -31,7 +31,7 @@ class Real:
 
     @contextlib.contextmanager
     def kernels(self) -> Iterator[list[str]]:
-        """Give the names of the kernels that run meanwhile, in order, once it ends."""
+        """Yield a list that has the names of the kernels of the block, in order, once it ends."""
         import torch
 
         names: list[str] = []
@@ -64,7 +64,7 @@ class Fake:
 
     @contextlib.contextmanager
     def unread(self) -> Iterator[None]:
-        """See :class:`Real`; what has waited is named with its line."""
+        """See :class:`Real`; the assertion names the lines that waited."""
         with self.machine.watched() as record:
             yield
         assert record.reads == []
@@ -88,7 +88,7 @@ class Fake:
 
 @contextlib.contextmanager
 def opened() -> Iterator[Real | Fake]:
-    """Give the device of this process."""
+    """Yield the device of this process."""
     import torch
 
     if FAKE:

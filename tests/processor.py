@@ -1,4 +1,4 @@
-"""A processor as the tests are told of it: in the tests' own process, and in those of their ranks."""
+"""The processor that tests assume, whatever the real one is: in their own process, and in those of their ranks."""
 
 import torch
 
@@ -8,17 +8,17 @@ __all__ = ["tell"]
 
 
 def tell():
-    """Say that it has BF16 and not FP16; tests of the probe forget it.
+    """Set the probed report of the CPU: BF16 and no FP16. Tests of the probe clear it.
 
-    What a processor has decides what `emulate="auto"` does and where plans place casts: on another one tests would run
-    in other arithmetic.
+    The features of a processor decide what `emulate="auto"` does and where plans place casts: with those of the real
+    one, tests would run in other arithmetic.
     """
     has = {torch.float16: (), torch.bfloat16: ("avx512_bf16",)}
     decide._reports["cpu"] = DeviceReport(
         device_type="cpu",
         name="a CPU as the tests are told",
         formats={
-            dtype: FormatSupport.alike("right", "", claim=Claim(has=each, words="as the tests are told"))
-            for dtype, each in has.items()
+            dtype: FormatSupport.alike("right", "", claim=Claim(has=features, words="as the tests are told"))
+            for dtype, features in has.items()
         },
     )

@@ -25,18 +25,18 @@ def fp32():
 def test_right_arithmetic_trains_as_fp32_does(fp32, level, dtype):
     assert fp32.losses[-1] < 0.95 * fp32.losses[0]
     assert len(fp32.losses) == checkup.STEPS
-    found = checkup.train(f"{level},dtype={dtype}", CPU, fp32)
-    assert found.faults == []
-    assert found.weights_error > 0, "it really ran low"
-    assert found.low_share > 0.99
+    training = checkup.train(f"{level},dtype={dtype}", CPU, fp32)
+    assert training.faults == []
+    assert training.weights_error > 0, "it really ran low"
+    assert training.low_share > 0.99
 
 
 def test_wrong_products_are_found(fp32, monkeypatch):
     """A device whose products are a tenth off: the loss hardly tells, the weights do."""
     linear = functional.linear
     monkeypatch.setattr(functional, "linear", lambda x, w, b=None: 1.1 * linear(x, w, b))
-    found = checkup.train("O1,dtype=float16", CPU, fp32)
-    assert any("its weights end" in fault for fault in found.faults)
+    training = checkup.train("O1,dtype=float16", CPU, fp32)
+    assert any("its weights end" in fault for fault in training.faults)
 
 
 def test_a_run_that_stays_in_fp32_is_found(fp32, monkeypatch):
@@ -48,8 +48,8 @@ def test_a_run_that_stays_in_fp32_is_found(fp32, monkeypatch):
 def test_a_loss_that_is_not_fp32_s_is_wrong():
     for name, number in (("loss", math.nan), ("loss", math.inf), ("loss", 2.2), ("weights_error", math.nan)):
         good = {"loss": 2.0, "fp32_loss": 2.0, "weights_error": 0.0, "tolerance": 0.01, "low_share": 1.0}
-        found = checkup.FormatTraining(policy="O1", is_emulated=False, **{**good, name: number})
-        assert len(found.faults) == 1
+        training = checkup.FormatTraining(policy="O1", is_emulated=False, **{**good, name: number})
+        assert len(training.faults) == 1
 
 
 # Children ------------------------------------------------------------------------------------------------------------
@@ -57,24 +57,24 @@ def test_a_loss_that_is_not_fp32_s_is_wrong():
 
 @pytest.mark.slow  # each format in three trainings of a real child
 def test_a_child_trains():
-    found = checkup.checked("cpu", "bfloat16", timed=False)
-    assert (found.status, found.trouble, found.speeds) == ("works", "", {})
-    assert [each.policy for each in found.trainings] == ["O1,dtype=bfloat16", "O2,dtype=bfloat16"]
+    report = checkup.checked("cpu", "bfloat16", timed=False)
+    assert (report.status, report.trouble, report.speeds) == ("works", "", {})
+    assert [training.policy for training in report.trainings] == ["O1,dtype=bfloat16", "O2,dtype=bfloat16"]
 
 
 def test_a_child_that_dies_is_reported_and_nothing_else_dies(monkeypatch):
     code = f"import os; print('chatter'); os.kill(os.getpid(), {int(signal.SIGILL)})"
     real = probing.answered
     monkeypatch.setattr(probing, "answered", lambda command, *rest: real([sys.executable, "-c", code], *rest))
-    found = checkup.checked("cpu", "float16")
-    assert found.status == "failed"
-    assert found.verdict == "does not train here: another process was killed by SIGILL and had said nothing"
+    report = checkup.checked("cpu", "float16")
+    assert report.status == "failed"
+    assert report.verdict == "does not train here: another process was killed by SIGILL and had said nothing"
 
 
 def test_what_a_child_says_beside_is_not_heard(monkeypatch):
     code = f"import os; print('x'); print({child.PREFIX!r} + '{{\"trouble\": \"refused\"}}')"
-    found, ended, fault = probing.answered([sys.executable, "-c", code], os.environ, 60.0)
-    assert (found, ended, fault) == ({"trouble": "refused"}, "", "")
+    answer, ended, fault = probing.answered([sys.executable, "-c", code], os.environ, 60.0)
+    assert (answer, ended, fault) == ({"trouble": "refused"}, "", "")
 
 
 def test_a_format_that_torch_has_not_is_an_answer(monkeypatch, capsys):
@@ -98,8 +98,8 @@ def test_pairs_are_timed_in_turns_and_ratios_taken_pair_by_pair():
         step()
         return next(times)
 
-    found = checkup.speeds(CPU, "bfloat16", widths=(8,), repetitions=3, clock=clock)
-    assert found == {8: checkup.Speed(median=3.0, p10=2.0, p90=4.0)}
+    speeds = checkup.speeds(CPU, "bfloat16", widths=(8,), repetitions=3, clock=clock)
+    assert speeds == {8: checkup.Speed(median=3.0, p10=2.0, p90=4.0)}
     assert calls[::2] == [calls[0]] * 6
     assert calls[1::2] == [calls[1]] * 6
 
@@ -118,5 +118,5 @@ def test_the_verdict_says_for_which_layers_a_format_pays(medians, says):
         policy="O1", loss=2.0, fp32_loss=2.0, weights_error=0.001, tolerance=0.01, low_share=1.0, is_emulated=False
     )
     speeds = {width: checkup.Speed(median=m, p10=0.9 * m, p90=1.1 * m) for width, m in medians.items()}
-    found = checkup.Checkup(device="cpu", dtype="float16", trainings=(good,), speeds=speeds)
-    assert says in found.verdict
+    report = checkup.Checkup(device="cpu", dtype="float16", trainings=(good,), speeds=speeds)
+    assert says in report.verdict

@@ -28,9 +28,9 @@ def folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def compilations(monkeypatch):
-    found, compile_ = [], compiled._compiled
-    monkeypatch.setattr(compiled, "_compiled", lambda *args: found.append(args) or compile_(*args))
-    return found
+    results, compile_ = [], compiled._compiled
+    monkeypatch.setattr(compiled, "_compiled", lambda *args: results.append(args) or compile_(*args))
+    return results
 
 
 def run(source=SOURCE):
@@ -98,8 +98,8 @@ def test_our_folder_and_where_the_compiler_works_are_for_us_alone(folder, monkey
 
     def looked_at(command, **options):
         if "-o" in command:
-            place = compiled.Path(command[-1]).parent
-            seen.append((place.stat().st_mode & 0o777, options["env"]["TMPDIR"] == str(place), place))
+            working = compiled.Path(command[-1]).parent
+            seen.append((working.stat().st_mode & 0o777, options["env"]["TMPDIR"] == str(working), working))
         return real(command, **options)
 
     monkeypatch.setattr(subprocess, "run", looked_at)
@@ -108,10 +108,10 @@ def test_our_folder_and_where_the_compiler_works_are_for_us_alone(folder, monkey
         run()
     finally:
         compiled.os.umask(before)
-    (path,), ((mode, is_temporary, place),) = folder.iterdir(), seen
+    (path,), ((mode, is_temporary, working),) = folder.iterdir(), seen
     assert (folder.parent.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
     assert (mode, is_temporary) == (0o700, True)
-    assert not place.exists()
+    assert not working.exists()
 
 
 def test_the_lock_of_the_interpreter_is_released():
@@ -157,11 +157,11 @@ REFUSED = {
 @pytest.mark.skipif(compiled.sys.platform != "linux", reason="the words are Linux's")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_compiled_is_told_and_leaves_nothing(folder, monkeypatch, tmp_path, case):
-    place, name, value, source, words = REFUSED[case]
+    target, name, value, source, words = REFUSED[case]
     (tmp_path / "text").write_text("")
     (tmp_path / "text").chmod(0o700)
-    if place is not None:
-        monkeypatch.setattr(place, name, value)
+    if target is not None:
+        monkeypatch.setattr(target, name, value)
     elif name is not None:
         monkeypatch.setenv("CXX", name.replace("{tmp}", str(tmp_path)))
     with refused(UnsupportedError, *words):

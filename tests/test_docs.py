@@ -41,7 +41,7 @@ def test_the_pages_are_found_and_short():
 def test_the_index_lists_every_page_and_no_other():
     listed = re.findall(r"\]\(([\w/-]+\.(?:md|rst))\)", (ROOT / "docs" / "index.md").read_text())
     there = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.[mr][ds]*")}
-    assert sorted(listed) == sorted(there - {"index.md"} - {each for each in there if "_build" in each})
+    assert sorted(listed) == sorted(there - {"index.md"} - {page for page in there if "_build" in page})
 
 
 @pytest.mark.parametrize("code", SNIPPETS.values(), ids=SNIPPETS)
@@ -88,7 +88,7 @@ def test_relative_links_lead_somewhere():
                 dead.append(f"{page.name} links to {path}#{anchor}")
     for path in ROOT.glob("src/**/*.py"):
         named = re.findall(r"docs/\w+\.md", path.read_text())
-        dead += [f"{path.name} names {each}" for each in named if not (ROOT / each).exists()]
+        dead += [f"{path.name} names {path_}" for path_ in named if not (ROOT / path_).exists()]
     assert dead == []
 
 
@@ -101,14 +101,14 @@ def test_commands_that_pages_name_exist():
         for command in re.findall(r"^(?:torchrun .* -m )?mezzo ([a-z].*)", "\n".join(code), re.MULTILINE)
     }
     assert {"compare --seeds 3 --margin 0.5 --out runs/mine train.py", "doctor"} <= commands
-    for command in commands:
-        words = command.partition("#")[0].split()
-        found = typer.main.get_command(app)
-        while hasattr(found, "commands") and words:
-            found = found.commands.get(words.pop(0))
-            assert found is not None, command
-        known = {option for param in found.params for option in param.opts} | {"--help"}
-        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, command
+    for text in commands:
+        words = text.partition("#")[0].split()
+        command = typer.main.get_command(app)
+        while hasattr(command, "commands") and words:
+            command = command.commands.get(words.pop(0))
+            assert command is not None, text
+        known = {option for param in command.params for option in param.opts} | {"--help"}
+        assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, text
 
 
 def test_make_targets_that_pages_name_exist():
@@ -125,7 +125,7 @@ def test_make_installs_for_the_demo_what_it_needs_and_nothing_twice(tmp_path):
         return re.findall(r"--editable '\.\[(\w+)\]'", done.stdout)
 
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    needed = {re.match(r"[\w-]+", each)[0] for each in extras["demo"]}
+    needed = {re.match(r"[\w-]+", requirement)[0] for requirement in extras["demo"]}
     assert needed == {"scikit-learn", "matplotlib", "plotly", "jinja2", "scipy"}
     assert [installed(target) for target in ("demo", "docs", "test")] == [["demo"], ["docs"], ["dev"]]
     for done in ("constraints.txt", ".demo"):
@@ -147,7 +147,7 @@ def test_contributing_names_every_room_and_files_that_exist():
     assert [path.name for path in rooms if f"`{path.name}/" not in text] == []
     named = set(re.findall(r"`((?:[\w.-]+/)*[\w-]+(?:\.py|/))`", text))
     roots = [ROOT, ROOT / "tests" / "acceptance", source, *rooms]
-    assert {each for each in named if not any((root / each).exists() for root in roots)} == set()
+    assert {name for name in named if not any((root / name).exists() for root in roots)} == set()
 
 
 def test_what_the_page_of_the_policy_language_writes_is_read_and_means_what_stands_beside_it():

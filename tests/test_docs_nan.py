@@ -39,21 +39,21 @@ class Code(nn.Module):
         return self.after(eval(self.code, {**names, "x": self.numbers * 1.0, "scores": self.numbers * 1.0}))
 
 
-def is_found(found, kind):
+def is_found(overflow, fault):
     """Whether a report has this kind, and writes the cure that the page does."""
-    return (found.kind, found.cure.partition("   #")[0]) == (kind, CURES[kind])
+    return (overflow.kind, overflow.cure.partition("   #")[0]) == (fault, CURES[fault])
 
 
 def test_code_that_is_wrong_in_any_format():
     assert sorted(CURES) == sorted(get_args(Kind))
-    for kind, (code, numbers, after) in WRONG.items():
-        model, cured = Code(code, numbers, after), Code(CURES[kind], numbers, after)
-        assert is_found(locate(model, model), kind), kind
-        assert locate(cured, cured) is None, kind
+    for fault, (code, numbers, after) in WRONG.items():
+        model, cured = Code(code, numbers, after), Code(CURES[fault], numbers, after)
+        assert is_found(locate(model, model), fault), fault
+        assert locate(cured, cured) is None, fault
 
 
-@pytest.mark.parametrize("kind, weights, inputs, factor", [("range", 100.0, 1e3, 1), ("scale", 0.1, 1.0, 16)])
-def test_numbers_beyond_fp16(kind, weights, inputs, factor):
+@pytest.mark.parametrize("fault, weights, inputs, factor", [("range", 100.0, 1e3, 1), ("scale", 0.1, 1.0, 16)])
+def test_numbers_beyond_fp16(fault, weights, inputs, factor):
     """Of ``scale`` the bias's gradient is 32 times the loss scale: beyond 65504 with 2**16, and with 2**10 within."""
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1), nn.Linear(4, 1)), torch.full((2, 4), inputs)
     nn.init.constant_(model[0].weight, weights)
@@ -65,26 +65,26 @@ def test_numbers_beyond_fp16(kind, weights, inputs, factor):
             with prepared.autocast():
                 return model(x).float().sum() * factor
 
-        found = locate(fn, model, policy=policy, loss_scale=1 if kind == "range" else policy.loss_scale.init)
+        overflow = locate(fn, model, policy=policy, loss_scale=1 if fault == "range" else policy.loss_scale.init)
         prepared.remove()
-        return found
+        return overflow
 
     names = {"policy": mezzo.Policy.parse("O1,fp16,emulate=true")}
-    assert is_found(search(names["policy"]), kind)
-    exec(CURES[kind], names)
+    assert is_found(search(names["policy"]), fault)
+    exec(CURES[fault], names)
     assert search(names["policy"]) is None
 
 
-@pytest.mark.parametrize("kind", ["input", "parameter", "buffer"])
-def test_what_was_there_before(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize("fault", ["input", "parameter", "buffer"])
+def test_what_was_there_before(fault, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)).eval()
     mezzo.save("checkpoint.pt", **model.state_dict())
     names = {"torch": torch, "mezzo": mezzo, "model": model, "x": torch.ones(2, 4)}
-    planted = {"input": names["x"], "parameter": model[1].weight.data, "buffer": model[0].running_mean}[kind]
+    planted = {"input": names["x"], "parameter": model[1].weight.data, "buffer": model[0].running_mean}[fault]
     planted.view(-1)[0] = torch.nan
-    assert is_found(locate(lambda: model(names["x"]).sum(), model), kind)
-    exec(CURES[kind], names)
+    assert is_found(locate(lambda: model(names["x"]).sum(), model), fault)
+    exec(CURES[fault], names)
     assert locate(lambda: model(names["x"]).sum(), model) is None
 
 

@@ -40,19 +40,19 @@ def dead_links(folder):
 def documented(packed):
     """The names that the site's inventory has."""
     entries = [line.split(" ") for line in zlib.decompress(packed).decode().splitlines()]
-    return {name for name, kind, *_ in entries if kind.startswith("py:") and kind != "py:module"}
+    return {name for name, domain, *_ in entries if domain.startswith("py:") and domain != "py:module"}
 
 
 def named(name):
     """What a dotted name means; None for a field that only instances have."""
-    found, path, *parts = mezzo, *name.split(".")
+    value, path, *parts = mezzo, *name.split(".")
     for part in parts:  # a package's function may have the name of the file that it is in
         path = f"{path}.{part}"
         try:
-            found = getattr(found, part) if hasattr(found, part) else importlib.import_module(path)
+            value = getattr(value, part) if hasattr(value, part) else importlib.import_module(path)
         except ImportError:
             return None
-    return found
+    return value
 
 
 def public():
@@ -69,9 +69,17 @@ def built(tmp_path):
     """The exit code of ``make docs``, and its warnings, in a process that has imported mezzo."""
     from sphinx.cmd.build import main
 
-    told = tmp_path / "warnings"
-    options = ["--fail-on-warning", "--keep-going", "--quiet", "-w", str(told), "-d", str(tmp_path / "doctrees")]
-    return main([*options, str(ROOT / "docs"), str(tmp_path / "html")]), told.read_text()
+    warnings_file = tmp_path / "warnings"
+    options = [
+        "--fail-on-warning",
+        "--keep-going",
+        "--quiet",
+        "-w",
+        str(warnings_file),
+        "-d",
+        str(tmp_path / "doctrees"),
+    ]
+    return main([*options, str(ROOT / "docs"), str(tmp_path / "html")]), warnings_file.read_text()
 
 
 @pytest.mark.skipif(find_spec("furo") is None or find_spec("myst_parser") is None, reason="needs the extra docs")

@@ -11,10 +11,10 @@ from mezzo import files
 @pytest.fixture(autouse=True)
 def home(monkeypatch, tmp_path):
     """The folder that XDG_CACHE_HOME names."""
-    found = tmp_path / "home"
-    found.mkdir(0o700)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(found))
-    return found
+    folder = tmp_path / "home"
+    folder.mkdir(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
 
 
 def test_what_is_kept_is_found_again(home):
@@ -94,10 +94,10 @@ def test_an_error_in_the_block_leaves_the_old_file(tmp_path):
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace
 
-    def kind(descriptor):
+    def file_type(descriptor):
         return "folder" if stat.S_ISDIR(os.fstat(descriptor).st_mode) else "file"
 
-    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append(kind(descriptor)), fsync(descriptor)))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append(file_type(descriptor)), fsync(descriptor)))
     monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("rename"), replace(*paths)))
     with files.whole(tmp_path / "file") as file:
         file.write(b"new")

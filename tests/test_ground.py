@@ -123,7 +123,7 @@ def test_a_package_that_is_too_old_is_named(monkeypatch, have, asked, is_old):
             raise metadata.PackageNotFoundError(name)
         return {"json": have, "re": "1"}[name]
 
-    monkeypatch.setattr(metadata, "requires", lambda _: [each.format(asked) for each in REQUIRES])
+    monkeypatch.setattr(metadata, "requires", lambda _: [requirement.format(asked) for requirement in REQUIRES])
     monkeypatch.setattr(metadata, "version", version)
     if not is_old:
         require_extra("this", "reading needs json", "json")
@@ -215,7 +215,7 @@ class Registered:
         self.inner = inner
 
 
-register_pytree_node(Registered, lambda each: ([each.inner], None), lambda items, _: Registered(*items))
+register_pytree_node(Registered, lambda registered: ([registered.inner], None), lambda items, _: Registered(*items))
 
 #: Each makes a container of two items, and says the paths to them.
 CONTAINERS = {
@@ -241,10 +241,10 @@ def test_tensors_are_found_and_changed_in_every_container(name):
     for value, ends in ((make(one, other), ("", "")), (make(one, [other, "text", None]), ("", "[0]"))):
         assert list(map(id, tensors(value))) == [id(one), id(other)]
         assert [path for path, _ in each_tensor(value)] == [first + ends[0], second + ends[1]]
-        for made in (mapped(value, lambda each: each + 1), Frame(value).filled([one + 1, other + 1])):
+        for made in (mapped(value, lambda tensor: tensor + 1), Frame(value).filled([one + 1, other + 1])):
             assert type(made) is type(value)
             assert made is not value
-            assert [each.tolist() for each in tensors(made)] == [[2, 2], [1, 1, 1]]
+            assert [tensor.tolist() for tensor in tensors(made)] == [[2, 2], [1, 1, 1]]
             assert [path for path, _ in leaves(made)] == [path for path, _ in leaves(value)]
         assert list(map(id, tensors(value))) == [id(one), id(other)]  # what was given is as it was
 
@@ -252,8 +252,8 @@ def test_tensors_are_found_and_changed_in_every_container(name):
 def test_a_containers_other_items_stay_the_same_objects():
     opaque, batch = object(), Bag(x=torch.ones(1), note="text")
     assert list(tensors([opaque, Point, "text", 3, None])) == []
-    assert mapped((opaque, Point), lambda each: each)[0] is opaque
-    assert mapped(batch, lambda each: each) is batch  # an object of a program's own, in which nothing is another
+    assert mapped((opaque, Point), lambda leaf: leaf)[0] is opaque
+    assert mapped(batch, lambda leaf: leaf) is batch  # an object of a program's own, in which nothing is another
     assert mapped([torch.ones(1), 3], str, int) == [torch.ones(1), "3"]
     assert [(path, leaf) for path, leaf in leaves({"a": [], "b": (1,)})] == [("['a']", []), ("['b'][0]", 1)]
     packed = pack_sequence([torch.ones(2), torch.ones(1)])
@@ -277,7 +277,7 @@ def test_marks_tell_writing_and_other_memory():
 
 def test_words_for_a_dtype_are_known_wherever_one_stands():
     for word in ("bf16", "BF16", "torch.bfloat16", torch.bfloat16):
-        assert [each.dtype for each in mezzo.weights.encode(torch.ones(3), word)] == [torch.bfloat16, torch.int16]
+        assert [half.dtype for half in mezzo.weights.encode(torch.ones(3), word)] == [torch.bfloat16, torch.int16]
         for region in (torch_like.autocast("cpu", dtype=word), paddle.auto_cast(dtype=word)):
             with region:
                 assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.bfloat16

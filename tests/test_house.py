@@ -6,13 +6,16 @@ from collections import defaultdict
 from pathlib import Path
 
 from . import house
-from .house import OVERLOADED, bindings, gestures, lines_of_code, nodes, parsed, sources
+from .house import OVERLOADED, PUBLISHED, bindings, gestures, lines_of_code, nodes, parsed, sources
 
 MOST_LINES = 700
 MOST_FILES = 20
 
 #: Rooms whose names and docstrings are held.
-DONE: tuple[str, ...] = ("__init__.py", "__main__.py", "launched.py", "plan/", "trace/")
+DONE: tuple[str, ...] = (
+    *("__init__.py", "__main__.py", "cli/", "compat/", "distributed/", "emit/", "formats/", "integrations/", "launched.py"),
+    *("optim/", "plan/", "policy/", "report/", "scale/", "script/", "session/", "trace/", "weights/"),
+)
 
 
 def test_what_counts_as_code():
@@ -74,7 +77,7 @@ def test_a_name_has_one_meaning():
         for path, text in sources().items()
         if path.startswith(DONE)
         for name, line in bindings(text)
-        if name in OVERLOADED
+        if name in OVERLOADED - PUBLISHED.get(path, set())
     ] == []
 
 

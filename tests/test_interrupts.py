@@ -197,8 +197,8 @@ def test_members_stay_whole_whatever_garbage_and_threads_take_from_them():
 
     members, stop = Members(), threading.Event()
     kept = [object() for _ in range(5)]
-    for each in kept:
-        members.add(each)
+    for member in kept:
+        members.add(member)
 
     def churn():
         while not stop.is_set():
@@ -213,7 +213,7 @@ def test_members_stay_whole_whatever_garbage_and_threads_take_from_them():
         for thread in threads:
             thread.start()
         for _ in range(200):
-            assert [each for each in members.now if each in kept] == kept
+            assert [member for member in members.now if member in kept] == kept
     finally:
         stop.set()
         for thread in threads:

@@ -43,20 +43,20 @@ def test_a_gpu_states_whether_tf32_is_on(monkeypatch):
 
 
 def switched():
-    found = []
+    switches = []
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = True, False
-    found.append(machine.tf32())
+    switches.append(machine.tf32())
     torch.set_float32_matmul_precision("highest")
-    found.append(machine.tf32())
+    switches.append(machine.tf32())
     torch.backends.cuda.matmul.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
-    return [*found, machine.tf32()]
+    return [*switches, machine.tf32()]
 
 
 def test_every_switch_for_tf32_is_read():
     """In a process of its own: torch's older names cannot be read any more once its newer ones are set."""
-    (found,) = on_ranks(1, switched, timeout=120, backend=None)
-    assert [[*each.values()] for each in found] == [[True, False], [False, False], [True, True]]
-    assert [*found[0]] == ["products", "convolutions"]
+    (switches,) = on_ranks(1, switched, timeout=120, backend=None)
+    assert [[*switch.values()] for switch in switches] == [[True, False], [False, False], [True, True]]
+    assert [*switches[0]] == ["products", "convolutions"]
 
 
 def test_the_default_device_is_the_accelerator_or_the_cpu(monkeypatch):
@@ -82,14 +82,14 @@ def torchs(monkeypatch):
 
 
 def test_a_bug_report_says_what_runs_where(torchs):
-    found = environment()
-    assert found["machine"] == machine.describe(torch.device("cpu"))
-    assert found["packages"]["numpy"] == numpy.__version__
-    assert set(found["packages"]) >= {"numpy", "triton", "rich"}
-    assert found["instructions"] == torch.backends.cpu.get_cpu_capability()
-    assert found["torch_collect_env"]["os"] == "Linux"
-    assert found["tf32"] is None
-    json.dumps(found, allow_nan=False)
+    variables = environment()
+    assert variables["machine"] == machine.describe(torch.device("cpu"))
+    assert variables["packages"]["numpy"] == numpy.__version__
+    assert set(variables["packages"]) >= {"numpy", "triton", "rich"}
+    assert variables["instructions"] == torch.backends.cpu.get_cpu_capability()
+    assert variables["torch_collect_env"]["os"] == "Linux"
+    assert variables["tf32"] is None
+    json.dumps(variables, allow_nan=False)
 
 
 def test_variables_that_matter_are_shown_and_no_other(torchs, monkeypatch):
@@ -98,9 +98,9 @@ def test_variables_that_matter_are_shown_and_no_other(torchs, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CXX", "")
-    found = environment()
-    assert found["variables"] == {"OMP_NUM_THREADS": "1", "CXX": ""}
-    assert "hf_secret" not in json.dumps(found)
+    variables = environment()
+    assert variables["variables"] == {"OMP_NUM_THREADS": "1", "CXX": ""}
+    assert "hf_secret" not in json.dumps(variables)
 
 
 def test_the_home_folder_is_not_named(torchs, monkeypatch, tmp_path):
@@ -109,7 +109,7 @@ def test_the_home_folder_is_not_named(torchs, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("XDG_CACHE_HOME", str(home / "cache"))
     monkeypatch.setenv("CXX", f"{home}/no-such-compiler")
-    found = environment()
-    assert found["variables"]["XDG_CACHE_HOME"] == os.path.join("~", "cache")
-    assert found["compiler"] == "no C++ compiler for kernels"
-    assert "jane.doe" not in json.dumps(found)
+    variables = environment()
+    assert variables["variables"]["XDG_CACHE_HOME"] == os.path.join("~", "cache")
+    assert variables["compiler"] == "no C++ compiler for kernels"
+    assert "jane.doe" not in json.dumps(variables)

@@ -25,18 +25,18 @@ class Below(Base):
 PLACES = ["class", "class below", "object", "module", "part of a model"]
 
 
-@pytest.mark.parametrize("place", [Base, Below, Base(), types.ModuleType("made"), nn.Linear(2, 2)], ids=PLACES)
+@pytest.mark.parametrize("owner", [Base, Below, Base(), types.ModuleType("made"), nn.Linear(2, 2)], ids=PLACES)
 @pytest.mark.parametrize("name", ["inherited", "static", "forward"])
-def test_a_name_is_bound_and_what_stood_there_is_put_back(place, name):
-    if not hasattr(place, name):
-        setattr(place, name, lambda *_: "plain")
-    before = dict(vars(place))
-    undo = patch(place, name, lambda *_: "bound")
-    assert getattr(place, name)() == "bound"
+def test_a_name_is_bound_and_what_stood_there_is_put_back(owner, name):
+    if not hasattr(owner, name):
+        setattr(owner, name, lambda *_: "plain")
+    before = dict(vars(owner))
+    undo = patch(owner, name, lambda *_: "bound")
+    assert getattr(owner, name)() == "bound"
     undo()
-    assert dict(vars(place)) == before
+    assert dict(vars(owner)) == before
     undo()  # a second time changes nothing
-    assert dict(vars(place)) == before
+    assert dict(vars(owner)) == before
 
 
 def test_what_others_have_bound_since_stays():

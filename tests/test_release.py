@@ -37,7 +37,7 @@ def core(builders):
     return builders[0].metadata.core
 
 
-def held(builder):
+def contents(builder):
     return {file.distribution_path for file in builder.recurse_included_files()}
 
 
@@ -50,20 +50,20 @@ def package(prefix=""):
 
 
 def test_the_wheel_holds_the_package_and_nothing_else(builders):
-    assert held(builders[0]) == package()
+    assert contents(builders[0]) == package()
 
 
 def test_the_package_holds_what_its_pages_and_type_checkers_need(builders):
-    others = {name for name in held(builders[0]) if not name.endswith(".py")}
+    others = {name for name in contents(builders[0]) if not name.endswith(".py")}
     assert others == {"mezzo/py.typed", "mezzo/report/page.html.jinja"}
 
 
 def test_the_source_distribution_holds_what_the_wheel_is_built_from(builders, tmp_path):
     (path,) = builders[1].build(directory=str(tmp_path))
     with tarfile.open(path) as archive:
-        found = {name.partition("/")[2] for name in archive.getnames()}
-    assert package("src/") <= found
-    assert found - package("src/") == {
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert package("src/") <= names
+    assert names - package("src/") == {
         "CHANGELOG.md", "LICENSE", "PKG-INFO", "README.md", "pyproject.toml", ".gitignore"
     }  # fmt: skip
 
@@ -99,7 +99,7 @@ def named_extras():
 def test_extras_that_errors_name_exist(core):
     named = list(named_extras())
     assert {"report", "lightning"} <= {extra for extra, _ in named}
-    assert {each for each in named if each[0] not in core.optional_dependencies} == set()
+    assert {requirement for requirement in named if requirement[0] not in core.optional_dependencies} == set()
 
 
 def test_all_is_every_extra_of_a_user(core):
@@ -159,10 +159,10 @@ def test_the_wheel_works_in_an_empty_environment(builders, tmp_path):
     assert installed.returncode == 0, installed.stderr
     run(bin_ / "pip", "check")
 
-    told = json.loads(run(bin_ / "mezzo", "doctor", "--json"))
-    assert all("trains as FP32 does" in line for line in told["verdict"]), told
-    assert told["machine"]["mezzo"] == mezzo.__version__
-    assert told["packages"].get("lightning") is None
+    facts = json.loads(run(bin_ / "mezzo", "doctor", "--json"))
+    assert all("trains as FP32 does" in line for line in facts["verdict"]), facts
+    assert facts["machine"]["mezzo"] == mezzo.__version__
+    assert facts["packages"].get("lightning") is None
     run(
         bin_ / "python", "-c",
         "import pkgutil, importlib, mezzo; assert 'site-packages' in mezzo.__file__;"

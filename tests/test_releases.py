@@ -251,10 +251,10 @@ def test_importing_mezzo_needs_no_private_name_and_the_first_use_of_one_names_it
     names = [name for name, file in OWNER.items() if file != ANYWHERE and name not in OF_TORCH]
     done = run([sys.executable, "-c", textwrap.dedent(PLANTED)], input=json.dumps([names, modules]))
     assert done.returncode == 0, done.stderr[-3000:]
-    gone, said = json.loads(done.stdout)
+    gone, message = json.loads(done.stdout)
     assert len(gone) > 50
-    assert {name: text for name, text in said.items() if text != f"torch {torch.__version__} has no {name}"} == {}
-    assert said.keys() <= {*gone}
+    assert {name: text for name, text in message.items() if text != f"torch {torch.__version__} has no {name}"} == {}
+    assert message.keys() <= {*gone}
 
 
 # The inventory, against the source ------------------------------------------------------------------------
@@ -297,9 +297,9 @@ def test_each_private_path_is_taken_by_the_file_that_owns_it():
             if isinstance(node, ast.Attribute) and (path := dotted(node)):
                 paths.append(path)
             elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
-                paths += [f"{node.module}.{each.name}" for each in node.names]
+                paths += [f"{node.module}.{alias.name}" for alias in node.names]
             elif isinstance(node, ast.Import):
-                paths += [each.name for each in node.names if each.name.startswith("torch.")]
+                paths += [alias.name for alias in node.names if alias.name.startswith("torch.")]
         wrong += [f"{file}: {path}" for path in paths if is_private(path) and not may_take(file, path)]
     assert wrong == []
 
@@ -318,8 +318,8 @@ def test_each_private_attribute_is_read_by_a_file_that_owns_it():
                 "hasattr",
                 "attrgetter",
             ):
-                texts = [each.value for each in node.args if isinstance(each, ast.Constant)]
-                name = next((each for each in texts if isinstance(each, str)), "")
+                texts = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+                name = next((argument for argument in texts if isinstance(argument, str)), "")
             is_ours = name in ours and name not in OWNERS_OF_ATTRIBUTES
             if not is_private(name) or name.startswith("__") or name in OTHERS | TEXTS or is_ours:
                 continue
@@ -340,18 +340,18 @@ def is_own(node, name, ours):
 
 def own_names(source):
     """Return the private names that a file binds."""
-    found = set()
+    names = set()
     for node in nodes(source):
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
+            names.add(node.id)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             if ast.unparse(node.value) in ("self", "cls"):
-                found.add(node.attr)
+                names.add(node.attr)
         elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
-    return found
+            names.add(node.target.id)
+    return names
 
 
 def test_no_row_is_left_over():

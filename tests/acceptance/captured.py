@@ -42,7 +42,7 @@ class CapturedStep(FiveLines):
     def capture(self):
         """Begin anew, as a program does once the graph holds what has moved."""
         self.graph = HostGraph()
-        self.captured, self.held = Captured(self.iteration, self.amp, self.graph), None
+        self.captured, self.recorded_facts = Captured(self.iteration, self.amp, self.graph), None
 
     def iteration(self, x, factors, added):
         with self.amp.autocast():
@@ -54,24 +54,24 @@ class CapturedStep(FiveLines):
         return outputs, step
 
     def holds(self):
-        """What a graph reads by its address, and what is part of it."""
-        groups = [[list(map(id, group["params"])) for group in each.param_groups] for each in self.optimizers]
-        held = [self.amp.max_grad_norm, groups]
+        """Return the addresses that a graph reads, and the settings that are parts of it."""
+        groups = [[list(map(id, group["params"])) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        facts = [self.amp.max_grad_norm, groups]
         states = {param: state for optimizer in self.optimizers for param, state in optimizer.state.items()}
         for param in self.model.parameters():
             state = [value.data_ptr() for value in states.get(param, {}).values() if hasattr(value, "data_ptr")]
-            held.append(([part.data_ptr() for part in in_memory([param])], param.requires_grad, state))
-        return held
+            facts.append(([part.data_ptr() for part in in_memory([param])], param.requires_grad, state))
+        return facts
 
     def is_stale(self):
         """Whether what was recorded has moved."""
-        return self.held is not None and self.held != self.holds()
+        return self.recorded_facts is not None and self.recorded_facts != self.holds()
 
     def train(self, share):
         calls = self.model.calls
         self.outputs, step = self.captured(share.x, share.factors, share.added)
         self.model.calls = calls + 1  # which a replay cannot count
-        self.held = self.holds() if self.graph.replays else None
+        self.recorded_facts = self.holds() if self.graph.replays else None
         return step
 
     def trained(self, oracle):

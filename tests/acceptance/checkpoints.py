@@ -29,7 +29,7 @@ class Checkpoints(Loop):
             return
         self.update_if_it_waits()
         saved = self.subject.save()
-        self.oracle.settle()
+        self.oracle.commit()
         self.checkpoint = self.config, saved, self.oracle.copy()
         self.layout = self.subject.layout()
 

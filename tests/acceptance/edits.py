@@ -42,9 +42,9 @@ class Edits(Loop):
 
     def kept(self, name, value, *, elsewhere=False):
         """What a weight holds of a value: all of it, as long as it lies in memory of the program's own."""
-        weight, found = self.oracle.weights[name], self.subject.exact(name)
+        weight, values = self.oracle.weights[name], self.subject.exact(name)
         whole = rounded(value, weight.dtype)
-        if weight.half == "float16" and (elsewhere or np.array_equal(found, whole)):
+        if weight.half == "float16" and (elsewhere or np.array_equal(values, whole)):
             return whole
         return weight.keep(value)
 
@@ -125,14 +125,14 @@ class Edits(Loop):
         factors[column % columns, row % rows] = factor
         with self.driver.region():
             value = (self.called(x)[name] * factors).sum()
-        (found,) = self.amp.grad(value, x)
+        (gradient,) = self.amp.grad(value, x)
         self.oracle.commit()
         ways = [self.row(name, array(factors), number) for number in self.scales_of_grad()]
-        assert any(np.array_equal(array(found), each, equal_nan=True) for way in ways for each in way), (
-            f"{found}, and not {ways}"
+        assert any(np.array_equal(array(gradient), expected, equal_nan=True) for way in ways for expected in way), (
+            f"{gradient}, and not {ways}"
         )
         if self.oracle.scale.is_carried:
-            self.oracle.inner |= not np.isfinite(array(found)).all()
+            self.oracle.inner |= not np.isfinite(array(gradient)).all()
 
     def scales_of_grad(self):
         """What ``amp.grad`` may multiply by: each call has its own scale where the loss's is dynamic."""
@@ -157,7 +157,7 @@ class Edits(Loop):
     def change_learning_rate(self, number, lr, as_tensor):
         groups, _ = self.chosen(number)
         for group, optimizer in zip(self.oracle.groups, self.subject.optimizers, strict=True):
-            if any(group is each for each in groups):
+            if any(group is other for other in groups):
                 for options in optimizer.param_groups:
                     options["lr"] = torch.tensor(lr) if as_tensor and self.config.library == "mezzo" else lr
                 rounds = as_tensor and self.config.library == "mezzo"

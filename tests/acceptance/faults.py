@@ -178,7 +178,7 @@ class Faults(Checkpoints):
         assert torch.is_grad_enabled()
         self.clear("session")
         self.driver.state_dict()  # a scale that was to move has moved
-        self.oracle.settle()
+        self.oracle.commit()
 
     @needs("signals", "session")
     @precondition(lambda self: not self.oracle.is_open)

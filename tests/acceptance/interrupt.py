@@ -66,6 +66,6 @@ class Interrupt:
         sys.settrace(self._at_call)
         return self
 
-    def __exit__(self, kind, error, trace):
+    def __exit__(self, cls, error, trace):
         sys.settrace(self._before)
-        return kind is KeyboardInterrupt
+        return cls is KeyboardInterrupt

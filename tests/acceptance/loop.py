@@ -9,7 +9,9 @@ import torch
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition
 
+from mezzo import MixedPrecision
 from mezzo.errors import MezzoError, NumericsError
+from mezzo.session.session import engine_of
 
 from .drivers import DRIVERS
 from .near import rounded
@@ -119,7 +121,7 @@ class Loop(Twins):
         self.oracle = self.subject.oracle()
         for name, weight in self.oracle.weights.items():
             assert np.array_equal(weight.exact, weight.keep(weights[name])), f"{name} was not taken over whole"
-        self.note(config, seed)
+        self.record_tape(config, seed)
 
     @property
     def amp(self):
@@ -168,9 +170,10 @@ class Loop(Twins):
         for name, output in outputs.items():
             computes, low = self.config.computes(name), array(output).T
             expected = [
-                rounded(each * np.array(widths), computes) for each in (seen[name] if seen else self.seen(name))
+                rounded(seen_weight * np.array(widths), computes)
+                for seen_weight in (seen[name] if seen else self.seen(name))
             ]
-            is_one = np.logical_or.reduce([low == each for each in expected])
+            is_one = np.logical_or.reduce([low == value for value in expected])
             assert is_one.all(), f"the forward pass reads other weights: {name}: {low}, and not {expected}"
 
     def seen(self, name):
@@ -233,7 +236,7 @@ class Loop(Twins):
         """A loss whose gradients are exactly the drawn values: its own value, and what it must leave behind."""
         batches, mine = self.driver.shares(batch)
         scale = self.oracle.next_scale()
-        shares = [Share(self.config, each, scale) for each in batches]
+        shares = [Share(self.config, batch, scale) for batch in batches]
         with self.driver.region():
             outputs = self.called(shares[mine].x)
             value = shares[mine].loss(outputs)
@@ -485,11 +488,11 @@ class Loop(Twins):
 
         How an optimizer writes is asked before a step alone.
         """
-        engine = getattr(self.amp, "engine", None)
-        if engine is not None and self.driver.has("steady"):
-            found = engine.plan.differences(engine.planned())
-            found = [each for each in found if writes or not ("deciding" in each or ".writers" in each)]
-            assert not found, f"a stale plan: {found}"
+        if isinstance(self.amp, MixedPrecision) and self.driver.has("steady"):
+            engine = engine_of(self.amp)
+            stale = engine.plan.differences(engine.planned())
+            stale = [part for part in stale if writes or not ("deciding" in part or ".writers" in part)]
+            assert not stale, f"a stale plan: {stale}"
 
     def agrees_on_scales(self):
         scale = self.oracle.scale

@@ -95,13 +95,13 @@ class Made(Loop):
             self.oracle.commit()
         gradients, overflows = {}, False
         for name, gradient in zip(names, made, strict=True):
-            found = array(gradient)
-            whole = np.isfinite(found) & (found != plain[name])
-            assert not whole.any(), f"{name}: {found}, and not {plain[name]}"
-            if not np.isfinite(found).all():
-                assert self.may_overflow(batch), f"{name}: {found} for {plain[name]}"
+            values = array(gradient)
+            whole = np.isfinite(values) & (values != plain[name])
+            assert not whole.any(), f"{name}: {values}, and not {plain[name]}"
+            if not np.isfinite(values).all():
+                assert self.may_overflow(batch), f"{name}: {values} for {plain[name]}"
                 overflows = True
-            gradients[name] = found.astype(np.float32)
+            gradients[name] = values.astype(np.float32)
         self.write_gradients(gradients)
         self.oracle.inner = self.oracle.inner or (overflows and self.scales_grad(is_amps))
         self.step_all(is_told=is_amps)
@@ -135,8 +135,8 @@ class Made(Loop):
             if not finite:
                 self.clear("session")
                 return
-        made = {name: array(each) + array(copies[1].get(name, each)) for name, each in copies[0].items()}
-        self.write_gradients({name: each.astype(np.float32) for name, each in made.items()})
+        made = {name: array(gradient) + array(copies[1].get(name, gradient)) for name, gradient in copies[0].items()}
+        self.write_gradients({name: gradient.astype(np.float32) for name, gradient in made.items()})
         self.step_all(is_told=unscales)
 
     # In a hook before a step -------------------------------------------------------------------------------------

@@ -27,12 +27,12 @@ class Methods(Loop):
     @rule(widths=widths)
     def predict(self, widths):
         """Ends in numpy, which has no bfloat16."""
-        for name, found in self.subject.model.predict(torch.diag(torch.tensor(widths))).items():
-            assert found.dtype == np.float32, f"{name}: {found.dtype} in numpy"
+        for name, output in self.subject.model.predict(torch.diag(torch.tensor(widths))).items():
+            assert output.dtype == np.float32, f"{name}: {output.dtype} in numpy"
             exact = self.oracle.weights[name].exact
-            ways = [rounded(each * np.array(widths), "float32") for each in (exact, *self.seen(name))]
-            ways += [rounded(each, self.config.computes(name)) for each in ways]
-            assert np.logical_or.reduce([each == found.T for each in ways]).all(), f"{name}: {found.T} of {exact}"
+            ways = [rounded(weight * np.array(widths), "float32") for weight in (exact, *self.seen(name))]
+            ways += [rounded(weight, self.config.computes(name)) for weight in ways]
+            assert np.logical_or.reduce([weight == output.T for weight in ways]).all(), f"{name}: {output.T} of {exact}"
 
     @rule(name=names)
     def project(self, name):
@@ -41,14 +41,16 @@ class Methods(Loop):
         self.subject.model.project(name)
         weight.exact = self.turned(name, self.subject.exact(name))
 
-    def turned(self, name, found):
+    def turned(self, name, values):
         """What is near a weight that was turned."""
         weight = self.oracle.weights[name]
         turn = np.array(TURN, np.float32).astype(np.float64)
         unit, tiny = UNIT[weight.dtype], TINY[weight.dtype]
         expected, sizes = weight.exact @ turn, np.abs(weight.exact) @ np.abs(turn)
-        assert (np.abs(found - expected) <= 8 * unit * sizes + tiny + weight.grid).all(), f"{name}: {found}: {expected}"
-        return found
+        assert (np.abs(values - expected) <= 8 * unit * sizes + tiny + weight.grid).all(), (
+            f"{name}: {values}: {expected}"
+        )
+        return values
 
     @needs("swapping")
     @precondition(lambda self: not self.oracle.is_open)
@@ -58,7 +60,7 @@ class Methods(Loop):
         model, weight = self.subject.model, self.oracle.weights["first.weight"]
         before = model.first.weight
         model.fuse(*[torch.tensor(TURN, dtype=before.dtype)] * is_given)
-        found, dtype = array(model.first.weight), model.first.weight.dtype
+        values, dtype = array(model.first.weight), model.first.weight.dtype
         model.first.weight = before
         if self.driver.train is not None:
             self.driver.capture()  # a graph goes on with the memory that it was recorded with
@@ -66,10 +68,10 @@ class Methods(Loop):
         if is_given:  # which the policy's region computes
             unit = max(UNIT[weight.dtype], UNIT[self.config.computes("first.weight")])
             assert np.allclose(
-                found, weight.exact @ np.array(TURN), rtol=0, atol=16 * unit * np.abs(weight.exact).max()
+                values, weight.exact @ np.array(TURN), rtol=0, atol=16 * unit * np.abs(weight.exact).max()
             )
         else:
-            self.turned("first.weight", found)
+            self.turned("first.weight", values)
 
     # Outputs -----------------------------------------------------------------------------------------------------
 
@@ -87,7 +89,7 @@ class Methods(Loop):
             hidden, output = self.driver.model(torch.eye(columns), chained=True)
             value = (torch.from_numpy(factors).float() * (output - output.detach())).sum()
         if how == "grad":
-            (found,) = torch.autograd.grad(value, hidden)
+            (gradient,) = torch.autograd.grad(value, hidden)
             self.oracle, scale = before, 1.0
         else:
             hidden.retain_grad()
@@ -96,11 +98,13 @@ class Methods(Loop):
             gradient = rounded(rounded(factors.T * scale, "float32"), self.config.computes("first.weight"))
             self.oracle.begin(groups)
             self.oracle.accumulate(groups, {"first.weight": gradient}, finite=True)
-            found = hidden.grad
-        assert found is not None, "an output without a gradient"
+            gradient = hidden.grad
+        assert gradient is not None, "an output without a gradient"
         scaled = rounded(factors * scale, self.config.computes("first.weight"))
         ways = [factors, scaled / scale, scaled]
-        assert any(np.array_equal(array(found), way) for way in ways), f"an output's gradient: {found}, not {factors}"
+        assert any(np.array_equal(array(gradient), way) for way in ways), (
+            f"an output's gradient: {gradient}, not {factors}"
+        )
 
     @invariant()
     def keeps_dtypes(self):

@@ -94,9 +94,11 @@ class Foreign:
     def agrees(self):
         weight = self.model.weight
         assert weight.dtype == torch.float32
-        found = None if weight.grad is None else array(weight.grad)
-        assert (found is None) == (self.gradient is None), f"a plain model's gradient is {found}"
-        assert found is None or np.array_equal(found, self.gradient), f"a plain model's: {found}, not {self.gradient}"
+        gradient = None if weight.grad is None else array(weight.grad)
+        assert (gradient is None) == (self.gradient is None), f"a plain model's gradient is {gradient}"
+        assert gradient is None or np.array_equal(gradient, self.gradient), (
+            f"a plain model's: {gradient}, not {self.gradient}"
+        )
         assert np.array_equal(array(weight), self.weight), f"a plain model's: {array(weight)}, not {self.weight}"
         for leaf, gradient in self.leaves:
             assert leaf.grad is not None, "a leaf without a gradient"
@@ -117,9 +119,9 @@ class Nested(Loop):
     def nested_pass(self, batch, more, way, beside):
         """One pass of the session, which runs others; perhaps beside a plain model's loss."""
         before = self.oracle.copy()
-        batch, more = ({**each, "is_coarse": True} for each in (batch, more))
+        batch, more = ({**data, "is_coarse": True} for data in (batch, more))
         scale, leaves = self.oracle.next_scale(), []
-        shares = [Share(self.config, each, scale) for each in (batch, more)[: 2 if way == "leaf beside" else 1]]
+        shares = [Share(self.config, data, scale) for data in (batch, more)[: 2 if way == "leaf beside" else 1]]
         values = [self.nested_loss(share, way, leaves) for share in shares]
         if not all(value.requires_grad for value in values) or not any(w.trains for w in self.oracle.weights.values()):
             self.oracle = before

@@ -35,8 +35,8 @@ class Scale:
     highest: float = 0.0
     #: The scale when a step was last accounted for.
     noted: float = 0.0
-    #: Of each step since the last move whether it overflowed, and whether it is held.
-    told: list = field(default_factory=list)
+    #: For each step since the last move: whether it was skipped, and whether it leaves the scale as it is.
+    outcomes: list = field(default_factory=list)
 
     def __post_init__(self):
         self.lowest = self.lowest or self.now
@@ -50,13 +50,13 @@ class Scale:
 
     def advance(self):
         """Move once for all that was found since the last move; it stays where no step counts."""
-        told, self.told = self.told, []
-        if not told or self.mode == "none":
+        outcomes, self.outcomes = self.outcomes, []
+        if not outcomes or self.mode == "none":
             return
         self.epoch += 1
-        if self.mode == "constant" or all(held for _, held in told):
+        if self.mode == "constant" or all(failed for _, failed in outcomes):
             return
-        if any(found and not held for found, held in told):
+        if any(overflowed and not failed for overflowed, failed in outcomes):
             self.now, self.clean = max(self.now / 2, self.floor), 0
             return
         self.clean += 1
@@ -126,7 +126,7 @@ class Window:
     carried: float | None = None
     epoch: int | None = None
     made_with: tuple | None = None
-    found: bool = False
+    found_inf: bool = False
     finite: bool = True
     assigned: set = field(default_factory=set)
     touched: bool = False
@@ -147,10 +147,10 @@ class Group:
         return {name: gradient / (carried or 1.0) for name, gradient in self.gradients.items()}
 
     def rescale(self, scale, epoch, *, checks=False):
-        """Have the gradients carry another scale; those that lose one are checked."""
+        """Rescale the gradients; those that lose their scale are checked."""
         window = self.window
         if window.carried is not None or checks:
-            window.found |= not_finite(self.gradients.values()) or not_finite(self.unscaled().values())
+            window.found_inf |= not_finite(self.gradients.values()) or not_finite(self.unscaled().values())
         factor = scale or 1.0
         self.gradients = {name: rounded(g * factor, "float32") for name, g in self.unscaled().items()}
         window.carried, window.epoch, window.touched = scale, epoch, False
@@ -252,7 +252,7 @@ class Oracle:
             if group.window is None or not group.gradients:
                 group.window = Window()
             elif self.is_users and group.window.touched and not any(g.any() for g in group.gradients.values()):
-                group.window.found, group.window.finite = False, True  # zeros in all of them clear as well
+                group.window.found_inf, group.window.finite = False, True  # zeros in all of them clear as well
             if group.window.epoch != epoch:
                 group.rescale(scale, epoch)
             group.gradients = {name: rounded(g, self.sums(name)) for name, g in group.gradients.items()}
@@ -283,10 +283,6 @@ class Oracle:
         group = self.groups[number]
         group.members.append(name)
         group.lr[name] = LR
-
-    def settle(self):
-        """Whatever the session saves or loads its state for: the scale moves if it is to."""
-        self.commit()
 
     def loaded(self, present):
         """What a checkpoint makes of a session: it holds no ``requires_grad``, no clipping, no gradients."""
@@ -322,9 +318,11 @@ class Oracle:
             for group in groups:
                 group.rescale(None, None)
         gradients = {name: g for group in groups for name, g in group.unscaled().items()}
-        found = not_finite(gradients.values()) or not_finite(g for group in groups for g in group.gradients.values())
+        overflowed = not_finite(gradients.values()) or not_finite(
+            g for group in groups for g in group.gradients.values()
+        )
         failed = not all(group.window.finite for group in groups)
-        skipped = found or failed or self.inner or any(group.window.found for group in groups)
+        skipped = overflowed or failed or self.inner or any(group.window.found_inf for group in groups)
         failed, self.inner = failed or self.inner, False
         norm = math.sqrt(sum(float(np.sum(g * g)) for g in gradients.values()))
         updates = {} if skipped else self.updates(groups, gradients, norm)
@@ -332,7 +330,7 @@ class Oracle:
         scale = self.scale.now if made_with is None else made_with[1]
         for group in groups:
             group.window = None
-        self.scale.told.append((skipped, failed))
+        self.scale.outcomes.append((skipped, failed))
         waiting = [group.window.made_with for group in self.groups if group.window is not None]
         if not self.contract.waits and (self.scale.epoch, self.scale.now) not in waiting:
             self.scale.advance()
@@ -343,20 +341,20 @@ class Oracle:
 
     def updates(self, groups, gradients, norm):
         """What an update may do, by weight."""
-        found = {}
+        updates = {}
         for group in groups:
             for name, gradient in gradients.items():
                 if name not in group.members:
                     continue
                 weight = self.weights[name]
                 arithmetic = weight.dtype if weight.form == "torch" else "float32"
-                near = Near(gradient, 0.0, arithmetic)
+                exact = Near(gradient, 0.0, arithmetic)
                 if self.clip is not None:
                     # The norm's own sum and root, the quotient, and the product with 1/scale: each rounds once more.
-                    near = near * Near(min(1.0, self.clip / (norm + 1e-6)), 16 * 2.0**-24, arithmetic)
+                    exact = exact * Near(min(1.0, self.clip / (norm + 1e-6)), 16 * 2.0**-24, arithmetic)
                 old = Near(weight.exact, 0.0, arithmetic)
-                found[name] = RULES[group.rule](old, near, weight, group.lr[name])
-        return found
+                updates[name] = RULES[group.rule](old, exact, weight, group.lr[name])
+        return updates
 
 
 def not_finite(gradients):

@@ -28,7 +28,7 @@ LOW = (torch.float16, torch.bfloat16)
 
 @contextlib.contextmanager
 def many_variants():
-    """Have each variant compiled."""
+    """Raise Dynamo's limit, so that each variant is compiled."""
     with torch._dynamo.config.patch(recompile_limit=VARIANTS, accumulated_recompile_limit=VARIANTS):
         yield
     torch._dynamo.reset()

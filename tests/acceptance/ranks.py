@@ -37,7 +37,7 @@ class TwoRanks(OneRank):
 
     def shares(self, batch):
         there = {**batch, "values": batch["values"] + 1, "kind": batch["elsewhere"]}
-        return [{**each, "is_coarse": True} for each in (batch, there)], dist.get_rank()
+        return [{**data, "is_coarse": True} for data in (batch, there)], dist.get_rank()
 
 
 DRIVERS |= {"one rank": OneRank, "two ranks": TwoRanks}

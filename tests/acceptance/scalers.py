@@ -24,8 +24,8 @@ class Loose:
         return torch.tensor(self.scaler.state_dict()["scale"]).reshape(())
 
     def zero_grad(self, set_to_none=True):
-        for each in (self.model, *self.optimizers):
-            each.zero_grad(set_to_none)
+        for owner in (self.model, *self.optimizers):
+            owner.zero_grad(set_to_none)
 
 
 class Torch(FiveLines):
@@ -98,7 +98,7 @@ class Torch(FiveLines):
         """What was unscaled counts, and is forgotten, though no step has followed."""
         for group in oracle.groups:
             if group.window is not None and group.window.carried is None:
-                oracle.scale.told.append((group.window.found, False))
+                oracle.scale.outcomes.append((group.window.found_inf, False))
                 group.window = None
 
     def forget(self, oracle):

@@ -54,7 +54,7 @@ class States(Loop):
                 state["step"] = 0 if is_number else torch.zeros_like(torch.as_tensor(state["step"]))
                 weight.count = 0
         elif isinstance(state.get(key), torch.Tensor) and state[key].is_floating_point():
-            found = weight.states.get(key, np.zeros(self.config.shapes[name]))
+            values = weight.states.get(key, np.zeros(self.config.shapes[name]))
             with torch.no_grad():
                 if how == "zeros":
                     state[key] = torch.zeros_like(state[key])
@@ -62,19 +62,21 @@ class States(Loop):
                     optimizer.state[param].update({key: state[key] * 0.5})
                 else:
                     state[key].mul_(0.5) if how == "half" else state[key].zero_()
-            weight.states = {**weight.states, key: found * 0.0 if how in ("zeros", "zero") else found * 0.5}
+            weight.states = {**weight.states, key: values * 0.0 if how in ("zeros", "zero") else values * 0.5}
 
     @precondition(lambda self: not self.oracle.is_open)
     @rule(number=st.integers(0, 1), forgets=st.booleans())
     def replace_group(self, number, forgets):
-        """Take the last group away, and add its parameters again; the state stays where it is not forgotten."""
+        """Remove the last group, and add its parameters again; their state stays unless it is forgotten."""
         number %= len(self.oracle.groups)
         optimizer, group = self.subject.optimizers[number], self.oracle.groups[number]
         taken = optimizer.param_groups.pop()
-        held = [name for name in group.members if any(self.subject.param(name) is each for each in taken["params"])]
+        members = [
+            name for name in group.members if any(self.subject.param(name) is param for param in taken["params"])
+        ]
         if forgets:
-            for name in held:
+            for name in members:
                 optimizer.state.pop(self.subject.param(name), None)
                 self.oracle.weights[name].states, self.oracle.weights[name].count = {}, 0
         optimizer.add_param_group({"params": taken["params"]})
-        group.lr.update(dict.fromkeys(held, LR))
+        group.lr.update(dict.fromkeys(members, LR))

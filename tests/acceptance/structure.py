@@ -48,7 +48,7 @@ class Structure(Loop):
         weight.exact, weight.trains, weight.half = array(new), trains, self.stored_now(name)
         if optimizer is not None:
             for options in optimizer.param_groups:
-                options["params"] = [new if each is old else each for each in options["params"]]
+                options["params"] = [new if member is old else member for member in options["params"]]
             state = optimizer.state.pop(old, None)
             if keeps_state and state is not None:
                 optimizer.state[new] = state
@@ -101,7 +101,7 @@ class Structure(Loop):
         elif how == "dict":
             optimizer.param_groups[-1] = dict(last)
         elif how == "groups":
-            optimizer.param_groups = [dict(each) for each in optimizer.param_groups]
+            optimizer.param_groups = [dict(group) for group in optimizer.param_groups]
         elif len(last["params"]) > 1:
             optimizer.param_groups.append({**last, "params": [last["params"].pop()]})
 
@@ -114,7 +114,7 @@ class Structure(Loop):
         if optimizer is None or len(group.members) == 1 or param.grad is not None:
             return
         for options in optimizer.param_groups:
-            options["params"] = [each for each in options["params"] if each is not param]
+            options["params"] = [other for other in options["params"] if other is not param]
         optimizer.param_groups = [options for options in optimizer.param_groups if options["params"]]
         optimizer.state.pop(param, None)
         self.oracle.weights[name].states, self.oracle.weights[name].count = {}, 0
@@ -170,7 +170,7 @@ class Structure(Loop):
         optimizer = self.subject.optimizers[number % len(self.subject.optimizers)]
         state = copy.deepcopy(optimizer.state_dict())
         if "mezzo" in state:
-            self.oracle.settle()
+            self.oracle.commit()
         optimizer.load_state_dict(state)
         if "mezzo" in state:
             self.oracle.loaded(self.oracle)
@@ -179,8 +179,8 @@ class Structure(Loop):
 
     @needs("structure")
     @precondition(lambda self: self.window_calls() < MOST_CALLS and self.driver.may_add(self.oracle))
-    @rule(batch=passes, name=names, kind=st.sampled_from(["tensor", "module", "accumulated"]))
-    def pass_with_a_hook(self, batch, name, kind):
+    @rule(batch=passes, name=names, hooked=st.sampled_from(["tensor", "module", "accumulated"]))
+    def pass_with_a_hook(self, batch, name, hooked):
         """Added before a pass, and removed after it: what it makes of a gradient counts once."""
         param, before, seen = self.subject.param(name), self.oracle.copy(), []
         weight = self.oracle.weights[name]
@@ -188,17 +188,17 @@ class Structure(Loop):
         if not value.requires_grad or not gradients or not weight.trains:
             self.oracle = before
             return
-        if kind == "tensor":
+        if hooked == "tensor":
             hook = param.register_hook(lambda gradient: -gradient)
             gradients = {**gradients, name: -gradients[name]}
-        elif kind == "module":
+        elif hooked == "module":
             module = self.subject.model.get_submodule(name.partition(".")[0])
             hook = module.register_full_backward_pre_hook(lambda *_: seen.append(name))
         else:
             hook = param.register_post_accumulate_grad_hook(lambda leaf: seen.append(array(leaf.grad)))
         groups = self.driver.groups(self.oracle, self.oracle.groups, gradients.keys())
         try:
-            if kind == "module":  # whose hooks a graph gets when it is made
+            if hooked == "module":  # whose hooks a graph gets when it is made
                 self.oracle = before
                 value, gradients, finite = self.loss({**batch, "kind": "plain", "is_coarse": True})
                 groups = self.driver.groups(self.oracle, self.oracle.groups, gradients.keys())
@@ -208,10 +208,10 @@ class Structure(Loop):
         self.oracle.begin(groups)
         self.oracle.accumulate(groups, gradients, finite=finite)
         self.is_planned()
-        if kind == "accumulated" and self.oracle.owner(name) in groups and self.oracle.is_plain:
-            (found,) = seen
+        if hooked == "accumulated" and self.oracle.owner(name) in groups and self.oracle.is_plain:
+            (gradient,) = seen
             expected = self.oracle.owner(name).gradients[name]
-            assert np.array_equal(found, expected), f"a hook sees {found}, and not {expected}"
+            assert np.array_equal(gradient, expected), f"a hook sees {gradient}, and not {expected}"
 
     @needs("structure", "session")
     @precondition(lambda self: self.window_calls() < MOST_CALLS and self.config.level != "O3")

@@ -72,7 +72,7 @@ class Net(nn.Module):
         weight.copy_(weight @ torch.tensor(TURN, dtype=weight.dtype))
 
     def fuse(self, *inputs):
-        """Put a weight that is made of others in the place of one."""
+        """Assign a weight that is computed from others."""
         turn = inputs[0] if inputs else torch.tensor(TURN, dtype=self.first.weight.dtype)
         self.first.weight = nn.Parameter(self.first.weight @ turn, requires_grad=self.first.weight.requires_grad)
 
@@ -231,7 +231,7 @@ class Subject:
         if config.beside:
             self.model.beside = (Other(self.model),)
         self.members = names
-        self.optimizers = [config.optimizer([params[name] for name in each]) for each in names]
+        self.optimizers = [config.optimizer([params[name] for name in members]) for members in names]
         self.amp = None
         self.begin(config)
         if late is not None:
@@ -246,23 +246,23 @@ class Subject:
 
     def marks(self):
         """What a session may bind or hang on: names, classes, hooks, and torch's own door to a pass."""
-        found = {where.__name__: where._engine_run_backward is DOOR for where in (torch.autograd, torch.autograd.graph)}
+        facts = {where.__name__: where._engine_run_backward is DOOR for where in (torch.autograd, torch.autograd.graph)}
         holders = [*self.model.named_modules(), *((f"optimizer {n}", o) for n, o in enumerate(self.optimizers))]
         for name, holder in holders:
             kept = vars(holder)
             hooks = {key: len(value) for key, value in kept.items() if "_hooks" in key and value}
             bound = {key for key, value in kept.items() if hasattr(type(holder), key) and is_mezzos(value)}
-            found[name] = type(holder), hooks, bound
+            facts[name] = type(holder), hooks, bound
         for name, param in self.names.items():
-            found[f"{name} hooks"] = len(param._backward_hooks or ()), len(param._post_accumulate_grad_hooks or ())
-        return found
+            facts[f"{name} hooks"] = len(param._backward_hooks or ()), len(param._post_accumulate_grad_hooks or ())
+        return facts
 
     def oracle(self):
         """What the promises say of a session just begun, over weights just read."""
         weights = {}
         for name, param in self.model.named_parameters():
             weights[name] = Weight(*self.config.stored(name), self.exact(name), trains=param.requires_grad)
-        groups = [Group(list(each), self.config.rule, dict.fromkeys(each, LR)) for each in self.members]
+        groups = [Group(list(members), self.config.rule, dict.fromkeys(members, LR)) for members in self.members]
         return Oracle(weights, groups, self.driver.scale(self.config), self.config.clip, self.driver.contract)
 
     @property
@@ -290,7 +290,7 @@ class Subject:
     # Reading -------------------------------------------------------------------------------------------------
 
     def owner(self, name):
-        return next((o for o, each in zip(self.optimizers, self.members, strict=True) if name in each), None)
+        return next((o for o, members in zip(self.optimizers, self.members, strict=True) if name in members), None)
 
     def exact(self, name):
         """The FP32 value, as the model's own state dict has it."""

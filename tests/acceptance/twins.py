@@ -28,11 +28,11 @@ def rule(**strategies):
                 return function(machine, *args, **kwargs)
             machine.is_inside = True
             try:
-                found = function(machine, *args, **kwargs)
+                result = function(machine, *args, **kwargs)
             finally:
                 machine.is_inside = False
             machine.tape.append((function, args, kwargs, machine.values()))
-            return found
+            return result
 
         return stateful.rule(**strategies)(noted)
 
@@ -47,8 +47,8 @@ class Twins(stateful.RuleBasedStateMachine):
 
     tape, is_inside = None, False
 
-    def note(self, config, seed):
-        """Note down what is called from here on, where there is a twin to compare with.
+    def record_tape(self, config, seed):
+        """Record the calls from now on, if there is a twin to compare with.
 
         Moments that are rounded at random are rounded by where their weights stand among those of their kind.
         """
@@ -82,5 +82,7 @@ def assert_same(twin, values, off, call):
         assert np.all(np.abs(exact - theirs) <= off), f"{name} after {call}: {exact}, and plainly {theirs}"
         assert count == number, f"{name} after {call}: {count} updates, and plainly {number}"
         for key, moment in moments.items():
-            near = np.abs(moment - its[key]) <= 16 * off
-            assert (near | (moment == its[key])).all(), f"{name}.{key} after {call}: {moment}, and plainly {its[key]}"
+            is_close = np.abs(moment - its[key]) <= 16 * off
+            assert (is_close | (moment == its[key])).all(), (
+                f"{name}.{key} after {call}: {moment}, and plainly {its[key]}"
+            )

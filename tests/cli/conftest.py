@@ -23,10 +23,10 @@ def mezzo(capsys, tmp_path, monkeypatch):
 @pytest.fixture
 def undrawn(monkeypatch):
     """Pictures and pages take a second each; the tests of the report look at them."""
-    for place, name in (
+    for module, name in (
         (report, "draw_curves"),
         (report, "write_page"),
         (inspect, "draw"),
         (inspect, "draw_statistics"),
     ):
-        monkeypatch.setattr(place, name, lambda *_: None)
+        monkeypatch.setattr(module, name, lambda *_: None)

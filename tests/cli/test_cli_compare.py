@@ -53,12 +53,12 @@ def test_the_answer_a_table_and_a_folder(mezzo, tmp_path, request):
     assert "1 of 6: O0, seed 0: " in err
     assert "results: out" in err
     assert "\x1b" not in out + err
-    place = tmp_path / "out"
-    assert {each.name for each in place.iterdir() if each.is_file()} == {
+    folder = tmp_path / "out"
+    assert {path.name for path in folder.iterdir() if path.is_file()} == {
         "comparison.json", "summary.json", "curves.png", "report.html",
     }  # fmt: skip
-    assert len(list(place.glob("*/metrics.jsonl"))) == 6
-    summary = json.loads((place / "summary.json").read_text())
+    assert len(list(folder.glob("*/metrics.jsonl"))) == 6
+    summary = json.loads((folder / "summary.json").read_text())
     assert summary["verdict"] == lines[: lines.index("")]
     assert [row["verdict"] for row in summary["rows"]] == ["reference", "equal", "equal"]
     assert [run["policy"] for run in summary["runs"]][:2] == ["O0", "O2,dtype=bfloat16"]
@@ -70,11 +70,11 @@ def test_the_answer_a_table_and_a_folder(mezzo, tmp_path, request):
     assert (code, InThisProcess.started) == (0, [])
     again = json.loads(out)
     assert again["rows"] == summary["rows"]
-    assert again == json.loads((place / "summary.json").read_text())
+    assert again == json.loads((folder / "summary.json").read_text())
     refused = mezzo(*words, "--width", "7")
     assert (refused[0], refused[1]) == (2, "")
     assert "out has results of train.py" in refused[2]
-    assert json.loads((place / "summary.json").read_text()) == again
+    assert json.loads((folder / "summary.json").read_text()) == again
 
 
 @pytest.mark.usefixtures("undrawn")

@@ -63,17 +63,17 @@ DEAD = Checkup(device="cpu", dtype="float16", trouble="another process was kille
 @pytest.fixture(autouse=True)
 def results(monkeypatch, tmp_path):
     """What each format's checkup comes to, to be changed by a test."""
-    found = dict(GOOD)
+    families = dict(GOOD)
     monkeypatch.setattr(decide, "_reports", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     monkeypatch.setattr(
-        probing, "cpu_report", lambda *, refresh: found.setdefault("refreshed", []).append(refresh) or CRASHING
+        probing, "cpu_report", lambda *, refresh: families.setdefault("refreshed", []).append(refresh) or CRASHING
     )
-    monkeypatch.setattr(doctor_module, "checked", lambda device, dtype: found[dtype])
+    monkeypatch.setattr(doctor_module, "checked", lambda device, dtype: families[dtype])
     monkeypatch.setattr(doctor_module, "environment", lambda: {"machine": {"torch": torch.__version__}})
-    return found
+    return families
 
 
 def run(capsys, *arguments):
@@ -88,7 +88,7 @@ def test_the_answer_comes_first_and_then_one_table(capsys, monkeypatch):
     code, out = run(capsys)
     assert code == 0
     assert not any(len(line) > 120 for line in out.splitlines())
-    first, second = (" ".join(each.split()) for each in out.split("\n\n")[0].split("cpu: ")[1:])
+    first, second = (" ".join(part.split()) for part in out.split("\n\n")[0].split("cpu: ")[1:])
     assert first == (
         "float16 trains as FP32 does (weights within 2 % of their way), and pays at width 2048 only: steps 0.66× at "
         "width 128, 2.4× at width 2048 FP32's speed; mezzo will compute natively, but emulate convolution and "
@@ -118,8 +118,8 @@ def test_a_format_that_fails_is_told_and_ends_with_its_code(capsys, results):
         (DEAD, 3, "does not train here: another"),
     ):
         results["float16"] = checkup
-        found, out = run(capsys)
-        assert found == code
+        exit_code, out = run(capsys)
+        assert exit_code == code
         words = " ".join(out.split())
         assert says in words
         assert "bfloat16 trains as FP32 does" in words, "the other format has its own process"
@@ -149,7 +149,7 @@ def test_quick_trains_nothing(capsys, monkeypatch):
     monkeypatch.setattr(doctor_module, "checked", None)
     code, out = run(capsys, "--quick")
     assert code == 0
-    first, second = (" ".join(each.split()) for each in out.split("\n\n")[0].split("cpu: ")[1:])
+    first, second = (" ".join(part.split()) for part in out.split("\n\n")[0].split("cpu: ")[1:])
     assert first == (
         "float16 products 0.91×, convolution 0.027×, recurrent 1.5× as fast as in FP32; attention wrong: attention at "
         "width 128 is off by 0.3 of its norm; mezzo will compute natively, but emulate convolution and attention in "
@@ -163,9 +163,9 @@ def test_each_family_has_a_row_which_says_what_is_done_about_it(capsys):
     _, out = run(capsys, "--quick")
     rows = [line.split() for line in out.splitlines() if any(f" {family} " in line for family in FAMILIES)]
     lines = [" ".join(row) for row in rows]
-    assert any("convolution right 0.027× emulate in FP32 slow; it was measured at 0.027" in each for each in lines)
-    assert any("attention wrong – emulate in FP32 attention at width" in each for each in lines)
-    assert any("recurrent right 1.5× compute natively it has avx512_fp16" in each for each in lines)
+    assert any("convolution right 0.027× emulate in FP32 slow; it was measured at 0.027" in line for line in lines)
+    assert any("attention wrong – emulate in FP32 attention at width" in line for line in lines)
+    assert any("recurrent right 1.5× compute natively it has avx512_fp16" in line for line in lines)
     words = " ".join(out.split())
     assert "slowest: gru" in words
     assert "although it has avx512_fp16" in words
@@ -186,22 +186,25 @@ def test_json_is_json_for_any_reader(capsys, results):
     results["float16"] = WRONG
     code, out = run(capsys, "--json")
     assert code == 4
-    found = json.loads(out, parse_constant=pytest.fail)
-    assert found["machine"]["torch"] == torch.__version__
-    assert len(found["verdict"]) == 2
-    (cpu,) = found["devices"]
+    document = json.loads(out, parse_constant=pytest.fail)
+    assert document["machine"]["torch"] == torch.__version__
+    assert len(document["verdict"]) == 2
+    (cpu,) = document["devices"]
     half, brain = cpu["formats"]
-    assert [each["family"] for each in half["families"]] == list(FAMILIES)
-    assert [each["intention"] for each in half["families"]] == ["native", "emulate", "emulate", "native"]
-    assert {each["intention"] for each in brain["families"]} == {"limit"}
-    assert [each["fast"] for each in half["families"]] == [True, False, False, True]
+    assert [family["family"] for family in half["families"]] == list(FAMILIES)
+    assert [family["intention"] for family in half["families"]] == ["native", "emulate", "emulate", "native"]
+    assert {family["intention"] for family in brain["families"]} == {"limit"}
+    assert [family["fast"] for family in half["families"]] == [True, False, False, True]
     assert (half["status"], half["families"][2]["status"]) == ("wrong", "wrong")
     assert half["checkups"][0]["status"] == "wrong"
     assert half["checkups"][0]["trainings"][0]["weights_error"] == "nan"
     assert brain["checkups"][0]["speeds"]["2048"]["median"] == 2.4
-    below = [(each["products"], each["dtype"], each["native"], each["output"]) for each in cpu["below_sixteen_bits"]]
+    below = [
+        (products["products"], products["dtype"], products["native"], products["output"])
+        for products in cpu["below_sixteen_bits"]
+    ]
     kinds = ("fp8, tensorwise", "fp8, rowwise", "mxfp8", "nvfp4")
-    assert below == [(kind, name, False, name) for name in ("float16", "bfloat16") for kind in kinds]
+    assert below == [(products, name, False, name) for name in ("float16", "bfloat16") for products in kinds]
 
 
 def test_refresh_probes_again(capsys, results):

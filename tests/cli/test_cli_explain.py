@@ -71,12 +71,12 @@ def test_findings_of_a_script_and_of_the_loss_outside_its_model(mezzo, script):
     code, out, _ = mezzo("explain", "--json", "--policy", f"{BF16},fp32_module=embed", script)
     assert code == 0
     (model,) = json.loads(out)["models"]
-    found = {each["kind"]: each for each in model["findings"]}
-    assert set(found) == {"lost integers", "logits", "tied weights"}
-    assert found["lost integers"]["where"] == f"time linear ({script}:16)"
-    assert found["logits"]["where"] == "(loss) cross_entropy"
+    findings = {finding["kind"]: finding for finding in model["findings"]}
+    assert set(findings) == {"lost integers", "logits", "tied weights"}
+    assert findings["lost integers"]["where"] == f"time linear ({script}:16)"
+    assert findings["logits"]["where"] == "(loss) cross_entropy"
     size = 2 * 2 * 599 * 800 * 6  # the rows that the script's loss reads, there and back
-    assert f"{size / 2**20:.1f} MiB" in found["logits"]["text"]
+    assert f"{size / 2**20:.1f} MiB" in findings["logits"]["text"]
 
 
 def test_a_terminal_is_never_too_narrow(mezzo, monkeypatch, script):
@@ -108,18 +108,18 @@ def test_a_folder_has_each_explanation_and_a_summary(mezzo, script, tmp_path):
     words = ("--policy", BF16, "--out", "why", SCRIPTS / "gan.py")
     assert mezzo("explain", *words)[0] == 0
     folder = tmp_path / "why"
-    assert {each.name for each in folder.iterdir()} == {"explanation-1.json", "explanation-2.json", "summary.json"}
+    assert {path.name for path in folder.iterdir()} == {"explanation-1.json", "explanation-2.json", "summary.json"}
     summary = json.loads((folder / "summary.json").read_text())
-    assert [each["file"] for each in summary["models"]] == ["explanation-1.json", "explanation-2.json"]
+    assert [model["file"] for model in summary["models"]] == ["explanation-1.json", "explanation-2.json"]
     code, out, err = mezzo("explain", *words)
     assert (code, out) == (2, "")
     assert err.startswith("mezzo: why has results already\n  write  --overwrite")
     assert mezzo("explain", "--policy", BF16, "--out", "why", "--overwrite", script)[0] == 0
-    assert {each.name for each in folder.iterdir()} == {"explanation.json", "summary.json"}
-    found = json.loads((folder / "explanation.json").read_text())
+    assert {path.name for path in folder.iterdir()} == {"explanation.json", "summary.json"}
+    explanation = json.loads((folder / "explanation.json").read_text())
     (model,) = json.loads((folder / "summary.json").read_text())["models"]
     assert model == {
-        "file": "explanation.json", "model": "Net", "policy": BF16, "headline": found["answer"]["headline"],
+        "file": "explanation.json", "model": "Net", "policy": BF16, "headline": explanation["answer"]["headline"],
     }  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_a_model_is_explained_as_it_was_at_its_call(script):
 
 @pytest.mark.parametrize("steps, code", [(2, 0), (3, 1)])
 def test_an_error_before_the_step_is_the_script_s(mezzo, script, steps, code):
-    found, out, err = mezzo("explain", "--steps", steps, "--policy", BF16, script, "2")
-    assert found == code
+    exit_code, out, err = mezzo("explain", "--steps", steps, "--policy", BF16, script, "2")
+    assert exit_code == code
     assert ('KeyError: "the script\'s own"' in err) == (code == 1)
     assert ("All 2 products" in out) == (code == 0)

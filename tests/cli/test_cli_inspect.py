@@ -49,7 +49,7 @@ def test_the_verdict_comes_first_and_the_folder_holds_the_evidence(mezzo, tmp_pa
     assert "\nloss " in err
     assert "\nloss " not in out
     folder = tmp_path / "look"
-    assert sorted(each.name for each in folder.iterdir()) == FILES
+    assert sorted(path.name for path in folder.iterdir()) == FILES
     policy = Policy.load(folder / "found.policy")
     assert f'policy="{policy}"' in out
     assert policy.loss_scale.init > 2**16
@@ -66,14 +66,14 @@ def test_the_verdict_comes_first_and_the_folder_holds_the_evidence(mezzo, tmp_pa
 def test_json_is_the_summary_and_its_shares_are_those_of_the_histograms(mezzo, tmp_path, script):
     code, out, _ = mezzo("inspect", "--every", "2", "--out", "look", "--json", script)
     assert code == 0
-    found = json.loads(out)
-    assert found == json.loads((tmp_path / "look" / "summary.json").read_text())
+    document = json.loads(out)
+    assert document == json.loads((tmp_path / "look" / "summary.json").read_text())
     histogram = read_evidence(tmp_path / "look").histogram("weight_gradients", step="all")
     covered = histogram.coverage("float16")
-    (row,) = [e for e in found["lost"] if (e["kind"], e["format"]) == ("weight_gradients", "float16")]
+    (row,) = [e for e in document["lost"] if (e["kind"], e["format"]) == ("weight_gradients", "float16")]
     assert row["flushed"] == covered.underflow / covered.total > 0.1
     assert row["subnormal"] == covered.subnormal / covered.total
-    (row,) = [e for e in found["lost"] if (e["kind"], e["format"]) == ("updates", "bfloat16")]
+    (row,) = [e for e in document["lost"] if (e["kind"], e["format"]) == ("updates", "bfloat16")]
     lost = read_evidence(tmp_path / "look").swallowed(step="all")
     assert row["swallowed"] == lost.share("bfloat16")
 
@@ -144,6 +144,6 @@ def test_the_model_is_compiled_where_that_is_asked_for(mezzo, tmp_path, script, 
     code, compiled, err = mezzo("inspect", "--every", "2", "--compile", script)
     assert code == 0
     assert graphs
-    losses = [[float(line[5:]) for line in each.splitlines() if line.startswith("loss ")] for each in (plain_err, err)]
+    losses = [[float(line[5:]) for line in text.splitlines() if line.startswith("loss ")] for text in (plain_err, err)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert compiled.splitlines()[0] == out.splitlines()[0]

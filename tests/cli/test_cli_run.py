@@ -97,10 +97,10 @@ def test_options_behind_a_module_that_does_not_know_them_are_pointed_at(mezzo, t
 def test_json_is_on_stdout_and_in_the_folder(mezzo, tmp_path):
     code, out, err = mezzo("run", "--policy", BF16, "--json", "--out", "found", SCRIPTS / "functional_only.py")
     assert code == 4
-    found = json.loads(out)  # what the script prints is on stderr
-    assert found["alarm"].startswith("nothing ran in low precision: no module holds what")
-    assert found["left_alone"] == {"SGD over 1 tensor": "no module holds what it updates"}
-    assert json.loads((tmp_path / "found" / "summary.json").read_text()) == found
+    document = json.loads(out)  # what the script prints is on stderr
+    assert document["alarm"].startswith("nothing ran in low precision: no module holds what")
+    assert document["left_alone"] == {"SGD over 1 tensor": "no module holds what it updates"}
+    assert json.loads((tmp_path / "found" / "summary.json").read_text()) == document
     assert "mezzo run" not in err
 
 
@@ -109,5 +109,5 @@ def test_each_step_is_a_line_of_metrics(mezzo, tmp_path):
     assert code == 0
     assert "  steps        5, none skipped" in err
     lines = list(map(json.loads, (tmp_path / "found" / "metrics.jsonl").read_text().splitlines()))
-    assert [each["step"] for each in lines] == [1, 2, 3, 4, 5]
-    assert all(each["loss"] > 0 and each["grad_norm"] > 0 and each["ms"] > 0 for each in lines)
+    assert [step["step"] for step in lines] == [1, 2, 3, 4, 5]
+    assert all(step["loss"] > 0 and step["grad_norm"] > 0 and step["ms"] > 0 for step in lines)

@@ -189,9 +189,10 @@ def test_the_device_where_it_matters(capsys):
     assert rows_of(out)["fft_rfft"][:6] == ["fp32", "native", "fp32", "no", "low", "kernel"]
     assert "left to torch" not in out
     rows = {
-        kind: json.loads(of_ops(capsys, "avg_pool3d", "--device", kind, "--json")[1])[0] for kind in ("cpu", "cuda")
+        device: json.loads(of_ops(capsys, "avg_pool3d", "--device", device, "--json")[1])[0]
+        for device in ("cpu", "cuda")
     }
-    assert {kind: (row["device"], row["treatment"]) for kind, row in rows.items()} == {
+    assert {device: (row["device"], row["treatment"]) for device, row in rows.items()} == {
         "cpu": ("cpu", "fp32_math"), "cuda": ("cuda", "native"),
     }  # fmt: skip
 

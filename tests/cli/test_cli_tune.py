@@ -78,7 +78,7 @@ def test_the_answer_the_rules_and_the_policy_to_paste(mezzo, tmp_path, masked):
     policy = lines[-1].split('"')[1]
     assert f'next: mezzo compare --policies "O0; {policy}" masked.py' in err
     assert "done" not in out + err  # it ended once three calls had gradients
-    assert [each.name for each in tmp_path.iterdir()] == ["masked.py"]
+    assert [path.name for path in tmp_path.iterdir()] == ["masked.py"]
     assert "\x1b" not in out + err
     full = mezzo("tune", "--policy", "O1,fp16", "--full", masked)[1]
     assert full.startswith(out)
@@ -91,7 +91,7 @@ def test_a_folder_holds_the_policy_with_its_reasons_and_the_summary_last(mezzo, 
     assert code == 0
     data = json.loads(out)
     assert json.loads((tmp_path / "tuned" / "summary.json").read_text()) == data
-    assert sorted(each.name for each in (tmp_path / "tuned").iterdir()) == ["found.policy", "summary.json"]
+    assert sorted(path.name for path in (tmp_path / "tuned").iterdir()) == ["found.policy", "summary.json"]
     policy = Policy.load("tuned/found.policy")
     assert Policy.parse(data["policy"]) == policy
     assert policy.emulate is True
@@ -116,10 +116,10 @@ def test_trials_begin_with_the_scripts_own_gradients(tmp_path, monkeypatch):
     monkeypatch.setattr(tuning, "tuned", tuned)
     tuning.tune(Program(name=str(noisy)), "O1,fp16", steps=2, after=3)
     model, (x,) = kept["model"], kept["batches"][0].args
-    found = [param.grad.clone() for param in model.parameters()]
+    gradients = [param.grad.clone() for param in model.parameters()]
     model.zero_grad()
     (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-    for gradient, param in zip(found, model.parameters(), strict=True):
+    for gradient, param in zip(gradients, model.parameters(), strict=True):
         assert torch.allclose(gradient, param.grad, rtol=1e-5, atol=1e-7)
     assert isinstance(kept["optimizer"], torch.optim.AdamW)
     assert (kept["optimizer"].param_groups[0]["lr"], len(kept["batches"])) == (1e-2, 2)
@@ -133,9 +133,9 @@ def test_gradients_that_stay_far_from_fp32_are_an_alert(mezzo, monkeypatch, mask
     real = command.tuned_script
 
     def far(*args, **kwargs):
-        found = real(*args, **kwargs)
-        worse = dataclasses.replace(found.evidence.result, sqnr_db=10.0)
-        return dataclasses.replace(found, evidence=dataclasses.replace(found.evidence, result=worse))
+        result = real(*args, **kwargs)
+        worse = dataclasses.replace(result.evidence.result, sqnr_db=10.0)
+        return dataclasses.replace(result, evidence=dataclasses.replace(result.evidence, result=worse))
 
     monkeypatch.setattr(command, "tuned_script", far)
     code, out, _ = mezzo("tune", "--policy", "O1,fp16", masked)

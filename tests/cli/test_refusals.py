@@ -64,10 +64,10 @@ def test_bad_words_are_refused_before_anything_is_written(mezzo, tmp_path):
     (tmp_path / "uncopied.py").write_text(MASKED.replace("model = Masked()", lock))
     before = sorted(tmp_path.iterdir())
     for words, code, message in ROWS:
-        found = mezzo(*words)
-        assert found[:2] == (code, ""), (words, found)
-        assert message in found[2], (words, found[2])
-        assert "Traceback" not in found[2] or code == 1, words
+        outcome = mezzo(*words)
+        assert outcome[:2] == (code, ""), (words, outcome)
+        assert message in outcome[2], (words, outcome[2])
+        assert "Traceback" not in outcome[2] or code == 1, words
         assert sorted(tmp_path.iterdir()) == before, words
 
 

@@ -59,7 +59,7 @@ def test_gradients_of_what_no_optimizer_has_and_those_that_were_there_before():
 def test_a_closure_that_is_evaluated_again():
     for level, far in (("O1", 2e-2),):
         model, twin = network(), network().double()
-        optimizer, plain = (torch.optim.LBFGS(each.parameters(), lr=0.5, max_iter=3) for each in (model, twin))
+        optimizer, plain = (torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=3) for net in (model, twin))
 
         def closure(model=model, optimizer=optimizer):
             optimizer.zero_grad()
@@ -102,7 +102,7 @@ class Fails(torch.autograd.Function):
 def test_a_pass_that_fails_is_over_and_leaves_plain_gradients():
     for cleared in (False, True):
         model, twin = network(), network()
-        made, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
+        made, plain = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, twin))
 
         def train(model, optimizer, backward, cleared=cleared):
             Fails.calls = 0
@@ -124,7 +124,7 @@ def test_a_pass_that_fails_is_over_and_leaves_plain_gradients():
 @pytest.mark.filterwarnings("ignore:Using backward.* with create_graph=True")
 def test_gradients_that_would_be_differentiated_again_are_refused():
     model, twin = network(), network()
-    made, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, twin))
+    made, plain = (torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, twin))
     with initialized(model, made, opt_level="O0", loss_scale=1024.0):
         with (
             amp.scale_loss(loss_of(model, 0), made) as scaled,

@@ -198,7 +198,7 @@ def test_state_dicts_load_with_every_bit_and_copies_are_plain_fp32_models(tmp_pa
             parts = model, optimizer, scaler
             for number in range(0 if saved is None else 3, 6):
                 if number == 3:
-                    saved = saved or copy.deepcopy([each.state_dict() for each in parts])
+                    saved = saved or copy.deepcopy([part.state_dict() for part in parts])
                     for each, state in zip(parts, saved, strict=True):
                         each.load_state_dict(copy.deepcopy(state))
                 with paddle.auto_cast(level="O2"):

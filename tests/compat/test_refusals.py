@@ -86,7 +86,7 @@ def loaded(change, of="scaler"):
 
 def scaled_for(*args, **options):
     def use(g):
-        with amp.scale_loss(*(each(g) for each in args), **options):
+        with amp.scale_loss(*(arg(g) for arg in args), **options):
             pass
 
     return use

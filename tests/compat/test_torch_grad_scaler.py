@@ -243,7 +243,7 @@ def test_a_program_comes_to_the_same(name):
 def test_what_is_scaled_has_the_dtype_that_torch_gives_it():
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for shape in ((), (1,), (2, 3)):
-            found, wanted = (each("cpu").scale(torch.full(shape, 2.0, dtype=dtype)) for each in SCALERS.values())
+            found, wanted = (value("cpu").scale(torch.full(shape, 2.0, dtype=dtype)) for value in SCALERS.values())
             assert found.dtype == wanted.dtype
             assert torch.equal(found, wanted)
 

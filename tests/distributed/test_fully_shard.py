@@ -249,7 +249,7 @@ def twin(level, dtype="bfloat16", emulate="false", optimizer="adamw", model=(), 
         without_ties(net, getattr(torch, dtype))
     with torch.no_grad():
         found.append(float(net(torch.arange(9)).sum()))
-    for unit in (each for each in net.modules() if isinstance(each, FSDPModule)):
+    for unit in (module for module in net.modules() if isinstance(module, FSDPModule)):
         unit.reshard()
     count = sum(isinstance(local(param), Halves) for param in net.parameters())
     values = own(net)

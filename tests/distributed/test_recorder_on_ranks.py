@@ -26,9 +26,9 @@ def batch():
 
 def held(recorder):
     return {
-        (kind, each.path.replace("module.", "")): (each.dtype, each.histogram.numbers, each.swallowed)
+        (kind, tensor.path.replace("module.", "")): (tensor.dtype, tensor.histogram.numbers, tensor.swallowed)
         for kind in KINDS
-        for each in recorder.evidence.tensors(kind)
+        for tensor in recorder.evidence.tensors(kind)
     }
 
 
@@ -122,7 +122,7 @@ def recorded_by_some(in_session):
             if recorder is not None:
                 recorder.step()
             optimizer.zero_grad()
-    weights = torch.cat([each.detach().flatten() for each in model.parameters()])
+    weights = torch.cat([param.detach().flatten() for param in model.parameters()])
     return weights.tolist(), held(recorder) if records else None
 
 

@@ -58,7 +58,7 @@ def sharded():
     fully_shard(model)
     whole = network()
     found = []
-    pairs = [(each, torch.optim.Adam(each.parameters(), lr=0.01)) for each in (model, whole)]
+    pairs = [(net, torch.optim.Adam(net.parameters(), lr=0.01)) for net in (model, whole)]
     scalers = [GradScaler("cpu", init_scale=2.0**8) for _ in pairs]
     for step in range(4):
         for (each, optimizer), scaler in zip(pairs, scalers, strict=True):

@@ -61,15 +61,15 @@ def test_products_and_flops_are_those_of_torch_s_counter():
     explanation = explain(model, x, BF16)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(x)
-    assert sum(each.flops for each in explanation.products) == counter.get_total_flops()
-    assert sum(each.count for each in explanation.products) == 2 + 3 * 4
+    assert sum(product.flops for product in explanation.products) == counter.get_total_flops()
+    assert sum(product.count for product in explanation.products) == 2 + 3 * 4
     assert explanation.answer.headline == f"All 14 products of Net run in BF16 under {BF16}: 100 % of their FLOPs"
 
 
 def test_what_does_not_run_low_is_named_with_who_decided():
     model, x = net()
     explanation = explain(model, x, f"{BF16},fp32_module=blocks.*.proj")
-    share = 100 - 100 * 3 * 2 * 16 * 16 * 16 / sum(each.flops for each in explanation.products)
+    share = 100 - 100 * 3 * 2 * 16 * 16 * 16 / sum(product.flops for product in explanation.products)
     assert explanation.answer.headline.startswith("11 of 14 products of Net run in BF16")
     assert explanation.answer.headline.endswith(f": {share:.3g} % of their FLOPs")
     assert explanation.answer.points[0] == (
@@ -121,13 +121,13 @@ class Moved(TorchDispatchMode):
         halves = isinstance(next(iter(args), None), Halves) and func in CASTS  # whose high one comes out
         is_moved = not any(word in func.name() for word in ("_unsafe_view", "aten::empty", "new_empty"))
         if not func.is_view and is_moved and not halves:
-            leaves = [each for each in tree_leaves((args, kwargs, out)) if isinstance(each, torch.Tensor)]
+            leaves = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
             if func.name() in ("aten::embedding", "aten::index.Tensor"):
                 leaves = [*leaves[1:], out.clone()]  # as much of the table as comes out
             own = {
-                id(each): math.prod(n for n, s in zip(each.shape, each.stride(), strict=True) if s) for each in leaves
+                id(leaf): math.prod(n for n, s in zip(leaf.shape, leaf.stride(), strict=True) if s) for leaf in leaves
             }
-            self.num_bytes += sum(own[each] * size for each, size in {id(t): t.element_size() for t in leaves}.items())
+            self.num_bytes += sum(own[key] * size for key, size in {id(t): t.element_size() for t in leaves}.items())
         return out
 
 

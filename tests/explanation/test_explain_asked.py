@@ -20,8 +20,8 @@ def policy(level, dtype, *rules):
     return ",".join([f"{level},dtype={dtype},emulate=true", *rules])
 
 
-def found(kind, model, *inputs, policy, loss=None):
-    return [each for each in explain(model, *inputs, policy=policy, loss=loss).findings if each.kind == kind]
+def findings_of(kind, model, *inputs, policy, loss=None):
+    return [finding for finding in explain(model, *inputs, policy=policy, loss=loss).findings if finding.kind == kind]
 
 
 def num_changed(values, dtype):
@@ -56,20 +56,20 @@ def test_positions_that_enter_a_low_product_rounded(level, dtype):
     bound = 2 ** SIGNIFICAND[dtype]
     for largest in (bound, bound + 1, 5000, *([70_000] if level == "O1" else [])):
         model = Through(times(largest), width=largest + 1)
-        places = found("lost integers", model, torch.ones(1), policy=policy(level, dtype))
+        findings = findings_of("lost integers", model, torch.ones(1), policy=policy(level, dtype))
         changed = num_changed(range(largest + 1), dtype)
         assert bool(changed) == (largest > bound)
         if not changed:
-            assert places == []
+            assert findings == []
             continue
-        (finding,) = places
+        (finding,) = findings
         assert re.fullmatch(r"embed linear \(.*test_explain_asked.py:\d+\)", finding.where)
         name = {"bfloat16": "BF16", "float16": "FP16"}[dtype]
         assert f"up to {largest:,}, of which {changed:,} of {largest + 1:,} change in {name}" in finding.text
         assert 'policy.keep_fp32(modules=["embed"]), the text fp32_module=embed' in finding.text
         cured = policy(level, dtype, "fp32_module=embed")
-        assert found("lost integers", model, torch.ones(1), policy=cured) == []
-    assert found("lost integers", Through(times(5000), width=5001), torch.ones(1), policy="O0") == []
+        assert findings_of("lost integers", model, torch.ones(1), policy=cured) == []
+    assert findings_of("lost integers", Through(times(5000), width=5001), torch.ones(1), policy="O0") == []
 
 
 class Weighs(nn.Module):
@@ -125,8 +125,8 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize("dtype", SIGNIFICAND)
 def test_a_product_of_positions_in_the_model_itself(dtype):
-    assert found("lost integers", Rotary(), torch.ones(1), policy=policy("O1", dtype)) == []
-    (finding,) = found("lost integers", Weighs(), torch.ones(1), policy=policy("O1", dtype))
+    assert findings_of("lost integers", Rotary(), torch.ones(1), policy=policy("O1", dtype)) == []
+    (finding,) = findings_of("lost integers", Weighs(), torch.ones(1), policy=policy("O1", dtype))
     assert finding.where.startswith("(model) matmul (")
     assert f"{num_changed(range(3000), dtype):,} of 3,000" in finding.text
     assert "a function under @mezzo.fp32" in finding.text
@@ -134,7 +134,7 @@ def test_a_product_of_positions_in_the_model_itself(dtype):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_integers_that_the_model_itself_casts_are_followed_through_cat(level):
-    (finding,) = found("lost integers", OwnCast(), torch.ones(1), policy=policy(level, "bfloat16"))
+    (finding,) = findings_of("lost integers", OwnCast(), torch.ones(1), policy=policy(level, "bfloat16"))
     line = OwnCast.forward.__code__.co_firstlineno + 2
     assert f"{num_changed(range(3000), 'bfloat16'):,} of 3,000 change in BF16, by the cast at {__file__}:{line}" in (
         finding.text
@@ -143,12 +143,12 @@ def test_integers_that_the_model_itself_casts_are_followed_through_cat(level):
 
 @pytest.mark.parametrize("dtype", SIGNIFICAND)
 def test_a_buffer_that_is_stored_low(dtype):
-    (finding,) = found("lost integers", Table(), torch.ones(1), policy=policy("O3", dtype))
+    (finding,) = findings_of("lost integers", Table(), torch.ones(1), policy=policy("O3", dtype))
     assert "of the buffer positions up to 2,999" in finding.text
     cure = "fp32_param=positions,fp32_module=embed"
     assert f"the text {cure};" in finding.text
     cured = policy("O3", dtype, cure)
-    assert found("lost integers", Table(), torch.ones(1), policy=cured) == []
+    assert findings_of("lost integers", Table(), torch.ones(1), policy=cured) == []
 
 
 def one_hot(x):
@@ -169,13 +169,15 @@ NEAR = {
 
 def test_near_misses_are_no_finding():
     for (level, dtype), (name, make) in itertools.product(BOTH, NEAR.items()):
-        places = found("lost integers", Through(make, make(None).shape[-1]), torch.ones(1), policy=policy(level, dtype))
-        assert places == [], (level, dtype, name)
+        findings = findings_of(
+            "lost integers", Through(make, make(None).shape[-1]), torch.ones(1), policy=policy(level, dtype)
+        )
+        assert findings == [], (level, dtype, name)
 
 
 @pytest.mark.parametrize("level, dtype", BOTH)
 def test_one_hot_masks_and_biases_are_no_finding(level, dtype):
-    assert found("lost integers", Through(one_hot, 600), torch.ones(1), policy=policy(level, dtype)) == []
+    assert findings_of("lost integers", Through(one_hot, 600), torch.ones(1), policy=policy(level, dtype)) == []
 
     class Masked(nn.Module):
         def __init__(self):
@@ -189,7 +191,7 @@ def test_one_hot_masks_and_biases_are_no_finding(level, dtype):
             mask = (torch.arange(6) < 3).to(q.dtype) * -10_001.0
             return self.head(functional.scaled_dot_product_attention(q, k, v, mask[None, None, None]))
 
-    assert found("lost integers", Masked(), torch.randn(2, 6, 8), policy=policy(level, dtype)) == []
+    assert findings_of("lost integers", Masked(), torch.randn(2, 6, 8), policy=policy(level, dtype)) == []
 
 
 def test_what_is_changed_in_place_after_its_cast_is_something_else():
@@ -203,7 +205,7 @@ def test_what_is_changed_in_place_after_its_cast_is_something_else():
             steps.fill_(0.5)
             return self.embed(steps)
 
-    assert found("lost integers", InPlace(), torch.ones(1), policy=policy("O1", "bfloat16")) == []
+    assert findings_of("lost integers", InPlace(), torch.ones(1), policy=policy("O1", "bfloat16")) == []
 
 
 # The cast of the logits -----------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def cross_entropy(output):
 def test_the_cast_of_logits_is_named_with_its_bytes_and_share(level, dtype, monkeypatch):
     model, x, rule = Head(1000), torch.randn(64, 16), policy(level, dtype)
     explanation = explain(model, x, policy=rule, loss=cross_entropy)
-    (finding,) = [each for each in explanation.findings if each.kind == "logits"]
+    (finding,) = [finding for finding in explanation.findings if finding.kind == "logits"]
     size = 2 * 64 * 1000 * (4 + 2)  # there and back, read and written
     share = 100 * size / sum(cast.num_bytes for cast in explanation.casts if cast.by != "emulation")
     assert share > 25
@@ -234,7 +236,7 @@ def test_the_cast_of_logits_is_named_with_its_bytes_and_share(level, dtype, monk
     assert ("linear_cross_entropy" in finding.text) == hasattr(functional, "linear_cross_entropy")
     assert "chunks" in finding.text
     monkeypatch.delattr(functional, "linear_cross_entropy", raising=False)
-    (finding,) = found("logits", model, x, policy=rule, loss=cross_entropy)
+    (finding,) = findings_of("logits", model, x, policy=rule, loss=cross_entropy)
     assert "linear_cross_entropy" not in finding.text
     assert "write the loss in chunks of rows" in finding.text
 
@@ -265,8 +267,8 @@ def test_what_is_no_cast_of_logits_or_a_small_one():
             ("another dimension", Head(1000), (64, 16), lambda output: torch.log_softmax(output, 0).mean()),
         ),
     ):
-        places = found("logits", model, torch.randn(shape), policy=policy(level, dtype), loss=loss)
-        assert places == [], (level, dtype, why)
+        findings = findings_of("logits", model, torch.randn(shape), policy=policy(level, dtype), loss=loss)
+        assert findings == [], (level, dtype, why)
 
 
 # Tied weights ---------------------------------------------------------------------------------------------
@@ -297,7 +299,7 @@ TOKENS = torch.arange(24)[None]
     ],
 )
 def test_one_tensor_under_two_treatments(level, rule, dtype):
-    (finding,) = found("tied weights", Tied(), TOKENS, policy=policy(level, dtype, rule))
+    (finding,) = findings_of("tied weights", Tied(), TOKENS, policy=policy(level, dtype, rule))
     here, there = ("embed", "head") if "embed" in rule else ("head", "embed")
     assert finding.where == f"{here}.weight"
     assert (
@@ -305,7 +307,7 @@ def test_one_tensor_under_two_treatments(level, rule, dtype):
     )
     cure = f"fp32_param={here}.weight+{there}.weight"
     assert f"the text {cure} for both" in finding.text
-    assert found("tied weights", Tied(), TOKENS, policy=policy(level, dtype, cure)) == []
+    assert findings_of("tied weights", Tied(), TOKENS, policy=policy(level, dtype, cure)) == []
 
 
 def test_one_treatment_or_two_tensors():
@@ -320,5 +322,5 @@ def test_one_treatment_or_two_tensors():
         ("O2", ("fp32=log",), True),
     ):
         for dtype in SIGNIFICAND:
-            places = found("tied weights", Tied(tied), TOKENS, policy=policy(level, dtype, *rules))
-            assert places == [], (level, rules, tied, dtype)
+            findings = findings_of("tied weights", Tied(tied), TOKENS, policy=policy(level, dtype, *rules))
+            assert findings == [], (level, rules, tied, dtype)

@@ -25,7 +25,7 @@ def explained(policy, model=None, x=None):
     return explain(model or Model(), torch.randn(8, 8) if x is None else x, policy)
 
 
-def found(explanation, kind):
+def findings_of(explanation, kind):
     return {finding.where: finding.text for finding in explanation.findings if finding.kind == kind}
 
 
@@ -71,7 +71,7 @@ def test_what_o3_itself_does_to_buffers_and_ruled_parameters_is_no_disagreement(
     rows = {row.op: row for row in explanation.rows}
     assert (rows["add_"].computes_in, rows["add_"].returns) == (("bfloat16",), ("bfloat16",))
     assert (rows["sigmoid"].computes_in, rows["sigmoid"].returns) == (("float32",), ("bfloat16",))
-    assert found(explanation, "disagreement") == {}
+    assert findings_of(explanation, "disagreement") == {}
 
 
 @pytest.mark.parametrize("norms, returns", [("fp32", "float32"), ("fp32_math", "bfloat16")])
@@ -92,30 +92,30 @@ class Spare(Model):
 
 def test_rules_that_decide_nothing():
     policy = LOW.fp32("exp", "softmax").fp32("relu")
-    assert found(explained(policy), "idle rule") == {
+    assert findings_of(explained(policy), "idle rule") == {
         "fp32=exp": "it decided nothing in this run: no op that exp matches was called"
     }
-    assert found(explained(LOW.keep_fp32(modules=["spare"]), Spare()), "idle rule") == {
+    assert findings_of(explained(LOW.keep_fp32(modules=["spare"]), Spare()), "idle rule") == {
         "fp32_module=spare": "it decided nothing in this run: no module that spare matches was called"
     }
     elsewhere = Policy.parse(f"{LOW},fp32=softmax@head")
-    assert found(explained(elsewhere), "idle rule") == {
+    assert findings_of(explained(elsewhere), "idle rule") == {
         "fp32=softmax@head": "it decided nothing in this run: softmax ran only in (model)"
     }
 
 
 def test_shadowed_rules():
     policy = Policy.parse(f"{LOW},fp32_module=head,low_module=he*")
-    texts = found(explained(policy), "shadowed rule")
+    texts = findings_of(explained(policy), "shadowed rule")
     assert texts == {
         "low_module=he*": "all that it matches is decided before, by fp32_module=head; put it first, or drop it"
     }
     by_two = Policy.parse(f"{LOW},fp32=linear+relu,low_module=body")
-    assert found(explained(by_two), "shadowed rule") == {}  # other ops of that module are left to it
+    assert findings_of(explained(by_two), "shadowed rule") == {}  # other ops of that module are left to it
     params = Policy.parse(f"{LOW},fp32_param=head.*,low_param=head.bias")
-    assert list(found(explained(params), "shadowed rule")) == ["low_param=head.bias"]
+    assert list(findings_of(explained(params), "shadowed rule")) == ["low_param=head.bias"]
     half = Policy.parse(f"{LOW},fp32_module=head,low=linear")
-    assert found(explained(half), "shadowed rule") == {}  # it still decides about body
+    assert findings_of(explained(half), "shadowed rule") == {}  # it still decides about body
 
 
 # Products in FP32 -------------------------------------------------------------------------------------
@@ -139,17 +139,17 @@ def test_products_that_stay_in_fp32_are_named_with_their_share(emulate):
     policy = Policy.O1("bfloat16", emulate=emulate)
     total = 2 * 24 * 8 * 4 * 2 + 2 * 24 * 24
     explanation = explained(policy, Products(), torch.randn(24, 8))
-    ((where, text),) = found(explanation, "FP32 product").items()
+    ((where, text),) = findings_of(explanation, "FP32 product").items()
     assert where.startswith("(model) tensordot (")
     share = f"{100 * 2 * 24 * 8 * 4 / total:.3g} %"
     assert text == f"ran in float32: {share} of the FLOPs of the forward pass's products; type-mixing"
     assert text in explanation.text(full=True, width=None)
     assert explanation.answer.points[0] == f"1 in FP32, {share} of the FLOPs: (model) tensordot (type-mixing)"
     explanation = explained(policy.keep_fp32(modules=["body"]).low("tensordot"), Products(), torch.randn(24, 8))
-    ((where, text),) = found(explanation, "FP32 product").items()
+    ((where, text),) = findings_of(explanation, "FP32 product").items()
     assert where.startswith("body linear")
     assert text.endswith("rule fp32_module=body")
-    assert found(explained(Policy.O0(), Products(), torch.randn(24, 8)), "FP32 product") == {}
+    assert findings_of(explained(Policy.O0(), Products(), torch.randn(24, 8)), "FP32 product") == {}
 
 
 # Out of reach ---------------------------------------------------------------------------------------
@@ -168,13 +168,13 @@ def test_a_rule_on_an_op_inside_a_composite():
     explanation = explained(LOW.fp32_math("softmax"), Attend(), torch.randn(2, 8, 8))
     (row,) = [row for row in explanation.rows if row.op == "scaled_dot_product_attention"]
     assert (row.treatment, row.computes_in) == ("low", ("bfloat16",))
-    assert found(explanation, "unreachable") == {
+    assert findings_of(explanation, "unreachable") == {
         "(model) scaled_dot_product_attention": "the rule fp32_math=softmax does not reach softmax inside "
         "scaled_dot_product_attention, which gets low as a whole; write "
         'policy.fp32_math("scaled_dot_product_attention"), the text fp32_math=scaled_dot_product_attention, or '
         "call softmax by itself"
     }
-    assert found(explanation, "idle rule") == {
+    assert findings_of(explanation, "idle rule") == {
         "fp32_math=softmax": "it decided nothing in this run: softmax ran only inside scaled_dot_product_attention"
     }
     whole = explained(LOW.fp32("scaled_dot_product_attention"), Attend(), torch.randn(2, 8, 8))
@@ -196,7 +196,7 @@ def test_attention_with_dropout_computes_in_fp32_on_a_cpu():
     explanation = explain(layer, torch.randn(2, 8, 16), LOW)
     (row,) = [row for row in explanation.rows if row.op == "scaled_dot_product_attention"]
     assert row.computes_in == ("float32",)  # torch has a low kernel only without dropout
-    (text,) = found(explanation, "disagreement").values()
+    (text,) = findings_of(explanation, "disagreement").values()
     assert text.startswith(
         "decided: bfloat16; measured: float32 in, bfloat16 out; torch runs it as one C++ function, whose parts it "
         "casts by itself; its kernels: "
@@ -215,7 +215,7 @@ def test_calls_that_the_policy_does_not_reach():
                 torch.sum(self.layer(x), -1, dtype=torch.bfloat16)
             return self.layer(x)
 
-    texts = found(explained(LOW, Acts()), "disagreement")
+    texts = findings_of(explained(LOW, Acts()), "disagreement")
     assert len(texts) == 1
     assert "the call's own dtype= wins" in next(iter(texts.values()))
 
@@ -239,7 +239,7 @@ def test_what_writes_computes_as_was_decided_and_keeps_the_dtype_of_what_it_writ
             return h
 
     explanation = explained(policy, Writes())
-    assert found(explanation, "disagreement") == {}
+    assert findings_of(explanation, "disagreement") == {}
     rows = {(row.op, row.given[0]): (row.treatment, row.returns) for row in explanation.rows if row.given}
     assert rows["index_add_", "bfloat16"] == ("fp32_math", ("bfloat16",))
     assert rows["exp_", "bfloat16"] == ("fp32", ("bfloat16",))
@@ -252,7 +252,7 @@ def test_autocast_switched_off_by_the_model():
             with torch.autocast("cpu", enabled=False):
                 return self.head(self.body(x))
 
-    texts = found(explained(LOW, Off()), "disagreement")
+    texts = findings_of(explained(LOW, Off()), "disagreement")
     line = Off.forward.__code__.co_firstlineno + 2
     assert set(texts) == {f"body linear ({__file__}:{line})", f"head linear ({__file__}:{line})"}
     assert all("the model's code switches autocast off here" in text for text in texts.values())
@@ -260,7 +260,7 @@ def test_autocast_switched_off_by_the_model():
 
 def test_nothing_to_differentiate():
     explanation = explain(nn.Linear(8, 8).requires_grad_(False), torch.randn(8, 8), LOW)
-    assert list(found(explanation, "no backward")) == ["Linear"]
+    assert list(findings_of(explanation, "no backward")) == ["Linear"]
     assert explanation.num_casts(phase="backward") == 0
     assert explanation.num_casts(phase="forward") == 3
 

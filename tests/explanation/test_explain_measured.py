@@ -51,7 +51,7 @@ def test_casts_of_two_layers_counted_by_hand(two_layers):
 
 def test_emulation_is_told_apart_from_the_policy(two_layers):
     explanation = explain(*two_layers, "O1,dtype=bfloat16,emulate=true")
-    assert {each for each in explanation.casts if each.by != "emulation"} == BY_HAND
+    assert {cast for cast in explanation.casts if cast.by != "emulation"} == BY_HAND
     # Forward: x, weight, bias widened and the result rounded, twice. Backward: gradient, weight and input widened, and
     # gradients of weight, bias and input rounded; the first layer needs no gradient of its input, nor its weight.
     assert explanation.num_casts(by="emulation", phase="forward") == 8
@@ -64,7 +64,7 @@ def test_emulation_is_told_apart_from_the_policy(two_layers):
 def test_weights_in_halves_are_cast_nowhere(two_layers):
     """Their biases are plain; gradients are FP32 under O1 and O2."""
     explanation = explain(*two_layers, "O2,dtype=bfloat16,emulate=false")
-    assert set(explanation.casts) == {each for each in BY_HAND if each.what != "parameter"} | {
+    assert set(explanation.casts) == {cast for cast in BY_HAND if cast.what != "parameter"} | {
         cast("first", "forward", "parameter", "float32", "bfloat16", 1, 8 * 6),
         cast("second", "forward", "parameter", "float32", "bfloat16", 1, 2 * 6),
     }
@@ -95,14 +95,14 @@ def test_whose_cast_it_is():
             return low.float() + low * self.gain
 
     explanation = explain(Mixed(), torch.randn(3, 4), BF16)
-    by = {name: {each for each in explanation.casts if each.by == name} for name in ("policy", "model", "torch")}
+    by = {name: {cast for cast in explanation.casts if cast.by == name} for name in ("policy", "model", "torch")}
     assert by["model"] == {
         cast("", "forward", "activation", "bfloat16", "float32", 1, 72, "model", "float"),
         cast("", "backward", "gradient", "float32", "bfloat16", 1, 72, "model", "float"),
     }
     # The product of both dtypes is FP32; the gradient of its low factor has to go back.
     assert by["torch"] == {cast("", "backward", "gradient", "float32", "bfloat16", 1, 72, "torch", "mul")}
-    assert {(each.module, each.what) for each in by["policy"]} == {
+    assert {(cast.module, cast.what) for cast in by["policy"]} == {
         ("layer", "activation"), ("layer", "parameter"), ("layer", "gradient"),
     }  # fmt: skip
 
@@ -148,11 +148,11 @@ def test_casts_and_dtypes_are_those_of_an_independent_trace(make, independent, n
         truth = independent(model, inputs, policy)
         for phase, kernels in (("forward", truth.forward), ("backward", truth.backward)):
             mine = Counter()
-            for each in explanation.casts:
-                if each.phase == phase:
-                    mine[each.before, each.after] += each.count
+            for cast in explanation.casts:
+                if cast.phase == phase:
+                    mine[cast.before, cast.after] += cast.count
             assert mine == kernels.casts, (policy, phase)
-        num_bytes = sum(each.num_bytes for each in explanation.casts)
+        num_bytes = sum(cast.num_bytes for cast in explanation.casts)
         assert num_bytes == truth.forward.num_bytes + truth.backward.num_bytes, policy
         # What a layer returns is what a hook sees; attention is one layer, whose weights torch reads from outside.
         last = {row.module: row.returns[0] for row in explanation.rows}
@@ -228,16 +228,16 @@ def test_the_line_is_the_user_s():
 
 def test_what_a_kernel_returns_is_said_where_the_policy_has_another_dtype(monkeypatch):
     def emulated(a, b, dims, bias, output):
-        left, right = (each.wide() if dim else each.wide().mT for each, dim in zip((a, b), dims, strict=True))
+        left, right = (factor.wide() if dim else factor.wide().mT for factor, dim in zip((a, b), dims, strict=True))
         return (left @ right.mT + (0 if bias is None else bias.float())).to(output)
 
     monkeypatch.setattr(recipes, "support_on", lambda kind, left, right, dtype: Support("", torch.bfloat16))
     monkeypatch.setattr(linear, "scaled_mm", emulated)
-    said = "float16 is rounded from bfloat16, which the device's kernel returns"
+    reason = "float16 is rounded from bfloat16, which the device's kernel returns"
     cases = (("float16", "auto", True), ("bfloat16", "auto", False), ("float16", "true", False))
     for dtype, emulate, expected in cases:
         # A history that no other test has: what devices have is remembered by policy.
         policy = f"O1,dtype={dtype},emulate={emulate},fp8_history=977,fp8_module=1"
         model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
         rows = {row.module: row.reason for row in explain(model, torch.randn(16, 16), policy=policy).rows}
-        assert (said in rows["1"], said in rows["0"]) == (expected, False), rows
+        assert (reason in rows["1"], reason in rows["0"]) == (expected, False), rows

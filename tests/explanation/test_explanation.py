@@ -56,15 +56,15 @@ EMPTY = Explanation(
 
 
 def test_json_has_the_answer_and_every_field():
-    found = json.loads(json.dumps(EXPLANATION.to_dict(), allow_nan=False))
-    answer = found.pop("answer")
+    document = json.loads(json.dumps(EXPLANATION.to_dict(), allow_nan=False))
+    answer = document.pop("answer")
     assert answer["headline"] == EXPLANATION.answer.headline
-    assert [*found] == [field.name for field in dataclasses.fields(Explanation)]
-    assert found["misaligned"][0]["shape"] == [["M", 8], ["N", 50257], ["K", 16]]
-    assert found["casts"][1] == dataclasses.asdict(EXPLANATION.casts[1])
+    assert [*document] == [field.name for field in dataclasses.fields(Explanation)]
+    assert document["misaligned"][0]["shape"] == [["M", 8], ["N", 50257], ["K", 16]]
+    assert document["casts"][1] == dataclasses.asdict(EXPLANATION.casts[1])
     real = explain(nn.Linear(4, 4), torch.randn(3, 4), "O1,dtype=float16,emulate=true")
-    found = json.loads(json.dumps(real.to_dict(), allow_nan=False))
-    assert sum(cast["num_bytes"] for cast in found["casts"] if cast["by"] != "emulation") == real.cast_bytes()
+    document = json.loads(json.dumps(real.to_dict(), allow_nan=False))
+    assert sum(cast["num_bytes"] for cast in document["casts"] if cast["by"] != "emulation") == real.cast_bytes()
     assert "measured in one step on cpu, products emulated in FP32 (emulate=True asks for it), torch" in str(real)
     assert "float16, emulated" in real.text(full=True, width=None)
 
@@ -108,14 +108,14 @@ def test_every_row_is_one_plain_line_however_long():
     assert "N 50257 → 50264" in padded
     assert "fp32=log[a-z]" in text
     long = "a.very.long.path." * 20
-    rows = (dataclasses.replace(each, module=each.module.replace("body.0", long)) for each in EXPLANATION.rows)
+    rows = (dataclasses.replace(row, module=row.module.replace("body.0", long)) for row in EXPLANATION.rows)
     wide = dataclasses.replace(EXPLANATION, rows=tuple(rows))
     assert any(long in line and "op table" in line for line in wide.text(full=True, width=None).splitlines())
 
 
 def test_paths_below_the_working_directory_are_short(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    rows = (dataclasses.replace(each, line=f"{tmp_path}/pkg/model.py:7") for each in EXPLANATION.rows)
+    rows = (dataclasses.replace(row, line=f"{tmp_path}/pkg/model.py:7") for row in EXPLANATION.rows)
     full = dataclasses.replace(EXPLANATION, rows=tuple(rows)).text(full=True, width=None)
     assert f"{tmp_path}" not in full
     assert " pkg/model.py:7" in full
@@ -126,15 +126,15 @@ def test_names_of_modules_move_no_cursor():
     evil = "fc\x1b[31m\n  write  rm\u202e[red]x[/]\x9b2J"
     model = nn.Sequential()
     model.add_module(evil, nn.Linear(2, 2))
-    found = explain(model, torch.ones(1, 2), policy="O1,dtype=bfloat16,emulate=true")
+    explanation = explain(model, torch.ones(1, 2), policy="O1,dtype=bfloat16,emulate=true")
     spelled = r"fc\x1b[31m\n  write  rm\u202e[red]x[/]\x9b2J"
-    assert evil in {row.module for row in found.rows}
+    assert evil in {row.module for row in explanation.rows}
     for full in (False, True):
-        text = found.text(full=full, width=None)
+        text = explanation.text(full=full, width=None)
         assert spelled in text
         assert all(line.isprintable() for line in text.split("\n"))
         console = Console(file=io.StringIO(), width=300, force_terminal=True)
-        console.print(*table.renderables(found, full=full))
+        console.print(*table.renderables(explanation, full=full))
         assert spelled in console.file.getvalue()
         assert "\x1b[31m\n" not in console.file.getvalue()
 

@@ -46,15 +46,15 @@ class Bank(nn.Module):
 
 def found(program, x, policy):
     explanation = mezzo.explain(Program(program), x, policy=policy, loss=lambda output: output.float().sum())
-    return [each for each in explanation.findings if each.kind in ASKED]
+    return [finding for finding in explanation.findings if finding.kind in ASKED]
 
 
 def error(program, x, policy, right):
     """Return how far a program is from what is right, in FP32, as a share of it."""
     results = []
-    for run, each in ((program, policy), (right, "O0")):
+    for run, of_policy in ((program, policy), (right, "O0")):
         model = Program(run)
-        handle = mezzo.prepare(model, each)
+        handle = mezzo.prepare(model, of_policy)
         with handle.autocast():
             results.append(model(copy.deepcopy(x)).detach().double())
     return ((results[0] - results[1]).norm() / results[1].norm()).item()
@@ -207,10 +207,12 @@ class Squares(nn.Module):
 def test_what_is_said_of_a_loss_cures_it():
     """All that computes low on a line is named at once."""
     model = nn.Linear(16, 16)
-    (finding,) = (each for each in mezzo.explain(model, X, policy=BF16, loss=Squares()).findings if each.kind in ASKED)
+    (finding,) = (
+        finding for finding in mezzo.explain(model, X, policy=BF16, loss=Squares()).findings if finding.kind in ASKED
+    )
     assert finding.rule.startswith("fp32=")
     assert {"sub", "mul"} <= set(finding.rule.removeprefix("fp32=").split("+"))
     assert "write criterion(output.float(), target), or policy.fp32(" in finding.text
     for loss, policy in ((Squares(lambda output: output.float()), BF16), (Squares(), f"{BF16},{finding.rule}")):
         findings = mezzo.explain(model, X, policy=policy, loss=loss).findings
-        assert [each for each in findings if each.kind in ASKED] == []
+        assert [finding for finding in findings if finding.kind in ASKED] == []

@@ -17,12 +17,12 @@ EXACT = {"bfloat16": 2**8, "float16": 2**11}
 
 def found(model, *inputs, policy=BF16, loss=None):
     explanation = mezzo.explain(model, *inputs, policy=policy, loss=loss)
-    return [each for each in explanation.findings if each.kind in ASKED]
+    return [finding for finding in explanation.findings if finding.kind in ASKED]
 
 
-def line_of(model, place):
+def line_of(model, name):
     """Write the line so many below the beginning of a model's forward pass."""
-    return f"({__file__}:{type(model).forward.__code__.co_firstlineno + place})"
+    return f"({__file__}:{type(model).forward.__code__.co_firstlineno + name})"
 
 
 class Linear(nn.Module):
@@ -305,7 +305,7 @@ def test_derivatives_in_the_forward_pass():
 def test_differences_of_neighbours():
     model = Slopes(1e-3)
     (finding,) = found(model, X)
-    low = [each.bfloat16().float() for each in (X * 1e-3, model.lin.weight, model.lin.bias)]
+    low = [tensor.bfloat16().float() for tensor in (X * 1e-3, model.lin.weight, model.lin.bias)]
     y = functional.linear(*low).bfloat16()
     share = y[1:].double().abs().sum() / (y[1:] - y[:-1]).double().abs().sum()
     assert (finding.kind, finding.where) == ("forward derivative", f"(model) sub {line_of(model, 2)}")

@@ -219,7 +219,7 @@ FAULTS = (
         ("operands: noise is the rounded gradient", "(quantized.wide() - exact).mT", "quantized.wide().mT",
          "tests/numerics/test_operands.py::test_gradient_and_noise_are_those_of_float64_summed_over_passes_and_unscaled",
          "four bits would always seem to have stopped learning"),
-        ("operands: the gradient is the rounded one", "return product_beside(exact.mT, x), ", "return product_beside(made.wide().mT, x), ",
+        ("operands: the gradient is the rounded one", "return product_beside(exact.mT, x), ", "return product_beside(quantized.wide().mT, x), ",
          "tests/numerics/test_operands.py::test_gradient_and_noise_are_those_of_float64_summed_over_passes_and_unscaled",
          "noise would be held against itself"),
         ("operands: norms carry the loss scale", "                part *= moved(factor, part.device)\n",

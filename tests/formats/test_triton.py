@@ -29,7 +29,7 @@ from mezzo.formats import (
 )
 
 from ..step.executors.test_compiled_kernels import facts
-from .test_quantize import LAYOUTS, alike, bits, by_torch, wild
+from .test_quantize import LAYOUTS, alike, as_exact, bits, by_torch, wild
 
 #: With the shape of a matrix, more than one tile of it, and not a whole number of them.
 SHAPES = {
@@ -106,6 +106,14 @@ def test_kernels_and_torchs_operations_agree(fmt, kernels):
         if dim == 0 and isinstance(fmt.block, tuple) and fmt.block[0] != fmt.block[1]:
             continue
         assert kernels.agree(x.to(dtype), fmt, dim, key) == launched(fmt)
+
+
+def test_kernels_are_exact_arithmetic(kernels):
+    if kernels.device.type == "cuda":
+        pytest.skip("agreement with torch's operations is tested there")
+    for fmt, shape in ((MXFP8_E4M3, (4, 64)), (NVFP4, (4, 64)), (ROWWISE_E4M3, (4, 64)), (TENSORWISE_E4M3, (2, 32))):
+        for key in (None, 11):
+            as_exact(wild(shape, 3, spread=5), fmt, key=key)
 
 
 @pytest.mark.parametrize("fmt", [MXFP8_E4M3, NVFP4_2D, TENSORWISE_E4M3, ROWWISE_E4M3], ids=str)

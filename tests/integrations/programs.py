@@ -32,7 +32,7 @@ def dataset():
 
 
 def batches(epochs=1, size=8):
-    return [*zip(*(each.split(size) for each in dataset().tensors), strict=True)] * epochs
+    return [*zip(*(tensor.split(size) for tensor in dataset().tensors), strict=True)] * epochs
 
 
 def loss_of(scores, labels):

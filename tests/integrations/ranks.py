@@ -141,7 +141,7 @@ def of_fabric(folder):
 
     for policy in (*POLICIES, "O2,dtype=float16,loss_scale=64"):
         fabric, model, optimizer = setup(policy)
-        mine = [each[fabric.global_rank :: 2].split(4) for each in dataset().tensors]
+        mine = [tensor[fabric.global_rank :: 2].split(4) for tensor in dataset().tensors]
         given, path = [*zip(*mine, strict=True)], Path(folder) / f"Fabric {policy}.ckpt"
         losses = train(fabric, model, optimizer, given, overflow_at=3)
         fabric.save(path, {"model": model, "optimizer": optimizer})
@@ -243,8 +243,8 @@ def of_transformers(folder):
         again.train(resume_from_checkpoint=str(Path(folder) / policy / "checkpoint-3"))
         history = trainer.state.log_history
         yield f"transformers {policy}", {
-            "losses": [each["loss"] for each in history if "loss" in each], "steps": trainer.state.global_step,
-            "skipped": [each["mezzo/skipped"] for each in history if "mezzo/skipped" in each][-1],
+            "losses": [entry["loss"] for entry in history if "loss" in entry], "steps": trainer.state.global_step,
+            "skipped": [entry["mezzo/skipped"] for entry in history if "mezzo/skipped" in entry][-1],
             "weights": vector(trainer.model.parameters()), "resumed": vector(again.model.parameters()),
         }  # fmt: skip
 

@@ -290,7 +290,7 @@ def test_after_close_all_is_as_it_was():
     assert set(vars(program.accelerator)) == names
     assert program.accelerator.scaler is None
     assert program.module.forward.__func__ is forward.__func__
-    assert not any(each._forward_pre_hooks or each._state_dict_hooks for each in program.module.modules())
+    assert not any(module._forward_pre_hooks or module._state_dict_hooks for module in program.module.modules())
     program.accelerator.backward(program.model(torch.ones(2, 8)).sum())
     before = program.module[0].weight.detach().clone()
     program.optimizer.step()

@@ -200,7 +200,7 @@ def test_copies_are_asked_for_in_any_way(policy):
             return made
 
     model, own = nn.Sequential(net()), Own(net())
-    handles = [mezzo.prepare(each, policy) for each in (model, own)]
+    handles = [mezzo.prepare(net, policy) for net in (model, own)]
     for made in (model.__deepcopy__(), model.__deepcopy__({}), copy.deepcopy(model)):
         assert torch.equal(made[0][0].weight, model[0][0].weight)
     assert (own.__deepcopy__().name, own.__deepcopy__(name="mine").name, copy.deepcopy(own).name) == (

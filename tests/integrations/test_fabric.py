@@ -151,7 +151,7 @@ def test_gradients_are_plain_and_clipped_so_and_those_of_what_no_optimizer_has()
         start, (x, y) = flat(model.parameters()), batches()[0]
         model, optimizer = fabric.setup(model, torch.optim.SGD(model[:3].parameters(), lr=1.0))
         fabric.backward(nn.functional.cross_entropy(model(x + probe), y))
-        norms = [each.grad.float().norm().item() for each in (probe, *model.parameters())]
+        norms = [param.grad.float().norm().item() for param in (probe, *model.parameters())]
         norm = fabric.clip_gradients(model, optimizer, **clips)
         optimizer.step()
         return flat(model.state_dict().values()) - start, [*norms, *([] if norm is None else [float(norm)])]

@@ -151,8 +151,8 @@ def test_a_checkpoint_after_the_run_has_its_state(tmp_path):
 def test_a_skipped_step_is_logged_and_holds_the_schedulers_of_steps():
     module, _ = fitted("O1,dtype=float16", Module(overflow_at=[2], interval="step"))
     assert module.rates == [0.01 * 0.5**steps for steps in (1, 2, 2, 3, 4, 5, 6, 7)]
-    assert [each["mezzo/scale"] for each in module.logged] == [65536.0] * 2 + [32768.0] * 6
-    assert [each["mezzo/skipped"] for each in module.logged] == [0.0] * 2 + [1.0] * 6
+    assert [row["mezzo/scale"] for row in module.logged] == [65536.0] * 2 + [32768.0] * 6
+    assert [row["mezzo/skipped"] for row in module.logged] == [0.0] * 2 + [1.0] * 6
     plugin = MezzoPrecision("O1,dtype=float16", hold_schedulers=False)
     module, _ = fitted(plugin, Module(overflow_at=[2], interval="step"))
     assert module.rates == [0.01 * 0.5**steps for steps in range(1, 9)]
@@ -171,7 +171,7 @@ class Plain(Module):
         return self.left_out(self.net(x + self.probe) * self.gain)
 
     def on_after_backward(self):
-        self.norms = [each.grad.double().norm().item() for each in (self.probe, *self.parameters())]
+        self.norms = [param.grad.double().norm().item() for param in (self.probe, *self.parameters())]
 
     def on_before_optimizer_step(self, optimizer):
         self.clipped = flat(param.grad for param in self.net.parameters()).norm().item()
@@ -299,7 +299,7 @@ def test_lbfgs_evaluates_its_closure_again_and_other_optimizers_do_not():
     assert module.losses == pytest.approx(reference.losses, rel=0.05)
     module, _ = fitted("O2,dtype=float16", Closing(overflow_at=[1]))
     assert len(module.losses) == 8
-    assert [each["mezzo/skipped"] for each in module.logged] == [0.0] + [1.0] * 7
+    assert [row["mezzo/skipped"] for row in module.logged] == [0.0] + [1.0] * 7
 
 
 def test_batches_without_a_loss_and_a_backward_pass_of_the_modules_own():

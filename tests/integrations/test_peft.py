@@ -89,7 +89,7 @@ def in_a_trainer(hf, model, optimizer, policy, where):
         hf.plug(trainer, policy)
     trainer.train()
     trainer.save_model(str(where))
-    return next(each["loss"] for each in reversed(trainer.state.log_history) if "loss" in each), masters
+    return next(entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry), masters
 
 
 @pytest.mark.parametrize("way, policy, kind", [

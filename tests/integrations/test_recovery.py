@@ -91,7 +91,7 @@ def test_auto_find_batch_size_goes_on_where_a_step_ran_out_of_memory(hf, made, p
         fails_once(trainer.optimizer, step)
         trainer = trainer if policy is None else hf.plug(trainer, policy)
         trainer.train()
-        return trainer, [each["loss"] for each in trainer.state.log_history if "loss" in each]
+        return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
     trainer, losses = trained(policy)
     plain, expected = trained(None)

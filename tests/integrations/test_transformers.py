@@ -66,7 +66,7 @@ def plant(model, numbers):
 
 
 def logged(trainer, name):
-    return [each[name] for each in trainer.state.log_history if name in each]
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
 def test_losses_are_fp32s_kernels_are_low_and_steps_the_trainers(hf, made):

@@ -125,7 +125,7 @@ def test_torch_s_optimizers_take_no_codes_for_moments_and_raise_before_they_writ
 
 def as_before(saved):
     """A state dict as an older release has written it: codes under the names of their moments."""
-    names = {"momentum_buffer"} if any("momentum_buffer" in each for each in saved["state"].values()) else set()
+    names = {"momentum_buffer"} if any("momentum_buffer" in value for value in saved["state"].values()) else set()
     states = {
         index: {n.removesuffix("_codes"): value for n, value in state.items() if n not in names}
         for index, state in saved["state"].items()

@@ -64,30 +64,30 @@ def test_edits_of_weights_are_seen_whatever_made_them(dtype):
     """As of plain parameters: written, swapped for an evaluation and back, put elsewhere; a step in between or none."""
     params, plain = halved(parameters(), dtype), parameters()
     ends = []
-    for each in (params, plain):
-        optimizer = optim.SGD(each, lr=0.5)
+    for param_list in (params, plain):
+        optimizer = optim.SGD(param_list, lr=0.5)
         with torch.no_grad():  # on a grid that both hold, and steps by powers of two keep
-            for param in each:
+            for param in param_list:
                 param.copy_(param.mul(64).round().div(64))
 
-        def step(optimizer=optimizer, each=each):
+        def step(optimizer=optimizer, each=param_list):
             for param in each:
                 param.grad = torch.full_like(param, 2.0**-4)
             optimizer.step()
 
         step()
         with torch.no_grad():
-            each[0].view(-1)[:1] = 3.0
-        each[1].data.view(-1)[:1] = 3.0
-        each[2].data = torch.full(each[2].shape, 2.0)
+            param_list[0].view(-1)[:1] = 3.0
+        param_list[1].data.view(-1)[:1] = 3.0
+        param_list[2].data = torch.full(param_list[2].shape, 2.0)
         step()
-        backup = [param.data for param in each]
-        for param in each:
+        backup = [param.data for param in param_list]
+        for param in param_list:
             param.data = torch.zeros(param.shape)
         step()
-        assert all((param == -(2.0**-5)).all() for param in each)
-        for param, data in zip(each, backup, strict=True):
+        assert all((param == -(2.0**-5)).all() for param in param_list)
+        for param, data in zip(param_list, backup, strict=True):
             param.data = data
         step()
-        ends.append(values(each))
+        ends.append(values(param_list))
     assert all(map(torch.equal, *ends))

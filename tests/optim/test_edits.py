@@ -246,9 +246,11 @@ def test_what_the_state_holds_is_what_is_saved_and_used(kind, dtype, state_dtype
     make, options = KINDS[kind]
     for number, name in enumerate(LOW_EDITS):
         params, others = shapes(0), shapes(0)
-        one, two = (make(groups_of(each), lr=0.01, state_dtype=state_dtype, **options) for each in (params, others))
-        for each in (params, others):
-            halved(each, dtype)
+        one, two = (
+            make(groups_of(param_list), lr=0.01, state_dtype=state_dtype, **options) for param_list in (params, others)
+        )
+        for param_list in (params, others):
+            halved(param_list, dtype)
         train(params, one, range(3))
         of_numbers(name)(one, params[number % 5], random.Random(number))
         if name == "move":
@@ -284,7 +286,7 @@ def test_numbers_assigned_to_a_moment_in_codes_are_rounded_to_codes():
 
 def test_another_dtype_of_the_moments_holds_from_the_next_step_on():
     params, others = parameters(), parameters()
-    one, two = (optim.AdamW(each, lr=0.01) for each in (params, others))
+    one, two = (optim.AdamW(param_list, lr=0.01) for param_list in (params, others))
     train(params, one, range(2))
     one.param_groups[0]["state_dtype"] = "int8"
     train(params, one, range(2, 4))
@@ -379,7 +381,7 @@ def test_memory_of_moments_that_a_program_lets_go_of_is_free_before_others_are_m
 def test_where_memory_runs_out_the_state_is_as_it_was_and_the_step_can_be_taken_again(fails_in, monkeypatch):
     """After a batch that was too large a program goes on with a smaller one: with no half of a state."""
     params, others = shapes(0), shapes(0)
-    optimizer, other = (optim.AdamW(groups_of(each), lr=0.01) for each in (params, others))
+    optimizer, other = (optim.AdamW(groups_of(param_list), lr=0.01) for param_list in (params, others))
     plain, calls = getattr(mezzo.optim.optimizer, fails_in), []
 
     def fails(*args):
@@ -408,12 +410,12 @@ def test_where_memory_runs_out_the_state_is_as_it_was_and_the_step_can_be_taken_
 
 def test_steps_and_edits_in_inference_mode_leave_a_state_that_steps_go_on_from():
     params, others = parameters(), parameters()
-    for each in (params, others):
-        optimizer = optim.AdamW(each, lr=0.01)
-        give_gradients(each, 0)
-        with torch.inference_mode(mode=each is params):
+    for param_list in (params, others):
+        optimizer = optim.AdamW(param_list, lr=0.01)
+        give_gradients(param_list, 0)
+        with torch.inference_mode(mode=param_list is params):
             optimizer.step()
-        train(each, optimizer, range(1, 3))
+        train(param_list, optimizer, range(1, 3))
     assert all(map(torch.equal, params, others))
 
 

@@ -76,7 +76,7 @@ def test_steps_are_torch_s_and_state_goes_to_torch_and_back_in_mid_run(pair):
 @pytest.mark.parametrize("dtype, state_dtype", STORED)
 def test_resuming_is_bit_exact(dtype, state_dtype):
     params, others = parameters(), parameters(seed=1)
-    optimizer, resumed = (optim.AdamW(each, lr=1e-2, state_dtype=state_dtype) for each in (params, others))
+    optimizer, resumed = (optim.AdamW(param_list, lr=1e-2, state_dtype=state_dtype) for param_list in (params, others))
     halved(params, dtype)
     halved(others, dtype)
     train(params, optimizer, range(5))

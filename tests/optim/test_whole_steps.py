@@ -94,9 +94,9 @@ def test_without_its_compiler_an_optimizer_goes_on_block_by_block(monkeypatch, c
     portable.tell.cache_clear()
     params, optimizer = optimizer_of(kind, torch.bfloat16, 1 << 16)
     others, other = optimizer_of(kind, torch.bfloat16, 1 << 16)
-    for each in (params, others):
-        gradients(each, 1)
-        for param in each:
+    for param_list in (params, others):
+        gradients(param_list, 1)
+        for param in param_list:
             low = param.grad.bfloat16()
             param.grad_dtype = None
             param.grad = low

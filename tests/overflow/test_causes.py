@@ -54,7 +54,7 @@ def test_at_zero():
         overflow = search(lambda x: function(x.to(dtype)), [1.0, 0.0, 4.0])  # noqa: B023 - called at once
         assert (overflow.kind, overflow.op, overflow.phase, overflow.module) == ("zero", op, phase, ""), (op, dtype)
         assert overflow.tensor.num_inf == 1
-        assert sum(each.num_zeros for each in overflow.inputs) == 1
+        assert sum(read.num_zeros for read in overflow.inputs) == 1
         assert overflow.cause.startswith(f"{what}{SAME}"), (op, dtype)
         assert ("a number below" in overflow.cause) == (dtype != torch.float32), (op, dtype)
         cure = rewritten(overflow, exponent=-1.5)
@@ -135,8 +135,8 @@ def test_what_no_format_holds():
         overflow = search(getattr(torch, op), [1.0, 200.0])
         assert (overflow.kind, overflow.op) == ("unbounded", op)
         assert overflow.needed == pytest.approx(float(getattr(torch, op)(torch.tensor(200.0, dtype=torch.float64))))
-        said = f"its largest number would be {overflow.needed:.6g}, beyond the largest float32, 3.40282e+38"
-        assert overflow.cause.startswith(said)
+        cause = f"its largest number would be {overflow.needed:.6g}, beyond the largest float32, 3.40282e+38"
+        assert overflow.cause.startswith(cause)
         assert search(rewritten(overflow), [1.0, 200.0]) is None, op
     overflow = search(torch.exp, [1000.0])
     assert (overflow.kind, overflow.needed, overflow.share) == ("unbounded", None, None)
@@ -170,8 +170,8 @@ def test_masks_and_what_the_code_writes():
     wide = torch.tensor([[0.0, -torch.inf], [-torch.inf, -torch.inf]])
     for given, own in ((wide, 0 * mask), (0, wide)):
         model = Masked(own)
-        found = locate(lambda: model(torch.ones(2, 2), given).square().sum(), model)  # noqa: B023 - called at once
-        assert (found.kind, found.op, found.tensor.num_nan) == ("masked", "softmax", 2)
+        overflow = locate(lambda: model(torch.ones(2, 2), given).square().sum(), model)  # noqa: B023 - called at once
+        assert (overflow.kind, overflow.op, overflow.tensor.num_nan) == ("masked", "softmax", 2)
     overflow = search(lambda x: x.masked_fill(mask, float("-inf")) * 0, numbers)
     assert (overflow.kind, overflow.op, overflow.phase) == ("written", "masked_fill", "forward")
     assert "it reaches the end of the pass; mul (" in overflow.cause
@@ -201,14 +201,14 @@ def test_what_was_not_finite_before(make, step, tmp_path, monkeypatch, policy):
             model, _ = make("conv")
             names["x"].clamp_(-1, 1)
             assert locate(step(model, policy, names["x"]), model, policy=policy) is None, value
-    for kind, path in (("parameter", "head.weight"), ("buffer", "norm.running_mean")):
+    for role, path in (("parameter", "head.weight"), ("buffer", "norm.running_mean")):
         model, x = make("conv")
         model.eval()
         torch.save(model.state_dict(), "checkpoint.pt")
         model.state_dict()[path].view(-1)[0] = torch.nan
         overflow = locate(step(model, policy, x), model, policy=policy)
-        assert (overflow.kind, overflow.tensor.name) == (kind, path)
-        assert overflow.cause.startswith(f"the {kind} {path} was not finite before the pass: ")
+        assert (overflow.kind, overflow.tensor.name) == (role, path)
+        assert overflow.cause.startswith(f"the {role} {path} was not finite before the pass: ")
         exec(overflow.cure, {"mezzo": mezzo, "model": model})
         assert locate(lambda: model(x.to(model.conv.weight.dtype)).square().mean(), model) is None  # noqa: B023
 

@@ -75,14 +75,17 @@ def test_the_same_culprit_as_of_the_plain_model(way, scale, loss_scale):
     plain = Net()
     expected = locate(step(plain, scale), plain, loss_scale=loss_scale)
     model = Net(**WAYS[way])
-    found = locate(step(model, scale), model, loss_scale=loss_scale)
-    assert (found is None) == (expected is None)
-    if found is not None:
-        facts = [(each.kind, each.phase, each.tensor.dtype, each.tensor.num_inf) for each in (found, expected)]
+    overflow = locate(step(model, scale), model, loss_scale=loss_scale)
+    assert (overflow is None) == (expected is None)
+    if overflow is not None:
+        facts = [
+            (overflow.kind, overflow.phase, overflow.tensor.dtype, overflow.tensor.num_inf)
+            for overflow in (overflow, expected)
+        ]
         assert facts[0] == facts[1]
-        assert found.needed == pytest.approx(expected.needed, rel=1e-3)
-        assert found.tensor.largest == pytest.approx(expected.tensor.largest, rel=1e-2)
-        assert str(found)
+        assert overflow.needed == pytest.approx(expected.needed, rel=1e-3)
+        assert overflow.tensor.largest == pytest.approx(expected.tensor.largest, rel=1e-2)
+        assert str(overflow)
 
 
 @pytest.mark.parametrize("part", ["scripted", "traced"])
@@ -91,23 +94,23 @@ def test_a_number_that_a_scripted_part_makes(part):
     model = Net(**WAYS[part])
     with torch.no_grad():
         dict(model.named_parameters())["part.0.weight"].mul_(1e6)
-    found = locate(step(model, 1.0), model, policy="O1,fp16")
-    assert (found.phase, found.module, found.tensor.dtype) == ("forward", "part", "float16")
-    assert "no rule reaches inside TorchScript" in found.cause
-    assert found.cure == 'policy = mezzo.Policy.parse("O1,dtype=bfloat16")'
+    overflow = locate(step(model, 1.0), model, policy="O1,fp16")
+    assert (overflow.phase, overflow.module, overflow.tensor.dtype) == ("forward", "part", "float16")
+    assert "no rule reaches inside TorchScript" in overflow.cause
+    assert overflow.cure == 'policy = mezzo.Policy.parse("O1,dtype=bfloat16")'
 
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "sparse"])
 def test_a_step_is_replayed(way):
     """Of a scripted model, too, whose calls are kept as those of others."""
-    found = []
+    overflows = []
     for model in (Net(), Net(**WAYS[way])):
         replay = Replay(model, region=lambda: mezzo.autocast("O1,fp16,emulate=false", "cpu"))
         (step(model, 1e6)() * 65536).backward()
         report = replay.locate(65536.0)
-        found.append((report.kind, report.phase, report.tensor.dtype, report.tensor.num_inf))
+        overflows.append((report.kind, report.phase, report.tensor.dtype, report.tensor.num_inf))
         replay.remove()
-    assert found[0] == found[1]
+    assert overflows[0] == overflows[1]
 
 
 def test_a_model_that_is_scripted_as_a_whole():
@@ -125,9 +128,9 @@ def test_a_model_that_is_scripted_as_a_whole():
 def test_numbers_are_measured_in_any_layout(make):
     """Those that it holds: of rows without a zero all."""
     for x, finite in ((ROWS + 2, True), (torch.where(ROWS > 0.9, torch.inf, 2 - ROWS), False)):
-        held = make(x)
-        assert is_finite(held) == finite
-        mine, plain = range_of(held, "x"), range_of(x, "x")
+        inner = make(x)
+        assert is_finite(inner) == finite
+        mine, plain = range_of(inner, "x"), range_of(x, "x")
         assert (mine.smallest, mine.largest, mine.num_inf, mine.num_nan) == (
             plain.smallest, plain.largest, plain.num_inf, plain.num_nan
         )  # fmt: skip

@@ -79,12 +79,12 @@ class Again(nn.Module):
 
 
 def drawn(dice, depth=2):
-    kind = dice.choice(["own", "residual", "again", "chain"] if depth else ["own"])
-    if kind == "own":
+    layer = dice.choice(["own", "residual", "again", "chain"] if depth else ["own"])
+    if layer == "own":
         return Own(dice.choices(PLAIN, k=dice.randint(1, 2)))
-    if kind == "chain":
+    if layer == "chain":
         return nn.Sequential(*(drawn(dice, depth - 1) for _ in range(dice.randint(2, 3))))
-    return (Residual if kind == "residual" else Again)(drawn(dice, depth - 1))
+    return (Residual if layer == "residual" else Again)(drawn(dice, depth - 1))
 
 
 class Planter(TorchDispatchMode):
@@ -140,10 +140,10 @@ class Planter(TorchDispatchMode):
         ):
             return out
         is_gradient = self.is_backward and len(self.running) == 1
-        place = ("backward", self.gradient_of) if is_gradient else ("forward", self.running[-1])
+        location = ("backward", self.gradient_of) if is_gradient else ("forward", self.running[-1])
         if len(self.seen) == self.at:
             first.as_strided((1,), (1,)).fill_(math.nan)
-        self.seen.append((func._schema.name, *place))
+        self.seen.append((func._schema.name, *location))
         return out
 
 
@@ -171,7 +171,7 @@ def test_a_nan_in_a_random_kernel_of_a_random_model(seed):
         model.zero_grad()
         loss = forward()
         loss.backward() if policy is None else mezzo.autocast(policy).run_backward([loss])
-        return all(bool(each.isfinite().all()) for each in (loss, *(p.grad for p in model.parameters())))
+        return all(bool(tensor.isfinite().all()) for tensor in (loss, *(p.grad for p in model.parameters())))
 
     kernels, is_finite = run(None, plain)
     assert is_finite
@@ -179,10 +179,10 @@ def test_a_nan_in_a_random_kernel_of_a_random_model(seed):
     again, is_finite = run(at, plain)
     assert again == kernels
     model.zero_grad()
-    _, found = run(at, lambda forward: locate(forward, model, policy=policy))
-    assert (found is None) == is_finite
-    if found is not None:
+    _, overflow = run(at, lambda forward: locate(forward, model, policy=policy))
+    assert (overflow is None) == is_finite
+    if overflow is not None:
         kernel, phase, module = kernels[at]
-        assert (found.kernel, found.phase, found.tensor.num_nan) == (kernel, phase, 1)
-        if found.tensor.name != "sum of gradients":  # what autograd adds up by itself belongs to no module
-            assert found.module == module
+        assert (overflow.kernel, overflow.phase, overflow.tensor.num_nan) == (kernel, phase, 1)
+        if overflow.tensor.name != "sum of gradients":  # what autograd adds up by itself belongs to no module
+            assert overflow.module == module

@@ -35,7 +35,7 @@ def test_the_first_overflow_of_a_forward_pass(make, step, level):
     assert overflow.tensor.num_nan == 0
     assert overflow.needed == pytest.approx(float(wide.abs().max()), rel=1e-6)
     assert overflow.share == pytest.approx(float(wide.abs().max()) / 65504, rel=1e-6)
-    read = {each.name: each for each in overflow.inputs}
+    read = {read.name: read for read in overflow.inputs}
     assert list(read) == ["input 0", "first.weight"]
     assert (read["input 0"].dtype, read["first.weight"].dtype) == ("float16", "float16")
     assert read["input 0"].largest == float(x.abs().max())
@@ -333,8 +333,8 @@ def test_everything_is_as_it_was(make, policy):
         raises = pytest.raises((KeyError, RuntimeError)) if ending.endswith("raises") else nullcontext()
         with raises:
             scale = 2.0**127 if ending == "backward" else 1.0
-            found = locate(lambda: fn(ending), model, policy=policy, loss_scale=scale)  # noqa: B023 - called at once
-            assert (found is None) == (ending == "finite"), ending
+            overflow = locate(lambda: fn(ending), model, policy=policy, loss_scale=scale)  # noqa: B023 - called at once
+            assert (overflow is None) == (ending == "finite"), ending
         assert everything(model, x) == before, ending
 
 

@@ -23,7 +23,7 @@ def compared():
     """Make a comparison: metrics by policy, one a seed, or runs; one run where it is no list."""
 
     def make(*, better="higher", unit="%", name="test accuracy", margin=None, missing=(), **policies):
-        seeds = next((len(each) for each in policies.values() if isinstance(each, list)), None)
+        seeds = next((len(runs) for runs in policies.values() if isinstance(runs, list)), None)
         runs = []
         for policy, values in policies.items():
             for seed, value in enumerate(values if isinstance(values, list) else [values]):

@@ -28,12 +28,12 @@ def page(comparison, tmp_path):
 def test_the_page_has_the_verdict_and_the_rows_escaped(comparison, page):
     text = page.read_text()
     assert "<b>&</b>" not in text
-    heads, found = cells(comparison, full=True)
-    assert [html.unescape(each) for each in re.findall(r"<th>(.*?)</th>", text)] == heads
-    assert [html.unescape(each) for each in re.findall(r"<td>(.*?)</td>", text)] == [
-        each for row in found for each in row
+    heads, rows = cells(comparison, full=True)
+    assert [html.unescape(head) for head in re.findall(r"<th>(.*?)</th>", text)] == heads
+    assert [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", text)] == [
+        cell for row in rows for cell in row
     ]
-    assert [html.unescape(each) for each in re.findall(r"<p>(.*?)</p>", text)] == verdict(comparison)
+    assert [html.unescape(line) for line in re.findall(r"<p>(.*?)</p>", text)] == verdict(comparison)
 
 
 def test_the_page_asks_no_network_and_has_no_script_besides_plotlys(page):
@@ -41,7 +41,7 @@ def test_the_page_asks_no_network_and_has_no_script_besides_plotlys(page):
     assert re.findall(r"<(?:script|link|img|iframe)[^>]*(?:src|href)=[^>]*>", text) == []
     scripts = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
     assert len(scripts) >= 3  # plotly itself, and a figure each
-    assert all("Plotly" in each or "plotly" in each for each in scripts if each.strip())
+    assert all("Plotly" in script or "plotly" in script for script in scripts if script.strip())
 
 
 def test_a_browser_draws_a_line_for_each_run(page):
@@ -69,7 +69,7 @@ def test_the_page_has_operands_where_products_were_below_sixteen_bits(compared, 
     }  # fmt: skip
     low = compared(O0=[99.0], O1=[run_of(99.0, operands=(operand,))])
     write_page(low, tmp_path / "low.html")
-    _, found = operand_cells(low)
-    cells = [html.unescape(each) for each in re.findall(r"<td>(.*?)</td>", (tmp_path / "low.html").read_text())]
-    assert cells[-len(found[0]) :] == found[0]
-    assert found[0][4:6] == ["50 %", "25 %"]
+    _, rows = operand_cells(low)
+    cells = [html.unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", (tmp_path / "low.html").read_text())]
+    assert cells[-len(rows[0]) :] == rows[0]
+    assert rows[0][4:6] == ["50 %", "25 %"]

@@ -36,7 +36,7 @@ def test_each_policy_has_a_colour_and_each_run_a_line(compared, axes):
     losses = axes(compared(O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, 1.0]))[0]
     lines = losses.get_lines()
     assert [line.get_label() for line in lines[::2]] == ["O0", "O1", "O2"]
-    assert [line.get_color() for line in lines] == [colour for each in lines[::2] for colour in [each.get_color()] * 2]
+    assert [line.get_color() for line in lines] == [colour for line in lines[::2] for colour in [line.get_color()] * 2]
     assert len({line.get_color() for line in lines}) == 3
     assert list(lines[0].get_ydata()) == [1 / step for step in range(1, 11)]  # too few to smooth
     assert losses.get_title(loc="left").startswith("train.py --epochs 3")
@@ -53,14 +53,14 @@ def test_each_run_stands_beside_fp32_with_its_seed_as_far_as_both_go(compared, r
     low = [run_of(1.0, losses=(1.5, 0.75)), run_of(1.0, losses=(1.0, 0.5))]
     other = run_of(1.0, losses=(2.0, 1.0))
     differences = axes(compared(O0=[1.0, other], O1=low))[1]
-    found = [list(line.get_ydata()) for line in differences.get_lines()]
-    assert found == [[0.0] * 10, [0.0, 0.0], [0.5, 0.25], [-1.0, -0.5]]
+    curves = [list(line.get_ydata()) for line in differences.get_lines()]
+    assert curves == [[0.0] * 10, [0.0, 0.0], [0.5, 0.25], [-1.0, -0.5]]
 
 
 def test_a_line_breaks_where_its_loss_is_not_finite(compared, run_of, axes):
     losses = (1.0, math.inf, math.nan, 2.0)
     line = axes(compared(O0=1.0, O1=run_of(1.0, losses=losses)))[0].get_lines()[1]
-    assert [math.isnan(each) for each in line.get_ydata()] == [False, True, True, False]
+    assert [math.isnan(value) for value in line.get_ydata()] == [False, True, True, False]
 
 
 def test_losses_without_a_logarithm_are_drawn_all_the_same(compared, run_of, axes):

@@ -35,18 +35,18 @@ def shown(comparison, width):
 
 
 def test_cells_are_the_rows_in_words(comparison):
-    heads, found = cells(comparison)
+    heads, lines = cells(comparison)
     assert heads == HEADS
-    assert found[0] == ["O0", "FP32", "99.1", "", "0.25", "2", "2.00 KiB", "1.00 KiB", "0", "1"]
+    assert lines[0] == ["O0", "FP32", "99.1", "", "0.25", "2", "2.00 KiB", "1.00 KiB", "0", "1"]
     low = ["O2,fp16", "undecided", "98.7", "-0.4 (-1.67 … +0.871)", "0.25", "2", "1.50×", "0.50×", "2", "2^15"]
-    assert found[1] == low
+    assert lines[1] == low
 
 
 def test_the_full_table_has_bytes_beside_ratios_and_three_columns_more(comparison):
-    heads, found = cells(comparison, full=True)
+    heads, lines = cells(comparison, full=True)
     assert heads == [*HEADS, "not finite", "ran low", "peak"]
-    assert found[1][6:8] == ["3.00 KiB (1.50×)", "512 B (0.50×)"]
-    assert [row[10:] for row in found] == [["0", "100 %", "–"], ["0", "50 %", "4.00 KiB"]]
+    assert lines[1][6:8] == ["3.00 KiB (1.50×)", "512 B (0.50×)"]
+    assert [row[10:] for row in lines] == [["0", "100 %", "–"], ["0", "50 %", "4.00 KiB"]]
 
 
 def test_a_row_is_a_line_at_120_and_at_80_columns(comparison):
@@ -86,9 +86,9 @@ def test_operands_are_means_over_runs_by_policy_layer_and_role(compared, run_of)
     weight, gradient = operand_rows(comparison)
     assert (weight.layer, weight.role, weight.saturated, weight.below_noise) == ("blocks.0.up", "weight", 0.03, None)
     assert (gradient.flushed, gradient.below_noise) == (0.2, 0.5)
-    heads, found = operand_cells(comparison)
+    heads, lines = operand_cells(comparison)
     assert len(heads) == 8
-    assert found[1][1:] == ["blocks.0.up", "gradient", "nvfp4", "2 %", "20 %", "0.12", "50 %"]
-    assert found[0][0] == "O1,bf16,nvfp4_module=blocks.*"
-    assert found[0][-1] == "–"
+    assert lines[1][1:] == ["blocks.0.up", "gradient", "nvfp4", "2 %", "20 %", "0.12", "50 %"]
+    assert lines[0][0] == "O1,bf16,nvfp4_module=blocks.*"
+    assert lines[0][-1] == "–"
     assert operand_rows(compared(O0=[99.0], O1=[99.0])) == []

@@ -41,8 +41,8 @@ def test_difference_and_interval_are_those_of_a_paired_t_test(compared, base, mi
     ],
 )
 def test_a_verdict_follows_from_interval_and_margin(compared, base, mine, options, expected):
-    found = rows(compared(O0=base, O1=mine, **options))
-    assert [row.verdict for row in found] == ["reference", expected]
+    compared_rows = rows(compared(O0=base, O1=mine, **options))
+    assert [row.verdict for row in compared_rows] == ["reference", expected]
 
 
 @pytest.mark.parametrize(
@@ -90,9 +90,9 @@ def test_that_products_were_emulated_is_said_wherever_the_verdict_is(compared, r
 
 
 def test_what_a_policy_did_not_reach_stands_beside_its_verdict(compared, run_of):
-    frozen, held = {"Frozen": "nobody trains it"}, {"weights of Net, stored in FP32": "eps is zero\n  write  1e-4"}
-    comparison = compared(O0=run_of(1.0, left_alone=frozen), O3=run_of(1.0, left_alone=frozen | held))
-    assert rows(comparison)[1].left_alone == held
+    frozen, stored = {"Frozen": "nobody trains it"}, {"weights of Net, stored in FP32": "eps is zero\n  write  1e-4"}
+    comparison = compared(O0=run_of(1.0, left_alone=frozen), O3=run_of(1.0, left_alone=frozen | stored))
+    assert rows(comparison)[1].left_alone == stored
     assert verdict(comparison)[1].endswith("; left alone: weights of Net, stored in FP32: eps is zero.")
 
 
@@ -110,6 +110,6 @@ def test_of_an_interrupted_comparison_it_is_said_what_has_not_run(compared):
 
 
 def test_numbers_have_the_digits_that_count():
-    assert [number(each) for each in (None, 0.123456, 99.33, -0.0, math.nan)] == ["–", "0.1235", "99.33", "0", "nan"]
+    assert [number(value) for value in (None, 0.123456, 99.33, -0.0, math.nan)] == ["–", "0.1235", "99.33", "0", "nan"]
     assert number(0.5, sign=True) == "+0.5"
     assert short("O2,dtype=bfloat16,loss_scale=8") == "O2,bf16,loss_scale=8"

@@ -22,14 +22,14 @@ class InThisProcess:
         assert words[1:4] == ["-m", "mezzo", "run"]
         assert stdin == subprocess.DEVNULL
         type(self).started.append(words[3:])
-        out, err = (io.TextIOWrapper(each, write_through=True) for each in (stdout, stderr))
+        out, err = (io.TextIOWrapper(file, write_through=True) for file in (stdout, stderr))
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
                 main(words[3:])
             except SystemExit as leaving:
                 self.code = leaving.code or 0
-        for each in (out, err):
-            each.detach()
+        for stream in (out, err):
+            stream.detach()
 
     def __enter__(self):
         return self

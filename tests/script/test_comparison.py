@@ -59,8 +59,8 @@ def first(tmp_path_factory, emulated):
         patch.setattr(comparison, "subprocess", HERE)
         InThisProcess.started.clear()
         (folder / "train.py").write_text(TRAIN)
-        found = compare(Program(name="train.py"), POLICIES, out=Path("out"), seeds=2)
-        return folder, found, list(InThisProcess.started)
+        result = compare(Program(name="train.py"), POLICIES, out=Path("out"), seeds=2)
+        return folder, result, list(InThisProcess.started)
 
 
 @pytest.fixture
@@ -100,60 +100,62 @@ def losses_of(run):
 
 
 def test_runs_are_those_of_the_script_and_numbers_those_of_its_files(first, monkeypatch, capsys):
-    folder, found, started = first
+    folder, finished, started = first
     monkeypatch.chdir(folder)
     policies = ["O0", "O1,dtype=bfloat16", "O2,dtype=bfloat16"]
-    assert [(run.seed, run.policy) for run in found.runs] == [(seed, each) for seed in (0, 1) for each in policies]
+    assert [(run.seed, run.policy) for run in finished.runs] == [
+        (seed, policy) for seed in (0, 1) for policy in policies
+    ]
     assert [words[words.index("--policy") + 1] for words in started] == policies * 2
     assert [words[-3:] for words in started] == [["train.py", "--seed", str(seed)] for seed in (0, 0, 0, 1, 1, 1)]
     assert (folder / "ran.txt").read_text().split()[:6] == list("000111")
-    assert (found.seeds, found.script, found.interrupted) == (2, "train.py", False)
-    assert (found.metric.name, found.metric.unit, found.metric.better) == ("test loss", "nats", "lower")
-    for run in found.runs:
+    assert (finished.seeds, finished.script, finished.interrupted) == (2, "train.py", False)
+    assert (finished.metric.name, finished.metric.unit, finished.metric.better) == ("test loss", "nats", "lower")
+    for run in finished.runs:
         assert run.metric == pytest.approx(losses_of(run)[-1], abs=1e-6)
         assert (run.folder / "output.txt").read_text() == f"test loss: {run.metric:.6f} nats\n"
     monkeypatch.setattr(sys, "argv", ["train.py", "--seed", "1"])
     runpy.run_path("train.py", run_name="__main__")  # by itself
     alone = capsys.readouterr().out
-    base = next(run for run in found.runs if run.seed == 1)
+    base = next(run for run in finished.runs if run.seed == 1)
     assert base.metric == pytest.approx(float(alone.split()[2]), rel=1e-4)
-    for run in found.runs:
+    for run in finished.runs:
         losses = losses_of(run)
         assert (list(run.losses), run.steps) == (losses, 12)
         assert run.loss == pytest.approx(sum(losses[-2:]) / 2)  # a tenth of twelve, rounded up
         assert (run.code, run.skipped, run.nonfinite) == (0, 0, 0)
     # 161 weights in FP32: they, their gradients, and two moments; a step count for each of four tensors
     assert base.held_bytes == 4 * 161 * 4 + 4 * 4
-    assert [run.low_share for run in found.runs[:3]] == [0.0, 1.0, 1.0]
+    assert [run.low_share for run in finished.runs[:3]] == [0.0, 1.0, 1.0]
 
 
 def test_more_seeds_and_policies_run_alone(here):
     again, ran = here
-    found = again("O2,bf16", "O1,bf16", "O1,fp16", seeds=3)
+    result = again("O2,bf16", "O1,bf16", "O1,fp16", seeds=3)
     assert ran() == ["0", "1", "2", "2", "2", "2"]
-    assert len(found.runs) == 12
+    assert len(result.runs) == 12
 
 
 def test_a_run_that_was_killed_or_into_which_two_have_written_is_repeated_alone(here):
     again, ran = here
     folder = Path("out/O1,dtype=bfloat16-seed1")
     for number, damage in enumerate(("no summary", "no code", "killed", "written twice")):
-        place = folder / SUMMARY
-        summary = json.loads(place.read_text())
+        file = folder / SUMMARY
+        summary = json.loads(file.read_text())
         match damage:
             case "no summary":
-                place.unlink()
+                file.unlink()
             case "no code":
-                place.write_text(json.dumps({key: value for key, value in summary.items() if key != "code"}))
+                file.write_text(json.dumps({key: value for key, value in summary.items() if key != "code"}))
             case "killed":
-                place.write_text(json.dumps({"code": -signal.SIGKILL}))
+                file.write_text(json.dumps({"code": -signal.SIGKILL}))
             case "written twice":
                 metrics = folder / "metrics.jsonl"
                 metrics.write_bytes(b"\0" * 40 + metrics.read_bytes())
-        found = again()
+        result = again()
         assert ran() == ["1"] * (number + 1), damage
-        assert all(run.went_well for run in found.runs), damage
-    assert again().runs == found.runs  # and what has finished is not
+        assert all(run.went_well for run in result.runs), damage
+    assert again().runs == result.runs  # and what has finished is not
     assert len(ran()) == 4
 
 
@@ -189,8 +191,8 @@ def test_results_of_another_verb_and_of_neighbours_are_not_touched(here):
     Path("out").rename("mine")
     other, neighbour = Path("out") / SUMMARY, Path("out/neighbour") / SUMMARY
     neighbour.parent.mkdir(parents=True)
-    for each in (other, neighbour):
-        each.write_text("{}")
+    for file in (other, neighbour):
+        file.write_text("{}")
     with pytest.raises(PolicyError, match="out has results of something else"):
         again()
     other.unlink()
@@ -212,31 +214,31 @@ def test_a_metric_by_words(here):
 
 
 def test_without_a_metric_line_it_is_the_training_loss(ran):
-    found = ran(('print(f"test loss: {loss.item():.6f} nats")', 'print("done in 3 s")'), steps=5)
-    assert [run.steps for run in found.runs] == [5, 5]
-    assert found.metric.name == "training loss"
-    assert [run.metric for run in found.runs] == [run.loss for run in found.runs]
-    assert found.seeds is None
+    result = ran(('print(f"test loss: {loss.item():.6f} nats")', 'print("done in 3 s")'), steps=5)
+    assert [run.steps for run in result.runs] == [5, 5]
+    assert result.metric.name == "training loss"
+    assert [run.metric for run in result.runs] == [run.loss for run in result.runs]
+    assert result.seeds is None
 
 
 def test_a_policy_at_which_mezzo_alarms_has_not_failed(ran):
-    found = ran(policies=["O1,bf16,fp32_module=0,fp32_module=2"])
-    assert [(run.code, run.low_share) for run in found.runs] == [(0, 0.0)] * 2
+    result = ran(policies=["O1,bf16,fp32_module=0,fp32_module=2"])
+    assert [(run.code, run.low_share) for run in result.runs] == [(0, 0.0)] * 2
 
 
 def test_a_policy_under_which_the_loss_diverges(ran):
-    found = ran((".square().mean()", ".mul(1e4).square().mean()"), policies=("O3,fp16,loss_scale=none",))
-    assert math.isfinite(found.runs[0].loss)
-    assert not math.isfinite(found.runs[1].loss)
+    result = ran((".square().mean()", ".mul(1e4).square().mean()"), policies=("O3,fp16,loss_scale=none",))
+    assert math.isfinite(result.runs[0].loss)
+    assert not math.isfinite(result.runs[1].loss)
 
 
 def test_a_policy_that_fails_by_itself_ends_nothing(ran):
     failing = 'if model[0].weight.dtype != torch.float32: raise ValueError("not low")'
     change = ("    optimizer.zero_grad()\n", f"    {failing}\n    optimizer.zero_grad()\n")
-    found = ran(change, policies=("O3,bf16", "O1,bf16"))
-    assert [run.code for run in found.runs] == [0, 1, 0]
-    assert found.runs[1].metric is None
-    assert "ValueError: not low" in (found.runs[1].folder / "errors.txt").read_text()
+    result = ran(change, policies=("O3,bf16", "O1,bf16"))
+    assert [run.code for run in result.runs] == [0, 1, 0]
+    assert result.runs[1].metric is None
+    assert "ValueError: not low" in (result.runs[1].folder / "errors.txt").read_text()
 
 
 REFUSED = {
@@ -262,9 +264,9 @@ SAID = {
 
 
 def test_a_script_that_cannot_be_compared_is_refused_in_one_sentence(ran):
-    for name, (change, options, kind, message) in REFUSED.items():
+    for name, (change, options, error_class, message) in REFUSED.items():
         shutil.rmtree("out", ignore_errors=True)
-        with pytest.raises(kind) as error:
+        with pytest.raises(error_class) as error:
             ran(change, ("default=3", "default=1"), **options)
         assert message in str(error.value).splitlines()[0], name
         assert SAID.get(name, "") in str(error.value), name
@@ -276,12 +278,12 @@ def test_a_module_is_known_by_its_own_text_and_a_folder_by_its_main(tmp_path, mo
     package.mkdir()
     for name in ("__init__", "train", "__main__"):
         (package / f"{name}.py").write_text("import nothing_of_this_name\n")
-    found = [
+    programs = [
         Program(name="package.train", is_module=True),
         Program(name="package", is_module=True),
         Program(name="package"),
     ]
-    assert [each.file.name for each in found] == ["train.py", "__main__.py", "__main__.py"]
+    assert [program.file.name for program in programs] == ["train.py", "__main__.py", "__main__.py"]
 
 
 def test_policies_begin_with_fp32_and_ablations_are_three_of_o2():
@@ -293,7 +295,7 @@ def test_policies_begin_with_fp32_and_ablations_are_three_of_o2():
     ):
         with refused(PolicyError, message):
             parse_policies(texts)
-    assert [str(each) for each in parse_policies(["O1,bf16", "O0"])] == ["O0", "O1,dtype=bfloat16"]
+    assert [str(policy) for policy in parse_policies(["O1,bf16", "O0"])] == ["O0", "O1,dtype=bfloat16"]
     assert {*default_policies()} == {"O0", *(f"{o},dtype={d}" for o in ("O1", "O2") for d in ("float16", "bfloat16"))}
     without_scale, fixed, without_master = map(Policy.of, ablations())
     assert (str(without_scale.loss_scale), str(fixed.loss_scale)) == ("none", "constant(8)")
@@ -334,11 +336,11 @@ def test_runs_below_sixteen_bits_are_recorded_and_others_are_not(tmp_path, monke
     text = TRAIN.replace("torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)", middle)
     Path("train.py").write_text(text)
     policies = ("O1,bf16", "O1,bf16,nvfp4_module=2")
-    found = compare(Program(name="train.py"), policies, out=Path("out"))
-    assert [len(run.operands) for run in found.runs] == [0, 0, 3]
-    rows = {each["role"]: each for each in found.runs[-1].operands}
-    assert {each["module"] for each in rows.values()} == {"2"}
+    result = compare(Program(name="train.py"), policies, out=Path("out"))
+    assert [len(run.operands) for run in result.runs] == [0, 0, 3]
+    rows = {operand["role"]: operand for operand in result.runs[-1].operands}
+    assert {operand["module"] for operand in rows.values()} == {"2"}
     assert rows["gradient"]["below_noise"] in (0.0, 1.0)  # the first of twelve steps alone is recorded
     assert rows["weight"]["below_noise"] is None
-    assert {each["steps"] for each in rows.values()} == {1}
-    assert "operands" not in found.runs[-1].to_dict(), "they stand once, by policy"
+    assert {operand["steps"] for operand in rows.values()} == {1}
+    assert "operands" not in result.runs[-1].to_dict(), "they stand once, by policy"

@@ -63,8 +63,8 @@ def steps(call, times=5, model="model = Net()", optimizer="torch.optim.SGD(model
     ],
 )
 def test_the_first_direct_call_of_a_model_runs_in_its_region(ran, call, model):
-    found, words = ran(steps(call, model=model) + "print(*{*seen})")
-    assert (found.steps, found.low_share) == (5, 1.0)
+    counted, words = ran(steps(call, model=model) + "print(*{*seen})")
+    assert (counted.steps, counted.low_share) == (5, 1.0)
     assert words in (["torch.bfloat16"], [])
 
 
@@ -72,8 +72,8 @@ def test_a_call_without_tensors_begins_nothing(ran):
     text = (
         f"{NET}model = Net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nmodel.penalty()\nprint(*seen)\n"
     )
-    found, words = ran(text)
-    assert (found.models, words) == ([], ["torch.float32"])
+    counted, words = ran(text)
+    assert (counted.models, words) == ([], ["torch.float32"])
 
 
 def test_what_waits_for_a_first_call_is_gone_after_it(ran):
@@ -97,8 +97,8 @@ def test_a_model_is_scripted_and_traced_while_its_optimizer_waits(ran):
         "made = torch.jit.script(model), torch.jit.trace(model, x)\nwith torch.no_grad():\n"
         "    print(*(float((each(x) - model(x)).abs().max()) for each in made))\n"
     )
-    found, words = ran(text)
-    assert (words, found.models) == (["0.0", "0.0"], [])
+    counted, words = ran(text)
+    assert (words, counted.models) == (["0.0", "0.0"], [])
 
 
 # What is counted ---------------------------------------------------------------------------------------------
@@ -126,18 +126,18 @@ def test_an_optimizers_own_products_are_not_the_policys(ran, policy, share, clos
             "def closure():\n    optimizer.zero_grad(); loss = model(x).square().mean(); loss.backward(); return loss\n"
             "for _ in range(5):\n    optimizer.step(closure)\n"
         )
-    found, _ = ran(text, policy)
-    assert (found.steps, found.low_share) == (5, share)
-    assert sum(found.flops.values()) == found.measured_steps * 2 * 32 * (3 * 8 * 16 + 3 * 16)
-    assert bool(found.alarm) == (share == 0.0)
+    counted, _ = ran(text, policy)
+    assert (counted.steps, counted.low_share) == (5, share)
+    assert sum(counted.flops.values()) == counted.measured_steps * 2 * 32 * (3 * 8 * 16 + 3 * 16)
+    assert bool(counted.alarm) == (share == 0.0)
 
 
 def test_optimizers_of_single_parameters_that_step_after_one_pass_are_one_measured_step(ran):
     text = f"{NET}model = Net()\noptimizers = [torch.optim.SGD([each], lr=0.1) for each in model.parameters()] * 4\n"
     text += "for _ in range(3):\n    model(x).square().mean().backward()\n"
     text += "    for each in optimizers:\n        each.step()\n    model.zero_grad()\n"
-    found, _ = ran(text)
-    assert (found.steps, found.measured_steps, found.low_share) == (24, 2, 1.0)
+    counted, _ = ran(text)
+    assert (counted.steps, counted.measured_steps, counted.low_share) == (24, 2, 1.0)
 
 
 REFUSED = "model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1)).double()\nx = x.double()"
@@ -151,10 +151,10 @@ def test_nothing_counts_where_a_session_was_refused(ran, first):
         "    for _ in range(3):\n        model(rows).square().mean().backward(); optimizer.step()\n"
         f"{first}{REFUSED}\nstep(model, x)\nprint(len(modes()), torch.nn.Linear.forward.__module__)\n"
     )
-    found, words = ran(text)
+    counted, words = ran(text)
     assert words == ["0", "torch.nn.modules.linear"]
-    assert len(found.left_alone) == 1
-    assert found.measured_steps == (2 if first else 0)
+    assert len(counted.left_alone) == 1
+    assert counted.measured_steps == (2 if first else 0)
 
 
 # Positions, and compiled models -------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ def report(tmp_path, capsys):
         ended = program.run() if policy is None else run(program, policy)
         if ended is not None and ended.error is not None:
             raise ended.error
-        numbers = [float(each) for each in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", capsys.readouterr().out)]
+        numbers = [float(number) for number in re.findall(r"-?\d+\.?\d*(?:e-?\d+)?", capsys.readouterr().out)]
         return None if ended is None else ended.report, numbers
 
     return made
@@ -50,10 +50,10 @@ print(*a.weight.flatten().tolist(), *b.weight.flatten().tolist())
 @pytest.mark.parametrize("policy", ["O2,dtype=float16,loss_scale=64", "O3,dtype=bfloat16"])
 def test_a_late_optimizer_joins_with_the_gradients_that_others_have(report, policy):
     _, plain = report(LATE, policy=None)
-    found, low = report(LATE, policy=policy)
+    outcome, low = report(LATE, policy=policy)
     assert low == pytest.approx(plain, abs=0.01)
-    assert (found.steps, found.measured_steps, found.optimizers) == (2, 1, ["SGD", "SGD"])
-    assert found.left_alone == {}
+    assert (outcome.steps, outcome.measured_steps, outcome.optimizers) == (2, 1, ["SGD", "SGD"])
+    assert outcome.left_alone == {}
 
 
 #: Noise on the weights, as adversarial training has it: what puts it there, and what takes it back.
@@ -103,14 +103,14 @@ def test_a_session_that_begins_in_an_edit_trains_from_the_weights_as_they_are_at
     _, low = report(f"edited = [0]\n{text}", policy=f"O2,dtype={dtype}")
     bits, slack = (7, 2e-4) if dtype == "bfloat16" else (10, 3e-5)  # for gradients of low products
     of_noisy = 2.0**-3 if edit.startswith("added") else 0.0
-    for found, expected in zip(low, plain, strict=True):
+    for value, expected in zip(low, plain, strict=True):
         spacing = 0.0 if edit in ("put back", "swapped") else 2.0 ** (math.frexp(expected)[1] - 1)
-        assert abs(found - expected) <= (spacing + of_noisy) * 2.0**-bits + slack
+        assert abs(value - expected) <= (spacing + of_noisy) * 2.0**-bits + slack
 
 
 def test_a_mode_of_the_scripts_own_is_not_disturbed(report):
     """Products are counted from the first step that begins outside of the script's own mode."""
-    found, numbers = report(
+    outcome, numbers = report(
         "from torch.utils.flop_counter import FlopCounterMode\n"
         f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"
         f"with FlopCounterMode(display=False) as counter:\n    {STEP}"
@@ -118,32 +118,34 @@ def test_a_mode_of_the_scripts_own_is_not_disturbed(report):
     )
     forward = 2 * 32 * (8 * 16 + 16)
     assert numbers == [forward + forward + 2 * 32 * 16]  # and backward: weights, and what the first layer returned
-    assert (found.measured_steps, found.low_share) == (3, 1.0)
+    assert (outcome.measured_steps, outcome.low_share) == (3, 1.0)
 
 
 def test_regions_of_the_script(report):
     begin = f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"
-    found, (low,) = report(
+    outcome, (low,) = report(
         f"{begin}region = torch.autocast('cpu', dtype=torch.float16)\n"
         f"for _ in range(3):\n    with region:\n        {STEP}        product = x @ x.t()\n"
         "print(int(product.dtype == torch.bfloat16))"  # the policy's format, and not the script's
     )
-    assert (found.intercepted["torch.autocast"], low) == (3, 1)
-    found, (is_fp32,) = report(
+    assert (outcome.intercepted["torch.autocast"], low) == (3, 1)
+    outcome, (is_fp32,) = report(
         f"{begin}with torch.autocast('cpu', enabled=False):\n    {STEP}    product = x @ x.t()\n"
         "print(int(product.dtype == torch.float32))"
     )
-    assert "torch.autocast" not in found.intercepted
+    assert "torch.autocast" not in outcome.intercepted
     assert is_fp32 == 1
 
 
 def test_when_a_session_begins_and_ends(report):
     text = f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\nwith torch.no_grad():\n    model(x)\n"
-    found, _ = report(text)  # a forward pass without gradients begins nothing
-    assert (found.steps, found.models) == (0, [])
-    found, _ = report(f"for _ in range(2):\n    {MODEL}    optimizer = torch.optim.SGD(model.parameters())\n    {STEP}")
-    assert found.models == ["Sequential", "Sequential"]  # one that is gone leaves the session
-    assert (found.steps, found.left_alone) == (2, {})
+    outcome, _ = report(text)  # a forward pass without gradients begins nothing
+    assert (outcome.steps, outcome.models) == (0, [])
+    outcome, _ = report(
+        f"for _ in range(2):\n    {MODEL}    optimizer = torch.optim.SGD(model.parameters())\n    {STEP}"
+    )
+    assert outcome.models == ["Sequential", "Sequential"]  # one that is gone leaves the session
+    assert (outcome.steps, outcome.left_alone) == (2, {})
     text = (
         f"import copy\n{MODEL}model.lock = (each for each in ())\noptimizer = torch.optim.SGD(model.parameters())\n"
         f"try:\n    copy.deepcopy(model)\nexcept TypeError as error:\n    kept = error\n{STEP}"
@@ -159,13 +161,13 @@ def test_checkpointing_of_torchs_own_gets_torchs_own_regions(report):
         "        loss = checkpoint(model, x, use_reentrant=False).square().mean()\n"
         "    optimizer.zero_grad(); loss.backward(); optimizer.step()\nprint(loss.item())\n"
     )
-    found, low = report(text)
-    assert found.low_share == 1.0
+    outcome, low = report(text)
+    assert outcome.low_share == 1.0
     assert low == pytest.approx(report(text, policy=None)[1], rel=0.02)
 
 
 def test_a_scaler_tells_the_sessions_scale_and_unscales_by_it(report):
-    found, (before, norm, after) = report(
+    outcome, (before, norm, after) = report(
         f"{MODEL}optimizer = torch.optim.SGD(model.parameters())\n"
         "scaler = torch.amp.GradScaler('cpu', init_scale=4.0)\nprint(scaler.get_scale())\n"
         "scaler.scale(model(x).square().mean()).backward()\nscaler.unscale_(optimizer)\n"
@@ -178,7 +180,7 @@ def test_a_scaler_tells_the_sessions_scale_and_unscales_by_it(report):
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     model(x).square().mean().backward()
     assert norm == pytest.approx(float(model[0].weight.grad.norm()), rel=0.01)
-    assert (before, after, found.scale) == (4.0, 1024.0, 1024.0)
+    assert (before, after, outcome.scale) == (4.0, 1024.0, 1024.0)
 
 
 #: Trains some steps, from a checkpoint where there is one, and leaves another; prints the scale and a weight.
@@ -214,19 +216,19 @@ def test_a_script_that_resumes_goes_on_bit_for_bit_with_the_scale_and_its_clean_
         load += "scaler.load_state_dict(saved['scaler'])" if scaler else ""
         return report(MODEL + RESUMED.format(path=str(tmp_path / name), load=load, steps=steps), policy=GROWS)
 
-    (straight, expected), (first, halfway), (second, found) = (
+    (straight, expected), (first, halfway), (second, resumed) = (
         trained(steps, name) for steps, name in ((13, "straight.pt"), (8, "two.pt"), (5, "two.pt"))
     )
-    assert (halfway[1], found[0]) == (2048.0, 2048.0 if scaler else 64.0)
-    assert found[1:] == expected[1:]
-    assert found[1] == 4096.0  # after 10 clean steps, and not before
+    assert (halfway[1], resumed[0]) == (2048.0, 2048.0 if scaler else 64.0)
+    assert resumed[1:] == expected[1:]
+    assert resumed[1] == 4096.0  # after 10 clean steps, and not before
     assert (straight.steps, first.steps, second.steps) == (13, 8, 5)
     assert second.left_alone == {}
 
 
 def test_a_model_that_is_saved_whole_is_a_plain_fp32_model(report):
     """The script compares with what its own state dict holds; a file would name mezzo if it held anything of it."""
-    found, numbers = report(
+    outcome, numbers = report(
         f"import io\n{MODEL}optimizer = torch.optim.AdamW(model.parameters())\n"
         f"for number in range(3):\n    {STEP}"
         "    for saved in (model, model[0], {'model': model, 'epoch': number}, torch.nn.ModuleList([model])):\n"
@@ -238,7 +240,7 @@ def test_a_model_that_is_saved_whole_is_a_plain_fp32_model(report):
         policy="O2,dtype=bfloat16",
     )
     assert numbers == [1, 0] * 12
-    assert (found.steps, found.left_alone) == (3, {})
+    assert (outcome.steps, outcome.left_alone) == (3, {})
 
 
 #: A backbone that thaws: its parameters come into an optimizer which has stepped already.
@@ -266,18 +268,22 @@ print(*model.state_dict()["backbone.weight"].flatten().tolist(), *model.state_di
 @pytest.mark.parametrize("policy", [BF16, "O2,dtype=float16,loss_scale=64"])
 def test_parameters_that_thaw_join_before_a_step_and_no_step_is_lost(report, policy):
     _, plain = report(THAWS, policy=None)
-    found, low = report(THAWS, policy=policy)
-    assert found.steps == 6
+    outcome, low = report(THAWS, policy=policy)
+    assert outcome.steps == 6
     assert low[:4] == plain[:4] == [6, 6, 3, 3]
     assert low[4:] == pytest.approx(plain[4:], abs=0.01)
 
 
 def test_the_loss_scale_goes_on_where_parameters_thaw_and_begins_anew_with_a_new_model(report):
-    found, _ = report(THAWS, policy="O1,dtype=float16,loss_scale=dynamic(init=64,interval=2)")
-    assert (found.scale, found.highest_scale, found.skipped) == (512, 512, 0)  # it has doubled after steps 2, 4 and 6
+    outcome, _ = report(THAWS, policy="O1,dtype=float16,loss_scale=dynamic(init=64,interval=2)")
+    assert (outcome.scale, outcome.highest_scale, outcome.skipped) == (
+        512,
+        512,
+        0,
+    )  # it has doubled after steps 2, 4 and 6
     again = THAWS + THAWS.replace("thaw", "thaw again")
-    found, _ = report(again, policy="O1,dtype=float16,loss_scale=dynamic(init=64,interval=2)")
-    assert (found.scale, found.steps) == (512, 12)
+    outcome, _ = report(again, policy="O1,dtype=float16,loss_scale=dynamic(init=64,interval=2)")
+    assert (outcome.scale, outcome.steps) == (512, 12)
 
 
 #: An optimizer that is new when another model's forward pass has begun what it trains on.
@@ -296,9 +302,9 @@ print(*first.state_dict()["weight"].flatten().tolist(), *second.state_dict()["we
 
 def test_a_new_optimizer_over_what_the_old_model_returns_joins_before_that_is_called(report):
     _, plain = report(CHAINED, policy=None)
-    found, low = report(CHAINED, policy="O2,dtype=bfloat16")
+    outcome, low = report(CHAINED, policy="O2,dtype=bfloat16")
     assert low == pytest.approx(plain, abs=0.02)
-    assert (found.steps, found.left_alone) == (7, {})
+    assert (outcome.steps, outcome.left_alone) == (7, {})
 
 
 #: An optimizer over a part of a model that trains already, made between two steps or while gradients accumulate.
@@ -325,9 +331,14 @@ print(*model.state_dict()["0.weight"].flatten().tolist(), *model.state_dict()["1
 @pytest.mark.parametrize("policy, inside", [(BF16, True), ("O2,dtype=bfloat16", False)])
 def test_an_optimizer_over_a_part_of_what_trains_already_joins(report, policy, inside):
     _, plain = report(LATE_PART.format(inside=inside), policy=None)
-    found, low = report(LATE_PART.format(inside=inside), policy=policy)
+    outcome, low = report(LATE_PART.format(inside=inside), policy=policy)
     assert low == pytest.approx(plain, abs=0.01)
-    assert (found.steps, found.optimizers, found.models, found.left_alone) == (12, ["SGD", "Adam"], ["Sequential"], {})
+    assert (outcome.steps, outcome.optimizers, outcome.models, outcome.left_alone) == (
+        12,
+        ["SGD", "Adam"],
+        ["Sequential"],
+        {},
+    )
 
 
 def test_the_loss_scale_goes_on_when_an_optimizer_joins(report):
@@ -345,9 +356,9 @@ def test_gradients_that_are_left_at_the_end_stay_with_the_weights(report):
     )
     report(text, policy=None)
     plain = sys.modules.pop("left")
-    found, _ = report(text, policy="O2,dtype=bfloat16")
+    outcome, _ = report(text, policy="O2,dtype=bfloat16")
     left = sys.modules.pop("left")
-    assert found.steps == 1
+    assert outcome.steps == 1
     for mine, theirs in zip(left.parameters(), plain.parameters(), strict=True):
         assert mine.dtype == mine.grad.dtype == torch.float32
         assert torch.allclose(mine.grad, theirs.grad, atol=0.01)
@@ -363,6 +374,6 @@ def test_an_optimizer_that_is_made_before_lbfgs_evaluates_joins_after_that_step(
         "print(*model.state_dict()['2.bias'].tolist(), *other.state_dict()['bias'].tolist())\n"
     )
     _, plain = report(text, policy=None)
-    found, low = report(text, policy="O2,dtype=bfloat16")
+    outcome, low = report(text, policy="O2,dtype=bfloat16")
     assert low == pytest.approx(plain, abs=0.05)
-    assert (found.steps, found.optimizers, found.left_alone) == (3, ["LBFGS", "SGD"], {})
+    assert (outcome.steps, outcome.optimizers, outcome.left_alone) == (3, ["LBFGS", "SGD"], {})

@@ -61,8 +61,8 @@ LAST = [
 
 def test_a_last_line_is_read_as_a_reader_reads_it():
     for line, words, value, unit in LAST:
-        found = printed_last(f"epoch 1\ntest loss 7\n{line}\n\n  \n")
-        assert found == (words, pytest.approx(value, nan_ok=True), unit), line
+        last = printed_last(f"epoch 1\ntest loss 7\n{line}\n\n  \n")
+        assert last == (words, pytest.approx(value, nan_ok=True), unit), line
         behind = number_after(words, f"{words}: 77\n{line}\ndone\n")
         assert behind[0] == pytest.approx(value, nan_ok=True), line
 

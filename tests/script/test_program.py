@@ -40,18 +40,18 @@ def names():
         torch, torch.amp, torch.cuda.amp, torch.cpu.amp, torch.autograd, clip_grad, nn.utils, nn.Module, Optimizer,
         LRScheduler, AveragedModel, DistributedDataParallel,
     )  # fmt: skip
-    kinds = [kind for kind in vars(torch.optim.lr_scheduler).values() if isinstance(kind, type)]
-    found = {
-        (str(place), name): id(value)
-        for place in (*places, *kinds)
-        for name, value in vars(place).items()
+    kinds = [cls for cls in vars(torch.optim.lr_scheduler).values() if isinstance(cls, type)]
+    ids = {
+        (str(owner), name): id(value)
+        for owner in (*places, *kinds)
+        for name, value in vars(owner).items()
         if not isinstance(value, types.ModuleType)  # a script imports more of torch
     }
     cells = (getattr(clip_grad, name).__closure__ or () for name in ("clip_grad_norm_", "clip_grad_value_"))
-    found["cells", ""] = [id(cell.cell_contents) for each in cells for cell in each]
-    found["sys", ""] = (sys.argv, list(sys.path), sys.modules["__main__"])
-    found["modes", ""] = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
-    return found
+    ids["cells", ""] = [id(cell.cell_contents) for closure in cells for cell in closure]
+    ids["sys", ""] = (sys.argv, list(sys.path), sys.modules["__main__"])
+    ids["modes", ""] = [*_get_current_dispatch_mode_stack(), *_get_current_function_mode_stack()]
+    return ids
 
 
 def ended(name, *arguments):
@@ -90,8 +90,8 @@ def test_a_script_finds_of_itself_what_it_finds_without_mezzo(tmp_path, capfd, m
 
 def test_a_module_is_run_as_with_dash_m(capsys, monkeypatch):
     monkeypatch.chdir(SCRIPTS)
-    found = run(Program(name="packaged", arguments=("--fast",), is_module=True), POLICY)
-    assert (found.error, found.report.steps) == (None, 3)
+    ended_run = run(Program(name="packaged", arguments=("--fast",), is_module=True), POLICY)
+    assert (ended_run.error, ended_run.report.steps) == (None, 3)
     assert capsys.readouterr().out == "__main__ ['--fast']\n"
 
 

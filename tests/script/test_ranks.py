@@ -34,7 +34,7 @@ POLICIES = ("O1,dtype=bfloat16", "O2,dtype=bfloat16", "O2,dtype=float16,loss_sca
 @pytest.mark.parametrize("policy", POLICIES[1:])
 def test_two_ranks_train_as_one(tmp_path, policy):
     losses = [ran(tmp_path, "two_ranks"), ran(tmp_path, "two_ranks", *under(policy))]
-    (fp32, _), (first, second) = ([float(each) for each in re.findall(r"\d\.\d{4}", out)] for out, _, _ in losses)
+    (fp32, _), (first, second) = ([float(loss) for loss in re.findall(r"\d\.\d{4}", out)] for out, _, _ in losses)
     _, saved, err = losses[1]
     assert first == second == pytest.approx(fp32, rel=0.02)
     assert all(torch.equal(saved[0][name], value) for name, value in saved[1].items())
@@ -59,6 +59,6 @@ def test_a_script_that_shards_its_model_by_itself_trains_as_in_fp32(tmp_path, po
 def test_a_scripts_own_mixed_precision_policy_is_left_alone_and_trains_as_by_itself(tmp_path):
     _, plain, _ = ran(tmp_path, "two_shards", arguments=["own"])
     _, same, err = ran(tmp_path, "two_shards", *under("O1,dtype=bfloat16"), arguments=["own"], ends_with=4)
-    assert [each["losses"] for each in same] == [each["losses"] for each in plain]
+    assert [rank["losses"] for rank in same] == [rank["losses"] for rank in plain]
     assert all(torch.equal(same[0]["model"][name], value) for name, value in plain[0]["model"].items())
     assert "fully_shard gathers parameters in bfloat16, and O1 wants float32" in err

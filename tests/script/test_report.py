@@ -133,9 +133,9 @@ def test_what_is_left_alone_is_named_with_the_reason_and_trains_as_it_does_by_it
     text, policy, what, why, besides = LEFT_ALONE[name]
     report = ran(text, policy)
     printed = capsys.readouterr().out
-    told = {key: value for key, value in report.left_alone.items() if key.startswith(what)}
-    assert len(told) == 1
-    assert next(iter(told.values())).startswith(why)
-    assert besides in next(iter(told.values()))
+    left_alone = {key: value for key, value in report.left_alone.items() if key.startswith(what)}
+    assert len(left_alone) == 1
+    assert next(iter(left_alone.values())).startswith(why)
+    assert besides in next(iter(left_alone.values()))
     ran(text, "O0")
     assert printed == capsys.readouterr().out

@@ -83,7 +83,7 @@ def test_a_checkpoint_of_the_run_loads_in_plain_torch(script, tmp_path):
     model = plain["Net"]()
     model.load_state_dict(saved["model"])
     torch.optim.AdamW(model.parameters()).load_state_dict(saved["optimizer"])
-    x, y = (torch.from_numpy(each) for each in plain["load_digits"](return_X_y=True))
+    x, y = (torch.from_numpy(array) for array in plain["load_digits"](return_X_y=True))
     right = model((x[1500:] / 16).float()).argmax(1) == y[1500:]
     assert float(right.float().mean()) == pytest.approx(metrics["accuracy"], abs=0.004)
 

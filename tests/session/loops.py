@@ -181,7 +181,7 @@ class Weights(nn.Module):
 def over(model, policy, *groups, lr=1.0, **options):
     """A session over a model of :class:`Weights` with SGD; several optimizers where several lists of them are given."""
     lists = groups or (list(model.parameters()),)
-    optimizers = [torch.optim.SGD(each, lr=lr) for each in lists]
+    optimizers = [torch.optim.SGD(values, lr=lr) for values in lists]
     return optimizers, MixedPrecision(model, optimizers, policy, **options)
 
 

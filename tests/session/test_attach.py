@@ -112,6 +112,7 @@ def test_a_session_says_what_it_is(caplog):
     policy = "O1,dtype=bfloat16,emulate=true"
     amp = mezzo.MixedPrecision(*built(), policy)
     assert (repr(amp), str(amp.policy)) == (f"MixedPrecision(Sequential, SGD, policy={policy!r})", policy)
+    assert mezzo.MixedPrecision(*built(), torch.float16).policy == mezzo.Policy.O1("float16")
     with caplog.at_level("INFO", "mezzo.cast.device.decide"), attached(*built()) as amp:
         assert [record.getMessage().split(",")[0] for record in caplog.records] == ["no policy is given: O1"]
         assert amp.policy.level == "O1"

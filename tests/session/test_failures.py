@@ -126,7 +126,7 @@ FAILURES = {
     "making the third state of fused kernels": (functools.partial(adam, fused=True), zeros(4), True, None),
     "before the first write": (functools.partial(sgd, foreach=True), foreach("add"), True, True),
     "with moments and counts written": (moments, foreach("sqrt"), True, False),
-    "in the second group": (lambda params: adam([{"params": [each]} for each in params], foreach=True),
+    "in the second group": (lambda params: adam([{"params": [param]} for param in params], foreach=True),
                             foreach("sqrt", 1), False, False),
     "in a hook before": (adam, hooked, True, True),
     "in a hook before fused kernels": (functools.partial(adam, fused=True), hooked, True, True),
@@ -156,8 +156,8 @@ class FiveLines:
         self.amp.step()
 
     def clear(self):
-        for each in self.optimizers:
-            each.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
 
 class Attached(FiveLines):
@@ -171,8 +171,8 @@ class Attached(FiveLines):
         return loss
 
     def step(self):
-        for each in self.optimizers:
-            each.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 class Scaler(FiveLines):
@@ -187,8 +187,8 @@ class Scaler(FiveLines):
 
     def step(self):
         try:
-            for each in self.optimizers:
-                self.amp.step(each)
+            for optimizer in self.optimizers:
+                self.amp.step(optimizer)
         finally:
             self.amp.update()
 
@@ -228,7 +228,9 @@ def run(style, policy, make, raises, at, error=FULL):
 
 def states(optimizer):
     found = [*optimizer.state.values(), *({**group, "params": 0} for group in optimizer.param_groups)]
-    return [torch.as_tensor(each) for kept in found for each in kept.values() if isinstance(each, torch.Tensor | int)]
+    return [
+        torch.as_tensor(value) for kept in found for value in kept.values() if isinstance(value, torch.Tensor | int)
+    ]
 
 
 @pytest.mark.parametrize("style", STYLES)

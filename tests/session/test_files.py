@@ -281,13 +281,13 @@ def test_saves_to_one_path_do_not_mix(path):
             failures.append(failure)
 
     writers = [threading.Thread(target=write, args=(number,)) for number in range(3)]
-    for each in writers:
-        each.start()
-    while any(each.is_alive() for each in writers):
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
         state = content(path)
         assert "number" not in state or (state["same"] == state["number"]).all()
-    for each in writers:
-        each.join()
+    for writer in writers:
+        writer.join()
     assert failures == []
     assert content(path)["number"] in range(3)
     assert names(path) == ["last.pt"]

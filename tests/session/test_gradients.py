@@ -192,8 +192,12 @@ def test_a_gradient_that_a_program_assigns_is_what_steps(form):
 def alive():
     """Return how many bytes of memory tensors have, this moment."""
     gc.collect()
-    tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor) and not isinstance(each, Halves)]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
+    tensors = [
+        candidate
+        for candidate in gc.get_objects()
+        if isinstance(candidate, torch.Tensor) and not isinstance(candidate, Halves)
+    ]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 

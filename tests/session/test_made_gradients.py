@@ -376,7 +376,7 @@ def test_hooks_of_modules_are_warned_of_once_by_name(kind, style, policy):
             loss = loop.losses(number)[0]
             scaler.scale(loss).backward() if scaler else loop.backward(loss)
             loop.clear()
-    texts = [str(each.message) for each in told]
+    texts = [str(warning.message) for warning in told]
     assert len(texts) == (policy in SCALED)
     for words in ("hooks of modules see gradients that carry the loss scale\n  where  3\n", "amp.loss_scale"):
         assert all(words in text for text in texts)

@@ -137,7 +137,7 @@ def test_programs_are_made_of_a_plain_copy(begin, policy):
         torch.testing.assert_close(program(x()), expected, rtol=1e-6, atol=1e-6, msg=name)  # low: 3e-4
         held = program.state_dict()
         assert {each.rpartition(".")[2] for each in held} <= {"weight", "bias", "mask"}, name
-        assert all(type(each) in (torch.Tensor, nn.Parameter) for each in held.values()), name
+        assert all(type(value) in (torch.Tensor, nn.Parameter) for value in held.values()), name
     assert model.first.weight.requires_grad  # and the model is the session's as before
     end()
     assert functions() == stood

@@ -55,11 +55,11 @@ class Fairscale(Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        args = [each.detach().requires_grad_(each.requires_grad) for each in ctx.saved_tensors]
+        args = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with torch.enable_grad():
             output = ctx.run(*args)
         torch.autograd.backward(output, gradient)
-        return None, None, *(each.grad for each in args)
+        return None, None, *(arg.grad for arg in args)
 
 
 class Engines(Fairscale):
@@ -67,13 +67,13 @@ class Engines(Fairscale):
 
     @staticmethod
     def backward(ctx, gradient):
-        args = [each.detach().requires_grad_(each.requires_grad) for each in ctx.saved_tensors]
+        args = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with torch.enable_grad():
             output = ctx.run(*args)
         Variable._execution_engine.run_backward(
             (output,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-        return None, None, *(each.grad for each in args)
+        return None, None, *(arg.grad for arg in args)
 
 
 def reentrant(run, x):
@@ -111,7 +111,9 @@ class Scaler(Five):
         super().__init__(models, optimizers, policy)
         scaler = SessionScaler(self.amp)
         self.backward = lambda loss, **options: scaler.scale(loss).backward(**options)
-        self.done = lambda: [scaler.unscale_(each) for each in weights_of(self.amp).optimizers if has_gradients(each)]
+        self.done = lambda: [
+            scaler.unscale_(optimizer) for optimizer in weights_of(self.amp).optimizers if has_gradients(optimizer)
+        ]
 
 
 class Plain:
@@ -129,7 +131,7 @@ STYLES = {"five": Five, "attached": Attached, "scaler": Scaler}
 
 @contextlib.contextmanager
 def driven(kind, models, policy=SCALED):
-    driver = kind(models, [torch.optim.SGD(each.parameters(), lr=0.1) for each in models], policy)
+    driver = kind(models, [torch.optim.SGD(model.parameters(), lr=0.1) for model in models], policy)
     try:
         yield driver
     finally:
@@ -307,7 +309,7 @@ def test_inside_of_a_pass_all_carries_the_scale_once_and_after_it_nothing_does(p
     if program in ("leaf itself", "asked") and runs != "checkpoint":
         return
     expected = PROGRAMS[program](Plain, RUNS[runs], None)
-    assert all(each is not None for each in expected)
+    assert all(tensor is not None for tensor in expected)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "(?s).*carry the loss scale")
         for policy in (SCALED, "O0"):
@@ -327,7 +329,7 @@ def test_in_low_precision_gradients_of_a_small_loss_are_near_those_of_fp32(progr
         options = {} if "cached" not in program else {"first": 1e-5}
         expected = PROGRAMS[program](Plain, small, None, **options)
         found = PROGRAMS[program](STYLES[style], small, f"{level},fp16,emulate=true", **options)
-        one, other = (torch.cat([each.flatten().float() for each in grads]) for grads in (found, expected))
+        one, other = (torch.cat([gradient.flatten().float() for gradient in grads]) for grads in (found, expected))
         assert torch.linalg.vector_norm(one - other) < 0.02 * torch.linalg.vector_norm(other)
         for mine, true in zip(found, expected, strict=True):
             assert torch.linalg.vector_norm(mine - true) < 0.1 * torch.linalg.vector_norm(true)
@@ -378,12 +380,12 @@ def test_threads_may_run_passes_of_one_session_over_models_of_their_own():
                     errors.append(error)
 
             threads = [threading.Thread(target=work, args=pair) for pair in zip(models, foreign, strict=True)]
-            for each in threads:
-                each.start()
-            for each in threads:
-                each.join()
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
             assert errors == []
-            return [each for model in (*models, *foreign) for each in gradients(model)]
+            return [gradient for model in (*models, *foreign) for gradient in gradients(model)]
 
     assert_same(run(Attached), run(Plain))
 
@@ -424,12 +426,12 @@ def test_an_error_in_a_pass_inside_puts_all_back_and_the_next_pass_is_right(styl
                     driver.backward(loss)
                 assert style is Attached or Variable._execution_engine is engine
                 if ends and style is not Five:  # whose window knows the scale
-                    assert all(each.grad is None or each.grad.abs().max() < 10 for each in params)
+                    assert all(param.grad is None or param.grad.abs().max() < 10 for param in params)
                 if fails:
-                    for each in params:
-                        each.grad = None
+                    for param in params:
+                        param.grad = None
             driver.done()
-            return [each.grad for each in params]
+            return [param.grad for param in params]
 
     assert_same(run(STYLES[style]), run(Plain))
     assert Variable._execution_engine is engine
@@ -443,14 +445,14 @@ def test_inputs_of_a_checkpoint_are_let_go_of_within_the_pass_and_plain_if_they_
         @staticmethod
         def backward(ctx, gradient):
             alive.append(sum(place() is not None for place in places))
-            args = [each.detach().requires_grad_() for each in ctx.saved_tensors]
+            args = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
             places.extend(map(weakref.ref, args))
             if len(places) == 1:
                 kept.extend(args)
             with torch.enable_grad():
                 output = ctx.run(*args)
             torch.autograd.backward(output, gradient)
-            return None, None, *(each.grad for each in args)
+            return None, None, *(arg.grad for arg in args)
 
     def run(style):
         model, h = layers(8, 8, 8, 8, 8), data().requires_grad_()
@@ -499,14 +501,14 @@ def test_a_patch_of_torchs_own_that_comes_and_goes_leaves_passes_scaled():
         out.register_hook(seen.append)
         out.sum().backward()
         assert seen[0].unique().tolist() == [1024.0]
-        assert {each.now.passes for each in engine_of(amp).windows} == {1}
+        assert {window.now.passes for window in engine_of(amp).windows} == {1}
 
 
 def test_an_engine_that_others_have_put_back_ends_the_step_before_anything_is_written():
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain = Variable._execution_engine
-    before = [each.detach().clone() for each in model.parameters()]
+    before = [param.detach().clone() for param in model.parameters()]
     with attached(model, optimizer, "O0,loss_scale=1024"):
         ours, Variable._execution_engine = Variable._execution_engine, plain
         try:
@@ -525,7 +527,7 @@ def test_an_engine_that_others_have_put_back_ends_the_step_before_anything_is_wr
 
 
 def flat(grads):
-    return torch.cat([each.flatten().float() for each in grads])
+    return torch.cat([gradient.flatten().float() for gradient in grads])
 
 
 @pytest.mark.parametrize("batched", [False, True])

@@ -230,7 +230,7 @@ def test_hooks_of_parameters_see_the_scale_and_one_warning_names_them(policy):
         warnings.simplefilter("always")
         for number in range(2):
             train_plainly(model, made, number)
-    assert [each.category for each in told] == [UserWarning] * scaled
+    assert [warning.category for warning in told] == [UserWarning] * scaled
     assert not scaled or "0.weight" in str(told[0].message)
 
 

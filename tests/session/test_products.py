@@ -72,7 +72,7 @@ def train(model, amp, number):
 def histories(amp):
     names = weights_of(amp).names()
     memories = weights_of(amp).memories()
-    return {names[id(weight)]: history.tolist() for each in memories for weight, history in each.histories()}
+    return {names[id(weight)]: history.tolist() for memory in memories for weight, history in memory.histories()}
 
 
 class Plainly:
@@ -300,7 +300,7 @@ def test_a_state_without_histories_lets_all_begin_anew_and_one_with_them_is_take
     without.load_state_dict(amp.state_dict())
     assert "products" not in without.state_dict()
     amp.load_state_dict(without.state_dict())
-    assert all(value == 0.0 for history in histories(amp).values() for each in history for value in each)
+    assert all(value == 0.0 for history in histories(amp).values() for entry in history for value in entry)
     model, _, amp = session(NVFP4)
     train(model, amp, 1)
     amp.load_state_dict(without.state_dict())

@@ -156,7 +156,7 @@ def told_in(style, rules, events):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 amp.step() if style == "five lines" else scaler.step(optimizer)
-            told.append([str(each.message) for each in caught if "in a row" in str(each.message)])
+            told.append([str(warning.message) for warning in caught if "in a row" in str(warning.message)])
             scaler.update()
             optimizer.zero_grad()
             skips += "X" if torch.equal(before, model.each[0]) else "."

@@ -261,10 +261,10 @@ def test_what_is_written_or_loaded_in_between_counts():
     twin = copy.deepcopy(fresh)
     handle = mezzo.prepare(model, BF16)
     model.load_state_dict(fresh.state_dict())
-    for each in (model, twin):
-        each[0].weight.data[0, :2] = torch.tensor([2.1, -3.3])  # as programs initialise: no version counts this
+    for net in (model, twin):
+        net[0].weight.data[0, :2] = torch.tensor([2.1, -3.3])  # as programs initialise: no version counts this
         with torch.no_grad():
-            each[0].weight[1] *= 1.7
+            net[0].weight[1] *= 1.7
     params = MixedPrecision(handle, OPTIMIZERS["SGD"](model.parameters())).master_params()
     assert_same(list(params), list(twin.parameters()))
 

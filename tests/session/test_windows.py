@@ -190,7 +190,7 @@ def test_an_edit_of_scaled_gradients_is_warned_of_once(policy, max_grad_norm):
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             amp.step()
             amp.zero_grad()
-    assert [each.category for each in told] == [UserWarning]
+    assert [warning.category for warning in told] == [UserWarning]
     assert re.search(r"(?s)gradients .* carry the loss scale.*amp\.unscale_\(\)", str(told[0].message))
 
 

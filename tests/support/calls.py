@@ -1,4 +1,4 @@
-"""What the host does, counted and not timed: the functions that mezzo's own lines call."""
+"""The work of the host, counted and not timed: the functions that mezzo's own lines call."""
 
 import gc
 import sys
@@ -10,35 +10,35 @@ HOUSE = str(Path(mezzo.__file__).parent)
 
 
 def calls_of(function, events=("call", "c_call")):
-    """Return how many functions of mezzo's ran meanwhile, and how many of C's they called, both together.
+    """Return how many functions of mezzo's a call runs, and how many C functions they call, together.
 
     Args:
-        function: What is called.
-        events: Which of both count.
+        function: The function to call.
+        events: Which of both to count.
     """
-    found = 0
+    num_calls = 0
 
     def count(frame, event, _):
-        nonlocal found
-        found += event in events and frame.f_code.co_filename.startswith(HOUSE)
+        nonlocal num_calls
+        num_calls += event in events and frame.f_code.co_filename.startswith(HOUSE)
 
     before = sys.getprofile()
     gc.collect()
-    gc.disable()  # or it calls what sessions of before have left to be called when they go
+    gc.disable()  # or finalizers of earlier sessions would count
     sys.setprofile(count)
     try:
         function()
     finally:
         sys.setprofile(before)
         gc.enable()
-    return found
+    return num_calls
 
 
 def base_and_slope(calls, few, many):
     """Return the calls of a step of no tensor, and those that each tensor adds.
 
     Args:
-        calls: Gives the calls of a step, by the number of its tensors.
+        calls: Returns the calls of a step, by the number of its tensors.
         few: A number of tensors.
         many: A larger one.
     """

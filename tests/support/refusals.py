@@ -48,12 +48,12 @@ def of_session(amp):
     yield amp.loss_scale, amp.stats(), amp.max_grad_norm, amp.is_closed, engine_of(amp).writes.broken, repr(amp)
     if not amp.is_closed:
         yield [(value, value.grad) for value in amp.master_params()]
-        yield [(each.now.passes, each.now.scale, each.now.found_inf) for each in engine_of(amp).windows]
+        yield [(window.now.passes, window.now.scale, window.now.found_inf) for window in engine_of(amp).windows]
 
 
 def of_path(path):
-    for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
-        yield str(each), each.read_bytes() if each.is_file() else each.exists()
+    for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+        yield str(file), file.read_bytes() if file.is_file() else file.exists()
 
 
 LOOKS = {
@@ -67,8 +67,8 @@ LOOKS = {
 
 def facts(*parts):
     """Return every bit of models, gradients, optimizers, sessions, tensors and files; other things say nothing."""
-    found = [list(look(part)) for part in parts for kind, look in LOOKS.items() if isinstance(part, kind)]
-    return bits(copy.deepcopy(found))
+    values = [list(look(part)) for part in parts for cls, look in LOOKS.items() if isinstance(part, cls)]
+    return bits(copy.deepcopy(values))
 
 
 _CURE = re.compile(r"Policy\.O\d\([^()]*\)(?:\.\w+\([^()]*\))*(?:, (?:or )?the text [\w=.,*]*[\w*])?")

@@ -87,7 +87,7 @@ def show_json(value: Any) -> None:
 
 
 def note(text: str) -> None:
-    """Print a message in one line on stderr, as it is."""
+    """Print a message on stderr in one line, without markup."""
     Console(stderr=True).print(text, highlight=False, markup=False, soft_wrap=True)
 
 

@@ -130,8 +130,8 @@ def explain_script(
     else:
         for explanation in rehearsed.results:
             show_explanation(list(renderables(explanation, full=full)), full)
-    for what, why in rehearsed.left_alone.items():
-        note(f"{what} cannot be explained: {why}")
+    for model, why in rehearsed.left_alone.items():
+        note(f"{model} cannot be explained: {why}")
     if not rehearsed.results and rehearsed.error is None:
         note(f"{program.name} called no model to train before its step {steps or 1} was done")
     raise typer.Exit(code)

@@ -100,8 +100,8 @@ def plan(
     else:
         for planned in rehearsed.results:
             show_explanation(planned.parts(full=full), full)
-    for what, why in rehearsed.left_alone.items():
-        note(f"{what} cannot be planned: {why}")
+    for model, why in rehearsed.left_alone.items():
+        note(f"{model} cannot be planned: {why}")
     if not rehearsed.results and not rehearsed.left_alone and rehearsed.error is None:
         note(f"{program.name} called no model to train before its step {steps or 1} was done")
     raise typer.Exit(code)

@@ -103,7 +103,7 @@ def landmarks(number_format: Format) -> list[tuple[int, str]]:
         *([(sign, "−0"), (encode(-2.0), "−2")] if number_format.signed else []),
         *([(sign | infinity, "−inf")] if number_format.has_inf else []),
     ]
-    # In a format of few patterns one of them is several things.
+    # In a small format one pattern may be several landmarks.
     return [
         (bits, ", ".join(what for pattern, what in marks if pattern == bits))
         for bits in sorted({bits for bits, _ in marks})
@@ -167,7 +167,7 @@ def _landmarks(number_format: Format) -> Table:
 
 
 def _cells(number_format: Format, bits: int, what: str) -> dict[str, Any]:
-    """Describe a pattern: its three fields, sign, exponent and mantissa; in hexadecimal; its value, and what it is."""
+    """Return a pattern's row: its fields (sign, exponent, mantissa), hexadecimal digits, value, and meaning."""
     digits = f"{bits:0{number_format.num_bits}b}"
     mantissa = len(digits) - number_format.mantissa_bits
     sign = int(number_format.signed)
@@ -180,7 +180,7 @@ def _cells(number_format: Format, bits: int, what: str) -> dict[str, Any]:
 
 
 def _power(value: float) -> str:
-    """Write a power of two as one, with its decimal value."""
+    """Return a power of two as text, with its decimal value."""
     return f"2^{math.frexp(value)[1] - 1} ≈ {value:.4g}"
 
 

@@ -186,7 +186,7 @@ class Ranks:
     def agree(
         self, found_inf: Tensor, failed: Tensor, *, step: int, largest: Sequence[Tensor] = ()
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what holds on all ranks: one elementwise MAX over what each has found.
+        """Return flags that are equal on all ranks: their elementwise MAX.
 
         Args:
             found_inf: 0-d bool: whether this rank's gradients, or shards of them, were not finite.

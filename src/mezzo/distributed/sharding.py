@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -14,7 +13,7 @@ from mezzo.cast.model.checks import preparations_in, require_module, wanted_stor
 from mezzo.cast.model.places import has_forward
 from mezzo.cast.model.prepare import Prepared, as_named, with_pinned_classes
 from mezzo.errors import MezzoError, PolicyError, UnsupportedError, nearest, raise_together, shown, some_of
-from mezzo.policy import Policy
+from mezzo.policy import Policy, PolicyLike
 from mezzo.policy.rules import both, exact
 from mezzo.sharded import units
 from mezzo.tensors import LOW, dtype_name
@@ -23,7 +22,7 @@ M = TypeVar("M", bound=nn.Module)
 Classes: TypeAlias = type[nn.Module] | Iterable[type[nn.Module]]
 
 
-def fully_shard(model: M, policy: Policy | str | os.PathLike[str], *, wrap: Classes | None = None, **kwargs: Any) -> M:
+def fully_shard(model: M, policy: PolicyLike, *, wrap: Classes | None = None, **kwargs: Any) -> M:
     """Shard a model's parameters over ranks, as ``torch.distributed.fsdp.fully_shard`` does, in a policy's dtypes.
 
     Each rank keeps a part of every parameter; what a forward or backward pass needs is gathered, and let go. Under O2 a

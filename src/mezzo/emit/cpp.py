@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from mezzo.emit.tracing import ALIKE, Dialect
+from mezzo.emit.tracing import ALIKE, Dialect, Pure, spelled_alone
 
 #: BF16 and FP16 are moved as their bits: compilers have no such type in C++ before GCC 13.
 _TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
@@ -33,6 +33,8 @@ _TYPES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
 _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **ALIKE,
+        "aten.ge.Scalar": "{0} >= {1}",
+        "aten.ge.Tensor": "{0} >= {1}",
         "aten.add.Tensor": "{0} + {1}",
         "aten.sub.Tensor": "{0} - {1}",
         "aten.mul.Tensor": "{0} * {1}",
@@ -46,6 +48,9 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.sign.default of torch.float32": "float({0} > 0) - float({0} < 0)",
         "aten.maximum.default": "{0} > {1} || {0} != {0} ? {0} : {1}",
         "aten.clamp.default": "{0} < {1} ? {1} : {0} > {2} ? {2} : {0}",
+        "aten.clamp_min.default": "{0} < {1} ? {1} : {0}",
+        "aten.clamp_max.default": "{0} > {1} ? {1} : {0}",
+        "aten.rsub.Scalar": "{1} - {0}",
         "aten.where.self": "{0} ? {1} : {2}",
         "aten.masked_fill.Scalar": "{1} ? {2} : {0}",
         "aten.view.dtype": "bits<{dtype}>({0})",
@@ -149,3 +154,30 @@ static void narrow(const float* __restrict from, uint16_t* __restrict to, int64_
 def headers(dtypes: tuple[torch.dtype, ...]) -> str:
     """Return what kernels for elements of some dtypes begin with."""
     return _COMMON + (_FLOAT16 if torch.float16 in dtypes else "")
+
+
+def function(name: str, rule: Pure, parameters: Mapping[str, torch.dtype]) -> str:
+    """Write a C++ function of numbers.
+
+    Args:
+        name: Of the function.
+        rule: What it computes, a pure function of 0-d tensors.
+        parameters: Names of its parameters, and their dtypes.
+
+    Returns:
+        A function that returns the one result, or stores each of several at a pointer after the parameters.
+
+    Raises:
+        NoKernel: The rule uses an operation that is not in the table.
+    """
+    body = spelled_alone(rule, parameters, CPP)
+    takes = [f"{_TYPES[dtype]} {parameter}" for parameter, dtype in parameters.items()]
+    types = [_TYPES[result.dtype] for result in body.results]
+    if len(types) == 1:
+        returns, ends = types[0], [f"return {body.results[0].word};"]
+    else:
+        takes += [f"{cls}* result{index}" for index, cls in enumerate(types)]
+        returns, ends = "void", [f"*result{index} = {result.word};" for index, result in enumerate(body.results)]
+    lines = "\n    ".join([*body.body, *ends])
+    # Always inlined: a loop that calls a function for each element is no loop of vectors.
+    return f"__attribute__((always_inline)) static inline {returns} {name}({', '.join(takes)}) {{\n    {lines}\n}}\n"

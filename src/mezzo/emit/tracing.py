@@ -72,7 +72,7 @@ WRITE: Final = "nothing: torch's own operations compute the same; for a kernel, 
 _COMPUTED: Final = frozenset({torch.float32, torch.float64, torch.int32, torch.int64, torch.bool})
 #: What reads bits, whose dtype is not the result's.
 _BITS: Final = "aten.view.dtype"
-#: Operations that take a condition, and its place: it is no value among the others.
+#: Operations that take a condition, and its index among the arguments: it is no value among the others.
 _CONDITIONS: Final[Mapping[str, int]] = MappingProxyType({"aten.where.self": 0, "aten.masked_fill.Scalar": 1})
 #: What bools are good for but for being copied: languages compute otherwise with them.
 _LOGIC: Final = ("aten.bitwise_", "aten.where.", "aten.masked_fill.", "aten.eq.", "aten.ne.", "aten.scalar_tensor.")
@@ -216,47 +216,53 @@ def spelled(
     places = _places(graph, names, elements, groups)
 
     def named(node: fx.Node, name: str, template: str, value: str) -> str:
-        kind, (of, phase) = dialect.types[node.meta["val"].dtype], places[node]
-        text = template.format(type=kind, name=name, value=value)
-        read = [known[each] for each in node.all_input_nodes if places[each][0] != Of.STEP]
-        lines.append(Line(text, of, phase, name, kind, tuple(read)))
+        cls, (of, phase) = dialect.types[node.meta["val"].dtype], places[node]
+        text = template.format(type=cls, name=name, value=value)
+        read = [known[source] for source in node.all_input_nodes if places[source][0] != Of.STEP]
+        lines.append(Line(text, of, phase, name, cls, tuple(read)))
         return name
 
     for node in graph.nodes:
         operation, example = str(node.target), node.meta.get("val")
         if node.op == "placeholder":
             known[node] = next(given)
-            used |= {known[node]} if any(each.op != "output" for each in node.users) else set()
+            used |= {known[node]} if any(user.op != "output" for user in node.users) else set()
         elif node.op == "output":
-            results = [Result(known[each], each.meta["val"].dtype) for each in node.args[0]]
+            results = [Result(known[result], result.meta["val"].dtype) for result in node.args[0]]
         elif node.op != "call_function":
             raise _lacking("constant tensors (torch.tensor)", dialect)
         elif isinstance(example, Tensor) and example.dtype not in dialect.types:
             raise _lacking(f"{operation} of {example.dtype}", dialect)
         elif operation == _STACK:
-            known[node] = [known[each] for each in node.args[0]]
+            known[node] = [known[source] for source in node.args[0]]
         elif operation == _UNBIND and not isinstance(known[node.args[0]], str):
             known[node] = known[node.args[0]]
         elif operation == _ITEM:
             known[node] = known[node.args[0]][node.args[1]]
         elif operation == _COPY and isinstance(vector := known[node.args[0]], list):
             source = node.args[0].meta["val"].dtype
-            copied = [_cast(each, source, example.dtype, dialect) for each in vector]
+            copied = [_cast(word, source, example.dtype, dialect) for word in vector]
             known[node] = [
-                named(node, f"{node.name}_{place}", dialect.assigned, value) for place, value in enumerate(copied)
+                named(node, f"{node.name}_{index}", dialect.assigned, value) for index, value in enumerate(copied)
             ]
         elif operation == _LARGEST:
             known[node] = named(node, node.name, dialect.largest, known[node.args[0]])
         else:
-            its_own = {
-                each: dialect.spread.format(known[each])
-                if Of.STEP < places[each][0] < places[node][0] == Of.ELEMENT
-                else known[each]
-                for each in node.all_input_nodes
+            spread = {
+                source: dialect.spread.format(known[source])
+                if Of.STEP < places[source][0] < places[node][0] == Of.ELEMENT
+                else known[source]
+                for source in node.all_input_nodes
             }
-            known[node] = named(node, node.name, dialect.assigned, _expression(node, its_own, dialect))
-    of_words = {known[node]: place for node, place in places.items() if isinstance(known.get(node), str)}
+            known[node] = named(node, node.name, dialect.assigned, _expression(node, spread, dialect))
+    of_words = {known[node]: of_and_phase for node, of_and_phase in places.items() if isinstance(known.get(node), str)}
     return Spelled(names=names, used=used, lines=lines, results=results, places=of_words)
+
+
+def spelled_alone(function: Pure, parameters: Mapping[str, torch.dtype], dialect: Dialect) -> Spelled:
+    """Write a function of 0-d tensors that are called as its parameters, for a function of the language."""
+    examples = [torch.ones((), dtype=dtype, device="cpu") for dtype in parameters.values()]
+    return spelled(function, examples, [*parameters], dialect)
 
 
 def _places(
@@ -265,8 +271,8 @@ def _places(
     """Return what each operation is computed for, and in which phase."""
     places, given = dict[fx.Node, tuple[Of, int]](), iter(names)
     for node in graph.nodes:
-        sources = [places[each] for each in node.all_input_nodes]
-        of, phase = (max(each) for each in zip(*sources, strict=True)) if sources else (Of.STEP, 0)
+        sources = [places[source] for source in node.all_input_nodes]
+        of, phase = (max(column) for column in zip(*sources, strict=True)) if sources else (Of.STEP, 0)
         if node.op == "placeholder":
             name = next(given)
             of = Of.ELEMENT if name in elements else Of.GROUP if name in groups else Of.STEP
@@ -278,8 +284,8 @@ def _places(
     # What is computed of an element waits for the phase that needs it: random bits, say, are not kept until then.
     for node in reversed(graph.nodes):
         of, phase = places[node]
-        if node.op == "call_function" and of == Of.ELEMENT and not {"output"} & {each.op for each in node.users}:
-            places[node] = of, min(places[each][1] - (str(each.target) == _LARGEST) for each in node.users)
+        if node.op == "call_function" and of == Of.ELEMENT and not {"output"} & {user.op for user in node.users}:
+            places[node] = of, min(places[user][1] - (str(user.target) == _LARGEST) for user in node.users)
     return places
 
 
@@ -314,12 +320,12 @@ def _traced(function: Pure, examples: Sequence[Tensor], dialect: Dialect) -> fx.
 
 
 def _view_itself(node: fx.Node) -> None:
-    """Let a copy of a view (``aten.alias_copy``, ``aten.view_copy``) be the view, which has the same values."""
+    """Turn a copy of a view (``aten.alias_copy``, ``aten.view_copy``) into the view, which has the same values."""
     is_copy = torch.Tag.view_copy in getattr(node.target, "tags", ())
-    if is_copy and all("val" in each.meta for each in node.all_input_nodes):  # but of constants
+    if is_copy and all("val" in source.meta for source in node.all_input_nodes):  # but of constants
         namespace, name, overload = str(node.target).split(".")
         view = getattr(getattr(getattr(torch.ops, namespace), name.removesuffix("_copy")), overload)
-        args, options = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        args, options = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
         node.target, node.meta["val"] = view, view(*args, **options)
 
 
@@ -350,7 +356,7 @@ def _keeps_values(node: fx.Node) -> bool:
         return False
     if str(node.target) in _COPIES:
         return True
-    lying = [(each.stride(), each.storage_offset(), each.is_neg(), each.is_conj()) for each in (before, after)]
+    lying = [(t.stride(), t.storage_offset(), t.is_neg(), t.is_conj()) for t in (before, after)]
     return getattr(node.target, "is_view", False) and lying[0] == lying[1]
 
 
@@ -365,17 +371,17 @@ def _expression(node: fx.Node, known: Mapping[fx.Node, Any], dialect: Dialect) -
         return _cast(known[source], source.meta["val"].dtype, example.dtype, dialect)
     template = dialect.operations.get(f"{spelling} of {example.dtype}", dialect.operations.get(spelling))
     if template is None:
-        has_others = any(each.startswith(f"{spelling} of ") for each in dialect.operations)
+        has_others = any(line.startswith(f"{spelling} of ") for line in dialect.operations)
         raise _lacking(f"{spelling} of {example.dtype}" if has_others else spelling, dialect)
     if not _fits(template, args) or not _in_range(operation, args, example.dtype):
         raise _lacking(spelling + "".join(f", {arg}" for arg in args[1:] if not isinstance(arg, fx.Node)), dialect)
     among = _computed_in(node, spelling, dialect)
 
-    def word(place: int, arg: Any) -> str:
+    def word(index: int, arg: Any) -> str:
         if not isinstance(arg, fx.Node):
             return dialect.literal(arg, among) if isinstance(arg, int | float) else ""
         source: torch.dtype = arg.meta["val"].dtype
-        is_value = operation != _BITS and place != _CONDITIONS.get(operation)
+        is_value = operation != _BITS and index != _CONDITIONS.get(operation)
         return _cast(known[arg], source, among, dialect) if is_value and source != among else str(known[arg])
 
     return template.format(*itertools.starmap(word, enumerate(args)), dtype=dialect.types[example.dtype])
@@ -391,19 +397,21 @@ def _computed_in(node: fx.Node, spelling: str, dialect: Dialect) -> torch.dtype:
     condition = _CONDITIONS.get(operation)
     values = [arg.meta["val"] for at, arg in enumerate(node.args) if isinstance(arg, fx.Node) and at != condition]
     numbers = [arg for arg in node.args if isinstance(arg, int | float)]
-    dtypes = {each.dtype for each in values}
-    if others := [each for each in (*(each.dtype for each in values), result) if each not in _COMPUTED]:
-        raise _lacking(f"{spelling} of {others[0]}", dialect)  # of which no update consists
+    dtypes = {value.dtype for value in values}
+    if stored := [dtype for dtype in (*(value.dtype for value in values), result) if dtype not in _COMPUTED]:
+        raise _lacking(f"{spelling} of {stored[0]}", dialect)  # of which no update consists
     # Of two floating dtypes torch takes that of the elements before that of a number, which is none here.
-    kinds = [(each.is_floating_point, each == torch.bool) for each in dtypes]
-    if len(set(kinds)) < len(kinds):
+    classes = [(dtype.is_floating_point, dtype == torch.bool) for dtype in dtypes]
+    if len(set(classes)) < len(classes):
         raise _lacking(f"{spelling} of {' and '.join(sorted(map(str, dtypes)))}", dialect)
     among: torch.dtype = result
     if result == torch.bool and values:
         among = functools.reduce(torch.promote_types, dtypes)
-        among = functools.reduce(torch.promote_types, (torch.result_type(values[0], each) for each in numbers), among)
+        among = functools.reduce(
+            torch.promote_types, (torch.result_type(values[0], number) for number in numbers), among
+        )
     is_exact = among.is_floating_point or all(
-        isinstance(each, int) and (among == torch.bool or _holds(among, each)) for each in numbers
+        isinstance(number, int) and (among == torch.bool or _holds(among, number)) for number in numbers
     )
     if not is_exact or among not in dialect.types or (among == torch.bool and not operation.startswith(_LOGIC)):
         raise _lacking(f"{spelling} of {' and '.join([*sorted(map(str, dtypes)), *map(str, numbers)])}", dialect)
@@ -435,15 +443,15 @@ def _in_range(operation: str, args: Sequence[Any], dtype: torch.dtype) -> bool:
     """Whether numbers among arguments are such that templates mean what torch does."""
     numbers = [arg for arg in args if isinstance(arg, int | float)]
     if operation in _SHIFTS:
-        return all(0 <= each < 8 * dtype.itemsize for each in numbers)
+        return all(0 <= number < 8 * dtype.itemsize for number in numbers)
     return not operation.startswith("aten.clamp") or bool(numbers[0] <= numbers[-1])  # else torch's bounds are NaN, say
 
 
 def _fits(template: str, args: Sequence[Any]) -> bool:
     """Whether a template has a place for each number among arguments, and an argument for each place."""
     places = {int(name) for _, name, _, _ in string.Formatter().parse(template) if name and name.isdigit()}
-    given = {place for place, arg in enumerate(args) if arg is not None}
-    numbers = {place for place in given if not isinstance(args[place], fx.Node | torch.dtype)}
+    given = {index for index, arg in enumerate(args) if arg is not None}
+    numbers = {index for index in given if not isinstance(args[index], fx.Node | torch.dtype)}
     return numbers <= places <= given
 
 

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from mezzo.emit.tracing import ALIKE, Dialect
+from mezzo.emit.tracing import ALIKE, Dialect, Pure, spelled_alone
 
 #: What kernels call the dtypes of elements in memory. BF16 is moved as its bits, which are FP32's upper half: exact
 #: both ways, since values to store are on BF16's grid already, and the sign of a NaN stays.
@@ -59,6 +59,7 @@ _OPERATIONS: Final[Mapping[str, str]] = MappingProxyType(
         "aten.eq.Scalar": "{0} == {1}",
         "aten.ne.Scalar": "{0} != {1}",
         "aten.ge.Scalar": "{0} >= {1}",
+        "aten.ge.Tensor": "{0} >= {1}",
         "aten.bitwise_and.Tensor": "{0} & {1}",
         "aten.bitwise_not.default of torch.bool": "{0} == 0",
         "aten.clamp_min.default": "tl.where({0} < {1}, {1}, {0})",
@@ -90,3 +91,19 @@ TRITON: Final = Dialect(
     assigned="{name} = {value}",
     literal=_literal,
 )
+
+
+def function(name: str, rule: Pure, parameters: Mapping[str, torch.dtype]) -> str:
+    """Write a Triton function of numbers or blocks of them, which returns what the rule returns.
+
+    Args:
+        name: Of the function.
+        rule: What it computes, a pure function of 0-d tensors.
+        parameters: Names of its parameters, and their dtypes.
+
+    Raises:
+        NoKernel: The rule uses an operation that is not in the table.
+    """
+    body = spelled_alone(rule, parameters, TRITON)
+    lines = "\n    ".join([*body.body, f"return {', '.join(str(result.word) for result in body.results)}"])
+    return f"@triton.jit\ndef {name}({', '.join(parameters)}):\n    {lines}\n\n\n"

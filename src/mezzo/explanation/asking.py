@@ -72,7 +72,7 @@ class _CallSeen:
 
     @property
     def computes_in(self) -> tuple[str, ...]:
-        """Names of the dtypes in which the call computes; of a conversion, that which it converts."""
+        """Names of the dtypes in which the call computes; of a conversion, the dtype before it."""
         return self.formats or tuple(self.inputs if self.kernels or self.is_emulated else self.converted)
 
 
@@ -85,7 +85,7 @@ class Asked:
         stored: The buffers whose integers were rounded where they are stored, by path.
 
     Attributes:
-        accounts: Whose each cast is.
+        accounts: Who made each cast.
         inner_ops: The kernels of each op, by module.
         rows: Every op that read or made floating numbers in the forward pass, in the order of first use.
         products: The products of the forward pass, those with the most operations first.
@@ -101,11 +101,11 @@ class Asked:
             if record.effect in ("cast", "free cast"):
                 self.accounts[record] = self._account(record, numbered)
             if record.effect != "free cast":
-                self._enter(record)
+                self._add_kernel(record)
         self.rows, self.products = tallied(self._rows()), self._products()
 
-    def _enter(self, record: KernelRecord) -> None:
-        """Take note of a kernel: what enters it from outside the call is what the call computes in."""
+    def _add_kernel(self, record: KernelRecord) -> None:
+        """Add a kernel to its call: what the kernel reads from outside the call is what the call computes in."""
         inside = self._inside.setdefault(record.call, _CallSeen())
         is_emulated, is_forward = record.by == "emulation", record.phase == "forward"
         outside = [value for value in record.reads if not self._is_made_by(record.call, value.memory)]
@@ -126,14 +126,14 @@ class Asked:
         return memory in self._inside.get(call, _CallSeen()).memory or self.table.allocated.get(memory) is call
 
     def _account(self, record: KernelRecord, numbered: dict[int, Account]) -> Account:
-        """Say whose cast it is: emulation's, the policy's, the model's own code's, or torch's inside a function."""
+        """Return whose cast a kernel is: of emulation, the policy, the model's own code, or torch inside a function."""
         call, node = record.call, record.node
         if record.by == "emulation":
             return Account("emulation", record)
         if node is not None:
             # The gradient of a cast is cast back on the same account; others follow from mixed dtypes.
-            found = numbered.get(node.number) if node.name in _OF_CASTS else None
-            return found or Account("model" if node.is_custom else "torch", record)
+            of_cast = numbered.get(node.number) if node.name in _OF_CASTS else None
+            return of_cast or Account("model" if node.is_custom else "torch", record)
         if record.by in ("cast", "quantised") or (call.number >= 0 and (call.hidden or self._asks_for(record))):
             by = "policy"
         else:
@@ -175,7 +175,7 @@ class Asked:
 
     def casts(self) -> tuple[Cast, ...]:
         """Return every conversion between floating dtypes, largest first; those of emulation last."""
-        found = tallied(
+        casts = tallied(
             Cast(
                 module=record.module,
                 op="" if record.call.hidden else record.call.op,
@@ -190,17 +190,19 @@ class Asked:
             for record, account in self.accounts.items()
             if record.effect == "cast"
         )
-        return tuple(sorted(found, key=lambda cast: (cast.by == "emulation", -cast.num_bytes, cast.module)))
+        return tuple(sorted(casts, key=lambda cast: (cast.by == "emulation", -cast.num_bytes, cast.module)))
 
     def moved_bytes(self) -> int:
         """Return what all kernels read and write, casts included, without what only emulation does."""
-        only_emulated = (each for each, account in self.accounts.items() if account.by == "emulation")
-        return sum(each.num_bytes for each in self.table.kernels) - sum(each.num_bytes for each in only_emulated)
+        only_emulated = (record for record, account in self.accounts.items() if account.by == "emulation")
+        return sum(record.num_bytes for record in self.table.kernels) - sum(
+            record.num_bytes for record in only_emulated
+        )
 
     def logits(self) -> list[Account]:
         """Return the casts that widen what a softmax over the last dimension reads, of a loss or of a product."""
         widened: dict[int, tuple[bool, tuple[Account, ...]]] = {}
-        found: dict[Account, None] = {}
+        widening: dict[Account, None] = {}
         for record in self._forward():
             of_read = next((widened[value.number] for value in record.reads if value.number in widened), None)
             is_product, accounts = of_read or (False, ())
@@ -209,13 +211,13 @@ class Asked:
                 if widens and record.by != "emulation":
                     accounts = (*accounts, self.accounts[record])
             elif record.flops is not None:
-                is_product, accounts = any(self.table.role_of(each) == "parameter" for each in _factors(record)), ()
+                is_product, accounts = any(self.table.role_of(factor) == "parameter" for factor in _factors(record)), ()
             elif record.effect != "rearranging" or of_read is None:
                 if record.name in ("softmax", "log_softmax") and _is_over_last(record):
-                    found |= dict.fromkeys(accounts if is_product or record.name == "log_softmax" else ())
+                    widening |= dict.fromkeys(accounts if is_product or record.name == "log_softmax" else ())
                 continue
             widened.update((value.number, (is_product, accounts)) for value in record.gives)
-        return list(found)
+        return list(widening)
 
     def num_bytes(self, accounts: list[Account]) -> int:
         """Return what the casts on some accounts read and write."""
@@ -227,27 +229,27 @@ class Asked:
         """Yield the products of the forward pass, and the format that each reads; no rotation, which is a cast's."""
         for record in self._forward():
             if record.by != "cast" and (record.flops is not None or record.sizes is not None):
-                dtype = next(each.dtype for each in record.reads if each.dtype.is_floating_point)
+                dtype = next(value.dtype for value in record.reads if value.dtype.is_floating_point)
                 yield record, dtype_name(self._dtype if record.by == "emulation" else dtype)
 
     def misaligned(self) -> tuple[Misaligned, ...]:
         """Return the products with a dimension that tensor cores do not like."""
-        found = []
+        products = []
         for record, name in self._multiplying():
             multiple, shape = multiple_of(getattr(torch, name)), record.sizes or ()
             if multiple is not None and any(size % multiple for _, size in shape):
-                place: dict[str, Any] = {"module": record.module, "op": record.call.op, "line": record.call.line}
-                found.append(Misaligned(**place, shape=shape, dtype=name, multiple=multiple, count=1))
-        return tallied(found)
+                location: dict[str, Any] = {"module": record.module, "op": record.call.op, "line": record.call.line}
+                products.append(Misaligned(**location, shape=shape, dtype=name, multiple=multiple, count=1))
+        return tallied(products)
 
     def _products(self) -> tuple[Product, ...]:
-        found = []
+        products = []
         for record, name in self._multiplying():
             if record.flops is not None:
                 dtype, why = next(iter(record.formats), name), record.call.why
-                place: dict[str, Any] = {"module": record.module, "op": record.op, "line": record.call.line}
-                found.append(Product(**place, dtype=dtype, count=1, flops=record.flops[0], why=why))
-        return tuple(sorted(tallied(found), key=lambda product: -product.flops))
+                location: dict[str, Any] = {"module": record.module, "op": record.op, "line": record.call.line}
+                products.append(Product(**location, dtype=dtype, count=1, flops=record.flops[0], why=why))
+        return tuple(sorted(tallied(products), key=lambda product: -product.flops))
 
     def integers(self) -> Counter[tuple[str, str, str | None, Integers]]:
         """Count the exact integers that products read rounded to a low format, by module, op and line."""
@@ -255,21 +257,21 @@ class Asked:
         labels: dict[int, Integers] = {
             number: Integers(lost, self.table.names[number]) for number, lost in of_buffers if lost is not None
         }
-        found = Counter[tuple[str, str, str | None, Integers]]()
+        counts = Counter[tuple[str, str, str | None, Integers]]()
         for record in self._forward():
             if record.flops is not None:
                 for read in {labels[value.number] for value in _factors(record) if value.number in labels}:
-                    found[record.module, record.op, record.call.line, read] += 1
+                    counts[record.module, record.op, record.call.line, read] += 1
             elif record.effect in HANDS_ON or record.effect == "rounding":
-                known = (labels[value.number] for value in record.reads if value.number in labels)
-                label: Integers | None = next(known, None)
+                labels_read = (labels[value.number] for value in record.reads if value.number in labels)
+                label: Integers | None = next(labels_read, None)
                 lost = record.probes.get("integers")
                 if label is None and lost is not None:
                     by = self.accounts[record].by if record.effect == "cast" else "model"
                     label = Integers(lost, by, record.call.line if by == "model" else None)
                 if label is not None:
                     labels.update((value.number, label) for value in record.gives)
-        return found
+        return counts
 
 
 def _factors(record: KernelRecord) -> Sequence[Value]:
@@ -302,12 +304,14 @@ def _row(call: CallRecord, inside: _CallSeen) -> Row:
 
 
 def _disagreement(call: CallRecord, inside: _CallSeen) -> str:
-    """Compare what was measured with what was decided."""
+    """Return in words how the measured precision differs from the decided one; empty where it does not."""
     if call.is_conversion:
         return ""  # the model's own code names the dtype
-    ins, given = [[name for name in names if name in _CASTABLE] for names in (inside.computes_in, call.argument_dtypes)]
+    ins, argument_dtypes = [
+        [name for name in names if name in _CASTABLE] for names in (inside.computes_in, call.argument_dtypes)
+    ]
     outs = [name for name in call.returns if name in _CASTABLE]
-    if call.written is not None:  # read, where it is in place, and rounded to, whatever the op computes in
+    if call.written is not None:  # an in-place op reads its target, and rounds to its dtype, whatever it computes in
         ins, outs = [name for name in ins if name not in call.written], []
     match call.decision.treatment:
         case "low":
@@ -316,14 +320,14 @@ def _disagreement(call: CallRecord, inside: _CallSeen) -> str:
             wanted, agrees = treatment, bool(inside.formats)
         case "fp32":
             returned = {"float32", call.low_dtype} if call.goes_back else {"float32"}
-            wanted, agrees = "float32", not set(ins) - {"float32"} and not (given and set(outs) - returned)
+            wanted, agrees = "float32", not set(ins) - {"float32"} and not (argument_dtypes and set(outs) - returned)
         case "fp32_math":
-            wanted = f"float32 inside, {given[0] if given else 'float32'} out"
-            agrees = not set(ins) - {"float32"} and not (given and set(outs) - {given[0]})
+            wanted = f"float32 inside, {argument_dtypes[0] if argument_dtypes else 'float32'} out"
+            agrees = not set(ins) - {"float32"} and not (argument_dtypes and set(outs) - {argument_dtypes[0]})
         case "promote":
             wanted, agrees = "one dtype", len(set(ins)) <= 1
         case _:
-            wanted, agrees = "the dtypes it is given", not (given and set(ins) - set(given))
+            wanted, agrees = "the dtypes it is given", not (argument_dtypes and set(ins) - set(argument_dtypes))
     if agrees:
         return ""
     inner = sorted(inside.kernels - {call.op})

@@ -41,7 +41,7 @@ def explain(
     policy: Policy | str | os.PathLike[str] | None = None,
     loss: Loss | None = None,
 ) -> Explanation:
-    """Say which precision each op in each module gets, and why, from one traced forward and backward pass.
+    """Return which precision each op in each module gets, and why, from one traced forward and backward pass.
 
     The dtypes are measured at the kernels, not read off the policy; where the two disagree there is a finding. What
     the policy decides, it decides for the device that the tensors are on. The pass runs on a deep copy of the model
@@ -91,12 +91,12 @@ def explain(
     args, kwargs = arguments(inputs, "mezzo.explain")
     if not isinstance(model, nn.Module):
         raise PolicyError(f"a model must be an nn.Module, not {type(model).__name__}", write="mezzo.explain(model, …)")
-    given = (tensor.device for tensor in tensors((args, kwargs)))
-    devices = list(dict.fromkeys((*devices_of([model]), *given)))
+    of_inputs = (tensor.device for tensor in tensors((args, kwargs)))
+    devices = list(dict.fromkeys((*devices_of([model]), *of_inputs)))
     _check_runs(model, devices)
     # A region that is active where explain is called would act on top of the policy's.
     with as_training_runs(devices), autocast("O0"):
-        args, kwargs = own((args, kwargs))
+        args, kwargs = copied_inputs((args, kwargs))
         return _traced(
             copied(model, "mezzo.explain(build_model(), inputs, policy)"), args, kwargs, policy, loss, devices
         )
@@ -107,9 +107,11 @@ def _traced(
 ) -> Explanation:
     policy = as_named(model, policy)
     rounded = _rounded_buffers(model, policy)
-    handle = Prepared(model, policy, tells=False)  # a finding does
-    low = LowNumbers(model, lambda: recorder.recorded)
-    probes = [RoundedIntegers(), *low.probes] if policy.casts or policy.param_dtype in LOW else [RoundedIntegers()]
+    handle = Prepared(model, policy, tells=False)  # findings tell it
+    low_numbers = LowNumbers(model, lambda: recorder.recorded)
+    probes = (
+        [RoundedIntegers(), *low_numbers.probes] if policy.casts or policy.param_dtype in LOW else [RoundedIntegers()]
+    )
     recorder = PassRecorder(handle.policy, _ruled(model, handle.policy), where=Locator(until=frame_id()), probes=probes)
     region = handle.autocast()
     recorder.learn(model, (args, kwargs))
@@ -134,7 +136,7 @@ def _traced(
         rows=asked.rows,
         casts=asked.casts(),
         misaligned=asked.misaligned(),
-        findings=findings(model, policy, asked, low, has_backward=bool(differentiable)),
+        findings=findings(model, policy, asked, low_numbers, has_backward=bool(differentiable)),
         products=asked.products,
         moved_bytes=asked.moved_bytes(),
         weights=str(stored) if (stored := halves(model)).count else "",
@@ -170,12 +172,12 @@ def arguments(inputs: tuple[Any, ...], verb: str) -> tuple[tuple[Any, ...], dict
     )
 
 
-def own(inputs: Any) -> Any:
-    """Copy the tensors in nested containers, each once, so that no gradient or in-place edit reaches the user's."""
-    known: dict[int, Tensor] = {}
+def copied_inputs(inputs: Any) -> Any:
+    """Return a copy of nested containers, each tensor copied once: no gradient or in-place edit reaches the user's."""
+    copies: dict[int, Tensor] = {}
 
     def copy(tensor: Tensor) -> Tensor:
-        return known.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        return copies.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
 
     return mapped(inputs, copy)
 
@@ -191,56 +193,56 @@ def _check_runs(model: nn.Module, devices: list[torch.device]) -> None:
 
 
 def _ruled(model: nn.Module, policy: Policy) -> dict[int, tuple[Rule, str]]:
-    """Find the rule that speaks about each parameter and buffer, under the first path that has one."""
-    found: dict[int, tuple[Rule, str]] = {}
+    """Return the rule of each parameter and buffer, and the first path that has it, by id."""
+    rules: dict[int, tuple[Rule, str]] = {}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for path, tensor in named:
         rule = policy.product_rule(path) or policy.storage(path, path.rpartition(".")[0])[1]
-        if rule is not None and id(tensor) not in found:
-            found[id(tensor)] = (rule, path)
-    return found
+        if rule is not None and id(tensor) not in rules:
+            rules[id(tensor)] = (rule, path)
+    return rules
 
 
 def _rounded_buffers(model: nn.Module, policy: Policy) -> dict[str, LostIntegers]:
-    """Find the buffers whose integers are lost where they are stored low, in O3, before they are."""
-    found = {}
+    """Return what is lost of the integers in buffers that O3 stores low."""
+    lost_by_path = {}
     for path, buffer in model.named_buffers() if policy.param_dtype in LOW else ():
         dtype, _ = policy.storage(path, path.rpartition(".")[0])
         if buffer.dtype == torch.float32 and dtype in LOW and (lost := lost_integers(buffer, dtype)) is not None:
-            found[path] = lost
-    return found
+            lost_by_path[path] = lost
+    return lost_by_path
 
 
 # The backward pass ------------------------------------------------------------------------------------
 
 
 def _starts(output: Any) -> list[Tensor]:
-    found = {id(x): x for x in tensors(output) if x.is_floating_point()}
-    if not found:
+    floating = {id(x): x for x in tensors(output) if x.is_floating_point()}
+    if not floating:
         raise PolicyError(
             "the model's output holds no floating tensor to start a backward pass from",
             where=type(output).__name__,
             write="mezzo.explain(model, inputs, policy, loss=lambda output: …)   # a scalar",
         )
-    return list(found.values())
+    return list(floating.values())
 
 
 # After ------------------------------------------------------------------------------------------------
 
 
 def _emulated(policy: Policy, device_types: tuple[str, ...], rows: tuple[Row, ...]) -> tuple[Emulated, ...]:
-    """Say why the families that were emulated were, on the first device that emulates them."""
+    """Return why families were emulated, on the first device that emulates them."""
     were = {family_of(row.op) for row in rows if row.emulated}
     below: tuple[Treatment, ...] = tuple(
         treatment for treatment in QUANTISED if any(row.emulated and row.treatment == treatment for row in rows)
     )
-    found: dict[str, Emulated] = {}
-    for kind in reversed(device_types):
-        for family, choice in arithmetic(policy.dtype, kind, policy.emulate).items():
+    by_family: dict[str, Emulated] = {}
+    for device_type in reversed(device_types):
+        for family, choice in arithmetic(policy.dtype, device_type, policy.emulate).items():
             if family in were and choice.action == "emulate":
-                found[family] = Emulated(family, choice.reason)
+                by_family[family] = Emulated(family, choice.reason)
         for treatment in below:
-            lacks = recipe_of(policy, treatment).support_on(kind, policy.dtype).lacks
+            lacks = recipe_of(policy, treatment).support_on(device_type, policy.dtype).lacks
             name = f"{treatment} products"
-            found[name] = Emulated(name, "emulate=True asks for it" if policy.emulate is True else lacks)
-    return tuple(found.values())
+            by_family[name] = Emulated(name, "emulate=True asks for it" if policy.emulate is True else lacks)
+    return tuple(by_family.values())

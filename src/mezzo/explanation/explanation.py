@@ -71,14 +71,14 @@ class Section(NamedTuple):
 
 def few_rows(of: Explanation) -> Iterator[Section]:
     """Yield the tables that have rows: what costs most first, then what each op got."""
-    low, flops = dtype_name(Policy.parse(of.policy).dtype), _flops(of.products)
+    low_dtype, flops = dtype_name(Policy.parse(of.policy).dtype), _flops(of.products)
     tables = (
         _section(
-            f"products that do not run in {format_text([low])}",
-            _alike((each for each in of.products if each.dtype != low), "op dtype why"),
+            f"products that do not run in {format_text([low_dtype])}",
+            _alike((product for product in of.products if product.dtype != low_dtype), "op dtype why"),
             {
-                "where": _module, "op": "op", "runs in": lambda each: format_text([each.dtype]),
-                "of FLOPs": lambda each: share_text(each.flops, flops), "because": "why",
+                "where": _module, "op": "op", "runs in": lambda product: format_text([product.dtype]),
+                "of FLOPs": lambda product: share_text(product.flops, flops), "because": "why",
             },
             cost="flops", whole=flops,
         ),
@@ -87,14 +87,14 @@ def few_rows(of: Explanation) -> Iterator[Section]:
             _alike((cast for cast in of.casts if cast.by != "emulation"), "op phase what before after by"),
             {
                 "where": _module, "for": "op",
-                "what": lambda each: f"{each.what} {_conversion(each)}, {each.phase}",
-                "by": "by", "bytes": _bytes, "share": lambda each: share_text(each.num_bytes, of.moved_bytes),
+                "what": lambda cast: f"{cast.what} {_conversion(cast)}, {cast.phase}",
+                "by": "by", "bytes": _bytes, "share": lambda cast: share_text(cast.num_bytes, of.moved_bytes),
             },
             cost="num_bytes", whole=of.moved_bytes,
         ),
         _section(_PADDED, _alike(of.misaligned, "op shape"), _columns("where,op,shape,pad")),
         # Products in FP32 are in a table of their own, above.
-        _section("findings", (each for each in of.findings if each.kind != "FP32 product"), _FOUND),
+        _section("findings", (finding for finding in of.findings if finding.kind != "FP32 product"), _FOUND),
         _section(
             "ops, forward",
             _alike(of.rows, " ".join(field.name for field in dataclasses.fields(Row) if field.name != "module")),
@@ -121,11 +121,11 @@ def all_rows(of: Explanation) -> tuple[Section, ...]:
 
 
 def _section(title: str, rows: Iterable[Any], columns: _Columns, *, cost: str = "", whole: int = 0) -> Section:
-    """Return a table; one with a cost is sorted by it, and the cheap end of it added up."""
+    """Return a table. With a cost its rows are sorted by that, and the cheapest rows are added up in one line."""
     rows, rest = list(rows), ""
     if cost:
         rows.sort(key=attrgetter(cost), reverse=True)
-        # One row more says no less than a line about it.
+        # One row takes no more room than a line that says one row was left out.
         left = rows[_MOST_ROWS:] if len(rows) > _MOST_ROWS + 1 else []
         rows = rows[: len(rows) - len(left)]
         share = share_text(sum(map(attrgetter(cost), left)), whole)
@@ -136,7 +136,7 @@ def _section(title: str, rows: Iterable[Any], columns: _Columns, *, cost: str = 
 
 
 def _alike(rows: Iterable[Any], fields: str) -> Iterator[Any]:
-    """Yield one row for those of alike modules that agree in some fields, with what they have together."""
+    """Yield one row, with the sums, for all rows of alike modules that agree in some fields."""
     for fold in folded(rows, attrgetter("module"), attrgetter(*fields.split())):
         yield replace(summed(fold.rows), module=fold.text)
 
@@ -173,8 +173,8 @@ def _decider(row: Row) -> str:
     mark = " (!)" if row.disagreement else ""
     if row.rule is None:
         return f"{row.source}: {row.treatment}, {row.reason}{mark}"
-    own = "" if row.reason == f"the rule {row.rule} matches first" else f": {row.reason}"
-    return f"rule {row.rule}{own}{mark}"
+    reason = "" if row.reason == f"the rule {row.rule} matches first" else f": {row.reason}"
+    return f"rule {row.rule}{reason}{mark}"
 
 
 def _computes_in(row: Row) -> str:
@@ -204,7 +204,7 @@ _CELLS: Final[_Columns] = {
     "bytes": _bytes,
     "multiple of": "multiple",
     "pad": "pads",
-    "shape": lambda each: " · ".join(f"{name} {size}" for name, size in each.shape),
+    "shape": lambda product: " · ".join(f"{name} {size}" for name, size in product.shape),
 }
 _FOUND: Final[_Columns] = {"kind": "kind", "where": "where", "what": "text"}
 
@@ -233,79 +233,80 @@ class Answer:
 
 
 def answer_to(of: Explanation) -> Answer:
-    """Say in words what an explanation comes to."""
+    """Return the answer of an explanation in words."""
     policy = Policy.parse(of.policy)
-    others = [each for each in of.products if each.dtype != dtype_name(policy.dtype)]
+    not_low = [product for product in of.products if product.dtype != dtype_name(policy.dtype)]
     # A better policy costs no accuracy in itself.
-    unlisted = list(dict.fromkeys(each.op for each in others if each.why == _UNLISTED))
+    unlisted = list(dict.fromkeys(product.op for product in not_low if product.why == _UNLISTED))
     is_better = policy.dtype != torch.float32 and bool(unlisted)
     return Answer(
-        headline=_headline(of, dtype_name(policy.dtype), others),
-        points=(*_other_products(of, others), *_points(of)),
+        headline=_headline(of, dtype_name(policy.dtype), not_low),
+        points=(*_other_products(of, not_low), *_points(of)),
         write=str(policy.low(*unlisted)) if is_better else "",
         why=f"products that no list names run low: {some_of(unlisted)}" if is_better else "",
     )
 
 
-def _headline(of: Explanation, low: str, others: list[Product]) -> str:
-    total, wide = _count(of.products), _count(others)
+def _headline(of: Explanation, low_dtype: str, not_low: list[Product]) -> str:
+    total, wide = _count(of.products), _count(not_low)
     products, under = f"{counted(total, 'product')} of {of.model}", f"under {of.policy}"
     if not total:
         return f"{of.model} {under}: no matrix product or convolution was counted"
     every = f"All {products} run" if total > 1 else f"The {products} runs"
-    if low == "float32" and not others:
+    if low_dtype == "float32" and not not_low:
         return f"{every} in FP32 {under}, which asks for nothing lower"
-    if not others:
-        return f"{every} in {format_text([low])} {under}: 100 % of {'their' if total > 1 else 'its'} FLOPs"
+    if not not_low:
+        return f"{every} in {format_text([low_dtype])} {under}: 100 % of {'their' if total > 1 else 'its'} FLOPs"
     if wide == total:
-        return f"No product of {of.model} runs in {format_text([low])} {under}"
-    share = share_text(_flops(of.products) - _flops(others), _flops(of.products))
-    return f"{total - wide:,} of {products} run in {format_text([low])} {under}: {share} of their FLOPs"
+        return f"No product of {of.model} runs in {format_text([low_dtype])} {under}"
+    share = share_text(_flops(of.products) - _flops(not_low), _flops(of.products))
+    return f"{total - wide:,} of {products} run in {format_text([low_dtype])} {under}: {share} of their FLOPs"
 
 
-def _other_products(of: Explanation, others: list[Product]) -> Iterator[str]:
-    """Say of products in another format where they are, and why."""
+def _other_products(of: Explanation, not_low: list[Product]) -> Iterator[str]:
+    """Yield where products run in another format, and why, by reason."""
     reasons: defaultdict[tuple[str, str], list[Product]] = defaultdict(list)
-    for each in others:
-        reasons[each.dtype, each.why].append(each)
-    dearest = sorted(reasons.items(), key=lambda each: -_flops(each[1]))
+    for product in not_low:
+        reasons[product.dtype, product.why].append(product)
+    dearest = sorted(reasons.items(), key=lambda reason: -_flops(reason[1]))
     for (dtype, why), products in dearest[:_MOST_REASONS]:
         share = share_text(_flops(products), _flops(of.products))
-        where = some_of([location_text(each.module, each.op) for each in _alike(products, "op")], 1)
+        where = some_of([location_text(product.module, product.op) for product in _alike(products, "op")], 1)
         yield f"{_count(products):,} in {format_text([dtype])}, {share} of the FLOPs: {where} ({why})"
-    if rest := [each for _, products in dearest[_MOST_REASONS:] for each in products]:
+    if rest := [product for _, products in dearest[_MOST_REASONS:] for product in products]:
         share = share_text(_flops(rest), _flops(of.products))
         yield f"{_count(rest):,} more for other reasons, {share} of the FLOPs"
 
 
 def _points(of: Explanation) -> Iterator[str]:
-    """Say what casts cost, where weights lie, what to pad, and what the findings below are about, products apart."""
-    kinds = Counter[str]()
+    """Yield what casts cost, where weights lie, what to pad, and the kinds of findings, products apart."""
+    cast_bytes = Counter[str]()
     for cast in of.casts:
         if cast.by != "emulation":
-            kinds[f"{cast.what}s {_conversion(cast)}"] += cast.num_bytes
+            cast_bytes[f"{cast.what}s {_conversion(cast)}"] += cast.num_bytes
     total = of.cast_bytes()
-    if kinds:
+    if cast_bytes:
         share = f", {share_text(total, of.moved_bytes)} of all bytes" if of.moved_bytes else ""
-        dearest = ", ".join(f"{kind} {byte_text(size)}" for kind, size in kinds.most_common(2))
+        dearest = ", ".join(f"{cast_name} {byte_text(size)}" for cast_name, size in cast_bytes.most_common(2))
         casts = f"{counted(of.num_casts(), 'cast')} read and write {byte_text(total)}{share}"
-    yield f"{casts}; the dearest: {dearest}" if kinds else "no casts"
+    yield f"{casts}; the dearest: {dearest}" if cast_bytes else "no casts"
     if of.weights:
         yield f"weights: {of.weights}"
     if of.misaligned:
         count = counted(_count(of.misaligned), "product")
         yield f"{count} with dimensions that tensor cores do not like, such as {of.misaligned[0].pads}"
-    found = Counter(each.kind for each in of.findings if each.kind != "FP32 product")
-    if found:
-        yield f"findings below: {', '.join(f'{kind} ×{count}' if count > 1 else kind for kind, count in found.items())}"
+    num_findings = Counter(finding.kind for finding in of.findings if finding.kind != "FP32 product")
+    if num_findings:
+        listed = (f"{name} ×{count}" if count > 1 else name for name, count in num_findings.items())
+        yield f"findings below: {', '.join(listed)}"
 
 
 def _count(products: Iterable[Product | Misaligned]) -> int:
-    return sum(each.count for each in products)
+    return sum(product.count for product in products)
 
 
 def _flops(products: Iterable[Product]) -> int:
-    return sum(each.flops for each in products)
+    return sum(product.flops for product in products)
 
 
 # An explanation as text: the answer first, then tables that fit the terminal and are never cut.
@@ -349,13 +350,13 @@ def table(
         stiff: Heads of columns that are folded last.
         **options: Of rich's table.
     """
-    made = Table(box=box.SIMPLE_HEAD, **options)
+    shown = Table(box=box.SIMPLE_HEAD, **options)
     for head in heads:
         justify: Literal["left", "right"] = "right" if head in right else "left"
-        made.add_column(Text(printable(head)), justify=justify, overflow="fold", no_wrap=head in stiff)
+        shown.add_column(Text(printable(head)), justify=justify, overflow="fold", no_wrap=head in stiff)
     for row in rows:
-        made.add_row(*(Text(printable(cell)) for cell in row))
-    return made
+        shown.add_row(*(Text(printable(cell)) for cell in row))
+    return shown
 
 
 def renderables(explanation: Explanation, *, full: bool = False) -> Iterator[RenderableType]:
@@ -375,11 +376,11 @@ def renderables(explanation: Explanation, *, full: bool = False) -> Iterator[Ren
 
 
 def terms(explanation: Explanation) -> str:
-    """Say on what an explanation was measured."""
+    """Return on which devices and with which arithmetic an explanation was measured."""
     arithmetic = "native arithmetic"
     if explanation.emulated:
-        families = " and ".join(each.family for each in explanation.emulated)
-        reasons = "; ".join(dict.fromkeys(each.why for each in explanation.emulated))
+        families = " and ".join(family.family for family in explanation.emulated)
+        reasons = "; ".join(dict.fromkeys(family.why for family in explanation.emulated))
         arithmetic = f"{families} emulated in FP32 ({reasons})"
     devices = "+".join(explanation.devices) or "no device"
     return f"measured in one step on {devices}, {arithmetic}, torch {explanation.torch}"
@@ -402,7 +403,7 @@ def _rendered(section: Section) -> RenderableType:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Fitted:
-    """A table in which words are folded before paths are, wherever the width allows it; nothing is cut."""
+    """A table that folds columns of words before columns of paths, where the width allows; no cell is cut."""
 
     section: Section
 
@@ -469,9 +470,9 @@ class Explanation:
         return sum(cast.num_bytes for cast in self._chosen(fields))
 
     def _chosen(self, fields: Mapping[str, str]) -> Iterable[Cast]:
-        known = {field.name for field in dataclasses.fields(Cast)}
-        if unknown := [name for name in fields if name not in known]:
-            raise PolicyError(f"a cast has no {unknown[0]}", write=f"one of {', '.join(sorted(known))}")
+        of_casts = {field.name for field in dataclasses.fields(Cast)}
+        if unknown := [name for name in fields if name not in of_casts]:
+            raise PolicyError(f"a cast has no {unknown[0]}", write=f"one of {', '.join(sorted(of_casts))}")
         return (
             cast
             for cast in self.casts
@@ -481,13 +482,13 @@ class Explanation:
 
     @property
     def answer(self) -> Answer:
-        """What it comes to, in words: a headline, a sentence for each thing to know, and what to write."""
+        """The answer in words: a headline, sentences on what matters, and what to write."""
         return answer_to(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, as JSON has them; the answer is among them."""
-        found: dict[str, Any] = jsonable({"answer": dataclasses.asdict(self.answer), **dataclasses.asdict(self)})
-        return found
+        document: dict[str, Any] = jsonable({"answer": dataclasses.asdict(self.answer), **dataclasses.asdict(self)})
+        return document
 
     def text(self, *, full: bool = False, width: int | None = WIDEST) -> str:
         """Return the answer and its tables as plain text.

@@ -61,34 +61,34 @@ def findings(
     model: nn.Module,
     policy: Policy,
     seen: Asked,
-    low: LowNumbers,
+    low_numbers: LowNumbers,
     *,
     has_backward: bool,
 ) -> tuple[Finding, ...]:
-    """List what a user should know beside the tables.
+    """Return what a user should know beside the tables.
 
     Args:
         model: The prepared copy.
         policy: The policy.
         seen: What was measured.
-        low: What sixteen bits have lost.
+        low_numbers: What sixteen bits have lost.
         has_backward: Whether a backward pass could run.
     """
     integers = [*_lost_integers(seen)]
-    found = [
+    all_findings = [
         *_disagreements(seen.rows),
         *_without_effect(model, policy, seen),
         *_unreachable(policy, seen),
         *_fp32_products(policy, seen.products),
         *integers,
-        *low.findings(told=integers),
+        *low_numbers.findings(reported=integers),
         *_logits(seen),
         *_tied(model, policy, seen.rows),
     ]
     if not has_backward:
         text = "nothing requires a gradient: parameters are frozen, or the output is detached; casts are the forward's"
-        found.append(Finding(kind="no backward", where=type(model).__name__, text=text))
-    return tuple(dict.fromkeys(found))
+        all_findings.append(Finding(kind="no backward", where=type(model).__name__, text=text))
+    return tuple(dict.fromkeys(all_findings))
 
 
 def _disagreements(rows: Iterable[Row]) -> Iterator[Finding]:
@@ -103,7 +103,7 @@ def _disagreements(rows: Iterable[Row]) -> Iterator[Finding]:
 
 
 def _without_effect(model: nn.Module, policy: Policy, seen: Asked) -> Iterator[Finding]:
-    """Tell rules that earlier ones leave nothing to from rules that this run gave nothing to."""
+    """Yield the rules that decide nothing: behind earlier rules, or in this run alone."""
     modules = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     stored = {path: policy.product_rule(path) or policy.storage(path, path.rpartition(".")[0])[1] for path, _ in named}
@@ -127,18 +127,22 @@ def _without_effect(model: nn.Module, policy: Policy, seen: Asked) -> Iterator[F
 
 
 def _winners(rule: Rule, policy: Policy, modules: Iterable[str]) -> list[Rule]:
-    """Return which rules decide where one matches: about its own ops, or about an op that no rule names."""
+    """Return the rules that win where a rule matches: for its own ops, or for an op that no rule names."""
     ops = ("any other op",) if rule.op is None else rule.ops
-    places = [None, *modules] if rule.module is None else [path for path in modules if rule.matches_module(path)]
-    return [next(each for each in policy.rules if each.matches(op=op, module=place)) for op in ops for place in places]
+    module_paths = [None, *modules] if rule.module is None else [path for path in modules if rule.matches_module(path)]
+    return [
+        next(other for other in policy.rules if other.matches(op=op, module=module))
+        for op in ops
+        for module in module_paths
+    ]
 
 
 def _reason(rule: Rule, seen: Asked) -> str:
     if rule.module is not None and not any(map(rule.matches_module, seen.table.modules_run)):
         return f": no module that {rule.module} matches was called"
     ops = rule.ops if len(rule.ops) == 1 else ()
-    if elsewhere := sorted({row.module or MODEL for row in seen.rows if row.op in ops}):
-        return f": {rule.op} ran only in {', '.join(elsewhere[:5])}"
+    if modules := sorted({row.module or MODEL for row in seen.rows if row.op in ops}):
+        return f": {rule.op} ran only in {', '.join(modules[:5])}"
     if around := sorted({row.op for row in seen.rows if COMPOSITES.get(row.op, frozenset()) & {*ops}}):
         return f": {rule.op} ran only inside {', '.join(around)}"
     return "" if rule.op is None else f": no op that {rule.op} matches was called"
@@ -148,7 +152,7 @@ def _reason(rule: Rule, seen: Asked) -> str:
 
 
 def _unreachable(policy: Policy, seen: Asked) -> Iterator[Finding]:
-    # What is for products of weights says nothing of those inside attention, say.
+    # A rule for products of weights does not reach the products inside attention.
     rules = [rule for rule in policy.rules if rule.op is not None and rule.treatment not in QUANTISED]
     for row in seen.rows:
         inside = COMPOSITES.get(row.op, frozenset()) | seen.inner_ops.get((row.module, row.op), set()) - {row.op}
@@ -170,7 +174,7 @@ def _unreachable(policy: Policy, seen: Asked) -> Iterator[Finding]:
 
 
 def _fp32_products(policy: Policy, products: tuple[Product, ...]) -> Iterator[Finding]:
-    """Name the products that a low policy leaves in FP32, those with the largest share first."""
+    """Yield the products that a low policy leaves in FP32, those with the largest share first."""
     total = sum(product.flops for product in products)
     if policy.dtype == torch.float32 or not total:
         return
@@ -185,24 +189,24 @@ def _fp32_products(policy: Policy, products: tuple[Product, ...]) -> Iterator[Fi
 
 
 def _lost_integers(seen: Asked) -> Iterator[Finding]:
-    """Name the low products that read positions, indices or times which their format does not hold."""
-    places = list(seen.integers())
-    for fold in folded(places, lambda place: place[0], lambda place: place[1:]):
-        module, op, line, found = fold.rows[0]
-        lost, path = found.lost, exact(module)
+    """Yield the low products that read positions, indices or times which their format does not hold."""
+    reads = list(seen.integers())
+    for fold in folded(reads, lambda read: read[0], lambda read: read[1:]):
+        module, op, line, integers = fold.rows[0]
+        lost, path = integers.lost, exact(module)
         if len(fold.rows) > 1:
             path = as_glob(exact(fold.path))
         shape = f"{lost.num_changed:,} of {lost.num_all:,} change in {format_text([lost.dtype])}"
-        cast = f", by the cast at {found.line}" if found.line else ""
-        is_buffer = found.by not in ("policy", "model", "torch")
+        cast = f", by the cast at {integers.line}" if integers.line else ""
+        is_buffer = integers.by not in ("policy", "model", "torch")
         if module not in ("", LOSS):
-            write = both(f"fp32_param={exact(found.by)},fp32_module={path}" if is_buffer else f"fp32_module={path}")
+            write = both(f"fp32_param={exact(integers.by)},fp32_module={path}" if is_buffer else f"fp32_module={path}")
         else:
-            write = f"{both(f'fp32_param={exact(found.by)}')}, and " if is_buffer else ""
+            write = f"{both(f'fp32_param={exact(integers.by)}')}, and " if is_buffer else ""
             write += "a function under @mezzo.fp32 for this product"
-        if found.by == "model":
-            write += f", and no cast at {found.line}" if found.line else ", and no cast of the model's own"
-        what = f" of the buffer {found.by}" if is_buffer else ""
+        if integers.by == "model":
+            write += f", and no cast at {integers.line}" if integers.line else ", and no cast of the model's own"
+        what = f" of the buffer {integers.by}" if is_buffer else ""
         text = (
             f"it reads exact integers{what} up to {lost.largest:,}, of which {shape}{cast}: write {write}; or divide "
             "them by their largest first, in FP32"
@@ -213,7 +217,7 @@ def _lost_integers(seen: Asked) -> Iterator[Finding]:
 
 
 def _logits(seen: Asked) -> Iterator[Finding]:
-    """Name the cast of the logits where it is a large share of what all casts read and write."""
+    """Yield the cast of the logits where it is a large share of what all casts read and write."""
     total = seen.num_bytes([account for account in seen.accounts.values() if account.by != "emulation"])
     logits = seen.logits()
     size = seen.num_bytes(logits)
@@ -230,22 +234,22 @@ def _logits(seen: Asked) -> Iterator[Finding]:
 
 
 def _tied(model: nn.Module, policy: Policy, rows: tuple[Row, ...]) -> Iterator[Finding]:
-    """Name weights of two names, of which a rule keeps one in FP32, and which an op is to read low under the other."""
+    """Yield weights of two names that a rule keeps in FP32 under one, and that an op is to read low under the other."""
     names: dict[int, list[str]] = {}
     for path, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(path)
     for paths in names.values():
         rules = {path: _rule_of(policy, path) for path in paths}
-        kept = [path for path, rule in rules.items() if rule is not None and rule.treatment == "fp32"]
-        low = [path for path in paths if path not in kept and _is_low(policy, path, rules[path], rows)]
-        if kept and low:
-            rule, inside = rules[kept[0]], [path.rpartition(".")[0] for path in (kept[0], low[0])]
+        in_fp32 = [path for path, rule in rules.items() if rule is not None and rule.treatment == "fp32"]
+        read_low = [path for path in paths if path not in in_fp32 and _is_low(policy, path, rules[path], rows)]
+        if in_fp32 and read_low:
+            rule, inside = rules[in_fp32[0]], [path.rpartition(".")[0] for path in (in_fp32[0], read_low[0])]
             text = (
-                f"it and {low[0]} are one tensor: the rule {rule} keeps it in FP32 in {inside[0] or MODEL}, and "
+                f"it and {read_low[0]} are one tensor: the rule {rule} keeps it in FP32 in {inside[0] or MODEL}, and "
                 f"{inside[1] or MODEL} is to read it low; write "
-                f"{both(f'fp32_param={exact(kept[0])}+{exact(low[0])}')} for both, or no rule on either"
+                f"{both(f'fp32_param={exact(in_fp32[0])}+{exact(read_low[0])}')} for both, or no rule on either"
             )
-            yield Finding(kind="tied weights", where=kept[0], text=text)
+            yield Finding(kind="tied weights", where=in_fp32[0], text=text)
 
 
 def _rule_of(policy: Policy, path: str) -> Rule | None:

@@ -59,10 +59,10 @@ class _Fault(NamedTuple):
     """What was found in one place.
 
     Attributes:
-        kind: Of the finding.
+        kind: The kind of the finding.
         record: The kernel.
         bits: How many of FP32's bits are lost.
-        what: What happens, in words.
+        symptom: What goes wrong, in words.
         words: What to write in the program; empty where a rule is all there is to write.
         rules: The rules that cure it, on ops or on modules.
     """
@@ -70,18 +70,18 @@ class _Fault(NamedTuple):
     kind: FindingKind
     record: KernelRecord
     bits: int
-    what: str
+    symptom: str
     words: str
     rules: tuple[str, ...] = ()
 
     @property
-    def place(self) -> str:
-        """The line, or where there is none the module and the op: what is told of once."""
+    def location(self) -> str:
+        """The line, or where there is none the module and the op: each location has one finding."""
         return self.record.call.line or location_text(self.record.module, self.record.op)
 
 
 class LowNumbers:
-    """Measure in a pass what sixteen bits lose, and say it afterwards.
+    """What sixteen bits lose in a pass: measured by probes, and reported as findings afterwards.
 
     Args:
         model: The model.
@@ -108,26 +108,26 @@ class LowNumbers:
             Difference(_is_difference, lambda record: _gives_low(record) and _is_pointwise(record)),
         )
 
-    def findings(self, told: Iterable[Finding] = ()) -> Iterator[Finding]:
-        """Yield what was found; of each line the gravest of the first kind.
+    def findings(self, reported: Iterable[Finding] = ()) -> Iterator[Finding]:
+        """Yield a finding for each line: the gravest of the first search that finds one there.
 
         Args:
-            told: What is said already, of lines that are left out here.
+            reported: Findings of other searches, whose lines are left out here.
         """
         table = self._table()
-        kinds = (self._sums, self._positions, self._bases, self._criteria, self._derivatives, self._codes)
-        lines = {finding.where.rpartition("(")[2].rstrip(")") for finding in told}
-        for kind in kinds:
-            of_places: dict[tuple[str, str], list[_Fault]] = {}
-            for fault in kind(table):
-                if fault.place not in lines:
-                    of_places.setdefault((fault.record.module, fault.place), []).append(fault)
-            gravest = (max(faults, key=lambda fault: fault.bits) for faults in of_places.values())
-            alike = folded(gravest, lambda fault: fault.record.module, lambda fault: (fault.place, fault.record.op))
+        searches = (self._sums, self._positions, self._bases, self._criteria, self._derivatives, self._codes)
+        lines = {finding.where.rpartition("(")[2].rstrip(")") for finding in reported}
+        for search in searches:
+            by_location: dict[tuple[str, str], list[_Fault]] = {}
+            for fault in search(table):
+                if fault.location not in lines:
+                    by_location.setdefault((fault.record.module, fault.location), []).append(fault)
+            gravest = (max(faults, key=lambda fault: fault.bits) for faults in by_location.values())
+            alike = folded(gravest, lambda fault: fault.record.module, lambda fault: (fault.location, fault.record.op))
             for fold in alike:
-                lines.add(fold.rows[0].place)
-                faults = [each for row in fold.rows for each in of_places[row.record.module, row.place]]
-                yield _finding(fold.rows[0], fold.text, dict.fromkeys(rule for each in faults for rule in each.rules))
+                lines.add(fold.rows[0].location)
+                faults = [fault for row in fold.rows for fault in by_location[row.record.module, row.location]]
+                yield _finding(fold.rows[0], fold.text, dict.fromkeys(rule for fault in faults for rule in fault.rules))
 
     # Sums by hand --------------------------------------------------------------------------------------
 
@@ -140,7 +140,7 @@ class LowNumbers:
                 continue
             size = math.prod(last.gives[0].shape)
             start = 1 - chain[0].term
-            exact_sum, magnitude = (each[start] for each in first.probes["total"][:2])
+            exact_sum, magnitude = (sums[start] for sums in first.probes["total"][:2])
             for record, term in chain:
                 times = size / max(1, math.prod(record.reads[term].shape))
                 times *= float(record.constants[-1]) if record.constants else 1.0
@@ -150,14 +150,16 @@ class LowNumbers:
             error = abs(result - exact_sum) / magnitude if magnitude else 0.0
             if not error > _OFF:
                 continue
-            what = f"{len(chain):,} terms added one by one in {_name(dtype)} come to {result:.4g} for {exact_sum:.4g}"
+            symptom = (
+                f"{len(chain):,} terms added one by one in {_name(dtype)} come to {result:.4g} for {exact_sum:.4g}"
+            )
             # An operand that the program made low stays so, whatever a rule says of the terms.
             total, added = table.maker(first.reads[start]), table.maker(last.reads[chain[-1].term])
             is_made_low = total is None or not any(has_fraction(value.dtype) for value in total.reads)
             is_op = added is not None and added.effect == "other" and bool(added.call.op)
             rules = _op_in_fp32(added) if added is not None and is_op and not is_made_low else ()
             yield _Fault(
-                "sum by hand", last, _lost(error), what, "the sum in FP32, total = total + term.float()", rules
+                "sum by hand", last, _lost(error), symptom, "the sum in FP32, total = total + term.float()", rules
             )
 
     # Positions -----------------------------------------------------------------------------------------
@@ -185,36 +187,38 @@ class LowNumbers:
     @staticmethod
     def _positions(table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
-            found = record.probes.get("distinct")
-            if found is None or not math.isfinite(found.step):
+            distinct = record.probes.get("distinct")
+            if distinct is None or not math.isfinite(distinct.step):
                 continue
-            if found.result >= found.exact and found.error < found.step / 2:
+            if distinct.result >= distinct.exact and distinct.error < distinct.step / 2:
                 continue
             if record.effect in ("rounding", "cast") and any(
                 reader.effect == "product" for reader in _readers(table, record.gives[0])
             ):
                 continue  # those are lost integers
-            what = (
-                f"{found.result:,.0f} of {found.exact:,.0f} positions are different in "
-                f"{_name(record.gives[0].dtype)}, up to {found.error / found.step:.3g} steps off"
+            symptom = (
+                f"{distinct.result:,.0f} of {distinct.exact:,.0f} positions are different in "
+                f"{_name(record.gives[0].dtype)}, up to {distinct.error / distinct.step:.3g} steps off"
             )
             words = "torch.arange(n, device=x.device) and all arithmetic with it in FP32, and no cast of positions"
             if record.name in _POSITIONS:
                 words += "; no rule does it, for the call's own dtype= wins"
-            yield _Fault("positions", record, _lost(found.error / (found.step * found.num_all)), what, words)
+            yield _Fault(
+                "positions", record, _lost(distinct.error / (distinct.step * distinct.num_all)), symptom, words
+            )
 
     # Filter banks --------------------------------------------------------------------------------------
 
     def _basis(self, record: KernelRecord) -> int | None:
-        """Return which factor of a low product is of no parameter and no input; ``None`` for other kernels."""
-        self._learn()
+        """Return which factor of a low product comes from neither parameters nor inputs; ``None`` for other kernels."""
+        self._update_fixed()
         if record.phase != "forward" or not _is_low_product(record) or not record.gives:
             return None
         fixed = [self._fixed.get(value.number, True) for value in factors(record.kernel, record.reads)]
         return fixed.index(True) if sorted(fixed) == [False, True] else None
 
-    def _learn(self) -> None:
-        """Follow which values are of no parameter and no input."""
+    def _update_fixed(self) -> None:
+        """Record which values are computed from neither parameters nor inputs."""
         kernels = self._table().kernels
         for record in kernels[self._num_seen :]:
             for value in record.reads:
@@ -242,12 +246,12 @@ class LowNumbers:
             worst = sorted(ratio.entries)[len(ratio.entries) // (2 if rows < _FEW_ROWS else 10)]
             if not -math.inf < worst < _QUIET_DB:
                 continue
-            num_quiet = sum(place < _QUIET_DB for place in ratio.entries)
-            what = (
+            num_quiet = sum(decibels < _QUIET_DB for decibels in ratio.entries)
+            symptom = (
                 f"it multiplies by a table of constants in {_format(record)}, whose rounding is heard in {num_quiet:,} "
                 f"of {len(ratio.entries):,} results: signal to noise is {worst:.3g} dB"
             )
-            yield _Fault("basis", record, _lost_at(worst), what, *_in_fp32([record]))
+            yield _Fault("basis", record, _lost_at(worst), symptom, *_in_fp32([record]))
 
     # Losses --------------------------------------------------------------------------------------------
 
@@ -259,9 +263,9 @@ class LowNumbers:
         for record in table.kernels:
             ratio = record.probes.get("ratio")
             if ratio is not None and self._is_loss(record) and math.isfinite(ratio.whole):
-                what = f"the loss computes {record.op} in {_name(record.gives[0].dtype)}, {_noise(ratio.whole)}"
+                symptom = f"the loss computes {record.op} in {_name(record.gives[0].dtype)}, {_noise(ratio.whole)}"
                 words = "criterion(output.float(), target)"
-                yield _Fault("criterion", record, _lost_at(ratio.whole), what, words, _op_in_fp32(record))
+                yield _Fault("criterion", record, _lost_at(ratio.whole), symptom, words, _op_in_fp32(record))
 
     # Derivatives ---------------------------------------------------------------------------------------
 
@@ -269,23 +273,23 @@ class LowNumbers:
     def _derivatives(table: WatchedPass) -> Iterator[_Fault]:
         for record in table.kernels:
             if _is_derivative(record) and (ratio := record.probes.get("ratio")) and math.isfinite(ratio.whole):
-                what = (
+                symptom = (
                     f"a derivative that the forward pass takes is computed in {_format(record)}, {_noise(ratio.whole)}"
                 )
-                yield _Fault("forward derivative", record, _lost_at(ratio.whole), what, *_in_fp32([record]))
-            if (found := record.probes.get("difference")) is None:
+                yield _Fault("forward derivative", record, _lost_at(ratio.whole), symptom, *_in_fp32([record]))
+            if (difference := record.probes.get("difference")) is None:
                 continue
             value, dtype = record.reads[0], record.gives[0].dtype
-            if found.result:
-                times = found.subtracted / found.result
+            if difference.result:
+                times = difference.subtracted / difference.result
                 error = float(torch.finfo(dtype).eps) / 2 * times
-                what = f"differences of neighbours in {_name(dtype)} are 1/{times:.3g} of what is subtracted"
+                symptom = f"differences of neighbours in {_name(dtype)} are 1/{times:.3g} of what is subtracted"
             else:  # all are 0, and of a field that is constant in FP32 they are to be
-                error = float(found.exact > torch.finfo(torch.float32).eps * found.subtracted)
-                what = f"differences of neighbours in {_name(dtype)} are all 0, and in FP32 are not"
+                error = float(difference.exact > torch.finfo(torch.float32).eps * difference.subtracted)
+                symptom = f"differences of neighbours in {_name(dtype)} are all 0, and in FP32 are not"
             if error > _OFF:
                 cure = _in_fp32(_first_low(table, value))
-                yield _Fault("forward derivative", record, _lost(error), what, *cure)
+                yield _Fault("forward derivative", record, _lost(error), symptom, *cure)
 
     # Codes ---------------------------------------------------------------------------------------------
 
@@ -295,16 +299,16 @@ class LowNumbers:
             if (largest := record.probes.get("largest")) is None:
                 continue
             first = _first_low(table, record.reads[0])
-            given, low = first[0].gives[0].dtype, first[0].call.low_dtype
-            dtype = given if given in LOW else getattr(torch, low)  # an emulated product gives FP32
+            result_dtype, low_dtype = first[0].gives[0].dtype, first[0].call.low_dtype
+            dtype = result_dtype if result_dtype in LOW else getattr(torch, low_dtype)  # an emulated product gives FP32
             holds = num_integers(dtype)
             if largest > holds:
-                what = (
+                symptom = (
                     f"integers up to {largest:,.0f} are read off numbers in {_name(dtype)}, which holds all up to "
                     f"{holds:,} only"
                 )
                 bits = math.ceil(math.log2(largest / holds))
-                yield _Fault("codes", record, bits, what, *_in_fp32(first))
+                yield _Fault("codes", record, bits, symptom, *_in_fp32(first))
 
 
 # What a kernel is -------------------------------------------------------------------------------------
@@ -324,7 +328,7 @@ def _is_addition(record: KernelRecord) -> bool:
 
 
 def _is_difference(record: KernelRecord) -> bool:
-    """Whether a kernel subtracts places of one tensor from others of it."""
+    """Whether a kernel subtracts elements of a tensor from other elements of it."""
     is_low = _gives_low(record) and record.name == "sub" and len(record.reads) == 2
     return (
         is_low and record.reads[0].number == record.reads[1].number and record.reads[0].shape == record.reads[1].shape
@@ -336,7 +340,7 @@ def _is_low_product(record: KernelRecord) -> bool:
 
 
 def _is_derivative(record: KernelRecord) -> bool:
-    """Whether it is a low product of ``torch.autograd.grad`` inside the forward pass."""
+    """Whether a kernel is a low product of ``torch.autograd.grad`` inside the forward pass."""
     return record.is_inner and record.phase == "backward" and _is_low_product(record)
 
 
@@ -355,28 +359,30 @@ class _Addition(NamedTuple):
 
 def _chains(table: WatchedPass) -> Iterable[list[_Addition]]:
     """Return the chains of additions of one line, each to the result of the last."""
-    chains: dict[int, list[_Addition]] = {}  # by what they have come to
+    chains: dict[int, list[_Addition]] = {}  # by the number of their partial sum
     for record in table.kernels:
         if not _is_addition(record) or "total" not in record.probes or len({v.number for v in record.reads}) < 2:
             continue
         chain = [_Addition(record, 1)]
-        for place, value in enumerate(record.reads[: 1 if record.name == "sub" else 2]):
+        for index, value in enumerate(record.reads[: 1 if record.name == "sub" else 2]):
             before = chains.get(value.number)
             is_same = value.shape == record.gives[0].shape
             if before and is_same and before[-1].record.call.line == record.call.line:
                 chain = chains.pop(value.number)
-                chain.append(_Addition(record, 1 - place))
+                chain.append(_Addition(record, 1 - index))
                 break
         chains[record.gives[0].number] = chain
     return chains.values()
 
 
 def _is_stream(table: WatchedPass, chain: list[_Addition]) -> bool:
-    """Whether what has come together is read by more than the next addition, as a residual stream is."""
+    """Whether partial sums are read by more than the next addition, as a residual stream is."""
     read = 0
     for (record, _), (after, _) in itertools.pairwise(chain):
-        others = (each for each in table.readers(record.gives[0]) if each is not after and each.phase == "forward")
-        read += any(has_fraction(value.dtype) for each in others for value in each.gives)
+        other_readers = (
+            reader for reader in table.readers(record.gives[0]) if reader is not after and reader.phase == "forward"
+        )
+        read += any(has_fraction(value.dtype) for reader in other_readers for value in reader.gives)
     return 2 * read > len(chain)
 
 
@@ -391,26 +397,26 @@ def _squares(record: KernelRecord) -> bool:
 
 
 def _readers(table: WatchedPass, value: Value) -> list[KernelRecord]:
-    """Return what reads numbers in the forward pass, behind what hands them on."""
-    found, waiting, seen = list[KernelRecord](), [value], {value.number}
+    """Return the kernels that read a value in the forward pass, directly or through kernels that hand it on."""
+    readers, waiting, seen = list[KernelRecord](), [value], {value.number}
     while waiting:
         for reader in table.readers(waiting.pop()):
             if reader.phase != "forward":
                 continue
             if reader.effect not in HANDS_ON:
-                found.append(reader)
+                readers.append(reader)
                 continue
-            waiting += [each for each in reader.gives if each.number not in seen]
-            seen.update(each.number for each in reader.gives)
-    return found
+            waiting += [output for output in reader.gives if output.number not in seen]
+            seen.update(output.number for output in reader.gives)
+    return readers
 
 
 def _first_low(table: WatchedPass, value: Value) -> list[KernelRecord]:
-    """Return the kernels that gave the low numbers, of no low ones or as products, of which others are made pointwise.
+    """Return the kernels where a value first became low: products, or kernels that read nothing low.
 
-    If these were in FP32, so would be all that is between them and the value.
+    With these in FP32, everything pointwise between them and the value would be in FP32 too.
     """
-    found, waiting, seen = dict[KernelRecord, None](), [value], set[int]()
+    origins, waiting, seen = dict[KernelRecord, None](), [value], set[int]()
 
     def is_low(value: Value) -> bool:
         maker = table.maker(value)
@@ -422,14 +428,14 @@ def _first_low(table: WatchedPass, value: Value) -> list[KernelRecord]:
         if maker is None or value.number in seen:
             continue
         seen.add(value.number)
-        before = [] if maker.flops is not None else [each for each in maker.reads if has_fraction(each.dtype)]
+        before = [] if maker.flops is not None else [operand for operand in maker.reads if has_fraction(operand.dtype)]
         if is_low(value):
-            low = list(filter(is_low, before))
-            waiting += low
-            found.update(dict.fromkeys([] if low else [maker]))
+            low_operands = list(filter(is_low, before))
+            waiting += low_operands
+            origins.update(dict.fromkeys([] if low_operands else [maker]))
         elif _is_pointwise(maker) or maker.effect in HANDS_ON:
             waiting += before
-    return list(found)
+    return list(origins)
 
 
 # What it costs, and what to write ---------------------------------------------------------------------
@@ -459,22 +465,24 @@ def _format(record: KernelRecord) -> str:
 
 
 def _in_fp32(records: Sequence[KernelRecord]) -> tuple[str, tuple[str, ...]]:
-    """Return what keeps kernels in FP32: what to write where no module's rule reaches them, and rules.
+    """Return what keeps kernels in FP32: words where no module's rule reaches them, and rules.
 
-    A cast of the model's own code is in no rule's hands. Where all are of the model itself, rules on ops do it, too.
+    No rule reaches a cast of the model's own code. Where all kernels are the model's own, rules on ops do.
     """
     if not records:
         return "inputs in FP32", ()
-    casts = [each for each in records if each.effect in ("cast", "rounding") and each.by not in ("cast", "emulation")]
-    computed = [each for each in records if each not in casts]
-    alone = [each for each in computed if each.module in ("", LOSS)]
+    casts = [
+        record for record in records if record.effect in ("cast", "rounding") and record.by not in ("cast", "emulation")
+    ]
+    computed = [record for record in records if record not in casts]
+    alone = [record for record in computed if record.module in ("", LOSS)]
     words = [f"no cast of the model's own at {casts[0].call.line}"] if casts else []
     if alone:
         words.append(f"a function under @mezzo.fp32 for this {' and this '.join(dict.fromkeys(e.op for e in alone))}")
     if len(alone) == len(records):
-        rules = [rule for each in alone for rule in _op_in_fp32(each)]
+        rules = [rule for record in alone for rule in _op_in_fp32(record)]
     else:
-        rules = [str(Rule("fp32", module=exact(each.module))) for each in computed if each not in alone]
+        rules = [str(Rule("fp32", module=exact(record.module))) for record in computed if record not in alone]
     return ", and ".join(words), tuple(dict.fromkeys(rules))
 
 
@@ -487,7 +495,7 @@ def _op_in_fp32(record: KernelRecord) -> tuple[str, ...]:
 
 
 def _finding(fault: _Fault, module: str, rules: Iterable[str]) -> Finding:
-    """Write a finding, with one rule for alike modules. A rule on an op may replace the words."""
+    """Return a finding with one rule for alike modules. A rule on an op may replace the words."""
     named: dict[str, list[str]] = {}
     for rule in rules:
         key, _, name = rule.partition("=")
@@ -495,7 +503,7 @@ def _finding(fault: _Fault, module: str, rules: Iterable[str]) -> Finding:
     key = max(named, default="", key=len)  # fp32_module, where a rule of modules is among them
     globs = (as_glob(fold.path) for fold in folded(named.get(key, ()), str, lambda name: None))
     rule = f"{key}={'+'.join(globs)}" if key else ""
-    cure = (", or " if key == "fp32" else ", and ").join(each for each in (fault.words, rule and both(rule)) if each)
-    text = f"{fault.what}, {fault.bits} of FP32's 24 bits lost: write {cure}"
+    cure = (", or " if key == "fp32" else ", and ").join(part for part in (fault.words, rule and both(rule)) if part)
+    text = f"{fault.symptom}, {fault.bits} of FP32's 24 bits lost: write {cure}"
     where = location_text(module, fault.record.op, fault.record.call.line)
     return Finding(kind=fault.kind, where=where, text=text, rule=rule)

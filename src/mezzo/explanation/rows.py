@@ -84,7 +84,7 @@ def scale_text(scale: float | None) -> str:
     """
     if scale is None:
         return "–"
-    scale = float(scale)  # which may be one of the texts for what JSON lacks
+    scale = float(scale)  # JSON has infinity and NaN as texts
     mantissa, exponent = math.frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 and scale != 1 else f"{scale:.6g}"
 
@@ -278,13 +278,13 @@ _SUMS: Final = ("count", "flops", "num_bytes")
 
 
 def summed(rows: Sequence[Counted]) -> Counted:
-    """Return the first of some rows, with what all of them have together."""
+    """Return the first of some rows, with the sums of all of them."""
     sums: dict[str, Any] = {name: sum(map(attrgetter(name), rows)) for name in _SUMS if hasattr(rows[0], name)}
     return replace(rows[0], **sums)
 
 
 def tallied(rows: Iterable[Counted]) -> tuple[Counted, ...]:
-    """Return one row for all that differ in no more than what they count, each where the first of them was."""
+    """Return one row for all rows that differ in their counts alone, at the position of the first of them."""
     groups: dict[Counted, list[Counted]] = {}
     for row in rows:
         zeros: dict[str, Any] = {name: 0 for name in _SUMS if hasattr(row, name)}
@@ -341,9 +341,9 @@ def folded(rows: Iterable[T], path: Callable[[T], str], rest: Callable[[T], Hash
         while parts in groups.setdefault((turn, shape, rest(row)), {}):
             turn += 1
         groups[turn, shape, rest(row)][parts] = [(number, row)]
-    found = [(each, parts) for group in groups.values() for parts, each in _merged(group).items()]
-    found.sort(key=lambda fold: fold[0][0][0])
-    return [Fold(_text(parts), tuple(row for _, row in each)) for each, parts in found]
+    folds = [(members, parts) for group in groups.values() for parts, members in _merged(group).items()]
+    folds.sort(key=lambda fold: fold[0][0][0])
+    return [Fold(_text(parts), tuple(row for _, row in members)) for members, parts in folds]
 
 
 def as_glob(path: str) -> str:
@@ -357,9 +357,9 @@ def _part(text: str) -> str | frozenset[int]:
 
 
 def _merged(group: dict[Parts, list[tuple[int, T]]]) -> dict[Parts, list[tuple[int, T]]]:
-    """Join paths that differ in one index, the last index first, then those that differ in the one before."""
+    """Return paths joined where they differ in one index: first in the last index, then in each one before."""
     for position, part in reversed([*enumerate(next(iter(group)))]):
-        if isinstance(part, str):  # a name, and so it is in all paths of a group
+        if isinstance(part, str):  # a name, which all paths of a group share
             continue
         joined: dict[tuple[Parts, Parts], tuple[frozenset[Any], list[tuple[int, T]]]] = {}
         for parts, rows in group.items():
@@ -375,7 +375,7 @@ def _text(parts: Parts) -> str:
 
 
 def _set_text(indices: list[int]) -> str:
-    """Write indices, neighbours as a range: ``{0..11}``, ``{0,2..5}``."""
+    """Return indices as text, neighbours as a range: ``{0..11}``, ``{0,2..5}``."""
     if len(indices) == 1:
         return str(indices[0])
     runs: list[str] = []

@@ -178,8 +178,8 @@ def block_format(name: str | torch.dtype | Format | BlockFormat) -> BlockFormat:
     if isinstance(name, BlockFormat):
         return name
     word = name.strip().lower().replace("-", "_") if isinstance(name, str) else ""
-    if found := BLOCK_FORMATS.get(word) or _ALIASES.get(word):
-        return found
+    if named := BLOCK_FORMATS.get(word) or _ALIASES.get(word):
+        return named
     if "/" in word:
         return _parsed(word)
     try:

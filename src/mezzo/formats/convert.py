@@ -80,11 +80,11 @@ class Quantized:
             scales = scales if scales.dtype == torch.float32 else _bytes(scales)
             if scales.dim():
                 scales = scales.movedim(self.dim, -1).reshape(bands, groups)
-        found = cpp.decoded(moved, scales, tensor_scale, self.format, cut) if on_cpu else None
-        if found is None:
+        values = cpp.decoded(moved, scales, tensor_scale, self.format, cut) if on_cpu else None
+        if values is None:
             codes = moved.reshape(bands, lines, groups, width // 2 if self.format.element.dtype is None else width)
-            found = portable.decoded(codes, scales, tensor_scale, self.format)
-        return found.view(shape).movedim(-1, self.dim)
+            values = portable.decoded(codes, scales, tensor_scale, self.format)
+        return values.view(shape).movedim(-1, self.dim)
 
     def dequantize(self) -> Tensor:
         """Return the values in the dtype of what was quantised.
@@ -203,13 +203,13 @@ def quantized(
     if amax is not None and amax.dim() and dim != last_dim:
         amax = amax.movedim(dim, -1)
     kernels = _KERNELS.get(x.device.type) if _is_plain(x) else None
-    found = None if kernels is None else kernels.encoded(moved, fmt, (down, across), key, amax)
-    if found is None:
+    parts = None if kernels is None else kernels.encoded(moved, fmt, (down, across), key, amax)
+    if parts is None:
         blocks = moved.contiguous().view(_cut(moved.shape, fmt, dim))
         bands, _, groups, _ = blocks.shape
         tops = amax.reshape(bands, 1, groups, 1) if amax is not None and amax.dim() else amax
-        found = portable.encoded(blocks, fmt, key, tops)
-    codes, scales, tensor_scale = found
+        parts = portable.encoded(blocks, fmt, key, tops)
+    codes, scales, tensor_scale = parts
     values = codes.view(*before, last // 2 if fmt.element.dtype is None else last)
     values = values.view(fmt.element.dtype or torch.float4_e2m1fn_x2)
     if fmt.scale.dtype != torch.float32:
@@ -293,9 +293,9 @@ def _check(x: object, fmt: BlockFormat, dim: object) -> None:
             why=f"there is no such dimension of {x.dim()}",
             write=f"dim=-1, or from 0 to {x.dim() - 1}",
         )
-    place = dim % x.dim()
+    index = dim % x.dim()
     if isinstance(fmt.block, tuple):
-        if x.dim() < 2 or place < x.dim() - 2:
+        if x.dim() < 2 or index < x.dim() - 2:
             raise PolicyError(
                 what,
                 where=where,
@@ -304,17 +304,17 @@ def _check(x: object, fmt: BlockFormat, dim: object) -> None:
             )
         sizes = {x.dim() - 2: fmt.block[0], x.dim() - 1: fmt.block[1]}
     else:
-        sizes = {} if fmt.block is None or fmt.block == -1 else {place: fmt.block}
-    for at, size in sizes.items():
-        if x.shape[at] % size:
-            short = -x.shape[at] % size
+        sizes = {} if fmt.block is None or fmt.block == -1 else {index: fmt.block}
+    for dimension, size in sizes.items():
+        if x.shape[dimension] % size:
+            short = -x.shape[dimension] % size
             raise PolicyError(
                 what,
                 where=where,
-                why=f"blocks of {size} do not divide dimension {at}, which has {x.shape[at]}",
-                write=f"{short} zeros more in dimension {at} (torch.nn.functional.pad), or another dim",
+                why=f"blocks of {size} do not divide dimension {dimension}, which has {x.shape[dimension]}",
+                write=f"{short} zeros more in dimension {dimension} (torch.nn.functional.pad), or another dim",
             )
-    if fmt.element.dtype is None and x.shape[place] % 2:
+    if fmt.element.dtype is None and x.shape[index] % 2:
         raise PolicyError(
-            what, where=where, why=f"two elements share a byte, and dimension {place} is odd", write="an even dimension"
+            what, where=where, why=f"two elements share a byte, and dimension {index} is odd", write="an even dimension"
         )

@@ -1,4 +1,4 @@
-"""The arithmetic of :mod:`mezzo.formats.portable` in C++ kernels: one there, and one back.
+"""Block formats in C++ kernels: one that quantises and one that reads back, with :mod:`mezzo.formats.rules` in them.
 
 The first is compiled for a format, a dtype and a rounding: amax, scale, rounding and packing in one pass. It reads a
 tensor as it lies, and writes codes with ``dim`` last. The other reads them so.
@@ -7,7 +7,7 @@ tensor as it lies, and writes codes with ``dim`` last. The other reads them so.
 from __future__ import annotations
 
 import logging
-import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Final
 
@@ -15,10 +15,13 @@ import torch
 from torch import Tensor
 
 from mezzo.compiled import CppKernel, built, threads
+from mezzo.emit.cpp import CPP, function, headers
 from mezzo.errors import UnsupportedError
+from mezzo.formats import rules
 from mezzo.formats.blocks import BlockFormat
-from mezzo.formats.definitions import E2M1, E4M3, E8M0, FP32
-from mezzo.formats.portable import SMALLEST_AMAX
+from mezzo.formats.definitions import E2M1, FP32
+from mezzo.formats.noise import noise
+from mezzo.formats.rules import EXPONENT, SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -26,9 +29,6 @@ logger = logging.getLogger(__name__)
 TILE: Final = 1 << 12
 #: Lines of a block that a tile has room for.
 MOST_LINES: Final = 1 << 8
-_INPUTS: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-#: By what number the source of kernels knows a format of scales.
-SCALES: Final = {FP32.name: 0, E8M0.name: 1, E4M3.name: 2}
 
 
 def encoded(
@@ -48,8 +48,8 @@ def encoded(
         tensor; None where there is no kernel, or none for such a tensor.
     """
     lines, width = block
-    lie = places(moved) if lines <= MOST_LINES else None
-    if lie is None or (kernel := _kernel(fmt, moved.dtype, key is not None, min(width, 65))) is None:
+    strides = layout(moved) if lines <= MOST_LINES else None
+    if strides is None or (kernel := _kernel(fmt, moved.dtype, key is not None, min(width, 65))) is None:
         return None
     count, last = moved.numel(), moved.shape[-1]
     *before, _ = moved.shape
@@ -58,26 +58,26 @@ def encoded(
     shape = () if whole else (count // (lines * width),)
     scales = torch.empty(shape, dtype=torch.float32 if fmt.scale == FP32 else torch.uint8)
     tensor_scale = torch.empty((), dtype=torch.float32) if fmt.tensor_scale else None
-    each = 0
+    is_amax_of_groups = 0
     if amax is not None:
-        amax, each = amax.contiguous(), int(amax.dim() > 0)
+        amax, is_amax_of_groups = amax.contiguous(), int(amax.dim() > 0)
     kernel(
         moved,
-        *lie,
+        *strides,
         lines,
         width,
         scales,
         0 if tensor_scale is None else tensor_scale,
         codes,
         0 if amax is None else amax,
-        each,
+        is_amax_of_groups,
         0 if key is None else key,
         threads(count),
     )
     return codes, scales, tensor_scale
 
 
-def places(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
+def layout(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
     """Return where elements lie, as (outer, stride, inner, stride, last, stride); None where that is not enough."""
     if moved.is_contiguous():
         count, last = moved.numel(), moved.shape[-1]
@@ -94,8 +94,8 @@ def places(moved: Tensor) -> tuple[int, int, int, int, int, int] | None:
             runs.append([size, stride])
     if len(runs) > 2:
         return None
-    (outer, far), (inner, near) = [[1, 0]] * (2 - len(runs)) + runs
-    return outer, far, inner, near, last, step
+    (outer, outer_stride), (inner, inner_stride) = [[1, 0]] * (2 - len(runs)) + runs
+    return outer, outer_stride, inner, inner_stride, last, step
 
 
 @cache
@@ -110,31 +110,50 @@ def _kernel(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) -
 
 def source(fmt: BlockFormat, dtype: torch.dtype, is_random: bool, width: int) -> str:
     """Write the program of a kernel; width 0 is any."""
-    element = fmt.element
-    facts: dict[str, object] = {
-        "INPUT": _INPUTS[dtype],
-        "KEPT": element.mantissa_bits,
-        "BIAS": element.bias,
-        "SIGN_AT": element.num_bits - 1,
-        "EXPONENT_OF_LARGEST": math.frexp(element.max)[1] - 1,
-        "LARGEST": f"{element.max!r}f",
-        "NO_NUMBER": element.encode(torch.nan),
-        "PACKED": int(element == E2M1),
-        "SCALE": SCALES[fmt.scale.name],
-        "LARGEST_SCALE": f"{fmt.scale.max!r}f",
-        "FLOORED": int(fmt.floored),
+    facts = {
+        "EXPONENT": EXPONENT,
+        "SIZE": SIZE,
+        "IS_FP32": int(dtype == torch.float32),
+        "PACKED": int(fmt.element == E2M1),
         "WHOLE": int(fmt.block is None),
         "TENSOR_SCALE": int(fmt.tensor_scale),
         "RANDOM": int(is_random),
         "WIDTH": width if fmt.block is not None else 0,
-        "SMALLEST_AMAX": f"{SMALLEST_AMAX!r}f",
         "TILE": TILE,
     }
-    return _program(facts, _BODY)
+    types = {
+        "Input": CPP.types[dtype],
+        "Scale": "float" if fmt.scale == FP32 else "int32_t",
+        "Code": "float" if fmt.scale == FP32 else "uint8_t",
+    }
+    value = torch.float32 if dtype == torch.float32 else torch.int32
+    functions = (
+        function("widened", lambda pattern: (rules.fp32_of(pattern, dtype),), {"pattern": value}),
+        function("noise", lambda index, key: (noise(index, key),), {"index": torch.int32, "key": torch.int32}),
+        function(
+            "code_of",
+            lambda pattern, multiplier, noise: (
+                rules.code_of(pattern, multiplier, noise if is_random else None, fmt.element),
+            ),
+            {"pattern": torch.int32, "multiplier": torch.float32, "noise": torch.int32},
+        ),
+        function(
+            "scale_of",
+            lambda amax_bits, tensor_scale: rules.scale_of(amax_bits, tensor_scale, fmt),
+            {"amax_bits": torch.int32, "tensor_scale": torch.float32},
+        ),
+        function(
+            "tensor_scale_of", lambda amax_bits: (rules.tensor_scale_of(amax_bits, fmt),), {"amax_bits": torch.int32}
+        ),
+    )
+    return _program(facts, types, functions, _ENCODING)
 
 
-def _program(facts: dict[str, object], body: str) -> str:
-    return "".join(f"#define {name} {value}\n" for name, value in facts.items()) + _PRELUDE + body
+def _program(facts: Mapping[str, int], types: Mapping[str, str], functions: Sequence[str], walk: str) -> str:
+    """Return a program: what the walk over a tensor knows of a format, the rules' arithmetic, and the walk."""
+    lines = [f"#define {name} {value}\n" for name, value in facts.items()]
+    lines += [headers(()), *(f"typedef {name} {alias};\n" for alias, name in types.items())]
+    return "".join([*lines, *functions, walk])
 
 
 def decoded(
@@ -161,154 +180,54 @@ def decoded(
     kernel = _decoding(fmt, scales is not None, width if width <= 64 else 0)
     if kernel is None or not codes.is_contiguous():
         return None
-    found = torch.empty(count)
-    none = found  # an address that is not read
+    values = torch.empty(count)
+    none = values  # an address that is not read
     kernel(
         codes,
         none if scales is None else scales.contiguous(),
         none if tensor_scale is None else tensor_scale,
-        found,
+        values,
         bands * lines,
         lines,
         groups,
         width,
         threads(count),
     )
-    return found
+    return values
 
 
 @cache
 def _decoding(fmt: BlockFormat, is_scaled: bool, width: int) -> CppKernel | None:
     """Return the kernel, or None where none can be compiled; width 0 is any."""
-    element = fmt.element
-    facts: dict[str, object] = {
-        "KEPT": element.mantissa_bits,
-        "BIAS": element.bias,
-        "SIGN_AT": element.num_bits - 1,
-        "SMALLEST": f"{element.smallest_subnormal!r}f",
-        "BEYOND": element.encode(element.max) + 1,
-        "PACKED": int(element == E2M1),
-        "SCALE": SCALES[fmt.scale.name] if is_scaled else -1,
+    has_codes = fmt.scale != FP32
+    facts = {
+        "PACKED": int(fmt.element == E2M1),
+        "SCALED": int(is_scaled),
         "TENSOR_SCALE": int(fmt.tensor_scale and is_scaled),
         "WIDTH": width,
         "TILE": TILE,
     }
     try:
-        return built(_program(facts, _DECODING))
+        functions = (
+            function("value_of", lambda code: (rules.value_of(code, fmt.element),), {"code": torch.int32}),
+            function(
+                "scale_value_of",
+                lambda code: (rules.scale_value_of(code, fmt.scale),),
+                {"code": torch.int32 if has_codes else torch.float32},
+            ),
+        )
+        return built(_program(facts, {"Code": "uint8_t" if has_codes else "float"}, functions, _DECODING))
     except (UnsupportedError, OSError) as error:
         logger.info("tensors are read with torch's operations: %s", error)
         return None
 
 
-_PRELUDE: Final = r"""
-#include <cstdint>
-#include <cstring>
-
-template <class To, class From> static inline To bits(From value) {
-    To to;
-    std::memcpy(&to, &value, sizeof to);
-    return to;
-}
-"""
-
-_BODY: Final = r"""
-constexpr int32_t EXPONENT = 0x7f800000, SIZE = 0x7fffffff;
-constexpr float NONE = __builtin_nanf("");
-
-#if INPUT == 0
-typedef float Input;
-static inline float widened(float value) { return value; }
-#elif INPUT == 1
-typedef uint16_t Input;
-static inline float widened(uint16_t value) {
-    const int32_t size = value & 0x7fff, sign = int32_t(value & 0x8000) << 16;
-    const float small = float(size) * 0x1p-24f;
-    const int32_t normal = (size << 13) + (size < 0x7c00 ? 112 << 23 : 224 << 23);
-    return bits<float>(sign | (size < 0x400 ? bits<int32_t>(small) : normal));
-}
-#else
-typedef uint16_t Input;
-static inline float widened(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
-#endif
-
-static inline uint32_t noise(uint32_t index, uint32_t key) {
-    uint32_t mixed = index + key;
-    mixed = (mixed ^ (mixed >> 16)) * 0x7feb352du;
-    mixed = (mixed ^ (mixed >> 15)) * 0x846ca68bu;
-    return mixed ^ (mixed >> 16);
-}
-
-constexpr float power(int exponent) {
-    float value = 1.0f;
-    for (; exponent > 0; --exponent) value *= 2.0f;
-    for (; exponent < 0; ++exponent) value *= 0.5f;
-    return value;
-}
-
-// The code of a magnitude up to the largest element: the nearest, ties to even, or at random.
-template <int kept, int bias, bool random> static inline int32_t magnitude(float size, uint32_t drawn) {
-    constexpr int drop = 23 - kept, fixed = 30 - kept;
-    constexpr float normal_from = power(1 - bias), smallest = power(1 - bias - kept);
-    const int32_t pattern = bits<int32_t>(size);
-    int32_t normal, small;
-    if (random) {
-        const float limited = size < normal_from ? size : normal_from;
-        normal = (pattern + int32_t(drawn & ((1u << drop) - 1))) >> drop;
-        small = (int32_t(limited * (power(fixed) / smallest)) + int32_t(drawn & ((1u << fixed) - 1))) >> fixed;
-    } else {
-        const float coarse = smallest * 0x1p23f;
-        normal = (pattern + ((1 << (drop - 1)) - 1) + ((pattern >> drop) & 1)) >> drop;
-        small = bits<int32_t>(size + coarse) - bits<int32_t>(coarse);
-    }
-    return size < normal_from ? small : normal - ((127 - bias) << kept);
-}
-
-#if SCALE == 0
-typedef float Code;
-#else
-typedef uint8_t Code;
-#endif
-
-// The scale of elements whose largest magnitude has these bits, and what they are multiplied by.
-static inline void scale_of(int32_t top, float tensor, Code* code, float* multiplier) {
-    const bool wrong = top >= EXPONENT || tensor != tensor;
-#if SCALE == 0
-    float size = bits<float>(top);
-    size = size < SMALLEST_AMAX ? SMALLEST_AMAX : size;
-    float found = LARGEST / size;
-    if (FLOORED) found = bits<float>(bits<int32_t>(found) & EXPONENT);
-    found = wrong ? NONE : found;
-    *code = 1.0f / found;
-    *multiplier = found;
-#elif SCALE == 1
-    int32_t exponent = (top >> 23) - EXPONENT_OF_LARGEST;
-    exponent = exponent < 0 ? 0 : exponent;
-    *code = uint8_t(wrong ? 255 : exponent);
-    *multiplier = wrong ? NONE : bits<float>((254 - exponent) << 23);
-#else
-    float exact = bits<float>(top) / LARGEST / tensor;
-    exact = exact < 448.0f ? exact : 448.0f;
-    const int32_t found = magnitude<3, 7, false>(exact, 0);
-    const float shared = found < 8 ? float(found) * 0x1p-9f : bits<float>((found << 20) + (120 << 23));
-    const float inverse = 1.0f / (shared * tensor);
-    *code = uint8_t(wrong ? 0x7f : found);
-    *multiplier = wrong ? NONE : shared > 0.0f ? inverse : 0.0f;
-#endif
-}
-
+_ENCODING: Final = r"""
 // Codes of elements, as wide as what they are made of: so a vector of them is one even where a block is short.
-static inline void elements(const float* values, int64_t count, float by, uint32_t index, uint32_t key, int32_t* to) {
-    const int32_t limit = by != by ? 0 : EXPONENT;
+static inline void elements(const float* values, int64_t count, float by, int32_t index, int32_t key, int32_t* to) {
 #pragma omp simd
-    for (int64_t i = 0; i < count; ++i) {
-        const int32_t pattern = bits<int32_t>(values[i]), size = pattern & SIZE;
-        float scaled = bits<float>(size) * by;
-        scaled = scaled < LARGEST ? scaled : LARGEST;
-        const uint32_t drawn = RANDOM ? noise(index + uint32_t(i), key) : 0u;
-        const int32_t code = magnitude<KEPT, BIAS, RANDOM>(scaled, drawn);
-        const int32_t sign = (pattern >> (31 - SIGN_AT)) & (1 << SIGN_AT);
-        to[i] = size >= limit ? NO_NUMBER : code | sign;
-    }
+    for (int64_t i = 0; i < count; ++i)
+        to[i] = code_of(bits<int32_t>(values[i]), by, RANDOM ? noise(index + int32_t(i), key) : 0);
 }
 
 static inline int32_t largest(const float* values, int64_t count, int32_t top) {
@@ -322,7 +241,7 @@ static inline int32_t largest(const float* values, int64_t count, int32_t top) {
 
 struct Places {
     const Input* x;
-    int64_t outer, far, inner, near, last, step;
+    int64_t outer, outer_stride, inner, inner_stride, last, step;
 };
 
 static inline int32_t counted(Input value) {
@@ -332,16 +251,16 @@ static inline int32_t counted(Input value) {
 
 // The largest magnitude of a whole tensor, or of its finite elements.
 static int32_t top_of(const Places& at, int threads) {
-    const bool turned = at.step > at.near && at.inner > 1;
-    const int64_t rows = turned ? at.last : at.inner, down = turned ? at.step : at.near;
-    const int64_t length = turned ? at.inner : at.last, along = turned ? at.near : at.step;
+    const bool turned = at.step > at.inner_stride && at.inner > 1;
+    const int64_t rows = turned ? at.last : at.inner, down = turned ? at.step : at.inner_stride;
+    const int64_t length = turned ? at.inner : at.last, along = turned ? at.inner_stride : at.step;
     const int64_t pieces = (length + TILE - 1) / TILE, jobs = at.outer * rows * pieces;
     int32_t top = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(max : top)
     for (int64_t job = 0; job < jobs; ++job) {
         const int64_t row = job / pieces, from = job % pieces * TILE;
         const int64_t count = length - from < TILE ? length - from : TILE;
-        const Input* values = at.x + row / rows * at.far + row % rows * down + from * along;
+        const Input* values = at.x + row / rows * at.outer_stride + row % rows * down + from * along;
         int32_t found = 0;
         if (along == 1) {
             for (int64_t i = 0; i < count; ++i) {
@@ -388,15 +307,15 @@ struct Tile {
 
 static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t lines, int64_t from, int64_t count,
                         float* room) {
-    const Input* x = at.x + slab * at.far + line * at.near + from * at.step;
-#if INPUT == 0
-    if (at.step == 1) return {x, at.near};
+    const Input* x = at.x + slab * at.outer_stride + line * at.inner_stride + from * at.step;
+#if IS_FP32
+    if (at.step == 1) return {x, at.inner_stride};
 #endif
     if (at.step == 1) {
         for (int64_t l = 0; l < lines; ++l)
-            for (int64_t i = 0; i < count; ++i) room[l * count + i] = widened(x[l * at.near + i]);
+            for (int64_t i = 0; i < count; ++i) room[l * count + i] = widened(x[l * at.inner_stride + i]);
 #ifdef TURNS
-    } else if (at.near == 1 && lines % 16 == 0 && count % 16 == 0) {
+    } else if (at.inner_stride == 1 && lines % 16 == 0 && count % 16 == 0) {
         for (int64_t i = 0; i < count; i += 16)
             for (int64_t l = 0; l < lines; l += 16) {
                 Row rows[16];
@@ -411,7 +330,7 @@ static inline Tile tile(const Places& at, int64_t slab, int64_t line, int64_t li
 #endif
     } else {
         for (int64_t i = 0; i < count; ++i)
-            for (int64_t l = 0; l < lines; ++l) room[l * count + i] = widened(x[i * at.step + l * at.near]);
+            for (int64_t l = 0; l < lines; ++l) room[l * count + i] = widened(x[i * at.step + l * at.inner_stride]);
     }
     return {room, count};
 }
@@ -426,26 +345,26 @@ static inline void stored(const int32_t* codes, int64_t count, int64_t place, ui
 #endif
 }
 
-extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner, int64_t near, int64_t last,
-                       int64_t step, int64_t block_lines, int64_t block_width, Code* scales, float* tensor_scale,
-                       uint8_t* codes, const float* amax, int64_t amax_each, const uint32_t* key_at, int64_t threads) {
-    Places at = {x, outer, far, inner, near, last, step};
-    const uint32_t key = RANDOM ? *key_at : 0u;
+extern "C" void kernel(const Input* x, int64_t outer, int64_t outer_stride, int64_t inner, int64_t inner_stride,
+                       int64_t last, int64_t step, int64_t block_lines, int64_t block_width, Code* scales,
+                       float* tensor_scale, uint8_t* codes, const float* amax, int64_t amax_each,
+                       const int32_t* key_at, int64_t threads) {
+    Places at = {x, outer, outer_stride, inner, inner_stride, last, step};
+    const int32_t key = RANDOM ? *key_at : 0;
     float tensor = 1.0f, whole = 1.0f;
     if (WHOLE || TENSOR_SCALE) {
         const int32_t top = amax ? bits<int32_t>(*amax) & SIZE : top_of(at, int(threads));
         if (WHOLE) {
-            scale_of(top, 1.0f, scales, &whole);
+            Scale scale;
+            scale_of(top, 1.0f, &scale, &whole);
+            *scales = Code(scale);
         } else {
-            const float size = bits<float>(top);
-            tensor = (size < SMALLEST_AMAX ? SMALLEST_AMAX : size) / (LARGEST * LARGEST_SCALE);
-            tensor = top >= EXPONENT ? NONE : tensor;
-            *tensor_scale = tensor;
+            *tensor_scale = tensor = tensor_scale_of(top);
         }
     }
     const bool given = amax && !WHOLE && !TENSOR_SCALE;
     const int64_t width = WIDTH ? WIDTH : WHOLE ? last : block_width, down = WHOLE ? 1 : block_lines;
-    const bool dense = outer == 1 && near == last && step == 1 && down == 1;
+    const bool dense = outer == 1 && inner_stride == last && step == 1 && down == 1;
     if (dense) {  // one line, so that short ones are as fast as long ones
         at.last = inner * last;
         at.inner = 1;
@@ -463,7 +382,7 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
         alignas(64) int32_t line_codes[TILE];
         alignas(64) float multipliers[TILE];
         alignas(64) int32_t tops[TILE];
-        alignas(64) Code shared[TILE];
+        alignas(64) Scale shared[TILE];
 #pragma omp for schedule(static)
         for (int64_t job = 0; job < jobs; ++job) {
             const int64_t segment = job % segments, band = job / segments, slab = band / bands;
@@ -475,7 +394,7 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
                 const Tile found = tile(at, slab, line, lines, from, count, values);
                 for (int64_t l = 0; l < lines; ++l) {
                     const int64_t place = (row + l) * at.last + from;
-                    elements(found.values + l * found.pitch, count, whole, uint32_t(place), key, line_codes);
+                    elements(found.values + l * found.pitch, count, whole, int32_t(place), key, line_codes);
                     stored(line_codes, count, place, codes);
                 }
                 continue;
@@ -501,9 +420,10 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
                         const float* top = amax + (amax_each ? scale - scales + b * groups + g : 0);
                         tops[b * wide + g] = bits<int32_t>(*top) & SIZE;
                     }
+#pragma omp simd
             for (int64_t g = 0; g < many; ++g) scale_of(tops[g], tensor, shared + g, multipliers + g);
             for (int64_t b = 0; b < high; ++b)
-                for (int64_t g = 0; g < wide; ++g) scale[b * groups + g] = shared[b * wide + g];
+                for (int64_t g = 0; g < wide; ++g) scale[b * groups + g] = Code(shared[b * wide + g]);
             for (int64_t start = 0; start < count; start += piece) {
                 const int64_t length = count - start < piece ? count - start : piece;
                 if (!fits || given) seen = tile(at, slab, line, lines, from + start, length, values);
@@ -513,7 +433,7 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
                     const int64_t place = (row + l) * at.last + from + start;
                     const float *now = found.values + l * found.pitch, *by = multipliers + l / down * wide;
                     for (int64_t g = 0; g < wide; ++g)
-                        elements(now + g * part, fits && WIDTH ? WIDTH : part, by[g], uint32_t(place + g * part), key,
+                        elements(now + g * part, fits && WIDTH ? WIDTH : part, by[g], int32_t(place + g * part), key,
                                  line_codes + g * part);
                     stored(line_codes, length, place, codes);
                 }
@@ -524,32 +444,7 @@ extern "C" void kernel(const Input* x, int64_t outer, int64_t far, int64_t inner
 """
 
 _DECODING: Final = r"""
-// The value of a code of a sign, an exponent and KEPT bits.
-template <int kept, int bias, int sign_at, int beyond> static inline float value_of(int32_t code, float smallest) {
-    const int32_t size = code & ((1 << sign_at) - 1);
-    int32_t normal = (size << (23 - kept)) + ((127 - bias) << 23);
-    normal |= size < beyond ? 0 : 0x7f800000;
-    const int32_t found = size < 1 << kept ? bits<int32_t>(float(size) * smallest) : normal;
-    return bits<float>(found | int32_t(uint32_t(code >> sign_at) << 31));
-}
-
-#if SCALE == -1
-typedef float Scale;
-static inline float widened(Scale) { return 1.0f; }
-#elif SCALE == 0
-typedef float Scale;
-static inline float widened(Scale scale) { return scale; }
-#elif SCALE == 1
-typedef uint8_t Scale;
-static inline float widened(Scale scale) {
-    return bits<float>(scale == 255 ? 0x7fc00000 : scale ? scale << 23 : 1 << 22);
-}
-#else
-typedef uint8_t Scale;
-static inline float widened(Scale scale) { return value_of<3, 7, 7, 0x7f>(scale, 0x1p-9f); }
-#endif
-
-extern "C" void kernel(const uint8_t* codes, const Scale* scales, const float* tensor_scale, float* to, int64_t rows,
+extern "C" void kernel(const uint8_t* codes, const Code* scales, const float* tensor_scale, float* to, int64_t rows,
                        int64_t lines, int64_t groups, int64_t any_width, int64_t threads) {
     const int64_t width = WIDTH ? WIDTH : any_width, all = rows * groups;
     const int64_t many = width < TILE ? TILE / width : 1;             // groups of a job
@@ -574,15 +469,15 @@ extern "C" void kernel(const uint8_t* codes, const Scale* scales, const float* t
         const uint8_t* now = codes + place;
 #endif
         // Loops over what is of several sizes are long ones: there a vector of each is one.
-        float* read = SCALE == -1 ? to + place : values;
+        float* read = SCALED ? values : to + place;
 #pragma omp simd
-        for (int64_t i = 0; i < length; ++i) read[i] = value_of<KEPT, BIAS, SIGN_AT, BEYOND>(now[i], SMALLEST);
-        if (SCALE == -1) continue;
+        for (int64_t i = 0; i < length; ++i) read[i] = value_of(now[i]);
+        if (!SCALED) continue;
         for (int64_t g = first; g < end;) {
             const int64_t group = g % groups, left = end - g < groups - group ? end - g : groups - group;
-            const Scale* line = scales + g / groups / lines * groups + group;
+            const Code* line = scales + g / groups / lines * groups + group;
 #pragma omp simd
-            for (int64_t i = 0; i < left; ++i) shared[g - first + i] = widened(line[i]);
+            for (int64_t i = 0; i < left; ++i) shared[g - first + i] = scale_value_of(line[i]);
             g += left;
         }
         for (int64_t g = 0; g < end - first; ++g) {

@@ -452,11 +452,11 @@ def by_name(name: str | torch.dtype | Format) -> Format:
     if isinstance(name, Format):
         return name
     word = str(name).strip().lower().removeprefix("torch.")
-    found = FORMATS.get(word) or _ALIASES.get(word)
-    if found is None or not isinstance(name, str | torch.dtype):
+    fmt = FORMATS.get(word) or _ALIASES.get(word)
+    if fmt is None or not isinstance(name, str | torch.dtype):
         raise PolicyError(
             f"unknown number format {name!r}",
             why=nearest(word if isinstance(name, str) else "", (*FORMATS, *_ALIASES)),  # a dtype is no misspelt word
             write='by_name("float16"), by_name("fp16") or by_name(torch.float16)',
         )
-    return found
+    return fmt

@@ -1,4 +1,4 @@
-"""The arithmetic of :mod:`mezzo.formats.portable` in Triton: one launch, or two where the whole tensor has a scale.
+"""Block formats in Triton, by :mod:`mezzo.formats.rules`: one launch, or two where the whole tensor has a scale.
 
 A kernel reads a tensor as it lies, rows or columns side by side, and writes codes with ``dim`` last.
 """
@@ -6,17 +6,18 @@ A kernel reads a tensor as it lies, rows or columns side by side, and writes cod
 from __future__ import annotations
 
 import logging
-import math
 from functools import cache
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mezzo.emit.triton import function
+from mezzo.formats import rules
 from mezzo.formats.blocks import BlockFormat
-from mezzo.formats.cpp import SCALES, places
+from mezzo.formats.cpp import layout
 from mezzo.formats.definitions import E2M1, FP32
-from mezzo.formats.portable import SMALLEST_AMAX
+from mezzo.formats.noise import noise
 from mezzo.launched import Launch, has_triton, jitted, on
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def encoded(
             scales if tensor_scale is None else tensor_scale,
             lie.inner // unit if lie.is_turned else lie.inner,
             lie.last // unit,
-            lie.far // unit,
+            lie.outer_stride // unit,
             lie.stride // unit,
             many,
         )
@@ -101,7 +102,7 @@ class _Lie(NamedTuple):
     """Where elements lie: slabs of lines of ``last`` elements, in which either these or lines are side by side."""
 
     outer: int
-    far: int
+    outer_stride: int
     inner: int
     last: int
     stride: int  # of what is not side by side
@@ -165,24 +166,27 @@ def _tile(fmt: BlockFormat, block: tuple[int, int], last: int) -> _Tile | None:
 
 def _lie(moved: Tensor) -> _Lie | None:
     """Return how a tensor without gaps lies, or None where neither its lines nor its columns are side by side."""
-    found = places(moved)
-    if found is None:
+    strides = layout(moved)
+    if strides is None:
         return None
-    outer, far, inner, near, last, step = found
+    outer, outer_stride, inner, inner_stride, last, step = strides
     expected = 1
-    for stride, size in sorted(pair for pair in ((far, outer), (near, inner), (step, last)) if pair[1] > 1):
+    for stride, size in sorted(
+        pair for pair in ((outer_stride, outer), (inner_stride, inner), (step, last)) if pair[1] > 1
+    ):
         if stride != expected:
             return None
         expected *= size
     if last == 1 or step == 1:
-        return _Lie(outer, far, inner, last, near, is_turned=False)
-    return _Lie(outer, far, inner, last, step, is_turned=True) if inner == 1 or near == 1 else None
+        return _Lie(outer, outer_stride, inner, last, inner_stride, is_turned=False)
+    return _Lie(outer, outer_stride, inner, last, step, is_turned=True) if inner == 1 or inner_stride == 1 else None
 
 
 def _unit(moved: Tensor, lie: _Lie) -> int:
     """Return 16 where all that a thread may move at once stands at multiples of 16 elements, else 1."""
     along = (lie.inner,) if lie.is_turned else ()
-    return 16 if all(each % 16 == 0 for each in (moved.data_ptr(), lie.last, lie.far, lie.stride, *along)) else 1
+    numbers = (moved.data_ptr(), lie.last, lie.outer_stride, lie.stride, *along)
+    return 16 if all(number % 16 == 0 for number in numbers) else 1
 
 
 @cache
@@ -205,22 +209,14 @@ def _works_on(device: torch.device) -> bool:
 @cache
 def _looking(dtype: torch.dtype, is_finite: bool, unit: int) -> Launch:
     constants = {"UNIT": unit, "BITS": dtype == torch.bfloat16, "FINITE": is_finite, "BLOCK": TILE}
-    return Launch(jitted(_SOURCE, "largest"), _OPTIONS, **constants)
+    return Launch(jitted(_READING, "largest"), _OPTIONS, **constants)
 
 
 @cache
 def _quantising(fmt: BlockFormat, block: tuple[int, int], dtype: torch.dtype, case: _Case) -> Launch:
-    element = fmt.element
     constants: dict[str, Any] = {
         "BITS": dtype == torch.bfloat16,
-        "KEPT": element.mantissa_bits,
-        "BIAS": element.bias,
-        "SIGN_AT": element.num_bits - 1,
-        "TOP_EXPONENT": math.frexp(element.max)[1] - 1,
-        "LARGEST": element.max,
-        "NO_NUMBER": element.encode(math.nan),
-        "SCALE": SCALES[fmt.scale.name],
-        "FLOORED": fmt.floored,
+        "PACKED": fmt.element == E2M1,
         "WHOLE": fmt.block is None,
         "TENSOR_SCALE": fmt.tensor_scale,
         "H": block[0],
@@ -228,13 +224,37 @@ def _quantising(fmt: BlockFormat, block: tuple[int, int], dtype: torch.dtype, ca
         **{name.upper(): value for name, value in case._asdict().items()},
         "LOOKERS": LOOKERS,
     }
-    return Launch(jitted(_SOURCE, "quantise"), _OPTIONS, **constants)
+    return Launch(jitted(_source(fmt, is_random=case.random), "quantise"), _OPTIONS, **constants)
 
 
-_SOURCE: Final = f'''\
+@cache
+def _source(fmt: BlockFormat, *, is_random: bool) -> str:
+    """Write the kernel ``quantise``: the rules' arithmetic, and the walk."""
+    functions = (
+        function("noise", lambda index, key: (noise(index, key),), {"index": torch.int32, "key": torch.int32}),
+        function(
+            "code_of",
+            lambda pattern, multiplier, noise: (
+                rules.code_of(pattern, multiplier, noise if is_random else None, fmt.element),
+            ),
+            {"pattern": torch.int32, "multiplier": torch.float32, "noise": torch.int32},
+        ),
+        function(
+            "scale_of",
+            lambda amax_bits, tensor_scale: rules.scale_of(amax_bits, tensor_scale, fmt),
+            {"amax_bits": torch.int32, "tensor_scale": torch.float32},
+        ),
+        function(
+            "tensor_scale_of", lambda amax_bits: (rules.tensor_scale_of(amax_bits, fmt),), {"amax_bits": torch.int32}
+        ),
+    )
+    return "".join((_READING, *functions, _QUANTISING))
+
+
+_READING: Final = f'''\
 @triton.jit
 def sized(pattern):
-    return pattern & 0x7FFFFFFF
+    return pattern & {rules.SIZE}
 
 
 @triton.jit
@@ -253,88 +273,26 @@ def largest(x, tops, count, UNIT: tl.constexpr, BITS: tl.constexpr, FINITE: tl.c
     while first < count:
         places = first + tl.arange(0, BLOCK)[None, :]
         size = sized(read(x, places, places < count, BITS, 1, UNIT))
-        top = tl.maximum(top, tl.where(size < 0x7F800000, size, 0) if FINITE else size)
+        top = tl.maximum(top, tl.where(size < {rules.EXPONENT}, size, 0) if FINITE else size)
         first += tl.num_programs(0) * BLOCK
     tl.store(tops + tl.program_id(0), tl.max(tl.max(top, axis=1), axis=0))
 
 
-@triton.jit
-def noise(index, key):
-    mixed = tl.add(index, key, sanitize_overflow=False).to(tl.uint32, bitcast=True)
-    mixed = tl.mul(mixed ^ (mixed >> 16), 0x7FEB352D, sanitize_overflow=False)
-    mixed = tl.mul(mixed ^ (mixed >> 15), 0x846CA68B, sanitize_overflow=False)
-    return (mixed ^ (mixed >> 16)).to(tl.int32, bitcast=True)
+'''
 
-
-@triton.jit
-def magnitude(size, drawn, KEPT: tl.constexpr, BIAS: tl.constexpr, RANDOM: tl.constexpr):
-    """Return the code of a magnitude up to the largest element: the nearest, ties to even, or at random."""
-    DROP: tl.constexpr = 23 - KEPT
-    NORMAL_FROM: tl.constexpr = 2.0 ** (1 - BIAS)
-    SMALLEST: tl.constexpr = 2.0 ** (1 - BIAS - KEPT)
-    pattern = size.to(tl.int32, bitcast=True)
-    if RANDOM:
-        normal = (pattern + (drawn & ((1 << DROP) - 1))) >> DROP
-        limited = tl.where(size < NORMAL_FROM, size, NORMAL_FROM)
-        steps = (limited * (2.0 ** (30 - KEPT) / SMALLEST)).to(tl.int32)
-        small = (steps + (drawn & ((1 << (30 - KEPT)) - 1))) >> (30 - KEPT)
-    else:
-        normal = (pattern + ((1 << (DROP - 1)) - 1) + ((pattern >> DROP) & 1)) >> DROP
-        # The exponent field of the number beside which FP32's spacing is the element's.
-        COARSE: tl.constexpr = (127 + 1 - BIAS - KEPT + 23) << 23
-        small = (size + SMALLEST * 8388608.0).to(tl.int32, bitcast=True) - COARSE
-    return tl.where(size < NORMAL_FROM, small, normal - ((127 - BIAS) << KEPT))
-
-
-@triton.jit
-def scale_of(
-    top, tensor,
-    TOP_EXPONENT: tl.constexpr, LARGEST: tl.constexpr, SCALE: tl.constexpr, FLOORED: tl.constexpr,
-):
-    """Return the code of the scale of what has a largest magnitude of some bits, and what elements are multiplied by.
-    """
-    wrong = top >= 0x7F800000
-    size = top.to(tl.float32, bitcast=True)
-    if SCALE == 0:
-        by = tl.div_rn(LARGEST, tl.where(size < {SMALLEST_AMAX!r}, {SMALLEST_AMAX!r}, size))
-        if FLOORED:
-            by = (by.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-        by = tl.where(wrong, float("nan"), by)
-        code = tl.div_rn(1.0, by)
-    elif SCALE == 1:
-        exponent = tl.maximum((top >> 23) - TOP_EXPONENT, 0)
-        code = tl.where(wrong, 255, exponent).to(tl.uint8)
-        by = tl.where(wrong, float("nan"), ((254 - exponent) << 23).to(tl.float32, bitcast=True))
-    else:
-        exact = tl.div_rn(tl.div_rn(size, LARGEST), tensor)
-        wrong = wrong | (exact != exact)
-        found = magnitude(tl.where(exact < 448.0, exact, 448.0), 0, 3, 7, False)
-        shared = tl.where(
-            found < 8, found.to(tl.float32) * 0.001953125, ((found << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-        )
-        by = tl.where(shared > 0.0, tl.div_rn(1.0, shared * tensor), 0.0)
-        by = tl.where(wrong, float("nan"), by)
-        code = tl.where(wrong, 0x7F, found).to(tl.uint8)
-    return code, by
-
-
+_QUANTISING: Final = '''\
 @triton.jit
 def written(
     codes, pattern, by, lines, first, last, mask, key, slab_lines,
-    KEPT: tl.constexpr, BIAS: tl.constexpr, SIGN_AT: tl.constexpr, LARGEST: tl.constexpr, NO_NUMBER: tl.constexpr,
-    HIGH: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr, UNIT: tl.constexpr, inner,
+    PACKED: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, RANDOM: tl.constexpr, UNIT: tl.constexpr, inner,
 ):
     """Write the codes of elements, the first of which has a place in each line."""
-    size = sized(pattern)
-    product = size.to(tl.float32, bitcast=True) * by
-    scaled = tl.where(product < LARGEST, product, LARGEST)
     start = (slab_lines + lines) * last
     drawn = 0
     if RANDOM:
         drawn = noise(start + (first + tl.arange(0, WIDE)[None, :]), key)
-    code = magnitude(scaled, drawn, KEPT, BIAS, RANDOM) | ((pattern >> (31 - SIGN_AT)) & (1 << SIGN_AT))
-    code = tl.where((size >= 0x7F800000) | (product != product), NO_NUMBER, code)
-    if SIGN_AT == 3:
+    code = code_of(pattern, by, drawn)
+    if PACKED:
         low, high = tl.split(tl.reshape(code, (HIGH, WIDE // 2, 2)))
         columns = first // 2 + tl.arange(0, WIDE // 2)[None, :]
         place = tl.multiple_of(codes + (start // 2 + columns), (1, UNIT // 2 if UNIT > 1 else 1))
@@ -350,11 +308,9 @@ def written(
 )
 def quantise(
     x, tops, amax, key, codes, scales, tensor_scale, inner, last, far, stride, many,
-    BITS: tl.constexpr, KEPT: tl.constexpr, BIAS: tl.constexpr, SIGN_AT: tl.constexpr, TOP_EXPONENT: tl.constexpr,
-    LARGEST: tl.constexpr, NO_NUMBER: tl.constexpr, SCALE: tl.constexpr, FLOORED: tl.constexpr, WHOLE: tl.constexpr,
-    TENSOR_SCALE: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
-    TURNED: tl.constexpr, WALKED: tl.constexpr, RANDOM: tl.constexpr, GIVEN: tl.constexpr, UNIT: tl.constexpr,
-    LOOKERS: tl.constexpr,
+    BITS: tl.constexpr, PACKED: tl.constexpr, WHOLE: tl.constexpr, TENSOR_SCALE: tl.constexpr, H: tl.constexpr,
+    W: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr, TURNED: tl.constexpr, WALKED: tl.constexpr,
+    RANDOM: tl.constexpr, GIVEN: tl.constexpr, UNIT: tl.constexpr, LOOKERS: tl.constexpr,
 ):
     """Quantise a tile, or some whole lines."""
     # Sizes came in units, so that the compiler knows what they are multiples of.
@@ -371,7 +327,8 @@ def quantise(
     x += slab * far
     FIRST: tl.constexpr = UNIT if TURNED else 1
     SECOND: tl.constexpr = 1 if TURNED else UNIT
-    tensor = 1.0
+    tensor = tl.full((), 1.0, tl.float32)
+    code_type = scales.dtype.element_ty
     if WHOLE or TENSOR_SCALE:
         if GIVEN:
             top = sized(tl.load(amax).to(tl.int32, bitcast=True))
@@ -379,13 +336,11 @@ def quantise(
             looked = tl.arange(0, LOOKERS)
             top = tl.max(tl.load(tops + looked, mask=looked < many, other=0), axis=0)
         if WHOLE:
-            code, by = scale_of(top, 1.0, TOP_EXPONENT, LARGEST, SCALE, FLOORED)
+            code, by = scale_of(top, tensor)
             if program == 0:
-                tl.store(scales, code)
+                tl.store(scales, code.to(code_type))
         else:
-            size = top.to(tl.float32, bitcast=True)
-            tensor = tl.div_rn(tl.where(size < {SMALLEST_AMAX!r}, {SMALLEST_AMAX!r}, size), LARGEST * 448.0)
-            tensor = tl.where(top >= 0x7F800000, float("nan"), tensor)
+            tensor = tensor_scale_of(top)
             if program == 0:
                 tl.store(tensor_scale, tensor)
     if WALKED:
@@ -401,15 +356,15 @@ def quantise(
         else:
             at = amax + (slab * inner + lines if GIVEN == 2 else lines * 0)
             tops_of = sized(tl.load(at, mask=lines < inner, other=0.0).to(tl.int32, bitcast=True))
-        code, by = scale_of(tops_of, tensor, TOP_EXPONENT, LARGEST, SCALE, FLOORED)
-        tl.store(scales + (slab * inner + lines), code, mask=lines < inner)
+        code, by = scale_of(tops_of, tensor)
+        tl.store(scales + (slab * inner + lines), code.to(code_type), mask=lines < inner)
         start = 0
         while start < last:
             at = lines + (start + columns) * stride if TURNED else lines * stride + (start + columns)
             mask = (lines < inner) & (start + columns < last)
             written(
                 codes, read(x, at, mask, BITS, FIRST, SECOND), by, lines, start, last, mask, drawn, slab * inner,
-                KEPT, BIAS, SIGN_AT, LARGEST, NO_NUMBER, HIGH, WIDE, RANDOM, UNIT, inner,
+                PACKED, HIGH, WIDE, RANDOM, UNIT, inner,
             )
             start += WIDE
     else:
@@ -429,12 +384,12 @@ def quantise(
             else:
                 tops_of = tl.max(tl.reshape(sized(pattern), (HIGH // H, H, WIDE // W, W)), axis=3)
                 tops_of = tl.max(tops_of, axis=1)
-            code, by_group = scale_of(tops_of, tensor, TOP_EXPONENT, LARGEST, SCALE, FLOORED)
-            tl.store(scales + place, code, mask=inside)
+            code, by_group = scale_of(tops_of, tensor)
+            tl.store(scales + place, code.to(code_type), mask=inside)
             by = tl.reshape(by_group, (HIGH // H, 1, WIDE // W, 1))
             by = tl.reshape(tl.broadcast_to(by, (HIGH // H, H, WIDE // W, W)), (HIGH, WIDE))
         written(
             codes, pattern, by, lines, first, last, mask, drawn, slab * inner,
-            KEPT, BIAS, SIGN_AT, LARGEST, NO_NUMBER, HIGH, WIDE, RANDOM, UNIT, inner,
+            PACKED, HIGH, WIDE, RANDOM, UNIT, inner,
         )
 '''

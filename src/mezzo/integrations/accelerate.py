@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -14,7 +13,7 @@ from torch.optim import Optimizer
 from mezzo import sharded
 from mezzo.cast import autocast
 from mezzo.errors import PolicyError, UnsupportedError, require_extra, shown
-from mezzo.policy import Policy
+from mezzo.policy import Policy, PolicyLike
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.grad_scaler import SessionScaler
 from mezzo.session.refusals import Reaction, models_and_optimizers
@@ -38,7 +37,7 @@ def attach(
     accelerator: Accelerator,
     models: nn.Module | Iterable[nn.Module],
     optimizers: Optimizer | Iterable[Optimizer],
-    policy: Policy | str | os.PathLike[str] | None = None,
+    policy: PolicyLike | None = None,
     *,
     on_overflow: Reaction = "skip",
 ) -> AcceleratedPrecision:
@@ -61,7 +60,7 @@ def attach(
         accelerator: The accelerator, of ``mixed_precision="no"``.
         models: The model, or a list of models.
         optimizers: The optimizer, or a list of them.
-        policy: A policy, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
+        policy: A policy, its text, a dtype, or the path of a file; O1 in the machine's fast format when omitted.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
 
     Returns:
@@ -185,13 +184,13 @@ class AcceleratedPrecision(AttachedPrecision):
         """
         return {"mezzo/scale": float(self.loss_scale), "mezzo/skipped": self.stats().skipped}
 
-    def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if self.is_closed:  # prepared optimizers go on calling it
+    def _own_step(self, optimizer: Optimizer, session_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if self.is_closed:  # prepared optimizers still call this method
             return self._engine.writes.steps_by[optimizer](*args, **kwargs)
-        return None if self._is_telling else super()._own_step(optimizer, of, *args, **kwargs)
+        return None if self._is_telling else super()._own_step(optimizer, session_optimizer, *args, **kwargs)
 
     def step_and_tell(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
-        """Update or skip, and call ``optimizer.step`` where it was an update: by that Accelerate knows.
+        """Update or skip, and call ``optimizer.step`` after an update: from this call Accelerate learns of the update.
 
         A kernel that skips by itself is called in any case.
         """
@@ -206,7 +205,7 @@ class AcceleratedPrecision(AttachedPrecision):
 
 
 class _AcceleratorsScaler(SessionScaler):
-    """What Accelerate calls its scaler; optimizers that it has prepared go on asking after the session has ended."""
+    """The accelerator's scaler, which prepared optimizers call even after the session has ended."""
 
     amp: AcceleratedPrecision
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -18,7 +17,7 @@ from mezzo.cast.device import default_device_types, usual_policy
 from mezzo.cast.model.outputs import given_out
 from mezzo.errors import StateError, UnsupportedError, raise_together, require_extra
 from mezzo.patches import Binding
-from mezzo.policy import Policy
+from mezzo.policy import Policy, PolicyLike
 from mezzo.session.attach import AttachedPrecision
 from mezzo.session.calls import Calls
 from mezzo.session.refusals import Reaction, wrong_options
@@ -62,7 +61,7 @@ class MezzoPrecision(Precision):
     ``mezzo/skipped``, a count of steps; for Fabric :meth:`metrics` has both.
 
     Args:
-        policy: A policy, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
+        policy: A policy, its text, a dtype, or the path of a file; O1 in the machine's fast format when omitted.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
         hold_schedulers: Whether schedulers wait where the steps since their last one were skipped.
 
@@ -94,7 +93,7 @@ class MezzoPrecision(Precision):
 
     def __init__(
         self,
-        policy: Policy | str | os.PathLike[str] | None = None,
+        policy: PolicyLike | None = None,
         *,
         on_overflow: Reaction = "skip",
         hold_schedulers: bool = True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from mezzo.cast import prepare
 from mezzo.cast.device import usual_policy
 from mezzo.errors import PolicyError, UnsupportedError, raise_together, require_extra, shown
-from mezzo.policy import Policy
+from mezzo.policy import Policy, PolicyLike
 from mezzo.session.calls import Calls
 from mezzo.session.refusals import Reaction, wrong_options
 
@@ -32,7 +31,7 @@ __all__ = ["plug"]
 
 def plug(
     trainer: T,
-    policy: Policy | str | os.PathLike[str] | None = None,
+    policy: PolicyLike | None = None,
     *,
     on_overflow: Reaction = "skip",
 ) -> T:
@@ -50,7 +49,7 @@ def plug(
 
     Args:
         trainer: The Trainer, of whatever class; it becomes one of a class that derives from its own.
-        policy: A policy, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
+        policy: A policy, its text, a dtype, or the path of a file; O1 in the machine's fast format when omitted.
         on_overflow: As for :class:`mezzo.MixedPrecision`.
 
     Returns:

@@ -168,7 +168,7 @@ def _not_finite_in(step: RecordedStep, *kinds: str) -> list[RecordedTensor]:
 
 
 def _spoils_weights(step: RecordedStep) -> bool:
-    """Whether a step was taken with gradients that are not finite; one of an activation may end before any weight."""
+    """Whether a step was taken with gradients that are not finite: weights' where they are recorded, else outputs'."""
     has_weights = any(tensor.kind == GRADIENTS[1] for tensor in step.tensors)
     return not step.skipped and bool(_not_finite_in(step, *GRADIENTS[has_weights:]))
 
@@ -273,7 +273,7 @@ def flushed(run: RunFacts) -> Alert | None:
     if highest >= 2.0 * max(scales) and not (whole.infs or whole.nans):
         scale = LossScale.dynamic(init=highest)
         cure = run.scaled(scale, "The loss scale moves the gradients into FP16's range.")
-        # Without a session it is torch's scaler that has one.
+        # Without a session, the loss scale is that of torch's scaler.
         torchs = f"torch.amp.GradScaler(init_scale=2.0**{round(math.log2(scale.init))})"
         write = f'policy="{cure[0]}"' if run.has_session else torchs
     return Alert(
@@ -295,23 +295,23 @@ def gradient_text(tensor: RecordedTensor) -> str:
 
 def first_in_backward(step: RecordedStep) -> RecordedTensor | None:
     """Return the first gradient in the order of the backward pass that is not finite, of the innermost module."""
-    # The order of the pass forward is that in which calls ended; a module that is not called goes with what is around.
+    # Calls are ordered by their ends in the forward pass; a module that is not called counts as its parent.
     called = [tensor.module for tensor in step.tensors if tensor.kind in ("activations", GRADIENTS[0])]
     order = {path: n for n, path in enumerate(dict.fromkeys(called or [tensor.module for tensor in step.tensors]))}
 
-    def place(tensor: RecordedTensor) -> int:
+    def call_index(tensor: RecordedTensor) -> int:
         path = tensor.module
         while path and path not in order:
             path = path.rpartition(".")[0]
         return order.get(path, -1)
 
-    # The gradient of what a module returns comes before those of its own weights.
+    # The gradient of a module's output comes before those of its own weights.
     gradients = sorted(
-        _not_finite_in(step, *GRADIENTS), key=lambda gradient: (-place(gradient), GRADIENTS.index(gradient.kind))
+        _not_finite_in(step, *GRADIENTS), key=lambda gradient: (-call_index(gradient), GRADIENTS.index(gradient.kind))
     )
     first = gradients[0] if gradients else None
     for gradient in gradients[1:]:
-        # A container hands on what its last module returns: the very tensor.
+        # A container returns the output of its last module: both have the same gradient.
         if first is not None and first.kind == gradient.kind == GRADIENTS[0]:
             is_inside = gradient.module.startswith(f"{first.module}." if first.module else "")
             if not is_inside or gradient.histogram.numbers != first.histogram.numbers:
@@ -349,7 +349,9 @@ def close_to_limit(run: RunFacts) -> Alert | None:
     }
     if not largest or run.spoilt[1]:
         return None
-    worst = max(largest, key=lambda name: (largest[name], len(name)))  # of those that hand it on the innermost
+    worst = max(
+        largest, key=lambda name: (largest[name], len(name))
+    )  # of modules that return the same tensor the innermost
     return Alert(
         level="warn",
         what=f"Activations reach {largest[worst] / FP16.max:.0%} of FP16's range.".replace("%", " %"),
@@ -585,7 +587,7 @@ def _flushed(tensor: RecordedTensor, target: Format, scale: float) -> float:
 
 
 def _losers(totals: Sequence[RecordedTensor], scale: float) -> str:
-    """Name the weights of whose gradients FP16 flushes more than half at a loss scale; of none there is no text."""
+    """Return a text that names the weights of whose gradients FP16 flushes more than half at a loss scale; or ''."""
     shares = {name_of(tensor): _flushed(tensor, FP16, scale) for tensor in totals if tensor.kind == GRADIENTS[1]}
     lost = sorted((name for name in shares if shares[name] > _MOSTLY), key=lambda name: -shares[name])
     if not lost:

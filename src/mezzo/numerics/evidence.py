@@ -148,7 +148,7 @@ class RecordedTensor:
 
     @classmethod
     def total_of(cls, tensors: Sequence[RecordedTensor]) -> RecordedTensor:
-        """Sum up several, at least one; it is called what the last is called."""
+        """Return the sum of several recorded tensors, at least one, with the names of the last."""
         lost = [tensor.swallowed for tensor in tensors if tensor.swallowed is not None]
         return dataclasses.replace(
             tensors[-1],
@@ -188,7 +188,7 @@ class RecordedOperand:
 
     @property
     def noise(self) -> float | None:
-        """‖noise‖ / ‖g‖; ``None`` where it is not known, or not finite."""
+        """‖noise‖ / ‖g‖; ``None`` where the ratio is not known, or not finite."""
         if not self.gradient_norm or self.noise_norm is None:
             return None
         is_known = math.isfinite(self.gradient_norm) and math.isfinite(self.noise_norm)
@@ -228,7 +228,7 @@ class OperandLosses:
 
     @classmethod
     def of(cls, steps: Sequence[RecordedOperand]) -> OperandLosses:
-        """Sum up what several steps lost of one operand."""
+        """Return the sum of what several steps lost of one operand."""
         first, elements = steps[0], sum(step.elements for step in steps)
         below = [step.below_noise for step in steps if step.below_noise is not None]
         noises = [step.noise for step in steps if step.noise is not None]
@@ -408,7 +408,7 @@ class Evidence:
                 }  # fmt: skip
 
     def _of_steps(self, asked: Callable[[RecordedStep], Sequence[T]], module: str | None, step: Steps) -> list[T]:
-        """Return what is asked of the steps that are chosen, as far as it is of the modules."""
+        """Return the records of the chosen steps that belong to the chosen modules."""
         homes = None if module is None else self._homes(module)
         records: list[T] = []
         for recorded in self._chosen(step):
@@ -521,7 +521,7 @@ def write_statistics(evidence: Evidence, path: str | os.PathLike[str]) -> None:
 
 
 def write_step(file: IO[str], header: EvidenceHeader, step: RecordedStep) -> None:
-    """Write a step at the end of a file, after the header if it is the first; the system has it at once."""
+    """Append a step to a file, behind the header if the step is the first, and flush the file."""
     if not file.tell():
         file.write(_line({"schema": SCHEMA, **dataclasses.asdict(header)}))
     file.write(_step_line(step))

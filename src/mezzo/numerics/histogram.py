@@ -134,7 +134,7 @@ class ExponentHistogram:
         limits = (half, True), (target.smallest_normal - half, False), _overflow(target)
         below, certain = zip(*(self._below(limit / scale, hit) for limit, hit in limits), strict=True)
         finite = sum(self.numbers[:ZEROS])
-        # What is beyond the last limit by max_abs is there, whatever interpolation says.
+        # If max_abs is beyond the last limit, at least one value is, whatever the interpolation gives.
         beyond = self._reaches(limits[2], scale)
         overflow = max(finite - below[2], 1) if beyond else 0
         under, small = min(below[0], finite - overflow), min(below[1], finite - overflow)
@@ -181,7 +181,7 @@ class ExponentHistogram:
         return scaled > value or (scaled == value and not hit)
 
     def _below(self, limit: float, hit: bool) -> tuple[int, bool]:
-        """Return how many non-zero values are below a limit, or hit it where those count, and whether that is exact."""
+        """Return how many non-zero values are below a limit, or at it with ``hit``, and whether the number is exact."""
         if limit > self.max_abs:
             return sum(self.numbers[:ZEROS]), True
         if limit < math.ldexp(1.0, FIRST):
@@ -249,5 +249,5 @@ def exponent_histogram(tensor: Tensor) -> ExponentHistogram:
 
 
 def _overflow(target: Format) -> tuple[float, bool]:
-    """Return the first magnitude that leaves a format's range, and whether that one itself still stays."""
+    """Return the magnitude at which a format's range ends, and whether that magnitude itself is still inside."""
     return target.max + target.spacing(target.max) / 2, not target.has_inf

@@ -80,7 +80,7 @@ class _Arrival(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Count the gradient, and hand it on."""
+        """Count the gradient, and return it unchanged."""
         row, flag, factor, *moved = ctx.saved_tensors
         observe(gradient, row, flag, factor, ctx.name)
         if moved:
@@ -127,7 +127,7 @@ class OutputHook(OwnHook):
         return None
 
     def make_ready(self) -> None:
-        """Make the rows that a graph counts in, which it cannot make itself."""
+        """Make the rows that a graph counts in: inside a graph they could not be made."""
         if not self._in_graphs:
             self._in_graphs += [OutputCounts(self._watch, self._device) for _ in range(IN_GRAPHS)]
 
@@ -249,7 +249,7 @@ class OutputWatch:
             self.keep_hooks()
 
     def new_row(self, device: torch.device) -> Tensor:
-        """Return zeros to count in, in a storage of their own: a graph is made for tensors, not for places in one."""
+        """Return a row of zeros with its own storage: graphs are specialised to whole tensors, not to views."""
         return torch.zeros(self._width, dtype=torch.int64, device=device)
 
     def of_device(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -326,7 +326,9 @@ class OutputWatch:
         """Write into the memory of graphs by what they multiply the gradients that come now. No host sync."""
         for _, shared in self._shared.values() if self.is_captured or (self.is_counting and is_imported()) else ():
             factor = self.factor()
-            memory = shared.data  # a graph has it from the forward pass, and torch would refuse what was written since
+            memory = (
+                shared.data
+            )  # .data, since a graph has saved the tensor, and torch refuses a saved tensor that was written to
             memory.fill_(1.0) if factor is None else memory.copy_(factor, non_blocking=shared.device.type != "cpu")
 
     def capture(self) -> None:

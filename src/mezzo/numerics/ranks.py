@@ -67,7 +67,7 @@ class Attendance:
         self._is_announced = True
 
     def withdraw(self) -> None:
-        """Take this rank out of the count: its step is over."""
+        """Count this rank no more: its step is over."""
         if self._is_announced:
             self._is_announced = False
             self._subtract(self._key)

@@ -197,7 +197,7 @@ class PlainLoop:
 
     @property
     def skipped(self) -> bool | Sequence[Tensor]:
-        """Whether no optimizer has stepped, or the flags by which fused ones were told to skip."""
+        """``True`` if no optimizer has stepped; else the flags by which fused optimizers skip."""
         return self._flags if self._has_stepped or not self._optimizers else True
 
     @torch.no_grad()
@@ -216,7 +216,7 @@ class PlainLoop:
                 why="a torch.amp.GradScaler leaves it to the fused optimizer, and it would be recorded as theirs",
                 write="Recorder(model, optimizer, loss_scale=scaler)",
             )
-        found_inf = getattr(optimizer, "found_inf", None)  # torch's scaler tells it so to fused optimizers
+        found_inf = getattr(optimizer, "found_inf", None)  # where torch's scaler puts the flag for fused optimizers
         if isinstance(found_inf, Tensor):
             self._flags.append(found_inf.detach().reshape(()).clone())
         updated = updated_by(optimizer)
@@ -437,7 +437,7 @@ class SessionSource:
         self._end(engine, step)
 
     def judged(self, engine: Watched, judged: Judged) -> None:
-        """Count the weights that a step is about to move, and the gradients that it takes."""
+        """Count the weights that a step is about to move, and the gradients of the step."""
         if engine not in self._sessions:
             return
         updated, recording = self._updated(engine), self._run.recording
@@ -629,5 +629,5 @@ class Recorder:
 
 
 def _file_at(path: str | os.PathLike[str]) -> Path:
-    """Return the file that a stream is written to, once it is known that there can be one."""
+    """Return the file of a stream, which exists or can be made."""
     return regular_or_new(Path(path) / FILE if Path(path).is_dir() else path)[0]

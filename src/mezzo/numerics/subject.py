@@ -124,7 +124,7 @@ class Subject:
         return some_of(scripted) if scripted else None
 
     def inner_first(self) -> list[str]:
-        """Return the paths, those of modules inside of another one before its own."""
+        """Return the paths of modules, inner modules before the module that holds them."""
 
         def walk(module: nn.Module) -> Iterator[nn.Module]:
             for child in module.children():
@@ -134,13 +134,13 @@ class Subject:
         return list(dict.fromkeys(self.paths[module] for module in walk(self.model) if module in self.paths))
 
     def group(self) -> Any:
-        """Return the ranks that a wrapped or sharded model is trained on; ``None`` where it is neither."""
+        """Return the ranks that a wrapped or sharded model is trained on; ``None`` for any other model."""
         if isinstance(self.model, DistributedDataParallel) or units(self.model):
             return Ranks.of().group if Ranks.of().size > 1 else None
         return None
 
     def ordered(self, called: Iterable[str]) -> tuple[RecordedModule, ...]:
-        """Return the modules in the order of their first calls; those without come last."""
+        """Return the modules in the order of their first calls; modules that were not called come last."""
         order = {path: index for index, path in enumerate(dict.fromkeys(called))}
         return tuple(sorted(self.modules, key=lambda module: order.get(module.same_as or module.path, len(order))))
 
@@ -225,7 +225,7 @@ class Choices:
         optimizers = tried(given_optimizers, optimizer) or []
         for name, number in (("every", every), ("keep", 1 if keep is None else keep)):
             tried(_require_positive, name, number)
-        found = [tried(standing_alone, name) for name in ([formats] if isinstance(formats, str) else formats)]
+        targets = [tried(standing_alone, name) for name in ([formats] if isinstance(formats, str) else formats)]
         words = [tried(kind_of, name) for name in ([kinds] if isinstance(kinds, str) else kinds)]
         if not words:
             problems.append(PolicyError("there is nothing to record", why="kinds is empty", write='kinds=("weights",)'))
@@ -239,7 +239,7 @@ class Choices:
             subject=subject,
             optimizers=optimizers,
             every=every,
-            formats=tuple(dict.fromkeys(found)),
+            formats=tuple(dict.fromkeys(targets)),
             kinds=tuple(dict.fromkeys(words)),
         )
 
@@ -298,7 +298,7 @@ class LossScaleNow:
         """Return the scale, 0-d float32; ``None`` where losses are not scaled."""
         if self._scale is None and self._given is not None:
             one = torch.ones((), device=self._device)
-            # torch's scaler says what it is without asking the device only by scaling something.
+            # torch's scaler gives its scale without a host sync only by scaling a tensor.
             scaled = self._given.scale(one) if callable(getattr(self._given, "scale", None)) else one * self._given
             self._scale = scaled.detach().reshape(()).float().clone()
         return self._scale

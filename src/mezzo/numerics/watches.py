@@ -96,12 +96,14 @@ def _masks(weight: Tensor, update: Tensor, formats: Sequence[Format]) -> list[Te
     for target in formats:
         stored = target.round(weight)
         total = stored + update
-        if target.dtype == weight.dtype:  # what is added in the format itself is rounded once
+        if target.dtype == weight.dtype:  # a sum in the format itself is rounded once
             masks.append(moves & (total == stored))
             continue
         gap = _power(torch.nextafter(stored, total)).clamp_(min=target.smallest_normal).mul_(target.eps)
         stays = (twice < gap) | ((twice == gap) & (target.round(total) == stored))
-        masks.append(stays.logical_and_(moves).logical_and_(total == total))  # a weight that is NaN is none
+        masks.append(
+            stays.logical_and_(moves).logical_and_(total == total)
+        )  # a weight that is NaN has swallowed nothing
     return masks
 
 

@@ -84,7 +84,7 @@ class _Count:
         return cls(tensor, tensor[0], tensor._version)
 
     def is_whole(self) -> bool:
-        """Whether it is one number still."""
+        """Whether all parameters still have one count."""
         return self.counts._version == self.version
 
     def write(self, number: Tensor) -> None:
@@ -168,7 +168,7 @@ class _UpdatePlan:
         state: Mapping[Any, Any],
     ) -> None:
         self.inputs, self.cohorts = replace(inputs, gradients=[]), cohorts
-        self.params = [param for cohort in cohorts for arguments in cohort.ready for param in arguments.params]
+        self.params = [param for cohort in cohorts for ready in cohort.ready for param in ready.params]
         self.by_device: dict[torch.device, list[_Cohort]] = {}
         for cohort in cohorts:
             self.by_device.setdefault(cohort.count.number.device, []).append(cohort)
@@ -225,7 +225,7 @@ class _UpdatePlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Prepared:
-    """What a step is about to write, when all that it could refuse has been refused.
+    """The updates that a step is about to write, after everything that can be refused was.
 
     Attributes:
         verdict: Of the gradients; ``None`` where the flags are another library's.
@@ -304,11 +304,9 @@ class OnePassOptimizer(Optimizer):
             TypeError: A set of parameters, as torch says it.
         """
         params = param_group["params"]
-        named_group = named(
-            {**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))}
-        )
-        check_group({**self.defaults, **named_group})
-        super().add_param_group(named_group)
+        group = named({**param_group, "params": [params] if isinstance(params, Tensor) else list(ordered(params))})
+        check_group({**self.defaults, **group})
+        super().add_param_group(group)
 
     @never_compiled
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -370,7 +368,7 @@ class OnePassOptimizer(Optimizer):
 
     @torch.no_grad()
     def make_ready(self, verdict: Verdict, *, keep: bool) -> None:
-        """Raise all that :meth:`update` could refuse, and make ready what it needs; it is to be the next call.
+        """Raise every error that :meth:`update` could raise, and prepare it; :meth:`update` is the next call.
 
         Args:
             verdict: What the update will be given.
@@ -397,14 +395,10 @@ class OnePassOptimizer(Optimizer):
             for cohort, step, scalars in zip(cohorts, results, results[len(cohorts) :], strict=False):
                 prepared.counts.append((cohort.count, step))
                 for ready in cohort.ready:
-                    gradients_of_bucket: Sequence[Tensor] = [*map(gradients.__getitem__, ready.indices)]
+                    grads: Sequence[Tensor] = [*map(gradients.__getitem__, ready.indices)]
                     if ready.is_sharded:  # tensor parallelism leaves some as sums not taken yet
-                        gradients_of_bucket = [
-                            local(placed(g, param)) for g, param in zip(gradients_of_bucket, ready.params, strict=True)
-                        ]
-                    prepared.updates.append(
-                        (ready.update, ready.update.ready(gradients_of_bucket), here, step, scalars)
-                    )
+                        grads = [local(placed(g, param)) for g, param in zip(grads, ready.params, strict=True)]
+                    prepared.updates.append((ready.update, ready.update.ready(grads), here, step, scalars))
         return prepared
 
     def _write(self, prepared: _Prepared) -> None:
@@ -445,8 +439,7 @@ class OnePassOptimizer(Optimizer):
 
         Parameters that no kernel could update are refused before anything is made.
         """
-        inputs = self._step_inputs()
-        plan = self._plan
+        inputs, plan = self._step_inputs(), self._plan
         if plan is None or not plan.serves(inputs, self.state):
             del plan
             plan = self._plan_anew(inputs)
@@ -488,16 +481,15 @@ class OnePassOptimizer(Optimizer):
             (number, group, [*compress(group["params"], with_gradient)])
             for number, group in enumerate(self.param_groups)
         ]
-        states_of_groups = [self._taken(number, group, params) for number, group, params in wanted]
+        states_by_group = [self._taken(number, group, params) for number, group, params in wanted]
         self._plan = None  # and let go of moments that nothing reads any more
         cohorts: list[_Cohort] = []
-        for (number, group, params), taken_of_each in zip(wanted, states_of_groups, strict=True):
+        for (number, group, params), taken_of_each in zip(wanted, states_by_group, strict=True):
             first = sum(len(earlier) for _, _, earlier in wanted[:number])
             cohorts += self._cohorts(number, group, params, taken_of_each, first)
         read = []
-        for (_, group, params), taken_of_each in zip(
-            wanted, states_of_groups, strict=True
-        ):  # all at once: memory may run out
+        # The state is written here alone: should memory run out above, nothing was changed.
+        for (_, group, params), taken_of_each in zip(wanted, states_by_group, strict=True):
             rule_of_group, dtype = self.rule_of(group), getattr(torch, group["state_dtype"])
             keys = keys_of(rule_of_group, dtype)
             for param, (moments, _) in zip(params, taken_of_each, strict=True):
@@ -645,7 +637,7 @@ class OnePassOptimizer(Optimizer):
 
 
 def _counted(states: list[dict[str, Any]], count: _Count | int, device: torch.device) -> _Count:
-    """Return a count that some parameters have for themselves, each with a view of it in its state.
+    """Return a new count for some parameters, of which each one's state gets a view.
 
     Args:
         states: Of these parameters, which get the views.

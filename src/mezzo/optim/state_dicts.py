@@ -42,7 +42,7 @@ _OWN: Final = ("params", "state_dtype")
 
 
 def check_state(state_dict: Mapping[str, Any], name: str) -> None:
-    """Refuse what is no optimizer's state, or the state of one that decays weights in another way.
+    """Raise for a value that is no optimizer's state, or the state of one that decays weights in another way.
 
     Args:
         state_dict: What is to be loaded.
@@ -99,7 +99,7 @@ def _malformed_entry(entry: Any, at: str, names: Sequence[str]) -> Iterator[str]
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is one number that a whole number can be made of; which one it is, is asked later."""
+    """Whether a value is a scalar that converts to ``int``; :func:`counts_of` checks its range."""
     if isinstance(value, Tensor):
         return value.numel() == 1 and holds_numbers(value)
     return abs(value) < 2**63 if isinstance(value, int) else isinstance(value, Real)
@@ -399,7 +399,7 @@ def _require_codes(saved: Mapping[str, Any], names: Sequence[str]) -> None:
 
 
 def _moment(name: str, value: Tensor, scales: Any, param: Tensor, dtype: torch.dtype, whose: str) -> dict[str, Tensor]:
-    """Return what is kept of a moment, in memory of its own.
+    """Return a moment as the state stores it, in new memory.
 
     Args:
         name: The moment's.

@@ -53,7 +53,7 @@ BOUNDED: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A call that reads what an origin made, before an op brings it back into range."""
+    """A call that reads an origin's tensor, or what was computed from it and is still out of range."""
 
     module: str
     op: str
@@ -166,18 +166,18 @@ class Overflow:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain containers, as JSON has them."""
-        found: dict[str, Any] = jsonable(dataclasses.asdict(self))
-        return found
+        document: dict[str, Any] = jsonable(dataclasses.asdict(self))
+        return document
 
     def __str__(self) -> str:
-        place = " ".join(filter(None, (self.module or MODEL, self.op)))
+        location = " ".join(filter(None, (self.module or MODEL, self.op)))
         tensor = f"{self.tensor.name} ({self.tensor.dtype}, {shape_text(self.tensor.shape)})"
         lines = [
-            f"{place}{f' ({self.kernel})' if self.kernel else ''}, {tensor}: {' and '.join(self.tensor.not_finite)}",
+            f"{location}{f' ({self.kernel})' if self.kernel else ''}, {tensor}: {' and '.join(self.tensor.not_finite)}",
             *([f"{self.line}  {self.code or ''}".rstrip()] if self.line else []),
-            *(f"reads {each}" for each in self.inputs),
+            *(f"reads {read}" for read in self.inputs),
         ]
-        what = printable(f"the first non-finite tensor: {self.tensor.name}, in the {self.phase} pass of {place}")
+        what = printable(f"the first non-finite tensor: {self.tensor.name}, in the {self.phase} pass of {location}")
         return message(what, where="\n".join(map(printable, lines)), why=self.cause, write=self.cure)
 
 
@@ -226,12 +226,12 @@ _FAULTS: Final[tuple[tuple[str, Kind, str, str], ...]] = (
     ("", "unbounded", "the result is infinite", f"a lower learning rate, or {_CLIPPED} from the start"),
 )
 #: Causes and cures by kind and op; "" stands for other ops.
-_CURES: Final = {(kind, op): (cause, cure) for ops, kind, cause, cure in _FAULTS for op in ops.split() or [""]}
+_CURES: Final = {(fault, op): (cause, cure) for ops, fault, cause, cure in _FAULTS for op in ops.split() or [""]}
 
 
 @dataclass(slots=True)
 class Context:
-    """What is known of the step beside the origin.
+    """The step in which an origin was found.
 
     Attributes:
         models: The models.
@@ -250,17 +250,17 @@ class Context:
 
 
 def diagnose(origin: Origin, context: Context, lowered: float | None = None) -> Overflow:
-    """Say of an origin what it is, why, and what would cure it.
+    """Return the report of an origin: its kind, its cause and its cure.
 
     Args:
         origin: The origin.
-        context: What else is known.
+        context: The models, the policy and the loss scale.
         lowered: The highest scale below the loss scale with which every gradient is finite, if there is one.
     """
-    kind, cause, cure = _judged(origin, context, lowered)
+    fault, cause, cure = _judged(origin, context, lowered)
     if origin.made_nan_by and origin.source in ("given", "written"):
         cause += f"; {origin.made_nan_by} makes nan of it"
-    return _reported(origin, context, kind, cause, cure)
+    return _reported(origin, context, fault, cause, cure)
 
 
 def _judged(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind, str, str]:
@@ -284,14 +284,14 @@ def _judged(origin: Origin, context: Context, lowered: float | None) -> tuple[Ki
     return "input", f"{name} {before} model saw it: the data, or what prepares it", cure
 
 
-def _reported(origin: Origin, context: Context, kind: Kind, cause: str, cure: str) -> Overflow:
-    """Make the report of an origin."""
+def _reported(origin: Origin, context: Context, fault: Kind, cause: str, cure: str) -> Overflow:
+    """Return the report of an origin with this cause and cure."""
     file, _, number = (origin.line or "").rpartition(":")
     needed = origin.needed if origin.needed is not None and math.isfinite(origin.needed) else None
     same = ("module", "op", "kernel", "phase", "tensor", "inputs", "line")
     return Overflow(
         **{name: getattr(origin, name) for name in same},
-        kind=kind,
+        kind=fault,
         needed=needed,
         share=None if needed is None else needed / torch.finfo(origin.dtype).max,
         code=linecache.getline(file, int(number)).strip() or None if file else None,
@@ -310,26 +310,26 @@ def _made(origin: Origin, context: Context, lowered: float | None) -> tuple[Kind
     if origin.dtype.itemsize < 4 and (origin.needed is None or origin.holds == torch.float32):
         remark, cure = _wider_format(origin, context)
         return "range", f"{_needs(origin)}{remark}", cure
-    op = origin.op if any(known == origin.op for _, known in _CURES) else origin.kernel.removeprefix("aten::")
+    op = origin.op if any(op == origin.op for _, op in _CURES) else origin.kernel.removeprefix("aten::")
     if origin.holds is not None:
         cause = f"{_needs(origin)}: it grows without bound, and no format to train in holds it"
         return "unbounded", cause, _words("unbounded", op)[1]
     # Derivatives divide as well: that of a root at 0.
     is_divided = origin.kernel == "aten::div" and origin.inputs[-1].num_zeros > 0
     does_only_divide = ("zero", op) in _CURES and ("domain", op) not in _CURES
-    kind: Kind = "domain" if origin.tensor.num_nan else "unbounded"
-    if any(each.num_zeros for each in origin.inputs) and (origin.tensor.num_inf or is_divided or does_only_divide):
-        kind = "zero"
-    cause, cure = _words(kind, op)
+    fault: Kind = "domain" if origin.tensor.num_nan else "unbounded"
+    if any(read.num_zeros for read in origin.inputs) and (origin.tensor.num_inf or is_divided or does_only_divide):
+        fault = "zero"
+    cause, cure = _words(fault, op)
     if origin.needed is not None:
         same = "; float64 gives the same of what it read: no precision of this op cures it"
-        cause += " in float64 as well" if kind == "unbounded" else same
-    return kind, cause + ("" if kind == "domain" else _flushed(origin)), cure
+        cause += " in float64 as well" if fault == "unbounded" else same
+    return fault, cause + ("" if fault == "domain" else _flushed(origin)), cure
 
 
-def _words(kind: Kind, op: str) -> tuple[str, str]:
-    """Return the cause and the cure of what no format helps: those of the op, or else of the kind."""
-    cause, cure = _CURES.get((kind, op)) or _CURES[kind, ""]
+def _words(fault: Kind, op: str) -> tuple[str, str]:
+    """Return cause and cure where no format helps: those of the op, or else those of the kind."""
+    cause, cure = _CURES.get((fault, op)) or _CURES[fault, ""]
     eps = "torch.finfo(x.dtype).eps"
     return cause.format(op=op), cure.format(op=op, eps=eps)
 
@@ -358,12 +358,12 @@ def _of_scale(origin: Origin, context: Context, lowered: float) -> str:
 
 
 def _flushed(origin: Origin) -> str:
-    low = next((each for each in origin.inputs if each.num_zeros and each.dtype in ("float16", "bfloat16")), None)
-    if low is None:
+    zeroed = next((read for read in origin.inputs if read.num_zeros and read.dtype in ("float16", "bfloat16")), None)
+    if zeroed is None:
         return ""
-    info = torch.finfo(getattr(torch, low.dtype))
+    info = torch.finfo(getattr(torch, zeroed.dtype))
     lost = info.smallest_normal * info.eps / 2
-    is_zero = f"{low.name} is {low.dtype}, where a number below {lost:.2g} is 0, be it an epsilon or not"
+    is_zero = f"{zeroed.name} is {zeroed.dtype}, where a number below {lost:.2g} is 0, be it an epsilon or not"
     return f"\n{is_zero}; in float32 it may be none"
 
 
@@ -378,7 +378,7 @@ def outside_models(gradient: Tensor, number: int, output: Tensor, line: str | No
         number: The output's number.
         output: The output.
         line: The user's line that called the model.
-        context: What else is known.
+        context: The models, the policy and the loss scale.
     """
     range_ = range_of(gradient, f"gradient of output {number}")
     origin = Origin(
@@ -400,13 +400,13 @@ def outside_models(gradient: Tensor, number: int, output: Tensor, line: str | No
 
 
 def _wider_format(origin: Origin, context: Context) -> tuple[str, str]:
-    """Return what makes room for a number beyond 16 bits: a remark on it, and the text to paste.
+    """Return a cure for a number beyond 16 bits: a remark, and the text to paste.
 
     An FP32 rule cures only what nothing casts back: where a low-precision op reads the number before another one has
     brought it back into range, that op's module must be FP32 as well; where that spreads, BF16 has the range. Trying
     a rule would tell as much, but a user's function runs once, and in the region that it enters itself.
     """
-    policy, low = context.policy, [each for each in origin.readers if each.is_low]
+    policy, low_readers = context.policy, [reader for reader in origin.readers if reader.is_low]
     if origin.cast_by == "model":
         return ", and the model's own code casts it", "x.bfloat16() in place of x.half(), or no cast"
     if policy is not None and policy.dtype != origin.dtype:
@@ -420,38 +420,41 @@ def _wider_format(origin: Origin, context: Context) -> tuple[str, str]:
     if origin.role == "parameter" and (path := _as_in_rules(origin.path, context)):
         return "", assignment(f"fp32_param={path}")
     op_rule = assignment(f"fp32={origin.op}")
-    is_op_enough = all(each.op == origin.op for each in low) and len({each.module for each in low}) <= _MANY
+    is_op_enough = (
+        all(reader.op == origin.op for reader in low_readers)
+        and len({reader.module for reader in low_readers}) <= _MANY
+    )
     if origin.rule is not None and origin.rule.op is not None and is_op_enough:
         return f", under the rule {origin.rule}", op_rule
     if modules := _modules(origin, context):
         return "", assignment(f"fp32_module={'+'.join(modules)}")
     if context.autocasts and is_op_enough and _takes_rule(origin.op):
         return "", op_rule
-    names = ", ".join(dict.fromkeys(f"{each.op} in {each.module or MODEL}" for each in low[:_MANY]))
+    names = ", ".join(dict.fromkeys(f"{reader.op} in {reader.module or MODEL}" for reader in low_readers[:_MANY]))
     return f"; FP32 there would not do, since {names} would cast it again" if names else "", _bfloat16(context)
 
 
 def _is_scripted(path: str, context: Context) -> bool:
     """Whether ``torch.jit`` has compiled a module."""
     named = (model.named_modules(prefix=prefix[:-1]) for prefix, model in numbered(context.models))
-    found = (module for each in named for name, module in each if name == path)
-    return isinstance(next(found, None), torch.jit.ScriptModule)
+    modules = (module for modules_of in named for name, module in modules_of if name == path)
+    return isinstance(next(modules, None), torch.jit.ScriptModule)
 
 
 def _modules(origin: Origin, context: Context) -> list[str]:
     """Return the modules that together keep the number in FP32 until it is back in range; few, or none."""
     # With autocast what is FP32 stays FP32 until an op casts it low. Without, a module's results are cast back, so that
     # one module must hold all that reads the number.
-    modules = [origin.module, *(each.module for each in origin.readers if each.is_low or not context.autocasts)]
+    modules = [origin.module, *(reader.module for reader in origin.readers if reader.is_low or not context.autocasts)]
     if not context.autocasts:
         common = takewhile(lambda parts: len({*parts}) == 1, zip(*(path.split(".") for path in modules), strict=False))
         modules = [".".join(parts[0] for parts in common)]
-    found = [_as_in_rules(path, context) for path in dict.fromkeys(modules)]
-    return found if all(found) and len(found) <= _MANY else []
+    paths = [_as_in_rules(path, context) for path in dict.fromkeys(modules)]
+    return paths if all(paths) and len(paths) <= _MANY else []
 
 
 def _as_in_rules(path: str, context: Context) -> str:
-    """Return a path as rules have it, if every model has a parameter, or a module that is called, under it."""
+    """Return a path as rules write it; empty unless every model has a parameter or a module with ``forward`` there."""
     if len(context.models) > 1:
         path = path.partition(".")[2]
     if path == LOSS:
@@ -477,16 +480,16 @@ def _bfloat16(context: Context) -> str:
         return f'policy = mezzo.Policy.parse("{"O1" if context.autocasts else "O2"},dtype=bfloat16")'
     before = level_fields(policy.level, policy.dtype)
     # The format and the loss scale follow from the new one.
-    kept = {name: getattr(policy, name) for name in FIELDS if getattr(policy, name) != before[name]}
-    kept = {name: value for name, value in kept.items() if value != policy.dtype and name != "loss_scale"}
-    other: Policy = getattr(Policy, policy.level)("bfloat16", rules=policy.rules, **kept)
+    changed = {name: getattr(policy, name) for name in FIELDS if getattr(policy, name) != before[name]}
+    changed = {name: value for name, value in changed.items() if value != policy.dtype and name != "loss_scale"}
+    other: Policy = getattr(Policy, policy.level)("bfloat16", rules=policy.rules, **changed)
     return f'policy = mezzo.Policy.parse("{other}")'
 
 
 def highest_scale(
     scale: float, needed: float | None, limit: float, is_finite_at: Callable[[float], bool]
 ) -> float | None:
-    """Find the largest power of two below a loss scale with which a backward pass stays finite.
+    """Return the largest power of two below a loss scale with which a backward pass stays finite.
 
     Args:
         scale: The scale that is too large.
@@ -498,19 +501,19 @@ def highest_scale(
         The scale; ``None`` where none of 2^40 times less does, so that the scale is not what is wrong.
     """
     high = math.ceil(math.log2(scale))  # the exponent of a scale that is too large
-    low = high - 41
-    if not is_finite_at(2.0**low):
+    lowest = high - 41
+    if not is_finite_at(2.0**lowest):
         return None
     guess = high - 1
     if needed and math.isfinite(needed):
         guess = math.floor(math.log2(scale * limit / needed))
-    while high - low > 1:
-        middle = guess if low < guess < high else (low + high) // 2
+    while high - lowest > 1:
+        middle = guess if lowest < guess < high else (lowest + high) // 2
         if is_finite_at(2.0**middle):
-            low, guess = middle, middle + 1
+            lowest, guess = middle, middle + 1
         else:
             high, guess = middle, middle - 1
-    return 2.0**low
+    return 2.0**lowest
 
 
 def _lower_scale(context: Context, scale: float, remark: str = "") -> str:
@@ -518,7 +521,7 @@ def _lower_scale(context: Context, scale: float, remark: str = "") -> str:
     policy = context.policy or Policy.O1()
     before, after = policy.loss_scale, LossScale.constant(scale)
     if before.mode == "dynamic" and scale <= (before.ceiling or math.inf):
-        # Where one batch needs less than the floor others may need less still.
+        # If one batch needs a scale below the floor, others may need an even lower one.
         floor = before.floor if before.floor <= scale else 2.0**-126
         after = dataclasses.replace(before, init=scale, floor=floor)
     try:

@@ -118,15 +118,15 @@ def locate(
 
 
 def checked_models(model: Any) -> list[nn.Module]:
-    """Return a list of models, or refuse what is none.
+    """Return models as a list.
 
     Raises:
-        PolicyError: Something is not an ``nn.Module``, or there is nothing.
+        PolicyError: The list is empty, or holds something else than modules.
     """
     models = [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else [model]
-    if not models or not all(isinstance(each, nn.Module) for each in models):
-        kinds = ", ".join(type(each).__name__ for each in models) or "nothing"
-        raise PolicyError(f"a model must be an nn.Module, not {kinds}", write="mezzo.overflow.locate(fn, model)")
+    if not models or not all(isinstance(value, nn.Module) for value in models):
+        classes = ", ".join(type(value).__name__ for value in models) or "nothing"
+        raise PolicyError(f"a model must be an nn.Module, not {classes}", write="mezzo.overflow.locate(fn, model)")
     return models
 
 
@@ -144,7 +144,7 @@ class Search:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hook every module inside the block, so that it is known which one runs."""
+        """Hook every module inside the block, so that each kernel is recorded with the module that runs it."""
         with ExitStack() as hooks:
             for prefix, model in numbered(self.context.models):
                 learn = partial(self._learn, prefix)
@@ -171,8 +171,8 @@ class Search:
         with gradients_aside(leaves := self._leaves(starts)):
             with self.watch.recorder.watching(backward=True):
                 run(starts, grad_tensors=gradients, retain_graph=True)
-            found = [leaf.grad for leaf in leaves if leaf.grad is not None]
-        origin = self.watch.first(found)
+            param_gradients = [leaf.grad for leaf in leaves if leaf.grad is not None]
+        origin = self.watch.first(param_gradients)
         if origin is None:
             return None
         if origin.phase == "forward" or origin.source != "made":
@@ -190,21 +190,21 @@ class Search:
         return diagnose(origin, self.context, lowered if is_cure else None)
 
     def _leaves(self, starts: Iterable[Tensor]) -> list[Tensor]:
-        """Find every tensor that a backward pass may give a gradient to."""
+        """Return every tensor that a backward pass may give a gradient to."""
         # Reentrant checkpoints hide parameters from the graph, and a loss may read leaves that are no parameters.
         params = (param for model in self.context.models for param in model.parameters())
-        found = (*(param for param in params if param.requires_grad), *leaves_of(starts))
-        return list({id(leaf): leaf for leaf in found}.values())
+        all_leaves = (*(param for param in params if param.requires_grad), *leaves_of(starts))
+        return list({id(leaf): leaf for leaf in all_leaves}.values())
 
 
 def _wide(loss: Tensor) -> Tensor:
-    """Widen a loss as a session does before it multiplies it with the scale."""
+    """Return a loss in FP32 or wider, as a session has it before the multiplication by the scale."""
     return loss.float() if loss.dtype in LOW else loss
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A tensor by reference, with what tells whether it has been written to since."""
+    """A tensor by reference, with the mark by which later writes to it are seen."""
 
     name: str
     tensor: Tensor
@@ -212,7 +212,7 @@ class Kept:
 
     @classmethod
     def of(cls, tensor: Tensor, name: str) -> Kept:
-        """Keep a tensor as it is now."""
+        """Return a reference to a tensor, marked as it is now."""
         return cls(name, tensor, mark(tensor))
 
     @property
@@ -228,7 +228,7 @@ class Kept:
 
 
 class _Graph:
-    """Lives as long as the autograd graph of a call's outputs, whose hooks hold it."""
+    """A token that the hooks of a call's outputs hold: it lives as long as their autograd graph."""
 
 
 @dataclass(eq=False, slots=True)
@@ -307,7 +307,7 @@ class CallKeeper:
                 handle.remove()
 
     def remove(self) -> None:
-        """Take the hooks off the models and forget everything."""
+        """Remove the hooks from the models, and forget all calls."""
         for hook in self._hooks:
             hook.remove()
         self.clear()
@@ -348,7 +348,7 @@ class CallKeeper:
     def _arrive(self, call: KeptCall, graph: _Graph, number: int, gradient: Tensor) -> None:
         task = number_of_pass()
         if not any(event.call is call for event in self.events):
-            self.events.append(Event(call, None))  # forgotten meanwhile, and used again
+            self.events.append(Event(call, None))  # forgotten meanwhile, and used by another backward pass
         if task not in call.arrivals:
             call.arrivals[task] = {}
             self.events.append(Event(call, task))
@@ -359,7 +359,7 @@ class CallKeeper:
 
 
 class Replay(CallKeeper):
-    """Keep what a step is computed from, and after an overflow find where it began.
+    """The calls of a step, kept so that an overflow's origin can be found by running them again.
 
     Each call of a model is kept with the random states before it and the gradients that arrive at its outputs. After
     an overflow the calls are run again with a look at every kernel, the forward and backward passes in the order in
@@ -412,8 +412,8 @@ class Replay(CallKeeper):
         replayed = _Replayed(self._models, self._region, float(loss_scale))
         with untouched(self._models):
             for _, group in groupby(list(self.events), key=lambda event: id(event.call)):
-                if (found := replayed.look_at(list(group))) is not None:
-                    return found
+                if (overflow := replayed.overflow_of(list(group))) is not None:
+                    return overflow
         return Changed(tensors=tuple(replayed.changed)) if replayed.changed else replayed.late
 
 
@@ -435,12 +435,12 @@ class _Replayed:
     changed: dict[str, None] = field(default_factory=dict)
     late: Overflow | None = None
 
-    def look_at(self, events: list[Event]) -> Overflow | None:
-        """Run one call again, forward, and backward where its backward passes followed at once."""
+    def overflow_of(self, events: list[Event]) -> Overflow | None:
+        """Return the overflow of one call, which is run again: forward, and backward where that followed at once."""
         call = events[0].call
         tasks = [event.task for event in events if event.task is not None]
-        needed = [*call.inputs, *(kept for task in tasks for kept in call.arrivals[task].values())]
-        if changed := [str(kept) for kept in needed if kept.is_changed]:
+        needed = [*call.inputs, *(tensor for task in tasks for tensor in call.arrivals[task].values())]
+        if changed := [str(tensor) for tensor in needed if tensor.is_changed]:
             self.changed.update(dict.fromkeys(changed))
             return None
         region = self.region()
@@ -448,19 +448,19 @@ class _Replayed:
         search = Search(Context(self.models, getattr(region, "policy", None), self.scale), where)
         with search.hooked():
             outputs = self._forward(search, call)
-            if (found := self._begins_forward(search, call, outputs)) is not None:
-                return found
+            if (overflow := self._forward_overflow(search, call, outputs)) is not None:
+                return overflow
             run = getattr(region, "run_backward", torch.autograd.backward)
             for task in tasks:
-                gradients = {number: kept.tensor for number, kept in call.arrivals[task].items()}
+                gradients = {number: arrival.tensor for number, arrival in call.arrivals[task].items()}
                 bad = [number for number, gradient in gradients.items() if not is_finite(gradient)]
                 if bad:
                     number = bad[0]
                     return outside_models(gradients[number], number, outputs[number], call.line, search.context)
                 starts = [outputs[number] for number in gradients]
-                if (found := search.backward(starts, list(gradients.values()), run)) is not None:
-                    # What one model was given may be what another had made before.
-                    return self.late if found.kind == "input" and self.late is not None else found
+                if (overflow := search.backward(starts, list(gradients.values()), run)) is not None:
+                    # The input of one model may be the output of another.
+                    return self.late if overflow.kind == "input" and self.late is not None else overflow
         return None
 
     def _forward(self, search: Search, call: KeptCall) -> list[Tensor]:
@@ -471,13 +471,13 @@ class _Replayed:
             output = search.forward(lambda: call.module(*args, **kwargs))
         return [tensor for tensor in tensors(output) if tensor.requires_grad]
 
-    def _begins_forward(self, search: Search, call: KeptCall, outputs: list[Tensor]) -> Overflow | None:
-        """Report a forward pass that was non-finite, if the gradients that came back say that it mattered."""
-        arrivals = [arrival for each in call.arrivals.values() for arrival in each.items()]
+    def _forward_overflow(self, search: Search, call: KeptCall, outputs: list[Tensor]) -> Overflow | None:
+        """Return the report of a non-finite forward pass, if the gradients that came back are not finite either."""
+        arrivals = [arrival for of_pass in call.arrivals.values() for arrival in of_pass.items()]
         origin = search.watch.first([outputs[number] for number in dict(arrivals)])
         if origin is None:
             return None
-        if any(not is_finite(kept.tensor) for _, kept in arrivals):
+        if any(not is_finite(gradient.tensor) for _, gradient in arrivals):
             return diagnose(origin, search.context)
         if not origin.may_be_meant:
             self.late = self.late or diagnose(origin, search.context)
@@ -485,12 +485,12 @@ class _Replayed:
 
 
 def _called_from_outside(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield what may be called first of a model: itself, or its parts, as a ``training_step`` calls them."""
+    """Yield the modules of a model that a user may call: itself, or its parts, as a ``training_step`` calls them."""
     yield from dict.fromkeys([*_called(model), *(part for child in model.children() for part in _called(child))])
 
 
 def _called(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield what is called of a model: itself, or of what only holds others these."""
+    """Yield a module that has a ``forward``; of a mere container its parts that have one."""
     if has_forward(model):
         yield model
         return

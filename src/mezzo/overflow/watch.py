@@ -31,7 +31,7 @@ class _Spoiled(NamedTuple):
 
     Attributes:
         record: The kernel.
-        origin: Where they have it from.
+        origin: The origin of these results.
         memories: The memories of those results.
     """
 
@@ -41,7 +41,7 @@ class _Spoiled(NamedTuple):
 
 
 class Watch:
-    """Everything non-finite that is seen in one forward pass and in backward passes from it.
+    """The non-finite tensors of one forward pass and of backward passes from it.
 
     Args:
         context: The models, which give modules and parameters their names, and their policy.
@@ -49,41 +49,41 @@ class Watch:
 
     Attributes:
         recorder: What records the passes.
-        names: What parameters, buffers and inputs are called.
-        origins: What was the first on its path to be non-finite, in the order of execution.
+        names: The names of parameters, buffers and inputs.
+        origins: The tensors that were the first non-finite ones on their paths, in the order of execution.
     """
 
     def __init__(self, context: Context, where: Locator | None = None) -> None:
-        self.recorder = PassRecorder(context.policy, where=where, called=self._begin, ran=self._look)
+        self.recorder = PassRecorder(context.policy, where=where, called=self._record_arguments, ran=self._record)
         self.names = Names(context.models)
         self.origins: list[Origin] = []
         self._context = context
-        self._from: dict[int, Origin] = {}  # by memory, as the next
-        self._copies: dict[int, str] = {}  # the names of what was cast
+        self._from: dict[int, Origin] = {}  # by memory
+        self._copies: dict[int, str] = {}  # the names of tensors that were cast, by the memory of the copy
         self._spoiled: list[_Spoiled] = []
         self._arguments: dict[CallRecord, dict[Edge, str]] = {}
-        self._last: tuple[KernelRecord, list[Operand]] | None = None  # and what it read
+        self._last: tuple[KernelRecord, list[Operand]] | None = None  # the last kernel, and what it read
 
-    def _begin(self, call: CallRecord, function: Any, args: Any, kwargs: Any) -> None:
-        """Remember what a call's gradients will be gradients of."""
+    def _record_arguments(self, call: CallRecord, function: Any, args: Any, kwargs: Any) -> None:
+        """Record the names of a call's arguments, by which its gradients are named."""
         self._arguments[call] = edges(args, kwargs)
         kinds = {tensor.device.type for tensor in tensors((args, kwargs))}
-        known = filter(is_autocast_available, kinds)  # no meta device
-        self._context.autocasts |= any(map(torch.is_autocast_enabled, known))
+        autocastable = filter(is_autocast_available, kinds)  # no meta device
+        self._context.autocasts |= any(map(torch.is_autocast_enabled, autocastable))
 
-    def _look(self, record: KernelRecord, held: KernelTensors) -> None:
-        """Look at what a kernel made."""
-        results = [tensor for tensor in tensors(held.out) if has_fraction(tensor.dtype)]
+    def _record(self, record: KernelRecord, values: KernelTensors) -> None:
+        """Record a kernel whose results are not finite, and the names of what it cast."""
+        results = [tensor for tensor in tensors(values.out) if has_fraction(tensor.dtype)]
         bad = [number for number, result in enumerate(results) if not measure.is_finite(result)]
         if bad:
-            origin = self._origin(record, held, results[bad[0]], bad[0])
+            origin = self._origin(record, values, results[bad[0]], bad[0])
             memories = {self._memory(results[number]) for number in bad}
             self._from.update(dict.fromkeys(memories, origin))
             self._spoiled.append(_Spoiled(record, origin, memories))
-        if record.effect in _CASTS and (name := self._called(held.args[0])) is not None:
-            self._copies[self._memory(held.out)] = name
+        if record.effect in _CASTS and (name := self._called(values.args[0])) is not None:
+            self._copies[self._memory(values.out)] = name
         if results:
-            self._last = record, held.before
+            self._last = record, values.before
 
     def _call(self, record: KernelRecord) -> CallRecord | None:
         """Return the call of a torch function that a kernel belongs to; above an extension's kernel there is none."""
@@ -92,52 +92,57 @@ class Watch:
     def _memory(self, tensor: Tensor) -> int:
         return self.recorder.value(tensor).memory
 
-    def _origin(self, record: KernelRecord, held: KernelTensors, result: Tensor, position: int) -> Origin:
-        """Return where the result that is not finite has it from."""
+    def _origin(self, record: KernelRecord, values: KernelTensors, result: Tensor, position: int) -> Origin:
+        """Return the origin of a result that is not finite."""
         bad = (
-            each
-            for each in held.before
-            if not measure.is_finite(each.tensor) and not self.names.was_finite(each.argument)
+            operand
+            for operand in values.before
+            if not measure.is_finite(operand.tensor) and not self.names.was_finite(operand.argument)
         )
-        # One that no kernel made was there before.
-        sources = [self._from.get(self._memory(each.argument)) or self._given(each.argument, record) for each in bad]
+        # A tensor that no kernel of the pass made was there before.
+        sources = [
+            self._from.get(self._memory(operand.argument)) or self._given_origin(operand.argument, record)
+            for operand in bad
+        ]
         if not sources:
-            return self._made(record, held, result, position)
-        found = min(sources, key=lambda origin: origin.rank)
-        if found.may_be_meant and measure.has_nan(result):
+            return self._made_origin(record, values, result, position)
+        origin = min(sources, key=lambda source: source.rank)
+        if origin.may_be_meant and measure.has_nan(result):
             if record.name in SOFTMAX or "scaled_dot_product" in record.name:
-                return self._add("masked", record, result, held.before)
-            if not found.made_nan_by:
+                return self._add("masked", record, result, values.before)
+            if not origin.made_nan_by:
                 line = f" ({record.call.line})" if record.call.line else ""
-                found.made_nan_by = f"{record.call.op or record.name}{line}"
-        return found
+                origin.made_nan_by = f"{record.call.op or record.name}{line}"
+        return origin
 
     # Origins ------------------------------------------------------------------------------------------
 
-    def _made(self, record: KernelRecord, held: KernelTensors, result: Tensor, position: int) -> Origin:
-        """Note a tensor that a kernel made non-finite out of finite numbers."""
-        if measure.has_literal(held.args, held.kwargs):
-            origin = self._add("written", record, result, held.before)
+    def _made_origin(self, record: KernelRecord, values: KernelTensors, result: Tensor, position: int) -> Origin:
+        """Return a new origin: a tensor that a kernel made non-finite out of finite numbers."""
+        if measure.has_literal(values.args, values.kwargs):
+            origin = self._add("written", record, result, values.before)
             origin.may_be_meant = origin.tensor.num_nan == 0
             return origin
         if record.effect not in _CASTS:
-            origin = self._add("made", record, result, held.before)
+            origin = self._add("made", record, result, values.before)
             origin.needed, origin.holds = measure.needed(
-                result.dtype, record.kernel, held.args, held.kwargs, held.before, position
+                result.dtype, record.kernel, values.args, values.kwargs, values.before, position
             )
             makers = [self.recorder.recorded.maker(value) for value in record.reads if value.dtype == result.dtype]
-            origin.is_low_by_model = bool(makers) and all(each is not None and self._by_model(each) for each in makers)
+            origin.is_low_by_model = bool(makers) and all(
+                maker is not None and self._by_model(maker) for maker in makers
+            )
             return origin
-        before, is_emulated = held.args[0], record.by == "emulation"
+        before, is_emulated = values.args[0], record.by == "emulation"
         last, read = self._last or (record, [])
         is_of_call = (self._call(last) or last.module, last.node) == (self._call(record) or record.module, record.node)
         if last is self.recorder.recorded.maker(record.reads[0]) and (is_emulated or is_of_call):
-            # The call rounds its own result: what counts is what the result was computed from.
-            rounded = [Operand(each.name, each.tensor.to(result.dtype), each.argument) for each in read]
+            # The call rounds its own result: the report shows what the result was computed from.
+            rounded = [Operand(operand.name, operand.tensor.to(result.dtype), operand.argument) for operand in read]
             origin = self._add("made", record, result, rounded if is_emulated else read)
             origin.kernel = str(last.kernel._schema.name)
         else:
-            origin = self._add("made", record, result, held.before)
+            origin = self._add("made", record, result, values.before)
             self._name_cast(origin, before, record)
         origin.needed, origin.holds = measure.range_of(before, "").largest, before.dtype
         return origin
@@ -146,28 +151,28 @@ class Watch:
         if origin.phase == "backward":
             return
         origin.cast_by = "model" if self._by_model(record) else "policy"
-        found = self.names.of(before)
-        if found is not None:
-            origin.role, origin.path = found[:2]
+        named = self.names.of(before)
+        if named is not None:
+            origin.role, origin.path = named[:2]
         if origin.cast_by == "policy":
-            origin.rename(f"{'argument' if found is None else found[1]} cast to {origin.tensor.dtype}")
+            origin.rename(f"{'argument' if named is None else named[1]} cast to {origin.tensor.dtype}")
 
     def _by_model(self, record: KernelRecord) -> bool:
         """Whether a kernel is a cast of the model's own code."""
         call, by_mezzo = self._call(record), record.by in ("cast", "quantised")
         return record.effect in _CASTS and call is not None and call.is_conversion and not by_mezzo
 
-    def _given(self, tensor: Tensor, record: KernelRecord | None = None) -> Origin:
-        """Note a tensor that is non-finite and that nothing in the pass has made."""
-        found = self.names.of(tensor)
+    def _given_origin(self, tensor: Tensor, record: KernelRecord | None = None) -> Origin:
+        """Return a new origin: a non-finite tensor that was there before the pass."""
+        named = self.names.of(tensor)
         origin = self._add("given", record, tensor, [])
         origin.may_be_meant = measure.is_like_a_mask(tensor)
-        origin.role, origin.path = ("input", "a tensor made before the step") if found is None else found[:2]
+        origin.role, origin.path = ("input", "a tensor made before the step") if named is None else named[:2]
         origin.rename(origin.path)
-        if found is not None and origin.role == "parameter" and measure.is_finite(found[2]):
-            # A cast of it from before the pass, which a region keeps from one micro-batch to the next.
+        if named is not None and origin.role == "parameter" and measure.is_finite(named[2]):
+            # A region keeps the cast of a parameter from one micro-batch to the next: it was made before the pass.
             origin.source, origin.cast_by, origin.may_be_meant = "made", "policy", False
-            origin.needed, origin.holds = measure.range_of(found[2], "").largest, found[2].dtype
+            origin.needed, origin.holds = measure.range_of(named[2], "").largest, named[2].dtype
             origin.rename(f"{origin.path} cast to {origin.tensor.dtype}")
         return origin
 
@@ -175,7 +180,7 @@ class Watch:
         call = None if record is None else self._call(record)
         is_backward = record is not None and record.phase == "backward"
         bare = "" if record is None else record.name
-        # Autograd adds up what arrives along several ways by itself, after the node's own hooks.
+        # Autograd adds up gradients of several paths by itself, after the node's own hooks.
         name = "output" if not is_backward else "sum of gradients" if bare == "add" else "gradient"
         origin = Origin(
             number=len(self.origins),
@@ -201,11 +206,11 @@ class Watch:
         return measure.range_of(operand.tensor, self._called(operand.argument) or operand.name)
 
     def _called(self, tensor: Tensor) -> str | None:
-        found = self.names.of(tensor)
-        return self._copies.get(self._memory(tensor)) if found is None else found[1]
+        named = self.names.of(tensor)
+        return self._copies.get(self._memory(tensor)) if named is None else named[1]
 
     def _name_later(self, origin: Origin, node: Any, arguments: dict[Edge, str]) -> None:
-        """Name a gradient once its node has run, when it is known along which edge it goes."""
+        """Name a gradient once its node has run and the gradient's edge is known."""
 
         def name(gradients: Sequence[Tensor | None], _: Any) -> None:
             for slot, gradient in enumerate(gradients):
@@ -217,27 +222,29 @@ class Watch:
     # After --------------------------------------------------------------------------------------------
 
     def first(self, ends: Iterable[Tensor]) -> Origin | None:
-        """Return the origin that the non-finite among these tensors have it from, the first of several."""
+        """Return the first origin of the non-finite ones among these tensors; ``None`` where all are finite."""
         bad = [tensor for tensor in ends if not measure.is_finite(tensor)]
         if not bad:
             return None
-        known = [origin for tensor in bad if (origin := self._from.get(self._memory(tensor))) is not None]
-        origin = min(known or self.origins, key=lambda origin: origin.rank, default=None) or self._given(bad[0])
+        origins = [origin for tensor in bad if (origin := self._from.get(self._memory(tensor))) is not None]
+        origin = min(origins or self.origins, key=lambda origin: origin.rank, default=None) or self._given_origin(
+            bad[0]
+        )
         origin.readers = self._readers(origin)
         return origin
 
     def _readers(self, origin: Origin) -> list[Reader]:
-        """Follow numbers that are too large through the forward pass, until an op brings them back into range."""
-        found, wide = dict[Reader, None](), set[int]()
+        """Return the calls that read numbers which are too large, until an op brings them back into range."""
+        readers, wide = dict[Reader, None](), set[int]()
         for record, source, memories in self._spoiled if origin.source == "made" else ():
             if record.phase == "backward":
                 continue
             if not wide.isdisjoint(value.memory for value in record.reads):
                 op = record.call.op
                 entry = OPS.get(op)
-                found[Reader(record.module, op, entry is not None and entry.portable == "low")] = None
+                readers[Reader(record.module, op, entry is not None and entry.portable == "low")] = None
                 if op not in BOUNDED and record.module != LOSS:
                     wide |= memories
             elif source is origin and not wide:
                 wide |= memories
-        return list(found)
+        return list(readers)

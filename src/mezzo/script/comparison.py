@@ -100,7 +100,7 @@ class Run:
         return self.code == 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what ``summary.json`` says of it; the steps are in its own folder."""
+        """Return the run as ``summary.json`` has it; its steps are in its own folder."""
         plain = dataclasses.asdict(self) | {"folder": self.folder.name}
         return {name: value for name, value in plain.items() if name not in ("losses", "scales", "operands")}
 
@@ -164,7 +164,11 @@ def ablations() -> tuple[str, ...]:
 
 
 def parse_policies(texts: Sequence[Policy | str]) -> list[Policy]:
-    """Read every policy, FP32 first, and refuse all faulty and repeated ones together."""
+    """Return the policies, FP32 first.
+
+    Raises:
+        PolicyError: Faulty and repeated policies, all of them together.
+    """
     parsed, problems = list[Policy](), list[PolicyError]()
     for text in texts:
         try:
@@ -355,7 +359,7 @@ class _RunPlan:
         options += ["-m"] if program.is_module else []
         words = [sys.executable, "-m", "mezzo", "run", *options, program.name, *program.arguments, *seeded]
         folder.mkdir(parents=True, exist_ok=True)
-        for old in (SUMMARY, METRICS, OUTPUT, ERRORS):  # what still writes into them, since it was not killed, is alone
+        for old in (SUMMARY, METRICS, OUTPUT, ERRORS):  # a process that still writes keeps the old files to itself
             (folder / old).unlink(missing_ok=True)
         with (
             (folder / OUTPUT).open("wb") as output,
@@ -369,7 +373,7 @@ class _RunPlan:
                 code = _INTERRUPTED
         summary_file = folder / SUMMARY
         summary = json.loads(summary_file.read_text()) if summary_file.exists() else {}
-        if code != _INTERRUPTED:  # what mezzo alarms at is no failure of the script's
+        if code != _INTERRUPTED:  # mezzo's alarm is no failure of the script
             code = summary.get("exit_code", code)
         save_json(summary | {"code": code}, summary_file)
 

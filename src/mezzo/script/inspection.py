@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from mezzo.compiling import is_compiled
 from mezzo.errors import MezzoError, StateError
 from mezzo.explanation import Explanation, explain
-from mezzo.explanation.explaining import own
+from mezzo.explanation.explaining import copied_inputs
 from mezzo.formats import BF16, E4M3, E5M2, FP16
 from mezzo.numerics import KINDS, Diagnosis, Evidence, RecordedTensor, Recorder, diagnose
 from mezzo.numerics.evidence import FILE, grouped
@@ -77,7 +77,7 @@ class Rehearsed(Generic[T]):
 
 
 def explained(call: Called, policy: Policy) -> Explanation:
-    """Explain a model as a script called it; what the script makes of its output by ``cross_entropy`` is part of it."""
+    """Return the explanation of a model as a script called it, with the ``cross_entropy`` that the script computes."""
     return explain(call.model, call.inputs, policy=policy, loss=call.loss)
 
 
@@ -175,7 +175,7 @@ class _Calls:
             return None
         self._seen_modules.add(module)
         try:
-            inputs = own(_inputs(module, args, kwargs))
+            inputs = copied_inputs(_inputs(module, args, kwargs))
             self.seen.append(Called(copied(module, "mezzo.explain(build_model(), inputs, policy)"), inputs))
         except (MezzoError, TypeError) as error:  # arguments of which no mapping can be made
             self.left_alone[type(module).__name__] = str(error)

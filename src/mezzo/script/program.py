@@ -30,7 +30,7 @@ _OURS: Final = os.path.dirname(os.path.abspath(mezzo.__file__)) + os.sep
 
 
 class Enough(BaseException):
-    """Ends a script that has shown what it was run for: no error, so that what handles errors lets it pass."""
+    """Raised to end a script early. It is no ``Exception``, so that handlers of errors in the script let it pass."""
 
 
 class Seams(contextlib.ExitStack):
@@ -78,16 +78,16 @@ class Program:
         else:
             is_there = (path / "__main__.py").exists() if path.is_dir() else path.exists()
         if not is_there:
-            what = "module" if self.is_module else "__main__.py in the folder" if path.is_dir() else "script"
+            missing = "module" if self.is_module else "__main__.py in the folder" if path.is_dir() else "script"
             raise PolicyError(
-                f"there is no {what} {self.name!r}",
+                f"there is no {missing} {self.name!r}",
                 why=f"looked up from {os.getcwd()}",
                 write="a path that is there, then the script's own options; or -m package.module",
             )
 
     @property
     def file(self) -> Path | None:
-        """The file that is run, with nothing imported for it; ``None`` for what is not found as a file."""
+        """The file that is run, found without imports; ``None`` where the program is no file."""
         if not self.is_module:
             path = Path(self.name)
             return path / "__main__.py" if path.is_dir() else path
@@ -113,7 +113,7 @@ class Program:
                 runpy.run_module(self.name, run_name="__main__", alter_sys=True)
             elif os.path.isfile(self.name) and not (self.name.endswith(".pyc") or is_zipfile(self.name)):
                 _run_file(os.path.join(os.getcwd(), self.name))
-            else:  # a folder or an archive with a __main__, or what was compiled
+            else:  # a folder or an archive with a __main__, or a compiled file
                 runpy.run_path(self.name, run_name="__main__")
 
 
@@ -256,7 +256,7 @@ def never_trains(program: str, left_alone: Mapping[str, str]) -> PolicyError:
     """Return the error of a script without a step, with what was left alone and why."""
     return PolicyError(
         f"{program} never trains: no optimizer over a module's parameters took a step",
-        why="\n".join(f"{what}: {why}" for what, why in left_alone.items()),
+        why="\n".join(f"{part}: {why}" for part, why in left_alone.items()),
         write="a script that calls loss.backward() and optimizer.step()",
     )
 

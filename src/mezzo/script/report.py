@@ -108,7 +108,7 @@ class ScriptReport:
 
     @property
     def alarm(self) -> str:
-        """What is wrong with the run as one in mixed precision; empty where nothing is."""
+        """Why the run was no run in mixed precision; empty where it was one."""
         if self._reason:
             return f"nothing ran in low precision: {self._reason[0]}"
         if not (self.steps or self.why_not):
@@ -123,7 +123,7 @@ class ScriptReport:
         return tuple(self._lines())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, with the alarm."""
+        """Return the report as plain values, with the alarm."""
         size = None if self.state_bytes is None else asdict(self.state_bytes)
         document = {**vars(self), "state_bytes": size, "alarm": self.alarm}
         del document["why_not"]
@@ -157,11 +157,11 @@ class ScriptReport:
             yield f"  products     {', '.join(parts)}"
         for number, (where, what) in enumerate(self.positions.items()):
             yield f"  {'' if number else 'positions':<11}  {what} ({where})"
-        for number, (what, times) in enumerate(self.intercepted.items()):
-            yield f"  {'' if number else 'intercepted':<11}  {what}{f' ×{times}' if times > 1 else ''}"
-        for number, (what, why) in enumerate(self.left_alone.items()):
+        for number, (name, times) in enumerate(self.intercepted.items()):
+            yield f"  {'' if number else 'intercepted':<11}  {name}{f' ×{times}' if times > 1 else ''}"
+        for number, (part, why) in enumerate(self.left_alone.items()):
             first, *rest = why.split("\n")
-            yield f"  {'' if number else 'left alone':<11}  {what}: {first}"
+            yield f"  {'' if number else 'left alone':<11}  {part}: {first}"
             yield from (f"  {'':<11}  {line}" for line in rest)
 
     def _answer(self) -> str:
@@ -262,7 +262,7 @@ class StepLog:
         if not self._is_over:
             counted = self._flops.total()
             if self._is_counting and (counted > self._counted or not counted):
-                report.measured_steps += 1  # and not one of many optimizers that step after one pass
+                report.measured_steps += 1  # the step of another optimizer after the same pass is not counted
             self._counted = counted
             if report.measured_steps == 1:
                 self._first = self._flops.copy()
@@ -306,7 +306,7 @@ class StepLog:
 
     def _stop_counting(self) -> None:
         stack = dispatch_modes()
-        if self._is_counting and stack and stack[-1] is self._kernels:  # and not below one of the script's
+        if self._is_counting and stack and stack[-1] is self._kernels:  # the script has entered no mode on top of it
             self._kernels.__exit__(None, None, None)
             self._is_counting = False
             forget_compiled()  # torch compiles nothing under a dispatch mode, and would not try again

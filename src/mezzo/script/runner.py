@@ -77,7 +77,9 @@ class Gathering:
         self._untrained: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules without any of these
         self._reported: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
         self._step_methods: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
-        self._stepping: list[bool] = []  # steps that run now, one inside of another: whether they are the session's
+        self._stepping: list[
+            bool
+        ] = []  # of the steps that run now, the innermost last: whether the session has the optimizer
         self._scale: dict[str, Any] | None = None  # the loss scale of the session that has ended
         self._checkpoint_scales: list[Mapping[str, Any]] = []  # read from checkpoints, until a session starts
         self._call_seams = seams.enter_context(Seams())  # calls of modules, while optimizers wait for a session
@@ -204,7 +206,9 @@ class Gathering:
         classes = {*_subclasses(nn.Module)} - self._watched_classes
         for cls in classes:
             for name in ("__call__",) if cls is nn.Module else {*methods_of(cls)} & vars(cls).keys():
-                if isinstance(plain := vars(cls)[name], types.FunctionType):  # and none of a scripted module's
+                if isinstance(
+                    plain := vars(cls)[name], types.FunctionType
+                ):  # a scripted module's method is no Python function
                     self._call_seams.replace(cls, name, self._starting_call(plain, name))
         self._watched_classes |= classes
 
@@ -273,7 +277,7 @@ class Gathering:
             return False
         try:
             self.amp.add(optimizers)
-        except MezzoError:  # gradients accumulate, for one
+        except MezzoError:  # for example, gradients are accumulating
             return False
         self._members += optimizers
         self._report_members([], optimizers)
@@ -404,7 +408,7 @@ def models_of(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
 
     **Cost**: a look at all objects, some hundredths of a second for a million.
     """
-    module_classes = set(_subclasses(nn.Module))  # by type(): what isinstance asks of an object may run code of its own
+    module_classes = set(_subclasses(nn.Module))  # by type(): isinstance may run an object's own code
     modules = [value for value in gc.get_objects() if type(value) in module_classes]
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
@@ -511,7 +515,7 @@ def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, report
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             with warnings.catch_warnings(record=True) as caught:
                 super().__init__(*args, **kwargs)
-            for warning in caught:  # of the script's line, and not of this one
+            for warning in caught:  # with the script's line in place of this one
                 warnings.warn(warning.message, warning.category, stacklevel=2)
             if self.is_enabled():
                 report.intercepted["GradScaler"] += 1
@@ -533,7 +537,7 @@ def _grad_scaler(plain: type[torch.amp.GradScaler], gathering: Gathering, report
             if self.is_enabled():
                 gathering.resume(state_dict)
 
-        # What torch's own methods ask for; of its own it has what it begins with.
+        # torch's methods read scale and growth through these two; the scaler itself keeps its initial values.
         def _get_scale_async(self) -> Tensor | None:
             return None if gathering.amp is None else gathering.amp.loss_scale
 
@@ -603,7 +607,7 @@ def run(
         amp = attach(models, optimizers, policy, max_grad_norm=max_grad_norm, hold_schedulers=hold_schedulers)
         log.count()
         engine_of(amp).observers.append(log)
-        if around is not None and not report.models:  # written down once it has begun
+        if around is not None and not report.models:  # models are reported once the session has started
             entered.enter_context(around(models))
         return amp
 

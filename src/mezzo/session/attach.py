@@ -7,7 +7,6 @@ nothing of mezzo.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import types
 import weakref
@@ -27,7 +26,7 @@ from mezzo.errors import StateError, not_switches, raise_together, some_of
 from mezzo.hooks import complete
 from mezzo.interrupts import Members
 from mezzo.patches import patch
-from mezzo.policy import Policy
+from mezzo.policy import PolicyLike
 from mezzo.session import state_tree
 from mezzo.session.calls import Calls
 from mezzo.session.closures import closure_of, evaluates_once, handing_on
@@ -52,13 +51,13 @@ _ATTACHING: Final = threading.RLock()
 
 def attached_now() -> AttachedPrecision | None:
     """Return the session that is attached to the passes of this process, if there is one."""
-    return next((session for here in reversed(_NOW.now) if (session := here()) is not None), None)
+    return next((session for reference in reversed(_NOW.now) if (session := reference()) is not None), None)
 
 
 def attach(
     models: nn.Module | Prepared | Iterable[nn.Module | Prepared],
     optimizers: Optimizer | Iterable[Optimizer],
-    policy: Policy | str | os.PathLike[str] | None = None,
+    policy: PolicyLike | None = None,
     *,
     max_grad_norm: float | None = None,
     hold_schedulers: bool = True,
@@ -87,7 +86,7 @@ def attach(
         models: The model, or a list of models. Under O1 it may be wrapped by DistributedDataParallel or compiled
             already; under O2 and O3 it is attached first, and wrapped then.
         optimizers: The optimizer, or a list of them.
-        policy: A :class:`Policy`, its text, or the path of a policy file; O1 in the machine's fast format when omitted.
+        policy: A :class:`Policy`, its text, a dtype, or the path of a file; O1 in the machine's format when omitted.
         max_grad_norm: As for :class:`MixedPrecision`, for loops that do not clip by themselves.
         hold_schedulers: Whether schedulers wait.
         on_overflow: As for :class:`MixedPrecision`.
@@ -165,7 +164,7 @@ class AttachedPrecision(MixedPrecision):
         self.last_step: Step | None = None
         self._schedules: _Schedules | None = None
         self._known_by: weakref.ref[AttachedPrecision] | None = None
-        self._autograd_engine: Any = None  # autograd's, as it stands while passes are the session's
+        self._autograd_engine: Any = None  # autograd's entry as the session has bound it
         super().__init__(subjects, optimizer_list, policy, **options)
         try:
             self._take_over(optimizer_list)
@@ -268,32 +267,32 @@ class AttachedPrecision(MixedPrecision):
             ):
                 self._undo.callback(handle.remove)
 
-    def _bind_step(self, optimizer: Optimizer, of: Optimizer) -> None:
+    def _bind_step(self, optimizer: Optimizer, session_optimizer: Optimizer) -> None:
         plain = optimizer.step
 
         @functools.wraps(getattr(plain, "__func__", plain))
         def step(bound: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if self._is_closed:  # a scheduler that was made meanwhile has wrapped it
+            if self._is_closed:  # a scheduler made during the session has wrapped this function
                 return plain(*args, **kwargs)
-            return self._own_step(bound, of, *args, **kwargs)
+            return self._own_step(bound, session_optimizer, *args, **kwargs)
 
         self._bind_own(optimizer, "step", types.MethodType(step, optimizer))
 
-    def _own_step(self, optimizer: Optimizer, of: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def _own_step(self, optimizer: Optimizer, session_optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Step with an optimizer, or skip: what ``optimizer.step()`` is while the session lives.
 
         Args:
-            optimizer: What is asked to step.
-            of: The one of the session's that it is, or is inside of.
-            *args: What its class takes, a closure among it as torch's optimizers take it.
-            **kwargs: By name.
+            optimizer: The optimizer whose ``step`` was called.
+            session_optimizer: The session's optimizer: this one, or the wrapper that this one is inside of.
+            *args: Arguments of its ``step``, with a closure as torch's optimizers take it.
+            **kwargs: The same, by name.
 
         Returns:
-            What a closure has returned first; without one what the step has, ``None`` of one that was skipped.
+            The first result of the closure; without a closure that of the step, ``None`` if it was skipped.
         """
         engine, closure = self._engine, closure_of(args, kwargs)
         plain = engine.writes.steps_by[optimizer]
-        if engine.writes.is_stepping or self._is_closed:  # inside another one's step; or under what others have bound
+        if engine.writes.is_stepping or self._is_closed:  # in another optimizer's step; or a wrapper still calls this
             return plain(*args, **kwargs)
         if closure is not None and not evaluates_once(optimizer):
             losses: list[Any] = []
@@ -302,21 +301,27 @@ class AttachedPrecision(MixedPrecision):
                 losses.append(closure())
                 return losses[-1]
 
-            with engine.writes.stepping_by(of, handing_on(plain, args, kwargs)):
-                self.step(of, evaluate)
+            with engine.writes.stepping_by(session_optimizer, handing_on(plain, args, kwargs)):
+                self.step(session_optimizer, evaluate)
             return losses[0] if losses else None
         loss, asked = None, handing_on(plain, args, kwargs)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
             asked = functools.partial(asked, None)
-        has_gradients = any_gradient(self._weights.leaves(of))
+        has_gradients = any_gradient(self._weights.leaves(session_optimizer))
         with engine.writes.stepping_by(optimizer, asked) as returned:
             if not has_gradients and engine.ranks.size == 1:
                 engine.writes.steps_by[optimizer]()
             else:
-                self._require_engine([of])
-                self._note([of], engine.step([of], by=None if optimizer is of else engine.writes.steps_by[optimizer]))
+                self._require_engine([session_optimizer])
+                self._note(
+                    [session_optimizer],
+                    engine.step(
+                        [session_optimizer],
+                        by=None if optimizer is session_optimizer else engine.writes.steps_by[optimizer],
+                    ),
+                )
         return loss if closure is not None else returned[0] if returned else None
 
     def step(
@@ -390,7 +395,7 @@ class AttachedPrecision(MixedPrecision):
 
 
 def _run(amp: AttachedPrecision, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
-    """Run a backward pass, as the session's if it reaches parameters of its optimizers, or may by passes inside."""
+    """Run a backward pass: as the session's, if it reaches the session's parameters, or may by passes inside."""
     engine, (_, creates_graph, inputs, _, accumulates) = engine_of(amp), asked
     if (outer := thread_owner()) is not None:
         return run_inside(outer, engine, plain, roots, gradients, *asked)
@@ -504,7 +509,7 @@ def _kinds(cls: type) -> Iterator[type]:
 
 
 def _hold(amp: AttachedPrecision, plain: Callable[..., Any], scheduler: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Step a scheduler unless it is to wait; one inside of another is asked by that one."""
+    """Step a scheduler unless it waits; a scheduler inside of another one steps whenever that one does."""
     schedules = amp._schedules
     if schedules is None or schedules.here.runs:
         return plain(scheduler, *args, **kwargs)

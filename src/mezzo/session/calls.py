@@ -103,7 +103,7 @@ class Calls:
                 return self._call(plain, args, kwargs, is_call, None, output_hook, unhooked, module)
             if is_exporting() or not is_call(args, kwargs):
                 return plain(*args, **kwargs)
-            # For parts that Python calls where the graph breaks (torch 2.13 resumes in no `try`, and leaves all to it).
+            # Where the graph breaks, Python calls the parts: torch 2.13 does not resume inside a `try`.
             here.inside = _FORWARD
             try:
                 with self._region():
@@ -185,7 +185,7 @@ class Calls:
         """Whether a call enters the region: it is a call of the model, or recomputes one, and no part of another."""
         if runs_backward():
             return inside is not _METHOD and plain not in self._plain
-        # Parts that a method calls without gradients give their numbers to what it returns: `self.net(x).numpy()`.
+        # Parts that a method calls without gradients are calls, whose numbers it may return: `self.net(x).numpy()`.
         is_part = inside is not None and (is_call is not _always or (inside is _METHOD and torch.is_grad_enabled()))
         enters = not is_part and not self._is_apart() and is_call(args, kwargs)
         (self._plain.discard if enters else self._plain.add)(plain)
@@ -264,7 +264,7 @@ def methods_of(cls: type) -> tuple[str, ...]:
 def _is_without_gradients(function: Any) -> bool:
     """Whether ``torch.no_grad()``, or what else switches gradients off, decorates a function."""
     while function is not None:
-        for cell in getattr(function, "__closure__", None) or ():  # torch keeps there how a context is made anew
+        for cell in getattr(function, "__closure__", None) or ():  # in which torch keeps the constructor of the context
             with suppress(ValueError):  # an empty cell
                 switch = getattr(cell.cell_contents, "__self__", None)
                 if isinstance(switch, torch.no_grad) or getattr(switch, "mode", None) is _OFF.get(type(switch), switch):

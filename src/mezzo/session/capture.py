@@ -33,7 +33,7 @@ from mezzo.weights.stepping import in_memory, keep_memory
 R = TypeVar("R")
 T = TypeVar("T")
 
-#: Calls that are real steps before one is recorded: what is missing is made and compiled, states of optimizers begin.
+#: Calls that are real steps before the recording: they compile kernels, and make the states of optimizers.
 _FIRST: Final = 3
 
 
@@ -220,7 +220,7 @@ class Captured(Generic[R]):
     # A call ------------------------------------------------------------------------------------------------
 
     def _run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> R:
-        """Run the train step, refuse what no graph could follow, and return what it returned."""
+        """Return what the train step returns; raise for operations that no graph can follow."""
         engine, (args, kwargs) = engine_of(self._amp), arguments
         looks, before = _Looks(self, engine), _options(engine.weights.optimizers, counts_writes=True)
         engine.is_captured = True
@@ -250,7 +250,7 @@ class Captured(Generic[R]):
         outcomes: list[tuple[StepOutcome, Tensor]] = []
 
         def run() -> R:
-            # A copy: what steps say of the scale that they had must outlive the next one.
+            # A copy, since the outcome of a step keeps its scale beyond the next step.
             scaler.hold(scale.clone(), in_graph=True)
             output = self._run(batch.arguments)
             engine.update()  # which outside of a graph the next loss does, where an optimizer has not stepped
@@ -264,7 +264,7 @@ class Captured(Generic[R]):
                 output = graph.record(run)
             upload()
         except BaseException:
-            # No kernel has run: what Python has of this step is forgotten, and the session is as it was.
+            # No kernel has run, so what Python has recorded of this step is dropped, and the session is as before.
             scaler.hold(before, in_graph=False)
             engine.writes.broken = ""
             engine.clear()
@@ -474,8 +474,8 @@ class _Batch:
     @property
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments that the train step is given, with no gradients to add to."""
-        for mine in self._tensors:
-            mine.grad = None
+        for recorded in self._tensors:
+            recorded.grad = None
         arguments: tuple[tuple[Any, ...], dict[str, Any]] = self._frame.filled(self._tensors)
         return arguments
 
@@ -490,7 +490,7 @@ class _Batch:
             recorded.copy_(value, non_blocking=True)
 
     def difference(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return in which a batch is unlike the first one; empty where it is like it."""
+        """Return the first difference of a batch from the recorded one, in words; empty where there is none."""
         batch = dict(leaves((args, kwargs)))
         if list(batch) != list(self._leaves):
             return "the structure of its arguments"
@@ -518,7 +518,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _held(engine: Engine) -> dict[str, Any]:
-    """Return what a graph has of a session, by what to call it: addresses, and what Python decides.
+    """Return the facts that a graph was recorded with, by name: addresses, and decisions of Python's.
 
     **Cost**: a look at each parameter and each tensor of optimizer state, some 0.1 µs each.
     """
@@ -544,7 +544,7 @@ def _held(engine: Engine) -> dict[str, Any]:
 
 
 def _places(engine: Engine) -> dict[str, Any]:
-    """Return where all that a graph reads lies: a step that finds it so goes before one that is recorded.
+    """Return the addresses of all that a graph reads; a recording needs a step before it that leaves them unchanged.
 
     State that is made inside of a graph begins anew with each replay.
     """
@@ -565,7 +565,7 @@ def _options(optimizers: Sequence[Optimizer], *, counts_writes: bool = False) ->
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return what is another now, in words."""
+    """Return the facts that have changed since the recording, in words."""
     return [
         name if isinstance(value, list) else f"{name} {value} → {now.get(name)}"
         for name, value in before.items()
@@ -620,7 +620,7 @@ class CudaGraph:
             self._graph = torch.cuda.CUDAGraph()
 
     def run(self, run: Callable[[], T], *, refuses_syncs: bool = False) -> T:
-        """Run it on the stream that is captured.
+        """Run a call on the stream that is captured.
 
         Args:
             run: The code.
@@ -636,12 +636,12 @@ class CudaGraph:
             around.wait_stream(self._stream)
 
     def record(self, run: Callable[[], T]) -> T:
-        """Run it for the record; nothing is computed.
+        """Record a call; nothing is computed.
 
         Raises:
             RuntimeError: The code asks the device for a value.
         """
-        with torch.cuda.device(self._device):  # around it all, since set_stream changes the device too
+        with torch.cuda.device(self._device):  # around all of this, since set_stream changes the device too
             around = torch.cuda.current_stream()
             self._stream.wait_stream(around)
             try:
@@ -667,7 +667,7 @@ def _syncs(*, refused: bool) -> Iterator[None]:
     before = torch.cuda.get_sync_debug_mode() if refused else None
     try:
         if refused:
-            with warnings.catch_warnings():  # where warnings are errors, one would be raised with the mode already set
+            with warnings.catch_warnings():  # a warning raised as an error would leave the mode set
                 warnings.filterwarnings("ignore", message="Synchronization debug mode")
                 torch.cuda.set_sync_debug_mode("error")
         yield

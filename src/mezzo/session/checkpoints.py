@@ -98,7 +98,7 @@ def load(path: str | os.PathLike[str], *, map_location: Any = None, weights_only
             contents = torch.load(file, map_location=map_location, weights_only=weights_only, mmap=False)
         except RuntimeError as error:
             if not str(error).startswith(_READER):
-                raise  # it is of the device, say, and not of the file
+                raise  # an error of the device, for instance, and not of the file
             raise _damaged(os.fsdecode(path), str(error).partition(". ")[0]) from None
     states = {name: contents[name] for name in parts}
     for name, part in parts.items():
@@ -110,7 +110,7 @@ def _check_records(file: BinaryIO, path: str) -> None:
     """Read all of an archive once, and raise unless every record has the checksum that it was written with."""
     try:
         with ZipFile(file) as archive:
-            # Of what one bit calls a folder torch hands out memory as it finds it.
+            # If a flipped bit makes a record a folder, torch returns uninitialised memory for it.
             folders = (
                 entry.filename for entry in archive.infolist() if entry.is_dir() or entry.external_attr & _FOLDER
             )

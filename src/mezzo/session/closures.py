@@ -120,7 +120,7 @@ class _Evaluations:
 
     @torch.no_grad()
     def _judge(self) -> None:
-        """Judge an evaluation's gradients, and show the optimizer plain ones."""
+        """Judge an evaluation's gradients, and unscale and clip them for the optimizer."""
         window = self._window
         self._engine.warn_of_edits([window])
         judged, absent = self._engine.judge([window], window.plan.writers_of([self._optimizer]))
@@ -144,7 +144,7 @@ def closure_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Callable[[],
 
 
 def handing_on(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """Return a step that hands on what it was given: called with a closure it has that one in the place of its own."""
+    """Return a step with these arguments bound; a closure that it is called with replaces the bound closure."""
     if not args and not kwargs:
         return step
 
@@ -166,7 +166,7 @@ def evaluates_once(optimizer: Optimizer) -> bool:
 
 
 def _remembering(optimizer: Optimizer) -> Callable[[], None]:
-    """Return what puts an optimizer's state and options back, tensors of its state in the same memory."""
+    """Return a call that restores an optimizer's state and options, tensors of the state in the same memory."""
     # By parameter, and what users note down beside them.
     state = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in optimizer.state.items()}
     values = {key: _copied(entry) for key, entry in state.items()}

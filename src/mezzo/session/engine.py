@@ -156,7 +156,7 @@ class Engine:
             self.plan_anew()
 
     def reached(self, walk: Walk) -> list[Window]:
-        """Return the windows whose gradients a backward pass makes: all, where the graph does not show it.
+        """Return the windows whose gradients a backward pass makes; all, where the graph does not show which.
 
         Hooks of modules there are warned of, once, if they see gradients that carry the scale.
         """
@@ -427,7 +427,7 @@ class Engine:
         return self.accounted(step)
 
     def accounted(self, step: Step) -> Step:
-        """Warn of what a step has shown, let observers see it, and return it."""
+        """Warn if the account says so, show the step to observers, and return it."""
         if self.account.warning:
             self.account.warn()
         for observer in (*self.observers, *observing()):  # last of all: they may run passes of their own, and raise
@@ -648,7 +648,7 @@ class Engine:
     def differentiated(
         self, outputs: Iterable[Any], run: Callable[[Callable[[Tensor], Tensor]], Iterable[Any]]
     ) -> list[Any]:
-        """Return gradients that a pass returns, without the scale that it has for itself.
+        """Return the gradients of a pass that returns them, without the pass's own scale.
 
         An overflow on the way skips the next step, of which the loss is made of these gradients: the scale of this
         call falls, and the loss's stays.
@@ -669,10 +669,10 @@ class Engine:
             return gradients
         back = inverse(scale)
         gradients = [g if g is None else times(back, g).to(g.dtype) for g in gradients]
-        there = [g.detach() for g in gradients if g is not None and not is_batch_of_gradients(g)]
-        if there:
+        dense_gradients = [g.detach() for g in gradients if g is not None and not is_batch_of_gradients(g)]
+        if dense_gradients:
             self._note_inner(
-                [output.detach() for output in outputs if isinstance(output, Tensor)], there, adapts=adapts
+                [output.detach() for output in outputs if isinstance(output, Tensor)], dense_gradients, adapts=adapts
             )
         return gradients
 

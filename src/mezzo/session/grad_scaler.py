@@ -1,4 +1,4 @@
-"""The four verbs of an engine as a ``GradScaler`` by type, for what takes one and calls it."""
+"""The four verbs of an engine as a ``GradScaler`` by type, for frameworks that take a scaler and call it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ class _Rule:
 
 
 class EngineScaler(torch.amp.GradScaler):
-    """A ``torch.amp.GradScaler`` by type: the verbs are an engine's, and all that torch's has besides reads its scale.
+    """A ``torch.amp.GradScaler`` by type, with an engine's verbs; torch's other methods read the engine's scale.
 
     Args:
         device: The device type.
-        loss_scale: See below.
-        enabled: ``False`` for one that scales nothing, and steps always.
+        loss_scale: The loss scale, and how it moves.
+        enabled: ``False`` for a scaler that scales nothing, and steps always.
 
     Attributes:
         loss_scale: The loss scale, and how it moves.
@@ -63,7 +63,7 @@ class EngineScaler(torch.amp.GradScaler):
 
     @abstractmethod
     def _engine_of(self, optimizer: Optimizer) -> Engine:
-        """Return the engine, which knows an optimizer."""
+        """Return the engine that steps with an optimizer."""
 
     @abstractmethod
     def _scaled(self, loss: Tensor) -> Tensor:
@@ -77,13 +77,14 @@ class EngineScaler(torch.amp.GradScaler):
 
         Args:
             optimizer: The optimizer.
-            again: Whether those that the last step has left are taken, too.
+            again: Whether the window takes gradients that the last step has left, too.
         """
 
-    def _idles(self, optimizer: Optimizer, call: str) -> bool:
-        """Whether a call does nothing, as torch's: no parameter has a gradient, and an optimizer that is to step asks.
+    def _has_nothing_to_do(self, optimizer: Optimizer, call: str) -> bool:
+        """Whether a call does nothing, as in torch: no parameter has a gradient.
 
-        Of several ranks each must know what one has found, and so all refuse such a step.
+        A step without gradients does nothing only for an optimizer that handles scales itself, and on one rank: of
+        several ranks each needs the overflows of all, and so all refuse such a step.
         """
         if has_gradient(optimizer):
             return False
@@ -118,7 +119,7 @@ class EngineScaler(torch.amp.GradScaler):
             self._check(optimizer, "unscale_")
             with uninterrupted():
                 self._open(optimizer)
-                if not self._idles(optimizer, "unscale_"):
+                if not self._has_nothing_to_do(optimizer, "unscale_"):
                     engine.unscale_([optimizer])
 
     @never_compiled
@@ -146,22 +147,22 @@ class EngineScaler(torch.amp.GradScaler):
         self._engine_of(optimizer)
         self._check(optimizer, "step")
         engine, closure = self._engine_of(optimizer), closure_of(args, kwargs)
-        asked = handing_on(engine.writes.step_of(optimizer), args, kwargs)
+        bound_step = handing_on(engine.writes.step_of(optimizer), args, kwargs)
         if closure is None:
-            return self._take(optimizer, asked)
+            return self._step_once(optimizer, bound_step)
         if evaluates_once(optimizer):
             with torch.enable_grad():
                 loss = closure()
-            self._take(optimizer, partial(asked, None))
+            self._step_once(optimizer, partial(bound_step, None))
             return loss
-        with engine.writes.stepping_by(optimizer, asked):
+        with engine.writes.stepping_by(optimizer, bound_step):
             return self._evaluate(optimizer, closure)
 
-    def _take(self, optimizer: Optimizer, step: Callable[..., Any]) -> Any:
+    def _step_once(self, optimizer: Optimizer, step: Callable[..., Any]) -> Any:
         """Step once, by a call of the optimizer's step."""
         self._open(optimizer)
         engine = self._engine_of(optimizer)
-        if self._idles(optimizer, "step"):
+        if self._has_nothing_to_do(optimizer, "step"):
             self.last_step = _unchecked()
             return step()
         with engine.writes.stepping_by(optimizer, step) as returned:
@@ -169,7 +170,7 @@ class EngineScaler(torch.amp.GradScaler):
         return returned[0] if returned else None
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        """Step with an optimizer that evaluates the loss as often as it likes."""
+        """Step with an optimizer that evaluates the loss several times."""
         losses = list[Any]()
 
         def evaluate() -> Any:
@@ -177,7 +178,7 @@ class EngineScaler(torch.amp.GradScaler):
             self._open(optimizer)
             return losses[-1]
 
-        self._open(optimizer, again=False)  # SAM begins with these
+        self._open(optimizer, again=False)  # SAM begins with the gradients that are there
         self.last_step = evaluated(self._engine_of(optimizer), [optimizer], evaluate)
         return losses[0] if losses else None
 
@@ -212,13 +213,13 @@ class SessionScaler(EngineScaler):
         return engine_of(self.amp)
 
     def _scaled(self, loss: Tensor) -> Tensor:
-        return engine_of(self.amp).scale(loss)  # the pass that differentiates it opens windows
+        return engine_of(self.amp).scale(loss)  # its backward pass opens the windows
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Move the scale on.
+        """Move the scale by the steps since the last call.
 
         Args:
-            new_scale: Go on with this one instead.
+            new_scale: The scale to set instead.
 
         Raises:
             PolicyError: No number that is a scale.
@@ -244,6 +245,6 @@ def has_gradient(optimizer: Optimizer) -> bool:
 
 
 def _unchecked() -> Step:
-    """Return what a step did that nothing has checked."""
+    """Return the result of a step whose gradients were not checked."""
     one = torch.ones(())
     return Step(skipped=one.eq(0), scale=one, next_scale=one, grad_norm=one * torch.nan)

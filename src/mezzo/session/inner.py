@@ -10,15 +10,14 @@ from torch import Tensor
 
 from mezzo.scale.device_state import Compute
 
-#: What a scale that overflowed is multiplied by, and what it is multiplied by for the largest that is tried again.
+#: A scale that overflowed is multiplied by the first; the second gives the largest scale that is tried again.
 _FALL: Final = 2.0**-8
 _LOWER: Final = 2.0**-4
-#: Where the largest result has room: what it is made of may be 2⁸ times larger in FP16, and what is 2²² times smaller
-#: is a normal number.
+#: The bound of the largest result: its terms may be 2⁸ times larger in FP16, and terms 2²² times smaller are normal.
 _LARGEST: Final = 2.0**8
-#: At most what one begins with: a sum's gradient is the scale itself, and FP16 ends at 65504.
+#: The largest first scale: the gradient of a sum is the scale itself, and FP16 ends at 65504.
 _FIRST: Final = 2.0**15
-#: Calls of one step that are told from each other; further ones share the last one's scale.
+#: The most calls of a step that have scales of their own; further calls share the last one's.
 _MOST: Final = 64
 
 
@@ -71,7 +70,7 @@ class InnerScales:
     # State ------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[list[float]]:
-        """Return the numbers of each as plain values; a host sync where there are any."""
+        """Return the scale and bound of each call as numbers; a host sync if there was a call."""
         return [[float(scale), float(bound)] for scale, bound in self._each]
 
     def load(self, rows: Iterable[Sequence[float]], device: torch.device) -> None:

@@ -52,21 +52,21 @@ class StepObserver(Protocol):
         """A backward pass is about to begin, whose gradients will carry ``scale``; ``None`` for none."""
 
     def judged(self, engine: Watched, judged: Judged) -> None:
-        """The gradients of a step, or of one evaluation of a closure, were checked; nothing is written yet."""
+        """Called when the gradients of a step, or of a closure's evaluation, were checked; nothing is written yet."""
 
     def stepped(self, engine: Watched, step: Step) -> None:
-        """A step is over: it has updated, or skipped."""
+        """Called when a step has updated, or skipped."""
 
 
 @runtime_checkable
 class GraphObserver(StepObserver, Protocol):
-    """One that sees the replays of a captured step too: what it does meanwhile is part of the graph."""
+    """An observer of replays of a captured step too: kernels that it launches become part of the graph."""
 
     def enters(self, engine: Watched) -> None:
-        """A call of a captured step is about to begin: it runs Python, records it, or replays what it did."""
+        """Called before a captured step runs as Python, is recorded, or is replayed."""
 
     def leaves(self, engine: Watched, is_done: bool) -> None:
-        """The call is over, if it has not raised as a step, and numbers may be asked of the device."""
+        """Called after that, unless the step has raised; numbers may be read from the device."""
 
 
 _WATCHING: Final[ContextVar[tuple[StepObserver, ...]]] = ContextVar("mezzo.session.watching", default=())
@@ -95,7 +95,7 @@ logger = logging.getLogger(__name__)
 def reaction(
     on_overflow: str, weights: Weights, unreduced: Callable[[], AbstractContextManager[Any]]
 ) -> tuple[StepObserver | None, Callable[[], None]]:
-    """Return what looks on for an overflow, ``None`` where a step is only skipped, and what ends it.
+    """Return the observer of overflows, ``None`` where a step is only skipped, and the call that ends it.
 
     Args:
         on_overflow: One of :data:`mezzo.session.refusals.Reaction`.
@@ -125,7 +125,7 @@ def reaction(
 
 
 class Locates:
-    """Finds where an overflow began, from what the step was computed from, and says it.
+    """Logs where an overflow began, found by running the step's batch again with checks.
 
     Args:
         replay: What keeps the calls of the models.

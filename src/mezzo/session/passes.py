@@ -100,7 +100,7 @@ def walked(roots: Iterable[Any]) -> Walk:
 
 
 def walk_of(roots: Iterable[Any], inputs: Collection[Any]) -> Walk:
-    """Return what a pass reaches, as autograd's engine is asked for it.
+    """Return the part of a graph that a pass reaches, given the arguments of autograd's engine.
 
     Args:
         roots: Tensors, or ``GradientEdge`` of the graph.
@@ -251,21 +251,23 @@ class SessionPass:
     **Cost**: some 10 µs of host time; for leaves that are none of the session's 2 µs each and a product.
     """
 
-    is_closed = True  # of one that a signal kept from being made, too
+    is_closed = True  # also of a pass whose __init__ a signal has interrupted
 
     def __init__(self, engine: Opens, scale: Tensor | None) -> None:
         self._engine, self._scale = engine, scale
         # In the five lines without a scale passes inside find all windows open.
         self._holds = scale is not None or engine.plan.is_driven
-        self._back: Tensor | None = None  # 1/scale, once it is used
-        self._around: int | None = number_of_pass()  # in which it begins, or -1
+        self._back: Tensor | None = None  # 1/scale, computed at its first use
+        self._around: int | None = number_of_pass()  # the number of the pass in which this one begins, or -1
         self._number: int | None = None
-        self._losses: dict[Window, list[Tensor]] = {}  # by the windows that it reaches, which are open from then on
+        self._losses: dict[Window, list[Tensor]] = {}  # by window that the pass has opened
         self._said: list[Tensor] = []
         self._has_begun = self._is_last = self._has_door = False
         self._undo: list[Callable[[], object]] = []
-        self._hooked: dict[ref[Tensor], Any] = {}  # by leaves that lose the scale: what accumulates, and has our hook
-        self._waiting: dict[ref[Tensor], Tensor | None] = {}  # by tensors that lose it at the end: what they had
+        self._hooked: dict[ref[Tensor], Any] = {}  # by foreign leaf: its accumulating node, which has our hook
+        self._waiting: dict[
+            ref[Tensor], Tensor | None
+        ] = {}  # the earlier gradients of tensors that lose the scale at the end
 
     def _open(self) -> None:
         self.is_closed = False
@@ -276,7 +278,7 @@ class SessionPass:
             self._set_aside()
 
     def __enter__(self) -> Self:
-        """Begin: what torch is asked for from here on is this pass, and what runs in it."""
+        """Begin the pass: backward calls of this thread belong to it from here on."""
         try:
             self._open()
             if self._holds:
@@ -294,7 +296,7 @@ class SessionPass:
 
     @classmethod
     def around_now(cls, engine: Opens, scale: Tensor | None) -> Self:
-        """Return the pass that runs now, which autograd ends, or drops if it fails: nothing else may hold it."""
+        """Return the pass that runs now. Autograd alone holds it: ends it, or drops it if the pass fails."""
         session_pass = cls(engine, scale)
         session_pass._around, session_pass._number = None, number_of_pass()
         if scale is not None:
@@ -446,7 +448,7 @@ def _accumulated(back: Tensor | None, gradients: tuple[Tensor | None]) -> tuple[
 
 
 def run_inside(outer: Any, engine: Opens, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
-    """Run a pass that begins inside of something: of a pass of an engine's, as part of that one.
+    """Run a pass that begins inside of another: as a part of that one, if that is a pass of this engine.
 
     Args:
         outer: What this thread works for.
@@ -462,7 +464,7 @@ def run_inside(outer: Any, engine: Opens, plain: Callable[..., Any], roots: Any,
 
 
 def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients: Any, *asked: Any) -> Any:
-    """Run a pass, as one inside of another if it is: what it is given carries the scale."""
+    """Run a pass; if this thread works for an outer one, as a part of it, whose gradients carry the scale already."""
     if not this.runs_here():
         return plain(roots, gradients, *asked)
     *_, inputs, _, accumulates = asked
@@ -475,7 +477,7 @@ def _inside(this: SessionPass, plain: Callable[..., Any], roots: Any, gradients:
         forget()
 
 
-@never_compiled  # what it does, it does while autograd's own engine runs
+@never_compiled  # it acts while autograd's engine runs
 def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
     """Return a loss of which every backward pass is the session's.
 
@@ -494,11 +496,11 @@ def entered(engine: Opens, loss: Tensor, scale: Tensor | None) -> Tensor:
 
 
 class _Entry(Function):
-    """The identity, in a graph: a pass that comes through knows what lies behind, and what of that it will run."""
+    """The identity in a graph, whose backward knows the graph behind it, and which of its nodes the pass will run."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, _: Tensor, engine: Opens, scale: Tensor | None) -> Tensor:
-        """Return the loss; the empty leaf beside it is reached by each pass that is not told where to end."""
+        """Return the loss. The empty leaf is reached by each pass without ``inputs=``."""
         ctx.engine, ctx.scale = engine, scale
         ctx.losses = [loss.detach().reshape(())] if loss.numel() == 1 else []  # many numbers cannot be judged
         return loss.view_as(loss)
@@ -506,7 +508,7 @@ class _Entry(Function):
     @staticmethod
     @never_compiled
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Begin the pass, or join the one that is under way."""
+        """Begin the session's pass, or join the pass that is under way."""
         loss, leaf = ctx.next_functions[:2]
         walk = walked([GradientEdge(*loss)])
         if ctx.scale is not None and not will_run(leaf[0]):
@@ -521,7 +523,7 @@ class _Entry(Function):
 
 
 def _refuse_stops(walk: Walk) -> None:
-    """Refuse a pass that is told to end inside of a graph: what it leaves there would carry the scale.
+    """Refuse a pass whose ``inputs=`` are inside of the graph: gradients that it leaves there would carry the scale.
 
     A tensor that it is told of and goes on behind is as one that was told to retain its gradient.
 

@@ -32,7 +32,7 @@ _ORDER: Final = "MixedPrecision(model, torch.optim.AdamW(model.parameters()), po
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a list of what was given, be it one model or optimizer or several."""
+    """Return a list of one value, or of several."""
     alone = isinstance(value, (nn.Module, Optimizer, Prepared, str)) or not isinstance(value, Iterable)
     return [value] if alone else list(value)
 
@@ -94,7 +94,7 @@ def chosen(optimizers: Any, known: list[Optimizer]) -> list[Optimizer]:
 
 
 def check_loss(loss: Any) -> None:
-    """Refuse what is no loss.
+    """Raise for a value that is no loss.
 
     Raises:
         PolicyError: Not a floating scalar.
@@ -125,7 +125,7 @@ def wrong_options(*, max_grad_norm: Any = None, on_overflow: Any = "skip") -> It
 
 
 def reaction_of(word: Any) -> Any:
-    """Return what a word for ``on_overflow`` stands for; a wrong word as it is."""
+    """Return the leading word for a word of ``on_overflow``; a wrong word as it is."""
     return "locate" if word == "explain" else word
 
 
@@ -134,7 +134,7 @@ def reaction_of(word: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Subject:
-    """One optimizer of a session that is about to begin, and what it stands among.
+    """An optimizer that is checked for a session, with the session's policy and parameter names.
 
     Attributes:
         optimizer: The optimizer.
@@ -211,57 +211,61 @@ def _of_optimizers(models: list[nn.Module], optimizers: list[Optimizer], policy:
                 break  # what stands further down assumes what stands above
 
 
-def _updates_nothing(of: _Subject) -> MezzoError | None:
-    if of.params:
+def _updates_nothing(subject: _Subject) -> MezzoError | None:
+    if subject.params:
         return None
     return PolicyError(
-        "the optimizer updates no parameter", where=of.class_name, write=f"{of.class_name}(model.parameters(), …)"
+        "the optimizer updates no parameter",
+        where=subject.class_name,
+        write=f"{subject.class_name}(model.parameters(), …)",
     )
 
 
-def _is_on_meta(of: _Subject) -> MezzoError | None:
-    if not any(param.is_meta for param in of.params):
+def _is_on_meta(subject: _Subject) -> MezzoError | None:
+    if not any(param.is_meta for param in subject.params):
         return None
     return StateError(
         "parameters on the meta device have no values yet",
-        where=of.class_name,
+        where=subject.class_name,
         write="model.to_empty(device=…), then initialise or load them; then the optimizer, then the session",
     )
 
 
-def _is_taken(of: _Subject) -> MezzoError | None:
-    hooks = step_hooks(of.optimizer)
+def _is_taken(subject: _Subject) -> MezzoError | None:
+    hooks = step_hooks(subject.optimizer)
     if not any(is_ours(hook) and getattr(owner_of(hook), "guards", True) for hook in hooks):
         return None
     return StateError(
         "the optimizer belongs to a session already",
-        where=of.class_name,
+        where=subject.class_name,
         write="amp.close() of that one first",
     )
 
 
-def _updates_others(of: _Subject) -> MezzoError | None:
-    foreign = [f"{tuple(param.shape)}" for param in of.params if param not in of.names]
+def _updates_others(subject: _Subject) -> MezzoError | None:
+    foreign = [f"{tuple(param.shape)}" for param in subject.params if param not in subject.names]
     if not foreign:
         return None
     return PolicyError(
         "the optimizer updates parameters that are not the models'",
-        where=f"{of.class_name}: {some_of(foreign)}",
+        where=f"{subject.class_name}: {some_of(foreign)}",
         why="casts and halves would not reach them; was the model copied, rebuilt or given to fully_shard "
         "after the optimizer?",
-        write=f"{of.class_name}(model.parameters(), …) after the model is final",
+        write=f"{subject.class_name}(model.parameters(), …) after the model is final",
     )
 
 
-def _moves_nothing(of: _Subject) -> MezzoError | None:
-    if of.policy.param_dtype == torch.float32:
+def _moves_nothing(subject: _Subject) -> MezzoError | None:
+    if subject.policy.param_dtype == torch.float32:
         return None
-    fused = [p for g in of.optimizer.param_groups if g.get("fused") for p in g["params"] if p.device.type == "cpu"]
+    fused = [p for g in subject.optimizer.param_groups if g.get("fused") for p in g["params"] if p.device.type == "cpu"]
     largest = max((param.numel() for param in fused), default=0)
-    if not isinstance(of.optimizer, torch.optim.SGD) or not _stands_still(of.policy.param_dtype, min(largest, 64)):
+    if not isinstance(subject.optimizer, torch.optim.SGD) or not _stands_still(
+        subject.policy.param_dtype, min(largest, 64)
+    ):
         return None
     return UnsupportedError(
-        f"fused SGD of torch {torch.__version__} leaves most {of.policy.param_dtype} weights on CPUs as they are",
+        f"fused SGD of torch {torch.__version__} leaves most {subject.policy.param_dtype} weights on CPUs as they are",
         where="SGD(…, fused=True)",
         why="its kernel does not write whole vectors: github.com/pytorch/pytorch/issues/191763",
         write="torch.optim.SGD(…, fused=False)",
@@ -280,20 +284,20 @@ def _stands_still(dtype: torch.dtype, count: int) -> bool:
     return bool((param != 0.5).any())
 
 
-def _trains_low_alone(of: _Subject) -> MezzoError | None:
-    if of.policy.param_dtype != torch.float32 or of.policy.halves:
+def _trains_low_alone(subject: _Subject) -> MezzoError | None:
+    if subject.policy.param_dtype != torch.float32 or subject.policy.halves:
         return None
     low_params = [
         param
-        for param in of.params
-        if param.dtype in LOW and param.requires_grad and not _is_ruled(of.names[param], of.policy)
+        for param in subject.params
+        if param.dtype in LOW and param.requires_grad and not _is_ruled(subject.names[param], subject.policy)
     ]
     if not low_params:
         return None
     dtype = dtype_name(low_params[0].dtype)
     return UnsupportedError(
         f"{dtype} weights would be trained without FP32 values",
-        where=some_of([of.names[param] for param in low_params]),
+        where=some_of([subject.names[param] for param in low_params]),
         why=f"an update below half a unit in the last place of {dtype} is lost",
         write=f'model.float(); or Policy.O2("{dtype}"), the text O2,dtype={dtype}, which keeps FP32 values',
     )
@@ -304,20 +308,20 @@ def _is_ruled(name: str, policy: Policy) -> bool:
     return policy.storage(name, name.rpartition(".")[0])[1] is not None
 
 
-def _holds_state(of: _Subject) -> MezzoError | None:
-    if of.policy.param_dtype == torch.float32:
+def _holds_state(subject: _Subject) -> MezzoError | None:
+    if subject.policy.param_dtype == torch.float32:
         return None
-    one_pass_optimizer, level = as_one_pass(of.optimizer), of.policy.level
-    dtype = dtype_name(of.policy.dtype)
+    one_pass_optimizer, level = as_one_pass(subject.optimizer), subject.policy.level
+    dtype = dtype_name(subject.policy.dtype)
     cure = f'a policy that keeps FP32 values: Policy.O2("{dtype}"), the text O2,dtype={dtype}'
     if one_pass_optimizer is not None:  # whose moments keep their own dtype
         return None
-    held_state = _held_state(of.optimizer, of.names)
+    held_state = _held_state(subject.optimizer, subject.names)
     if not held_state:
         return None
     return StateError(
         "the optimizer holds FP32 state for parameters that are about to be low",
-        where=f"{of.class_name}: {some_of(held_state)}",
+        where=f"{subject.class_name}: {some_of(held_state)}",
         why=f"{level} keeps no FP32 values, and torch's optimizers keep state in the parameters' dtype",
         write=f"{cure}; or an optimizer that has not stepped yet",
     )
@@ -341,18 +345,18 @@ def _held_state(optimizer: Optimizer, params: Mapping[Tensor, str]) -> list[str]
     ]
 
 
-def _eps_is_zero(of: _Subject) -> MezzoError | None:
-    if of.policy.param_dtype != torch.float16 or as_one_pass(of.optimizer) is not None:
+def _eps_is_zero(subject: _Subject) -> MezzoError | None:
+    if subject.policy.param_dtype != torch.float16 or as_one_pass(subject.optimizer) is not None:
         return None
-    groups = [group for group in of.optimizer.param_groups if isinstance(group.get("eps"), float)]
+    groups = [group for group in subject.optimizer.param_groups if isinstance(group.get("eps"), float)]
     lost = [group["eps"] for group in groups if group["eps"] and not float(torch.tensor(group["eps"]).half())]
     if not lost:
         return None
     return UnsupportedError(
         f"eps={lost[0]:g} is zero in float16",
-        where=f"{of.class_name}, whose state is float16 at {of.policy.level}",
+        where=f"{subject.class_name}, whose state is float16 at {subject.policy.level}",
         why="where a second moment rounds to zero, the update divides by it: NaN",
-        write=f"{of.class_name}(…, eps=1e-4); or mezzo.optim, whose moments are FP32; or Policy.O2(), the text O2",
+        write=f"{subject.class_name}(…, eps=1e-4); or mezzo.optim, whose moments are FP32; or Policy.O2(), the text O2",
     )
 
 

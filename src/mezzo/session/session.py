@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -16,7 +15,7 @@ from mezzo.compiling import compiled_inside_alone, never_compiled
 from mezzo.distributed.exchange import Ranks
 from mezzo.errors import PolicyError, StateError, raise_together
 from mezzo.patches import Binding
-from mezzo.policy import Policy
+from mezzo.policy import Policy, PolicyLike
 from mezzo.scale.device_state import Scaler
 from mezzo.session import state_tree
 from mezzo.session.closures import evaluated
@@ -53,7 +52,7 @@ class MixedPrecision:
         models: The model, or a list of models. Converted in place where the policy stores them in low precision. One
             that is wrapped first (DistributedDataParallel) is what :func:`mezzo.prepare` returned, or its wrapper.
         optimizers: The optimizer, or a list of them, over parameters of these models.
-        policy: A :class:`Policy`, its text, or the path of a policy file; that of prepared models, or else O1 in the
+        policy: A :class:`Policy`, its text, a dtype, or the path of a file; that of prepared models, else O1 in the
             machine's fast format, when omitted.
         max_grad_norm: Clip the 2-norm of all gradients of a step together to this; ``None`` does not clip.
         on_overflow: What a skipped step does besides: nothing (``"skip"``), say where the overflow began
@@ -96,7 +95,7 @@ class MixedPrecision:
         self,
         models: nn.Module | Prepared | Iterable[nn.Module | Prepared],
         optimizers: Optimizer | Iterable[Optimizer],
-        policy: Policy | str | os.PathLike[str] | None = None,
+        policy: PolicyLike | None = None,
         *,
         max_grad_norm: float | None = None,
         on_overflow: Reaction = "skip",
@@ -127,7 +126,7 @@ class MixedPrecision:
             self._undo.callback(end)
             if looks is not None:
                 self._engine.observers.append(looks)
-            # Apart, since it outlives a session that is dropped, and holds nothing of it.
+            # A stack apart: a finalizer closes it after the session is dropped, so that it must not hold the session.
             self._names = contextlib.ExitStack()
             weakref.finalize(self, self._names.close)
             self._undo.callback(self._names.close)

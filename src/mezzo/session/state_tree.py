@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 #: Of the form of a state; others are refused by their number.
 VERSION: Final = 5
-#: An older one that holds all that this one does: FP32 values were the models' then, too.
+#: An older version with the same contents: FP32 values were the models' then, too.
 _READ: Final = (4, VERSION)
 
 
@@ -74,7 +74,7 @@ def save(engine: Engine, policy: Policy, *, in_window: bool = False) -> dict[str
     """
     if not in_window:
         require_between_steps(engine, "state_dict()")
-    engine.next_scale()  # a step may have left it open
+    engine.next_scale()  # commits the scale, which a step may have left open
     named = list(engine.weights.named_params())
     memories = engine.weights.memories()
     return {
@@ -187,9 +187,9 @@ def _are_rows(value: Any) -> bool:
     return all(isinstance(row, list) and len(row) == 2 and all(map(FIELDS["scale"][0], row)) for row in rows)
 
 
-#: What a state need not have: without it all begins anew.
+#: Entries that a state may lack; what they count begins anew.
 _ABSENT: Final[Mapping[str, Any]] = {"products": {"histories": {}, "draws": []}, "inner_scales": []}
-#: Each field of a state: what fits it, and in words.
+#: For each field of a state a test of its values, and the values in words.
 _FIELDS: Final[Fields] = {
     "policy": (_is_policy, "the text of a policy"),
     "parameters": (_by_name(str), "texts by name"),
@@ -253,12 +253,12 @@ def _check_histories(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def _differences(engine: Engine, state: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each parameter that is another one."""
-    before, mine = state["parameters"], dict(engine.weights.named_params())
-    for name in dict.fromkeys((*before, *mine)):
+    """Yield each parameter that differs from the saved one."""
+    before, params = state["parameters"], dict(engine.weights.named_params())
+    for name in dict.fromkeys((*before, *params)):
         was = before.get(name, "missing")
-        now = described(mine[name]) if name in mine else "missing"
-        if was.partition(" ")[2] != now.partition(" ")[2] or name not in mine:
+        now = described(params[name]) if name in params else "missing"
+        if was.partition(" ")[2] != now.partition(" ")[2] or name not in params:
             yield f"parameter {name}: {was} → {now}"
 
 
@@ -375,7 +375,7 @@ def _exact(value: Any) -> Any:
 
 
 def _session_of(state: Any) -> Mapping[str, Any]:
-    """Return the part of a state that is not in tensors, or refuse what is none."""
+    """Return the part of a state that is not in tensors; raise where there is none."""
     session = state.get("session") if isinstance(state, Mapping) else None
     session = session[0] if isinstance(session, (tuple, list)) and len(session) == 1 else None
     fits = isinstance(session, Mapping) and isinstance(session.get("optimizers"), list)
@@ -428,13 +428,15 @@ def _saved(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[dict[str, di
     packed = optimizer.state_dict()
     saved: dict[str, dict[str, Tensor]] = {}
     rest: dict[str, Any] = {"groups": [], "fresh": [], "values": {}}
-    for mine, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+    for current_group, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
         options = {key: _plain(value) for key, value in group.items() if key not in _NOT_SAVED}
-        rest["groups"].append({"names": _named(mine, names), "options": options})
-        for name, param, index in zip(_named(mine, names), mine["params"], group["params"], strict=True):
+        rest["groups"].append({"names": _named(current_group, names), "options": options})
+        for name, param, index in zip(
+            _named(current_group, names), current_group["params"], group["params"], strict=True
+        ):
             state = packed["state"].get(index, {})
             if not state and param.requires_grad:
-                state = _first_state(optimizer, mine, param)
+                state = _first_state(optimizer, current_group, param)
                 rest["fresh"].append(name)
             state = _of_any_ranks(optimizer, state)
             saved[name] = {key: value.detach().clone() for key, value in state.items() if isinstance(value, Tensor)}
@@ -510,10 +512,12 @@ def _give(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, An
     options = {frozenset(group["names"]): group["options"] for group in rest["groups"]}
     packed = optimizer.state_dict()
     packed["state"] = {}
-    for mine, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        loaded = options[frozenset(_named(mine, names))]
-        group.update({key: _as(value, mine.get(key)) for key, value in loaded.items()})
-        for name, param, index in zip(_named(mine, names), mine["params"], group["params"], strict=True):
+    for current_group, group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        loaded = options[frozenset(_named(current_group, names))]
+        group.update({key: _as(value, current_group.get(key)) for key, value in loaded.items()})
+        for name, param, index in zip(
+            _named(current_group, names), current_group["params"], group["params"], strict=True
+        ):
             # Copies: torch's optimizers would share memory with what was loaded.
             new_state = {key: _lying_as(value, param).clone() for key, value in state.get(name, {}).items()}
             values = copy.deepcopy(rest["values"].get(name, {})) | new_state
@@ -522,12 +526,12 @@ def _give(optimizer: Optimizer, names: Mapping[int, str], state: Mapping[str, An
     optimizer.load_state_dict(packed)
 
 
-def _as(value: Any, mine: Any) -> Any:
+def _as(value: Any, current: Any) -> Any:
     """Return an option in the form that the optimizer has it in."""
-    return torch.full_like(mine, value) if isinstance(mine, Tensor) and not isinstance(value, Tensor) else value
+    return torch.full_like(current, value) if isinstance(current, Tensor) and not isinstance(value, Tensor) else value
 
 
-def _lying_as(value: Any, mine: Any) -> Any:
+def _lying_as(value: Any, current: Any) -> Any:
     """Return a saved tensor sharded as one here is; numbers, and tensors of another shape, as they are."""
-    both = isinstance(value, Tensor) and isinstance(mine, Tensor)
-    return placed(value, mine) if both and value.shape == mine.shape else value
+    both = isinstance(value, Tensor) and isinstance(current, Tensor)
+    return placed(value, current) if both and value.shape == current.shape else value

@@ -163,7 +163,7 @@ class StepAccount:
         self._flying.append(_Flight(outcome, host, event))
 
     def packed(self, outcome: StepOutcome) -> Tensor:
-        """Return what the host wants to know of a step as one vector of its device."""
+        """Return the numbers of a step for the host, as one vector on the step's device."""
         (numbers,) = shared(_vector, (), outcome.numbers())
         return numbers if self._config.patience is None else torch.cat((numbers, outcome.norms))
 

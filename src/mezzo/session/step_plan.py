@@ -1,4 +1,4 @@
-"""What a session is made of: one value, planned when it begins, and again when something of it has changed.
+"""The plan of a session: one value, made when the session begins, and again when a part of it has changed.
 
 A pass and a step ask :meth:`StepPlan.is_current` once each, and nothing else of that kind. What is not in the plan
 cannot be out of date there: whether a parameter requires a gradient, hooks of tensors, where memory lies.
@@ -36,7 +36,7 @@ class WindowPlan:
     Attributes:
         optimizers: Those optimizers.
         leaves: Their parameters, each once.
-        of: The parameters of each optimizer.
+        leaves_by_optimizer: The parameters of each optimizer.
         ids: The ``id`` of each parameter.
         writers: What updates the parameters of each optimizer.
         low: The parameters of 16 bits.
@@ -46,7 +46,7 @@ class WindowPlan:
 
     optimizers: tuple[Optimizer, ...]
     leaves: list[Tensor]
-    of: Mapping[Optimizer, list[Tensor]]
+    leaves_by_optimizer: Mapping[Optimizer, list[Tensor]]
     ids: frozenset[int]
     writers: Mapping[Optimizer, Writer]
     low: list[Tensor]
@@ -57,7 +57,7 @@ class WindowPlan:
         """Return the parameters of some optimizers, each once."""
         if set(self.optimizers).issubset(optimizers):
             return self.leaves
-        return _once(self.of[optimizer] for optimizer in self.optimizers if optimizer in optimizers)
+        return _once(self.leaves_by_optimizer[optimizer] for optimizer in self.optimizers if optimizer in optimizers)
 
     def writers_of(self, optimizers: Collection[Optimizer], *, asked: bool = False) -> list[Writer]:
         """Return what updates the parameters of some optimizers in the step that is being taken.
@@ -75,7 +75,7 @@ class WindowPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepPlan:
-    """What a session is made of.
+    """The plan of a session.
 
     Attributes:
         optimizers: The optimizers.
@@ -141,14 +141,14 @@ class StepPlan:
         )
 
     def differences(self, other: StepPlan) -> list[str]:
-        """Return in words in what another plan of the same session differs; nothing where it says the same."""
+        """Return the differences from another plan of the same session, in words; empty where they are equal."""
         return list(_differences(self, other, ""))
 
 
 def planned(
     weights: Weights, ranks: Ranks, *, is_plain: bool, is_driven: bool, is_wrapped: bool, num_hooks: int
 ) -> StepPlan:
-    """Plan a session from what it is made of now; nothing is changed.
+    """Return the plan of a session from its models and optimizers as they are now; nothing is changed.
 
     Args:
         weights: The models and optimizers.
@@ -164,18 +164,18 @@ def planned(
     **Cost**: some 2 µs of host time a parameter.
     """
     optimizers, units = tuple(weights.optimizers), weights.units
-    of = {optimizer: weights.leaves(optimizer) for optimizer in optimizers}
-    params = list(chain.from_iterable(of.values()))
+    leaves_by_optimizer = {optimizer: weights.leaves(optimizer) for optimizer in optimizers}
+    params = list(chain.from_iterable(leaves_by_optimizer.values()))
     wide: WideGradients = "none" if is_wrapped else "all" if is_plain and not units else "sums"
     windows = []
-    for sharing in _sharing(of):
-        leaves = _once(of[optimizer] for optimizer in sharing)
+    for sharing in _sharing(leaves_by_optimizer):
+        leaves = _once(leaves_by_optimizer[optimizer] for optimizer in sharing)
         narrows = may_narrow(sharing, ranks, is_driven=is_driven, is_split=is_wrapped or len(units) > 0)
         windows.append(
             WindowPlan(
                 optimizers=sharing,
                 leaves=leaves,
-                of={optimizer: of[optimizer] for optimizer in sharing},
+                leaves_by_optimizer={optimizer: leaves_by_optimizer[optimizer] for optimizer in sharing},
                 ids=frozenset(map(id, leaves)),
                 writers={
                     optimizer: writer_of(optimizer, is_shared=len(sharing) > 1, num_hooks=num_hooks)
@@ -189,7 +189,7 @@ def planned(
     return StepPlan(
         optimizers=optimizers,
         params=params,
-        ends=list(accumulate(map(len, of.values()))),
+        ends=list(accumulate(map(len, leaves_by_optimizer.values()))),
         deciding=deciding(optimizers),
         kinds=list(map(type, params)),
         sizes=list(map(Tensor.element_size, params)),
@@ -218,19 +218,19 @@ def may_narrow(optimizers: Iterable[Optimizer], ranks: Ranks, *, is_driven: bool
     return not is_driven and not is_split and ranks.size == 1 and all(map(as_one_pass, optimizers))
 
 
-def _sharing(of: Mapping[Optimizer, list[Tensor]]) -> list[tuple[Optimizer, ...]]:
+def _sharing(leaves_by_optimizer: Mapping[Optimizer, list[Tensor]]) -> list[tuple[Optimizer, ...]]:
     """Return the optimizers by the parameters that they share, in their order."""
     groups: list[tuple[list[Optimizer], set[int]]] = []
-    for optimizer, leaves in of.items():
-        mine, ids = [optimizer], set(map(id, leaves))
+    for optimizer, leaves in leaves_by_optimizer.items():
+        members, ids = [optimizer], set(map(id, leaves))
         apart = []
-        for others, theirs in groups:
-            if ids.isdisjoint(theirs):
-                apart.append((others, theirs))
+        for other_members, other_ids in groups:
+            if ids.isdisjoint(other_ids):
+                apart.append((other_members, other_ids))
             else:
-                mine, ids = [*others, *mine], ids | theirs
-        groups = [*apart, (mine, ids)]
-    places = {optimizer: position for position, optimizer in enumerate(of)}
+                members, ids = [*other_members, *members], ids | other_ids
+        groups = [*apart, (members, ids)]
+    places = {optimizer: position for position, optimizer in enumerate(leaves_by_optimizer)}
     sharing = [tuple(sorted(group, key=places.__getitem__)) for group, _ in groups]
     return sorted(sharing, key=lambda group: places[group[0]])
 

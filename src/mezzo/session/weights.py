@@ -182,7 +182,7 @@ class Weights:
         yield from self._named({model: model.state_dict(keep_vars=True).items() for model in self.models})
 
     def keys_of(self, model: nn.Module) -> dict[str, str]:
-        """Return the names of :meth:`named_state` that are one model's by the keys of that model's own state dict."""
+        """Return the names of :meth:`named_state` for the keys of one model's own state dict."""
         keys: dict[nn.Module, Iterable[tuple[str, Any]]] = dict.fromkeys(self.models, ())
         keys[model] = ((key, key) for key in model.state_dict(keep_vars=True))
         return {key: name for name, key in self._named(keys)}
@@ -192,8 +192,8 @@ class Weights:
             prefix = f"{number}." if len(self.models) > 1 else ""
             parts = sharded.parts_of(sharded.units(model))  # a forward pass leaves the root gathered
             for name, value in items_of[model]:
-                here = parts.get(value, value) if isinstance(value, Tensor) else value
-                yield prefix + _plain_name(model, name), here
+                tensor = parts.get(value, value) if isinstance(value, Tensor) else value
+                yield prefix + _plain_name(model, name), tensor
 
     def names(self) -> dict[int, str]:
         """Return the name of each parameter, by ``id``."""

@@ -1,4 +1,4 @@
-"""Gradients between a backward pass and the step that takes them. They carry one scale, which is known here."""
+"""Gradients between a backward pass and the step that uses them: a window knows the one scale that they carry."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NOTHING: Final[Stale] = {}
 
 
 class Carried(NamedTuple):
-    """What the gradients of a window carry, and what the last step has left there: one value, which events move on.
+    """The state of a window: the scale that its gradients carry, and the gradients that the last step has left.
 
     Attributes:
         scale: The loss scale that ``.grad`` carries now, 0-d float32, compared by identity; ``None`` for none.
@@ -55,8 +55,8 @@ class Carried(NamedTuple):
         losses: What the passes since the last step have differentiated, 0-d and detached.
         passes: How many there were.
         marks: Marks of the gradients since they have got what they carry.
-        has_made: Whether the session has made gradients since the last step, or given out such without a scale;
-            ``False`` once those that carried one were cleared, of which a program may have kept copies.
+        has_made: Whether the session has made gradients since the last step, or given out unscaled ones; ``False`` once
+            scaled ones were cleared, of which the program may have kept copies.
         left: Marks of the gradients that the last step has left in ``.grad``.
         left_scale: The scale that these carry.
         skipped: 0-d bool: whether the last step was skipped, where another one may follow without a pass in between.
@@ -194,7 +194,7 @@ class Window:
 
     @torch.no_grad()
     def drop_skipped(self) -> None:
-        """Clear what a skipped step has left, unwritten since, before a pass adds to it; decided on the device.
+        """Clear gradients that a skipped step has left, before a pass adds to them; decided on the device.
 
         A loop that clears only after steps that were taken would else skip for ever.
         """
@@ -212,18 +212,18 @@ class Window:
         return [leaf for leaf, gradient in pairs if is_left(gradient, self.now.left)]
 
     def has_skipped(self) -> list[Tensor]:
-        """Return whether the last step was skipped, 0-d bool, where what it has left is all that there is."""
+        """Return whether the last step was skipped, 0-d bool, if all gradients are its own; else nothing."""
         skipped = self.now.skipped
         return [] if skipped is None or not self.has_left_alone() else [skipped]
 
     def has_left_alone(self) -> bool:
-        """Whether what the last step has left is all that there is, unwritten since."""
+        """Whether all gradients are those that the last step has left, unwritten since."""
         left = self.now.left
         return bool(left) and all(is_left(gradient, left) for gradient in self.gradients()[1])
 
     @torch.no_grad()
     def forget_cleared(self) -> None:
-        """Forget what was found of gradients that were cleared to zeros since; decided on the device."""
+        """Forget overflows of gradients that were cleared to zeros since; decided on the device."""
         now = self.now
         if not now.passes or (now.found_inf is None and not now.losses) or self.marks() == now.marks:
             return
@@ -271,7 +271,7 @@ class Window:
             hooked = set(map(id, with_gradient_hooks(plan.halves))) if plan.halves else ()
             for leaf in plan.low:
                 if leaf.grad is None:
-                    leaf.grad_dtype = leaf.dtype  # it may have been FP32, and cleared by others
+                    leaf.grad_dtype = leaf.dtype  # which was FP32, if other code has cleared the gradient
             for leaf in plan.halves:
                 if leaf.grad is None:
                     cell = leaf.cell
@@ -380,8 +380,8 @@ class Window:
         Args:
             skipped: 0-d bool: whether it was skipped, where another step may follow without a pass in between.
         """
-        there, gradients = with_gradients(self.plan.leaves)
-        if len(there) < len(self.plan.leaves):
+        params, gradients = with_gradients(self.plan.leaves)
+        if len(params) < len(self.plan.leaves):
             _let_go((*self.plan.low, *self.plan.halves))
         if self.plan.halves:
             _count_anew(self.plan.halves)
@@ -403,7 +403,7 @@ class Window:
         _count_anew(self.plan.halves)
         for leaf in narrow_leaves if self.now.passes else ():
             if leaf.grad is None:
-                leaf.grad_dtype = None  # so that what is made of copies of them may be assigned
+                leaf.grad_dtype = None  # so that copies of the gradients, in any dtype, may be assigned
         has_made = self.now.has_made if self.now.scale is None else False
         self.now = self.now.cleared()._replace(has_made=has_made, left=_NOTHING, marks=self.marks() if to_zeros else ())
 
@@ -465,7 +465,7 @@ def _widen(leaves: Iterable[Tensor]) -> None:
             leaf.grad = gradient.float()
         else:
             waiting.append(leaf)
-    while waiting:  # a part at a time, so that not all are there twice
+    while waiting:  # a part at a time, so that few gradients exist in both dtypes at once
         ends = accumulate(leaf.nbytes for leaf in waiting)
         size = next((count for count, end in enumerate(ends, 1) if end > _TOGETHER), len(waiting))
         now, waiting = waiting[:size], waiting[size:]

@@ -42,7 +42,7 @@ _OF_TORCH: Final = frozenset({Tensor, torch.nn.Parameter, Halves})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Writer:
-    """What updates the parameters of one optimizer as a verdict says: of any optimizer whose kernels are not told it.
+    """The writer of an optimizer whose kernels read no verdict: it steps, or does not, as the verdict says.
 
     The host asks whether to skip, once for all such optimizers of a step; gradients are multiplied in place before it.
 
@@ -93,7 +93,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OnePass(Writer):
-    """What updates the parameters of one of mezzo's optimizers, which take a verdict."""
+    """The writer of one of mezzo's optimizers, which take a verdict."""
 
     optimizer: OnePassOptimizer
 
@@ -116,7 +116,7 @@ class OnePass(Writer):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fused(Writer):
-    """What updates the parameters of a fused optimizer of torch's, whose kernels are told to skip, and the scale."""
+    """The writer of a fused optimizer of torch's, whose kernels read the scale and a flag to skip."""
 
     divides: ClassVar[bool] = True
 
@@ -131,7 +131,7 @@ class Fused(Writer):
         verdict, fused = judged.verdict, cast(Any, self.optimizer)
         numbers = [verdict.found_inf, *([verdict.multiplier] if judged.is_clipped else [])]
         found_inf, *divisor = verdict.as_fused or shared(as_fused, (), numbers)
-        # Unclipped, the scale itself: the inverse of its inverse is another number, unless it is a power of two.
+        # Without clipping the scale itself, since 1/(1/scale) differs from a scale that is no power of two.
         grad_scale = None if self.is_plain else divisor[0] if divisor else judged.scale
         # A scale that the user has set counts besides, as in torch.
         if (users_scale := getattr(fused, "grad_scale", None)) is not None:
@@ -173,7 +173,7 @@ def _module_of(step: Callable[..., Any]) -> str:
 
 
 def deciding(optimizers: Iterable[Optimizer]) -> list[Any]:
-    """Return what of optimizers decides who writes, and what nothing tells of: to be compared with what it was.
+    """Return the facts of optimizers that decide about their writers and change without a call that would show it.
 
     Hooks before steps, a ``step`` that was replaced, groups that are no longer fused.
 
@@ -203,7 +203,7 @@ def _is_told(optimizer: Optimizer) -> bool:
 
 @functools.cache
 def _asks_for_scaler(step: Callable[..., Any]) -> bool:
-    """Whether an optimizer's step is of the older contract: it is given a scaler, and reads no flags."""
+    """Whether an optimizer's step follows torch's older contract: it takes a scaler, and reads no flags."""
     return "grad_scaler" in inspect.signature(step).parameters
 
 
@@ -244,7 +244,7 @@ class Carries(Protocol):
 
 
 class Writes:
-    """The writes of an engine: which optimizer has which writer, what steps with it, and whether all is whole.
+    """The writes of an engine: the calls that step with each optimizer, and whether an update was ended half-way.
 
     Args:
         weights: The models and optimizers.
@@ -265,7 +265,7 @@ class Writes:
         self._counted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def shares_nothing(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer updates no parameter of the models; asked anew where it was given further groups.
+        """Whether an optimizer updates no parameter of the models; computed anew where it has got further groups.
 
         **Cost**: Python for each parameter of both, once.
         """
@@ -409,7 +409,7 @@ _SUMMED: Final = {1: torch.int32, 2: torch.int32, 4: torch.int32, 8: torch.int64
 
 
 class Before(Protocol):
-    """A record of a time before a step of an optimizer: tells, should the step raise, whether it has written."""
+    """A record made before a step of an optimizer: if the step raises, it tells whether the step has written."""
 
     def is_counted(self) -> bool:
         """Whether the step, which has not raised, has shown that torch counts the optimizer's writes."""
@@ -422,7 +422,7 @@ class Before(Protocol):
 
 
 class _Updates:
-    """How many updates one of mezzo's optimizers had: they refuse before they write, and count themselves."""
+    """The number of updates of one of mezzo's optimizers, which refuse before they write, and count updates."""
 
     def __init__(self, optimizer: OnePassOptimizer) -> None:
         self._optimizer, self._updates = optimizer, optimizer.updates
@@ -436,7 +436,7 @@ class _Updates:
         return self._optimizer.updates != self._updates
 
     def restore(self) -> None:
-        """See :class:`Before`: there is nothing."""
+        """See :class:`Before`; no state was made before the refusal."""
 
 
 class _Snapshot:
@@ -515,7 +515,7 @@ def _firsts(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _bits(params: list[Tensor]) -> list[Tensor]:
-    """Return sums of the bits of parameters, wherever they lie: whatever writes one of them changes its sum."""
+    """Return a sum of the bits of each parameter: any write to a parameter changes its sum."""
     lying = [param.detach() for param in in_memory(params) if param.layout == torch.strided]
     whole = [torch.view_as_real(param) if param.is_complex() else param for param in lying]
     # Sums of 32 bits wrap around, and cost no copy of 64 bits.
@@ -531,11 +531,11 @@ _LIVE: Final[Members[weakref.ref[Writes]]] = Members()
 
 
 def guarded(writes: Writes) -> Callable[[], None]:
-    """Refuse steps of optimizers over the models' parameters that a session does not know; return what ends it."""
-    here = weakref.ref(writes, _LIVE.remove)
-    _LIVE.add(here)
+    """Refuse steps of unknown optimizers over a session's parameters; return the call that ends this."""
+    reference = weakref.ref(writes, _LIVE.remove)
+    _LIVE.add(reference)
     before_every_step(_refuse_unknown)
-    return functools.partial(_LIVE.remove, here)
+    return functools.partial(_LIVE.remove, reference)
 
 
 def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
@@ -544,9 +544,9 @@ def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
     Raises:
         StateError: It would update parameters of a session's models, which are checked for others.
     """
-    for here in _LIVE.now:
+    for reference in _LIVE.now:
         if (
-            (writes := here()) is None
+            (writes := reference()) is None
             or writes.is_stepping
             or writes.shares_nothing(optimizer)
             or writes.knows(optimizer)
@@ -569,7 +569,7 @@ def _refuse_unknown(optimizer: Optimizer, *_: Any) -> None:
 
 
 def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the optimizers that one has as its attributes, as SAM wraps one, and those that these have."""
+    """Return the optimizers in the attributes of a wrapper such as SAM, and those in theirs."""
     optimizers = [optimizer]
     for wrapper in optimizers:  # those that are found meanwhile, too
         optimizers += [
@@ -601,5 +601,5 @@ def check_numbers(optimizer: Optimizer) -> None:
 
 @functools.cache
 def _own_class(kinds: tuple[type, ...]) -> type:
-    """Return the first of an optimizer's classes that is torch's or mezzo's: ``Optimizer`` of most others."""
+    """Return the first of an optimizer's classes that is torch's or mezzo's: ``Optimizer`` of most libraries'."""
     return next(cls for cls in kinds if cls.__module__.startswith(_OWN))

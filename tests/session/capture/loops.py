@@ -54,7 +54,7 @@ class Loop:
         return Captured(step or self.train_step, self.amp, self.graph)
 
     def state(self):
-        optimizers = [each.state_dict() for each in self.optimizers]
+        optimizers = [optimizer.state_dict() for optimizer in self.optimizers]
         return copy.deepcopy((self.model.state_dict(), optimizers, self.amp.state_dict()))
 
 

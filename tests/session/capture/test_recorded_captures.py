@@ -19,7 +19,7 @@ def recorded(loop, call, every=3, **options):
 
 
 def held(evidence, kind, step):
-    return {each.path: (each.dtype, each.histogram.numbers) for each in evidence.tensors(kind, step=step)}
+    return {tensor.path: (tensor.dtype, tensor.histogram.numbers) for tensor in evidence.tensors(kind, step=step)}
 
 
 @pytest.mark.parametrize("policy", ["O2,dtype=float16,emulate=true", "O1,dtype=bfloat16,emulate=true"])

@@ -148,7 +148,7 @@ class _Session(AttachedPrecision):
 
 
 class _Amp:
-    """Amp as it runs now: module-level, as in apex.
+    """The state of amp: one for the process, as in apex.
 
     Attributes:
         session: The session; ``None`` where there is none, or models alone, for inference.
@@ -177,7 +177,7 @@ class _Amp:
 
     @property
     def is_running(self) -> bool:
-        """Whether it was initialised, and not ended."""
+        """Whether ``amp.initialize`` was called, and amp has not ended."""
         return self._undo is not None
 
     def end(self) -> None:

@@ -20,7 +20,7 @@ _COUNTS: Final = ("incr_count", "decr_count")
 
 
 def _rule(word: str, what: str) -> tuple[Callable[[PaddleGradScaler], Any], Callable[[PaddleGradScaler, Any], None]]:
-    """Return what gets one of the rules, and what sets it."""
+    """Return the getter and the setter of a rule."""
 
     def get(self: PaddleGradScaler) -> Any:
         return getattr(self.loss_scale.config, PADDLES_WORDS[word])
@@ -131,7 +131,7 @@ class PaddleGradScaler(grad_scaler.GradScaler):
     # The rules --------------------------------------------------------------------------------------------
 
     def is_enable(self) -> bool:
-        """Return whether it scales at all."""
+        """Whether the scaler scales."""
         return self._enabled
 
     def is_use_dynamic_loss_scaling(self) -> bool:

@@ -180,8 +180,8 @@ class GradScaler(EngineScaler):
         if call == "unscale_":
             self._refuse_fp16(optimizer)
 
-    def _idles(self, optimizer: Optimizer, call: str) -> bool:
-        is_seen, idles = optimizer in self._seen, super()._idles(optimizer, call)
+    def _has_nothing_to_do(self, optimizer: Optimizer, call: str) -> bool:
+        is_seen, idles = optimizer in self._seen, super()._has_nothing_to_do(optimizer, call)
         is_alone = self._engine_of(optimizer).ranks.size == 1
         if is_seen and optimizer not in self._unchecked:
             return is_alone and not has_gradient(optimizer)  # they were cleared since
@@ -208,9 +208,9 @@ class GradScaler(EngineScaler):
         self.loss_scale.hold(self.loss_scale.state.to(device), in_graph=False)
         self._engine = None
 
-    def _take(self, optimizer: Optimizer, step: Callable[..., Any]) -> Any:
+    def _step_once(self, optimizer: Optimizer, step: Callable[..., Any]) -> Any:
         with uninterrupted(), self._once(optimizer):
-            return super()._take(optimizer, step)
+            return super()._step_once(optimizer, step)
 
     def _evaluate(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         with self._once(optimizer):
@@ -297,7 +297,7 @@ class GradScaler(EngineScaler):
 
     @staticmethod
     def _require(state: Any, *keys: str) -> None:
-        """Refuse what is no state of a scaler that scales."""
+        """Raise for a value that is no state of a scaler that scales."""
         if missing := [key for key in keys if not isinstance(state, Mapping) or key not in state]:
             raise StateError(
                 "this is not the state of a GradScaler",

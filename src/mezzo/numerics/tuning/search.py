@@ -71,7 +71,7 @@ def all_low(table: Policy, spots: Iterable[Spot], without: Collection[str] = ())
 
 
 def before(base: Policy, rules: Iterable[Rule]) -> Policy:
-    """Return a policy with rules before its own, without those of its own that can never win again."""
+    """Return a policy with rules before its own; those of its own that can never win again are dropped."""
     first = tuple(rules)
     selectors = {rule.selector for rule in first}
     return base.evolve(rules=(*first, *(rule for rule in base.rules if rule.selector not in selectors)))
@@ -296,7 +296,7 @@ class Selection:
                 why=why,
                 write=f"{both('O0')}; or @mezzo.fp32 on the function that casts by itself",
             )
-        # What cannot be left out of many need not be the fewest: near the limit one may pass, and two not.
+        # A smallest part of many groups need not have the fewest groups: one alone may pass where two do not.
         suspects = [group for group in groups[:_FIRST] if self._rank(group[0])[0] < 2]
         few = next(([group] for group in suspects if passes([group])), None) or smallest(groups, passes)
         spots = sorted(flat(few), key=self._rank)

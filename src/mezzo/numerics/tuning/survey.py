@@ -60,7 +60,7 @@ class Call:
                 result.register_hook(partial(self._arrived, position))  # type: ignore[no-untyped-call]
 
     def _arrived(self, position: int, gradient: Tensor | None) -> None:
-        if gradient is not None:  # there is none for a result that nothing reads, beside one that something does
+        if gradient is not None:  # of several results, those that nothing reads get no gradient
             self.gradients[position] = gradient.detach()
 
 
@@ -254,7 +254,7 @@ def sensitivities(shadow: Shadow, base: Policy, start: Outcome) -> dict[Spot, Se
 def _alone(call: Call, dtype: torch.dtype, random: RandomStates, low: autocast, wide: autocast) -> tuple[float, float]:
     """Return the worst ratio of a call's results, and of its operands' gradients."""
     if versions([*tensors(call.given)]) != call.versions:
-        return math.inf, math.inf  # written to since: what it was given is gone
+        return math.inf, math.inf  # an argument was changed in place since: the call cannot be repeated
     replayed = []
     for region, to in ((wide, torch.float32), (low, dtype)):
         random.restore()

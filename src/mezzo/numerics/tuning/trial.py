@@ -139,7 +139,7 @@ class Shadow:
                 why="policies are judged by gradients",
                 write="model.requires_grad_(True)",
             )
-        self._handle = Prepared(self.model, Policy.O0(), tells=False)  # refuses what other rooms do
+        self._handle = Prepared(self.model, Policy.O0(), tells=False)  # raises for models that cannot be prepared
         if low := [name for name, param in self.params.items() if param.dtype in LOW]:
             raise PolicyError(
                 "weights that train are stored low already",
@@ -290,15 +290,15 @@ class _OptimizerSteps:
             self._optimizer.zero_grad(set_to_none=True)
 
     def added(self, names: Sequence[str]) -> Tensor:
-        """Return what all steps together have added to some parameters, one behind the other."""
+        """Return the sum of all steps' updates of some parameters, concatenated."""
         return torch.cat([(self._params[name].detach() - self._before[name]).flatten() for name in names])
 
 
 def _own(batch: Any) -> Any:
-    """Copy a batch, so that what a loss function writes into it is gone in the next trial."""
+    """Return a copy of a batch: a loss function may write into it, and the next trial needs the batch as it was."""
     try:
         return copy.deepcopy(batch)
-    except Exception:  # it holds what cannot be copied, or tensors in the middle of a graph: it is read only, then
+    except Exception:  # an object that cannot be copied, or a tensor inside a graph: the batch is used as it is
         return batch
 
 
@@ -374,7 +374,7 @@ class Outcome:
 
     @property
     def is_fault(self) -> bool:
-        """Whether it is too far from FP32 to train so."""
+        """Whether the gradients are too far from FP32's to train with."""
         return self.sqnr_db < FAULT_DB or (self.updates_db is not None and self.updates_db < _UPDATES_DB)
 
     @property
@@ -383,7 +383,7 @@ class Outcome:
         return self.sqnr_db > -math.inf
 
     def gain(self, other: Outcome) -> float:
-        """Return how much better it is than another one, in dB: its worst gradient, or what the optimizer makes."""
+        """Return by how many dB this outcome is better than another, in its worst gradient or in the updates."""
         if not other.is_finite:
             return math.inf if self.is_finite else 0.0
         ratios = [(self.sqnr_db, other.sqnr_db), (self.updates_db, other.updates_db)]

@@ -41,7 +41,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """What it is, for people: ``linear in blocks.{0..11}.fc ×12``."""
+        """The op and its modules in words: ``linear in blocks.{0..11}.fc ×12``."""
         return f"{self.op} in {' and '.join(f.text or MODEL for f in folded(self.modules, str, lambda path: None))}"
 
 
@@ -100,7 +100,7 @@ class Tuned:
         own = self.evidence
         before = f"; with every op low: {own.start}" if own.pins or own.start.is_fault else ""
         lines = [("", self.verdict)]
-        for reason in dict.fromkeys(pin.reason for pin in own.pins):  # one of a module is that of all its ops
+        for reason in dict.fromkeys(pin.reason for pin in own.pins):  # the ops of one module share a reason
             lines.append(("pinned", f"{', '.join(pin.name for pin in own.pins if pin.reason == reason)}: {reason}"))
         lines += [("left", f"explain still finds in {finding}") for finding in own.uncured]
         lines.append(("worst", f"{own.result}{before}"))
