@@ -1,4 +1,4 @@
-"""All that mezzo asks of torch's autograd engine: whether a pass runs, whose node it is at, where it ends.
+"""Torch's autograd engine, as far as mezzo uses it: whether a pass runs, at which node, and where it ends.
 
 The one file that takes private names of the engine's.
 """
@@ -49,7 +49,7 @@ def runs_backward() -> bool:
 
 
 def number_of(node: Any) -> int:
-    """Return the number that an autograd node was given when it was made, by thread one after the other."""
+    """Return the number of an autograd node, which torch counts up in each thread."""
     require("torch._C._functions.AccumulateGrad._sequence_nr")
     number: int = node._sequence_nr()
     return number
@@ -59,24 +59,24 @@ def number_of(node: Any) -> int:
 def node_of(function: type[Function]) -> type:
     """Return the class of the nodes that one of mezzo's or torch's autograd functions puts in a graph."""
     require("torch.autograd.Function._backward_cls")
-    kind: type = function._backward_cls
-    return kind
+    node_class: type = function._backward_cls
+    return node_class
 
 
-def runs_hooks_of_modules(kinds: set[type]) -> bool:
+def runs_hooks_of_modules(node_classes: set[type]) -> bool:
     """Whether nodes of some classes run hooks of modules with the gradients of inputs or outputs."""
-    return node_of(_OF_MODULES) in kinds
+    return node_of(_OF_MODULES) in node_classes
 
 
-def may_run_others(kind: type) -> bool:
-    """Whether nodes of a class may run passes of their own, over leaves of which the graph says nothing.
+def may_run_others(node_class: type) -> bool:
+    """Whether nodes of a class may run passes of their own, over leaves that the graph does not show.
 
     Those of torch's reentrant checkpoint do, and any of a program's autograd functions may.
     """
-    if not issubclass(kind, BackwardCFunction):
+    if not issubclass(node_class, BackwardCFunction):
         return False
     require("torch.autograd.function.BackwardCFunction._forward_cls")
-    function: type = kind._forward_cls  # type: ignore[attr-defined]
+    function: type = node_class._forward_cls  # type: ignore[attr-defined]
     return issubclass(function, CheckpointFunction) or function.__module__.partition(".")[0] not in ("torch", "mezzo")
 
 
@@ -85,33 +85,32 @@ def may_run_others(kind: type) -> bool:
 
 @functools.cache
 def door() -> tuple[Any, str]:
-    """Return where torch has the engine through which each backward pass goes: a class, and the name in it.
+    """Return the class that has the engine of all backward passes, and the engine's name in it.
 
-    What programs call ends there: ``backward``, ``torch.autograd.grad``, and the engine itself; patches of torch's own
-    functions, too.
+    Every way to begin a pass calls this engine: ``backward``, ``torch.autograd.grad``, and patches of these.
     """
     require("torch.autograd.Variable._execution_engine.run_backward")
     return Variable, "_execution_engine"
 
 
 def engine_through(plain: Any, through: Callable[..., Any]) -> Any:
-    """Return an engine to stand in the place of another one, whose passes go through a function.
+    """Return an engine that replaces another one, and runs its passes through a function.
 
     Args:
-        plain: The other one.
-        through: The function; it is given all of a pass's arguments by position.
+        plain: The engine that is replaced.
+        through: The function; it is called with all of a pass's arguments, by position.
     """
-    kind: Any = type(plain)
-    made = _engine_like(kind)()
-    made.through = through
-    return made
+    engine_class: Any = type(plain)
+    engine = _engine_like(engine_class)()
+    engine.through = through
+    return engine
 
 
 @functools.cache
-def _engine_like(kind: Any) -> Any:
-    """Return a class of engines that is one of another class, as compiled code asks."""
+def _engine_like(engine_class: Any) -> Any:
+    """Return a subclass of an engine's class, which compiled code checks for."""
 
-    class Through(kind):  # type: ignore[misc]
+    class Through(engine_class):  # type: ignore[misc]
         through: Callable[..., Any]
 
         def run_backward(
@@ -171,7 +170,7 @@ def _store(value: object) -> None:
 
 @functools.cache
 def _steals() -> bool:
-    """Whether torch counts what it is given to note when it lets go of it, and not when it takes it: 2.11 does."""
+    """Whether torch drops a reference that it has never taken to a stored object, as 2.11 does."""
     probe = object()
     before = sys.getrefcount(probe)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))  # what is one too many stays in memory
@@ -181,5 +180,5 @@ def _steals() -> bool:
 
 def innermost_saving_hooks() -> tuple[Any, Any] | None:
     """Return the innermost pair of hooks on tensors that are saved for backward passes, if there is one."""
-    found: tuple[Any, Any] | None = private("torch._C._autograd._top_saved_tensors_default_hooks")(True)
-    return found
+    hooks: tuple[Any, Any] | None = private("torch._C._autograd._top_saved_tensors_default_hooks")(True)
+    return hooks

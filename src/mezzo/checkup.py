@@ -92,14 +92,14 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkup:
-    """What came of a format on a device.
+    """The result of training in a format on a device.
 
     Attributes:
         device: As in ``torch.device``, ``cuda:0``.
         dtype: ``float16`` or ``bfloat16``.
         trainings: One under O1, one under O2.
         speeds: By width of the layers; empty where nothing was timed.
-        trouble: Why there is nothing, in words: the process died, or mezzo refused.
+        trouble: Why there is no result, in words: the process died, or mezzo refused.
     """
 
     device: str
@@ -125,7 +125,7 @@ class Checkup:
             return f"does not train here: {self.trouble}"
         if self.faults:
             return f"trains wrongly here: {self.faults[0]}"
-        away = 100 * max(each.weights_error for each in self.trainings)
+        away = 100 * max(training.weights_error for training in self.trainings)
         words = f"trains as FP32 does (weights within {away:.2g} % of their way)"
         if not self.speeds:
             return words
@@ -138,9 +138,9 @@ class Checkup:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON can hold."""
-        told: dict[str, Any] = jsonable(asdict(self))
-        told["speeds"] = {str(width): speed for width, speed in told["speeds"].items()}
-        return told | {"status": self.status, "faults": self.faults}
+        fields: dict[str, Any] = jsonable(asdict(self))
+        fields["speeds"] = {str(width): speed for width, speed in fields["speeds"].items()}
+        return fields | {"status": self.status, "faults": self.faults}
 
 
 def checked(device: str, dtype: str, *, timed: bool = True) -> Checkup:
@@ -152,26 +152,26 @@ def checked(device: str, dtype: str, *, timed: bool = True) -> Checkup:
         timed: Whether steps of two widths are timed, too.
 
     Returns:
-        What came of it; a process that died is an answer like others.
+        The result, also of a process that died.
 
     **Cost**: some seconds in the child; nothing in this process changes.
     """
     command = [sys.executable, "-P", "-W", "ignore", "-m", __name__, device, dtype, "timed" if timed else ""]
-    said, ended, _ = probing.answered(command, os.environ, _TIMEOUT_S)
-    if said is None:
-        return Checkup(device=device, dtype=dtype, trouble=ended)
-    if "trouble" in said:
-        return Checkup(device=device, dtype=dtype, trouble=said["trouble"])
+    answer, trouble, _ = probing.answered(command, os.environ, _TIMEOUT_S)
+    if answer is None:
+        return Checkup(device=device, dtype=dtype, trouble=trouble)
+    if "trouble" in answer:
+        return Checkup(device=device, dtype=dtype, trouble=answer["trouble"])
     numbers = ("loss", "fp32_loss", "weights_error", "tolerance", "low_share")
     trainings = tuple(
-        FormatTraining(**each | {name: float(each[name]) for name in numbers}) for each in said["trainings"]
+        FormatTraining(**row | {name: float(row[name]) for name in numbers}) for row in answer["trainings"]
     )
-    times = {int(width): Speed(**speed) for width, speed in said["speeds"].items()}
+    times = {int(width): Speed(**speed) for width, speed in answer["speeds"].items()}
     return Checkup(device=device, dtype=dtype, trainings=trainings, speeds=times)
 
 
 def main(name: str, dtype: str, timed: str) -> None:
-    """Be the program: train and time, and print a line for the parent."""
+    """Run the child process: train and time, and print one line for the parent."""
     child.die_quietly()
     # Threads that wait for each other on a busy machine hide the arithmetic.
     torch.set_num_threads(1)
@@ -181,16 +181,16 @@ def main(name: str, dtype: str, timed: str) -> None:
             torch.accelerator.set_device_index(device.index or 0)
         arithmetic(getattr(torch, dtype), device.type)  # as a program would: before FP32 uses oneDNN
         fp32 = _trained("O0", device)
-        told = {
+        answer = {
             "trainings": [asdict(train(f"{level},dtype={dtype}", device, fp32)) for level in ("O1", "O2")],
             "speeds": {width: asdict(speed) for width, speed in speeds(device, dtype).items()} if timed else {},
         }
     except UnsupportedError as error:
-        told = {"trouble": f"mezzo refuses it: {str(error).splitlines()[0]}"}
+        answer = {"trouble": f"mezzo refuses it: {str(error).splitlines()[0]}"}
     except Exception as error:  # an answer of this format on this device, as a death would be
         text = str(error).partition("\n")[0]
-        told = {"trouble": text if isinstance(error, MezzoError) else f"{type(error).__name__}: {text}"}
-    print(child.PREFIX + json.dumps(jsonable(told), allow_nan=False), flush=True)
+        answer = {"trouble": text if isinstance(error, MezzoError) else f"{type(error).__name__}: {text}"}
+    print(child.PREFIX + json.dumps(jsonable(answer), allow_nan=False), flush=True)
 
 
 # Twenty steps -------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class _Run:
 
 
 def train(policy: str, device: torch.device, fp32: _Run) -> FormatTraining:
-    """Take the steps under a policy, and hold them against FP32's."""
+    """Train under a policy, and return how its losses and weights differ from FP32's."""
     run = _trained(policy, device)
     way = (fp32.end - fp32.start).norm()
     dtype = getattr(torch, policy.partition("dtype=")[2])
@@ -276,7 +276,7 @@ def _trained(policy: str, device: torch.device) -> _Run:
 
 def _flat(model: nn.Module) -> Tensor:
     """Copy the FP32 weights, as a state dict has them."""
-    return torch.cat([each.detach().double().cpu().flatten() for each in model.state_dict().values()])
+    return torch.cat([tensor.detach().double().cpu().flatten() for tensor in model.state_dict().values()])
 
 
 # Speed --------------------------------------------------------------------------------------------------------------
@@ -290,28 +290,28 @@ def speeds(
     repetitions: int = _REPETITIONS,
     clock: Callable[[Callable[[], object]], float] | None = None,
 ) -> dict[int, Speed]:
-    """Time steps under O1 in this process, FP32 and the format in turns.
+    """Return the speed of steps under O1, measured in this process, FP32 and the format in turns.
 
     Args:
-        device: Where.
+        device: The device.
         dtype: The format.
         widths: Of the layers.
-        repetitions: Steps of each that count, behind three that warm up.
-        clock: Says how long a call takes; when omitted seconds of the processor on a CPU, since what other programs
-            take of it must not make a format slow.
+        repetitions: Timed steps of each, after three that warm up.
+        clock: Returns how long a call takes; when omitted the processor's seconds on a CPU, so that other programs do
+            not make a format look slow.
     """
-    found, taken = {}, clock or (lambda step: _seconds(step, device))
+    speed_of, taken = {}, clock or (lambda step: _seconds(step, device))
     for width in widths:
         x = torch.randn(_ROWS, width, device=device)
-        plain, low = _step(None, width, x), _step(f"O1,dtype={dtype}", width, x)
-        ratios = sorted([taken(plain) / taken(low) for _ in range(3 + repetitions)][3:])
+        fp32_step, low_step = _step(None, width, x), _step(f"O1,dtype={dtype}", width, x)
+        ratios = sorted([taken(fp32_step) / taken(low_step) for _ in range(3 + repetitions)][3:])
         tenth = repetitions // 10
-        found[width] = Speed(median=statistics.median(ratios), p10=ratios[tenth], p90=ratios[-1 - tenth])
-    return found
+        speed_of[width] = Speed(median=statistics.median(ratios), p10=ratios[tenth], p90=ratios[-1 - tenth])
+    return speed_of
 
 
 def _step(policy: str | None, width: int, x: Tensor) -> Callable[[], object]:
-    layers = (each for _ in range(_DEPTH) for each in (nn.Linear(width, width), nn.ReLU()))
+    layers = (layer for _ in range(_DEPTH) for layer in (nn.Linear(width, width), nn.ReLU()))
     net = nn.Sequential(*layers).to(x.device)
     # With torch's fused optimizers a session waits for no device.
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, fused=x.device.type in ("cpu", "cuda"))

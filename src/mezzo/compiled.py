@@ -41,10 +41,10 @@ class CppKernel:
 
     def __call__(self, *arguments: Any) -> None:
         """Run it. The lock of the interpreter is released meanwhile."""
-        given = []
-        for each in arguments:
-            given.append(ctypes.c_int64(each if type(each) is int else each.data_ptr()))
-        self._function(*given)
+        values = []
+        for argument in arguments:
+            values.append(ctypes.c_int64(argument if type(argument) is int else argument.data_ptr()))
+        self._function(*values)
 
 
 @cache
@@ -107,7 +107,7 @@ def _kept(name: str) -> CppKernel | None:
 
 
 def _end(name: str) -> bytes:
-    """Return what the file of a kernel ends with, which no loader reads."""
+    """Return the last bytes of a kernel's file, which no loader reads."""
     return name.encode()
 
 
@@ -124,14 +124,14 @@ def _loaded(path: Path) -> CppKernel | None:
 
 
 def compiler() -> str:
-    """Return what the C++ compiler that kernels would be compiled with says of its version, in one line.
+    """Return the version of the C++ compiler of kernels, in its own words, as one line.
 
     Raises:
         UnsupportedError: There is none, or it does not run.
     """
     command = _compiler()
-    said = _run([*command, "--version"]).stdout.splitlines()
-    return said[0] if said else shlex.join(command)
+    lines = _run([*command, "--version"]).stdout.splitlines()
+    return lines[0] if lines else shlex.join(command)
 
 
 def _command() -> list[str]:
@@ -141,24 +141,24 @@ def _command() -> list[str]:
 def _compiler() -> list[str]:
     setting = os.environ.get("CXX", "")
     try:
-        own = shlex.split(setting)
+        chosen = shlex.split(setting)
     except ValueError as error:
         raise UnsupportedError(
             "CXX is no command", where=f"CXX={setting}", why=str(error), write="CXX=the path of a C++ compiler"
         ) from error
-    found = own or [next((path for name in _COMPILERS if (path := shutil.which(name))), "")]
-    if sys.platform != "linux" or not shutil.which(found[0]):
+    command = chosen or [next((path for name in _COMPILERS if (path := shutil.which(name))), "")]
+    if sys.platform != "linux" or not shutil.which(command[0]):
         raise UnsupportedError(
             "no C++ compiler for kernels",
-            where=f"CXX={shlex.join(own)}" if own else f"{sys.platform}, {', '.join(_COMPILERS)}",
+            where=f"CXX={shlex.join(chosen)}" if chosen else f"{sys.platform}, {', '.join(_COMPILERS)}",
             write="apt install g++ (or another C++ compiler, and CXX=its path), on Linux",
         )
-    return found
+    return command
 
 
 @cache
 def _asked(command: tuple[str, ...]) -> str:
-    """Return the compiler's version and what ``native`` means here, as it says itself."""
+    """Return the compiler's version and its meaning of ``native`` on this machine, in its own words."""
     asked = _run([*command, "-###", "-x", "c++", "-E", "-"])
     if asked.returncode or not asked.stderr:  # then what it runs on stands for what it makes of that
         lines = Path("/proc/cpuinfo").read_text().splitlines()

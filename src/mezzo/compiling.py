@@ -92,15 +92,15 @@ def _refusing_to_compile(function: C) -> C:
     return refusing  # type: ignore[return-value]
 
 
-#: For each of those who want graphs to depend on modules' hooks: whether torch left them out before.
+#: For each call of :func:`guard_hooks` that is not undone: whether torch left hooks out before it.
 _GUARDING: Final[list[bool]] = []
 
 
 def guard_hooks() -> None:
-    """Have graphs that torch.compile makes depend on the hooks of modules, until :func:`leave_hooks`.
+    """Make graphs of torch.compile depend on the hooks of modules, until :func:`leave_hooks`.
 
-    By itself it leaves them out, so that a graph of one module serves another of its class, whatever hooks either has.
-    What was made before is dropped.
+    By default they do not, so that a graph of one module serves another of its class, whatever hooks either has.
+    Graphs that were made before are dropped.
 
     Raises:
         UnsupportedError: This release of torch has no such setting.
@@ -115,7 +115,7 @@ def guard_hooks() -> None:
 
 
 def leave_hooks() -> None:
-    """End it for one of those that wanted it."""
+    """Undo one call of :func:`guard_hooks`; the last one restores torch's setting."""
     from torch._dynamo import config
 
     before = _GUARDING.pop()
@@ -149,8 +149,8 @@ INSIDE: Final = "_orig_mod"
 
 def inside(model: nn.Module) -> nn.Module:
     """Return the module that ``torch.compile(module)`` has wrapped; any other as it is."""
-    found: nn.Module = getattr(model, INSIDE, model)
-    return found
+    wrapped: nn.Module = getattr(model, INSIDE, model)
+    return wrapped
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -219,7 +219,7 @@ def traced_variable(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def differentiated_plainly(own: torch.autocast) -> Iterator[None]:
+def differentiated_plainly(region: torch.autocast) -> Iterator[None]:
     """Enter autocast, and let torch.compile differentiate what it traces inside the block without it, as eager does.
 
     Torch 2.13 traces the backward pass under the autocast around the call, where the gradient of a product that is
@@ -227,7 +227,7 @@ def differentiated_plainly(own: torch.autocast) -> Iterator[None]:
     """
     before = begin_plainly()
     try:
-        with own:
+        with region:
             yield
     finally:
         end_plainly(before)
@@ -282,7 +282,7 @@ def _switch_off() -> str:
 
 # Capturing a model, and handing graphs on -----------------------------------------------------------------
 
-#: What graphs of Dynamo's call where a program enters or leaves autocast, or turns gradients on or off.
+#: The functions that Dynamo's graphs call where a program enters or leaves autocast, or turns gradients on or off.
 _SWITCHES: Final = (
     "torch.amp.autocast_mode._enter_autocast",
     "torch.amp.autocast_mode._exit_autocast",
@@ -301,20 +301,20 @@ def require_switches() -> None:
 
 
 def as_given(left_out: Iterable[Callable[..., Any]]) -> contextlib.AbstractContextManager[Any]:
-    """Return what has a model captured with the sizes of its inputs alone, recurrent layers too.
+    """Return a context manager under which a model is captured for the sizes of its inputs, recurrent layers too.
 
     Args:
-        left_out: Functions of loggers, which are to be no op.
+        left_out: Functions of loggers, which a graph does not call.
     """
     patch = private("torch._dynamo.config.patch")
-    made: contextlib.AbstractContextManager[Any] = patch(
+    settings: contextlib.AbstractContextManager[Any] = patch(
         allow_rnn=True, automatic_dynamic_shapes=False, ignore_logger_methods={*left_out}
     )
-    return made
+    return settings
 
 
 def capture_errors() -> tuple[type[Exception], type[Exception]]:
-    """Return what Dynamo raises: any error of its own, and the kind that passes on an error of the program."""
+    """Return the classes of Dynamo's errors: of all, and of those that pass on an error of the program."""
     require("torch._dynamo.exc.TorchDynamoException", "torch._dynamo.exc.TorchRuntimeError")  # except takes no stand-in
     return private("torch._dynamo.exc.TorchDynamoException"), private("torch._dynamo.exc.TorchRuntimeError")
 
@@ -331,5 +331,5 @@ def backend_of(name: str) -> Any:
 
 def backends() -> list[str]:
     """Return the names of torch.compile's backends."""
-    found: list[str] = private("torch._dynamo.list_backends")()
-    return found
+    names: list[str] = private("torch._dynamo.list_backends")()
+    return names

@@ -73,23 +73,23 @@ _PUSH: Final = private("torch.utils._python_dispatch._push_mode")
 
 @contextmanager
 def unseen_by_checkpoints() -> Iterator[None]:
-    """Have no selective checkpoint see what runs inside the block; other dispatch modes do.
+    """Hide the operations inside the block from selective checkpoints; other dispatch modes see them.
 
     Such a checkpoint counts the operations of its body, and those of the recomputation have to be the same ones.
 
     **Cost**: less than 1 µs where no dispatch mode is active.
     """
     modes = dispatch_modes() if num_dispatch_modes() else []
-    kinds = tuple(map(private, _SELECTIVE)) if modes else ()
-    outermost = next((place for place, mode in enumerate(modes) if isinstance(mode, kinds)), len(modes))
+    selective = tuple(map(private, _SELECTIVE)) if modes else ()
+    outermost = next((index for index, mode in enumerate(modes) if isinstance(mode, selective)), len(modes))
     taken = [_POP() for _ in modes[outermost:]]  # the innermost first
-    kept = [mode for mode in reversed(taken) if not isinstance(mode, kinds)]
-    for mode in kept:
+    remaining = [mode for mode in reversed(taken) if not isinstance(mode, selective)]
+    for mode in remaining:
         _PUSH(mode)
     try:
         yield
     finally:
-        for _ in kept:
+        for _ in remaining:
             _POP()
         for mode in reversed(taken):
             _PUSH(mode)
@@ -160,5 +160,5 @@ INNER_FUNCTIONS: Final = private("torch._C._nn")
 
 def registered(key: str) -> list[str]:
     """Return the names of the operators that have a kernel at a dispatch key, such as ``AutocastCPU``."""
-    found: list[str] = _REGISTERED(key)
-    return found
+    names: list[str] = _REGISTERED(key)
+    return names

@@ -58,8 +58,8 @@ def message(what: str, *, where: str = "", why: str = "", write: str = "") -> st
 def printable(text: str, *, keep: str = "") -> str:
     r"""Spell out every character that would not be seen, or would do something to a terminal.
 
-    Names of modules and parameters, paths and the texts of checkpoints come from strangers. Control characters would
-    move the cursor or change the colours, and marks of direction show a text in another order than it has.
+    Names of modules and parameters, paths and the texts of checkpoints may hold any. Control characters would move the
+    cursor or change the colours, and marks of direction show a text in another order than it has.
 
     Args:
         text: Any text.
@@ -72,10 +72,10 @@ def printable(text: str, *, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(
-        each
-        if each.isprintable() or each in keep or unicodedata.category(each) == "Zs"
-        else each.encode("unicode_escape").decode()
-        for each in text
+        character
+        if character.isprintable() or character in keep or unicodedata.category(character) == "Zs"
+        else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 
@@ -110,16 +110,16 @@ class MezzoError(Exception):
         write: See :func:`message`.
     """
 
-    #: Whether the module around is to add its path: what raises the error does not know it.
+    #: Whether the module that runs is to add its path, which the function that raises does not know.
     awaits_place = False
 
     def __init__(self, what: str, *, where: str = "", why: str = "", write: str = "") -> None:
         super().__init__(message(what, where=where, why=why, write=write))
         self._said = {"what": what, "where": where, "why": why, "write": write}
 
-    def happened_in(self, place: str) -> None:
-        """Put a place before what ``where`` says, and await no further one."""
-        self._said |= {"where": f"{place}, {self._said['where']}"}
+    def happened_in(self, path: str) -> None:
+        """Prepend the path of the module where the error was raised to ``where``; later calls are not needed."""
+        self._said |= {"where": f"{path}, {self._said['where']}"}
         self.args, self.awaits_place = (message(**self._said),), False
 
     @classmethod
@@ -165,8 +165,8 @@ class DistributedError(StateError):
 
 def raise_together(problems: Iterable[MezzoError]) -> None:
     """Raise several problems of one input as one error, of the first one's class; without any, nothing."""
-    if found := list(problems):
-        raise type(found[0]).together(found)
+    if errors := list(problems):
+        raise type(errors[0]).together(errors)
 
 
 def closest(name: str, vocabulary: Iterable[str], least: float = 0.5) -> str:
@@ -191,13 +191,13 @@ def nearest(name: str, vocabulary: Iterable[str]) -> str:
         "did you mean 'float16'? valid: float16, bfloat16"
     """
     words = list(vocabulary)
-    near = closest(name, words)
-    question = f"did you mean {near!r}? " if near else ""
+    match = closest(name, words)
+    question = f"did you mean {match!r}? " if match else ""
     return f"{question}valid: {some_of(words, _MOST_WORDS)}"
 
 
-def unknown_word(name: str, value: object, known: Collection[str]) -> PolicyError:
-    """Return the error of an argument that is none of the words that are known.
+def unknown_word(name: str, value: object, vocabulary: Collection[str]) -> PolicyError:
+    """Return the error of an argument that is no word of its vocabulary.
 
     Example:
         >>> print(unknown_word("level", "O4", ["O1", "O2"]))
@@ -205,8 +205,8 @@ def unknown_word(name: str, value: object, known: Collection[str]) -> PolicyErro
           why    did you mean 'O2'? valid: O1, O2
           write  level="O1"
     """
-    why = nearest(value if isinstance(value, str) else shown(value), known)
-    return PolicyError(f"unknown {name} {shown(value)}", why=why, write=f'{name}="{next(iter(known))}"')
+    why = nearest(value if isinstance(value, str) else shown(value), vocabulary)
+    return PolicyError(f"unknown {name} {shown(value)}", why=why, write=f'{name}="{next(iter(vocabulary))}"')
 
 
 def not_switches(**switches: object) -> list[PolicyError]:
@@ -220,7 +220,7 @@ def misfits(value: Mapping[str, Any], fields: Fields) -> Iterator[str]:
 
     Args:
         value: The value.
-        fields: What fits each field, and that in words. A field with a dot stands in the mapping that is named before.
+        fields: A test of each field, and its words. A field with a dot is one of the mapping named before the dot.
 
     Example:
         >>> list(misfits({"a": {"x": 1.5}}, {"a.x": (lambda x: isinstance(x, int), "a count"), "b": (bool, "true")}))
@@ -228,11 +228,11 @@ def misfits(value: Mapping[str, Any], fields: Fields) -> Iterator[str]:
     """
     for path, (fits, words) in fields.items():
         folder, _, name = path.rpartition(".")
-        there = value.get(folder) if folder else value
-        if not isinstance(there, Mapping) or name not in there:
+        holder = value.get(folder) if folder else value
+        if not isinstance(holder, Mapping) or name not in holder:
             yield f"{path} is missing"
-        elif not fits(there[name]):
-            yield f"{path} is {shown(there[name])}, not {words}"
+        elif not fits(holder[name]):
+            yield f"{path} is {shown(holder[name])}, not {words}"
 
 
 def some_of(names: Sequence[str], limit: int = 5) -> str:
@@ -247,12 +247,12 @@ def some_of(names: Sequence[str], limit: int = 5) -> str:
 
 
 def require_extra(extra: str, what: str, *modules: str, why: str = "") -> None:
-    """Fail now, rather than after minutes of work, where a package is missing, or too old, that an extra installs.
+    """Raise an error, before minutes of work, if a package that an extra installs is missing or too old.
 
     Args:
         extra: The extra of mezzo's that installs it.
         what: The first line of the error: what needs which package.
-        *modules: What has to be there.
+        *modules: The modules that are imported.
         why: What the package is needed for.
 
     Raises:
@@ -272,17 +272,17 @@ def require_extra(extra: str, what: str, *modules: str, why: str = "") -> None:
 
 
 def _asked(extra: str) -> dict[str, str]:
-    """Return the oldest version of each package of an extra that will do, by the installed metadata; {} without it."""
+    """Return the oldest usable version of each package of an extra, by the installed metadata; {} without it."""
     try:
         lines = metadata.requires("mezzo") or []
     except metadata.PackageNotFoundError:
         return {}
-    found = (re.fullmatch(rf"([\w.-]+)>=([\d.]+); extra == ['\"]{extra}['\"]", line) for line in lines)
-    return {each[1]: each[2] for each in found if each}
+    matches = (re.fullmatch(rf"([\w.-]+)>=([\d.]+); extra == ['\"]{extra}['\"]", line) for line in lines)
+    return {match[1]: match[2] for match in matches if match}
 
 
 def _too_old(asked: Mapping[str, str]) -> Iterator[str]:
-    """Yield the packages that are older; what cannot be looked up, as one under another name, is not known to be."""
+    """Yield the packages that are too old; one that is installed under another name cannot be looked up."""
     for name, oldest in asked.items():
         try:
             version = metadata.version(name)
@@ -293,7 +293,7 @@ def _too_old(asked: Mapping[str, str]) -> Iterator[str]:
 
 
 def version_numbers(version: str) -> list[int]:
-    """Return what releases are compared by.
+    """Return the numbers of a version, to compare releases by.
 
     Example:
         >>> version_numbers("2.14.1+cu130")

@@ -133,14 +133,14 @@ def _remove_left(folder: Path) -> None:
     """Remove what processes of this machine that were killed while they wrote have left in a folder."""
     with contextlib.suppress(OSError):
         names = [name for name in os.listdir(folder) if name.endswith(".partial")]
-        for found in filter(None, map(_PARTIAL.fullmatch, names)):
-            if not {*found.groups()} & {*_here()}:
+        for match in filter(None, map(_PARTIAL.fullmatch, names)):
+            if not {*match.groups()} & {*_here()}:
                 continue
             with contextlib.suppress(OSError):  # it is gone, or another user's
-                descriptor = os.open(folder / found[0], os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
+                descriptor = os.open(folder / match[0], os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
                 try:
                     if _lock(descriptor):
-                        os.unlink(folder / found[0])
+                        os.unlink(folder / match[0])
                 finally:
                     os.close(descriptor)
 
@@ -186,26 +186,26 @@ def regular_or_new(path: str | os.PathLike[str]) -> tuple[Path, os.stat_result |
     with contextlib.suppress(FileNotFoundError):
         facts = os.stat(target)
     mode = stat.S_IFDIR if os.fspath(path).endswith(os.sep) else facts.st_mode if facts else stat.S_IFREG
-    what, where = f"a file is to be written, and this is {_kind(mode)}", str(target)
+    problem, where = f"a file is to be written, and this is {_kind(mode)}", str(target)
     if stat.S_ISDIR(mode):
         write = f"the path of a file in it, {str(target / 'NAME')!r}"
-        raise IsADirectoryError(message(what, where=where, write=write))
+        raise IsADirectoryError(message(problem, where=where, write=write))
     if not stat.S_ISREG(mode):
         why = "a new file under its name would replace it"
-        raise FileExistsError(message(what, where=where, why=why, write="the path of a regular file, or of none"))
+        raise FileExistsError(message(problem, where=where, why=why, write="the path of a regular file, or of none"))
     return target, facts
 
 
 def opened(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Open a regular file for reading; nothing is waited for that a pipe or a device might send.
+    """Open a regular file for reading; a pipe or a device, which might send nothing, is refused.
 
     Raises:
         OSError: There is no such file, or it is not a regular one.
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
-        kind, what = IsADirectoryError if stat.S_ISDIR(mode) else OSError, "a file is to be read, and this is"
-        raise kind(message(f"{what} {_kind(mode)}", where=os.fspath(path), write="the path of a file"))
+        error, problem = IsADirectoryError if stat.S_ISDIR(mode) else OSError, "a file is to be read, and this is"
+        raise error(message(f"{problem} {_kind(mode)}", where=os.fspath(path), write="the path of a file"))
     return open(path, "rb")
 
 
@@ -287,12 +287,12 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def made_of(kind: Any, value: Any) -> Any:
-    """Make a value of what :func:`jsonable` has made of it.
+def made_of(annotation: Any, value: Any) -> Any:
+    """Return the value that :func:`jsonable` has made JSON's types of.
 
     Args:
-        kind: Its type: a dataclass, or what a field of one is annotated with.
-        value: Mappings for dataclasses, lists for tuples; what is of a dataclass already stays.
+        annotation: The value's type: a dataclass, or the annotation of a field.
+        value: Mappings for dataclasses, lists for tuples; a dataclass's own objects stay.
 
     Raises:
         TypeError: A field is missing, or is none of the dataclass.
@@ -302,17 +302,19 @@ def made_of(kind: Any, value: Any) -> Any:
         >>> made_of(tuple[float, ...], [1.5, "nan", "-inf"])
         (1.5, nan, -inf)
     """
-    outer, inner = get_origin(kind), get_args(kind)
+    outer, inner = get_origin(annotation), get_args(annotation)
     if outer in (UnionType, Union):
-        return None if value is None else made_of(next(each for each in inner if each is not NoneType), value)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        types = _types(kind)
-        return value if isinstance(value, kind) else kind(**{k: made_of(types.get(k), v) for k, v in value.items()})
+        return None if value is None else made_of(next(one for one in inner if one is not NoneType), value)
+    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
+        types = _types(annotation)
+        if isinstance(value, annotation):
+            return value
+        return annotation(**{name: made_of(types.get(name), field) for name, field in value.items()})
     if outer is tuple:
-        return tuple(made_of(inner[0], each) for each in value)
+        return tuple(made_of(inner[0], item) for item in value)
     if outer is Mapping:
-        return {key: made_of(inner[1], each) for key, each in value.items()}
-    return float(value) if kind is float else value
+        return {key: made_of(inner[1], item) for key, item in value.items()}
+    return float(value) if annotation is float else value
 
 
 _types = functools.cache(get_type_hints)

@@ -81,26 +81,29 @@ def with_accumulation_hooks(leaves: Sequence[Any]) -> list[Any]:
 def with_backward_hooks(model: nn.Module) -> list[str]:
     """Return the names of a model's modules that have hooks which run with gradients of inputs or outputs."""
     require(*_OF_MODULES)
-    modules = model.named_modules()
-    return [name or type(each).__name__ for name, each in modules if each._backward_hooks or each._backward_pre_hooks]
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if module._backward_hooks or module._backward_pre_hooks
+    ]
 
 
 @contextmanager
 def without_accumulation_hooks(leaves: Iterable[Any]) -> Iterator[None]:
     """Silence inside the block the hooks that run once a gradient is accumulated, as optimizers in the pass do."""
     require(*_OF_TENSORS)
-    kept = [(leaf, leaf._post_accumulate_grad_hooks) for leaf in leaves if leaf._post_accumulate_grad_hooks]
+    silenced = [(leaf, leaf._post_accumulate_grad_hooks) for leaf in leaves if leaf._post_accumulate_grad_hooks]
     try:
-        for leaf, _ in kept:
+        for leaf, _ in silenced:
             leaf._post_accumulate_grad_hooks = {}  # None would leave the hooks where they run
         yield
     finally:
-        for leaf, hooks in kept:
+        for leaf, hooks in silenced:
             leaf._post_accumulate_grad_hooks = hooks
 
 
 def complete(optimizer: Optimizer) -> None:
-    """Give an optimizer the tables of hooks that it lacks, as torch does for one that it unpickles.
+    """Add to an optimizer the tables of hooks that it lacks, as torch does for one that it unpickles.
 
     A class that wraps another optimizer may have called no ``super().__init__``; its steps then run hooks as well.
     """
@@ -116,10 +119,10 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 
 
 def before_every_step(look: Callable[..., Any]) -> None:
-    """Have a function look at each optimizer that is about to step, from now on and once; it may raise.
+    """Call a function with each optimizer that is about to step, from now on; the function may raise.
 
-    It changes no value, and nothing that mezzo's optimizers have made ready. It is never taken away: torch goes through
-    this table while other threads step, and raises where it has changed.
+    It is registered once and never removed: torch iterates over this table while other threads step, and raises where
+    it has changed. The function changes no value, and nothing that mezzo's optimizers have made ready.
     """
     with _ADDING:
         if look not in _LOOKS:

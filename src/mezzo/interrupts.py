@@ -68,14 +68,14 @@ class _Block(AbstractContextManager[None]):
 
     Attributes:
         is_under_way: Whether signals are held back now.
-        held: Those that have come in the block.
-        before: What handled signals before ours did, by number.
-        ours: Our handler, as one object, by which it is known again.
+        numbers: The signals that have come in the block.
+        before: The handlers that ours has replaced, by number.
+        ours: Our handler, as one object, so that ``is`` recognises it.
     """
 
     def __init__(self) -> None:
         self.is_under_way = False
-        self.held: list[int] = []
+        self.numbers: list[int] = []
         self.before: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self.ours = self.hold
 
@@ -83,34 +83,34 @@ class _Block(AbstractContextManager[None]):
         """Handle a signal."""
         if not self.is_under_way:
             self.before.get(number, signal.default_int_handler)(number, frame)
-        elif number not in self.held:
-            self.held.append(number)
+        elif number not in self.numbers:
+            self.numbers.append(number)
 
     def __enter__(self) -> None:
         try:
             self.replace_handlers()  # a call: Python 3.13 has no jump of a loop, where signals come, inside this `try`
-            self.held = []
+            self.numbers = []
             self.is_under_way = True
         except BaseException:
             self.restore()
             raise
 
     def __exit__(self, *_: object) -> None:
-        held, waiting = self.held, map(_interrupt, ())
+        numbers, waiting = self.numbers, map(_interrupt, ())
         try:
             # Two assignments with nothing in between. Whatever raises below, ``waiting`` knows what is left to handle.
-            waiting, self.is_under_way = map(_interrupt, held), False
+            waiting, self.is_under_way = map(_interrupt, numbers), False
             self.restore()
-            if held:
-                self.handle(waiting, len(held))
+            if numbers:
+                self.handle(waiting, len(numbers))
         finally:
             if self.before:
                 self.restore()
-            if held:
-                self.handle(waiting, len(held))
+            if numbers:
+                self.handle(waiting, len(numbers))
 
     def handle(self, waiting: Iterator[None], count: int) -> None:
-        """Have Python handle so many signals, one after another, although handlers raise."""
+        """Raise so many signals, one after another, although their handlers may raise."""
         try:
             next(waiting, None)  # one function of C's takes it and has it come; its handler is called behind that
         finally:
@@ -118,7 +118,7 @@ class _Block(AbstractContextManager[None]):
                 self.handle(waiting, count - 1)
 
     def replace_handlers(self) -> None:
-        """Put our handler in the place of each that is Python's."""
+        """Replace each handler that is a Python function by ours."""
         for number in _NUMBERS:
             handler = getsignal(number)
             if callable(handler) and handler is not self.ours:
@@ -126,7 +126,7 @@ class _Block(AbstractContextManager[None]):
                 set_handler(number, self.ours)
 
     def restore(self) -> None:
-        """Put back the handlers of before."""
+        """Restore the handlers of before."""
         for number in tuple(self.before):
             if getsignal(number) is self.ours:
                 set_handler(number, self.before[number])
@@ -137,26 +137,26 @@ _BLOCK: Final = _Block()
 
 
 class Members(Generic[T]):
-    """Things in an order, which threads, signals and collected garbage add and take away while others go through them.
+    """An ordered collection that threads, signal handlers and finalizers change while other code iterates over it.
 
-    Each change makes a new tuple, so that nothing moves under those who go through the one before. A list would:
-    ``tuple(a_list)`` collects garbage in Python 3.11, and the process dies of what that takes from the list.
+    Each change makes a new tuple, so that an iteration goes on over the former one. A list would change under it:
+    ``tuple(a_list)`` collects garbage in Python 3.11, and the process dies where a finalizer shortens the list.
 
     Attributes:
-        now: Those that there are.
+        now: The present members.
     """
 
     def __init__(self) -> None:
         self.now: tuple[T, ...] = ()
         self._changing = threading.RLock()
 
-    def add(self, one: T) -> None:
-        """Add one behind all others."""
-        self._change(lambda before: (*before, one))
+    def add(self, member: T) -> None:
+        """Add a member at the end."""
+        self._change(lambda before: (*before, member))
 
-    def remove(self, one: T) -> None:
-        """Take one away, if it is there."""
-        self._change(lambda before: tuple([each for each in before if each is not one]))
+    def remove(self, removed: T) -> None:
+        """Remove a member, if it is present."""
+        self._change(lambda before: tuple([member for member in before if member is not removed]))
 
     def _change(self, changed: Callable[[tuple[T, ...]], tuple[T, ...]]) -> None:
         with self._changing:

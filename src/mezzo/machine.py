@@ -68,7 +68,7 @@ def describe(device: torch.device) -> dict[str, str | int | bool]:
 
 
 def tf32() -> dict[str, bool]:
-    """Say whether FP32 ``products`` and ``convolutions`` use TF32 on a GPU, by whichever of torch's switches."""
+    """Return whether FP32 ``products`` and ``convolutions`` use TF32 on a GPU, by whichever of torch's switches."""
     return {
         # The older ``allow_tf32`` cannot be read once ``torch.backends.fp32_precision`` is set.
         "products": torch.backends.cuda.matmul.fp32_precision == "tf32",
@@ -94,7 +94,7 @@ def environment() -> dict[str, Any]:
         cpp = compiler()
     except UnsupportedError as error:
         cpp = str(error).splitlines()[0]
-    found = {
+    facts = {
         "machine": describe(torch.device("cpu")),
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "compiler": cpp,
@@ -105,7 +105,7 @@ def environment() -> dict[str, Any]:
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
         "torch_collect_env": collect_env.get_env_info()._asdict(),  # type: ignore[no-untyped-call]
     }
-    homeless: dict[str, Any] = _homeless(found)
+    homeless: dict[str, Any] = _homeless(facts)
     return homeless
 
 
@@ -119,9 +119,9 @@ def _version(package: str) -> str | None:
 def _homeless(value: Any) -> Any:
     """Write ``~`` for the home folder, whose name is often that of a person, in every text."""
     if isinstance(value, dict):
-        return {key: _homeless(each) for key, each in value.items()}
+        return {key: _homeless(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_homeless(each) for each in value]
+        return [_homeless(item) for item in value]
     try:
         home = str(Path.home())
     except RuntimeError:

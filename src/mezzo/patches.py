@@ -1,7 +1,7 @@
-"""Names of torch's, of models and of programs that are bound to something else for a while, and put back.
+"""Patching names of torch, of models and of programs for a while, and restoring them.
 
-The one place that puts anything back: what a user asks for by name (``attach``, ``mezzo run``, ``compat.apex``) binds
-names here, and ends by calling what it was given.
+All patches are made and undone here: those of ``attach``, ``mezzo run`` and ``compat.apex``, which a user asks for by
+name.
 """
 
 from __future__ import annotations
@@ -17,34 +17,36 @@ from mezzo.compiling import never_compiled
 from mezzo.interrupts import Members
 
 
-def patch(place: Any, name: str, value: Any) -> Callable[[], None]:
-    """Bind a name, and return what puts back what was bound to it, unless others have bound it again since.
+def patch(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Bind a name to another value, and return a function that restores the former one.
+
+    It restores nothing where other code has bound the name again since.
 
     Args:
-        place: A module, a class or an instance that has the name, or inherits it.
+        owner: A module, a class or an instance that has the name, or inherits it.
         name: The name.
-        value: What it is from now on.
+        value: The new value.
     """
-    has = name in vars(place)
-    before = vars(place).get(name)  # as it stands: a static method is not what getattr returns
-    _bind(place, name, value)
+    has = name in vars(owner)
+    before = vars(owner).get(name)  # as it stands: a static method is not what getattr returns
+    _bind(owner, name, value)
 
     def put_back() -> None:
-        if vars(place).get(name) is value:
-            _bind(place, name, before) if has else delattr(place, name)
+        if vars(owner).get(name) is value:
+            _bind(owner, name, before) if has else delattr(owner, name)
 
     return put_back
 
 
-def _bind(place: Any, name: str, value: Any) -> None:
-    names = vars(place)
+def _bind(owner: Any, name: str, value: Any) -> None:
+    names = vars(owner)
     if isinstance(names, dict):  # past what an instance's class does about attributes
         names[name] = value
     else:
-        setattr(place, name, value)
+        setattr(owner, name, value)
 
 
-#: Held where functions are bound and given back. Garbage that is collected meanwhile gives others back.
+#: Held while functions are bound and restored. It is re-entrant: a finalizer may restore another one meanwhile.
 _BINDING: Final = threading.RLock()
 
 
@@ -52,16 +54,16 @@ class Binding:
     """A function of torch's that goes through sessions. It is bound once, in whatever order they begin and end.
 
     Args:
-        place: The class or module that has it.
+        owner: The class or module that has it.
         name: Its name there.
     """
 
     #: That of autograd's engine: each pass of a session may bind it, and compiled code asks whether it is the same.
     _engines: ClassVar[Binding | None] = None
 
-    def __init__(self, place: Any, name: str) -> None:
-        self._plain = stands = getattr(place, name)
-        self._is_inherited = name not in vars(place)
+    def __init__(self, owner: Any, name: str) -> None:
+        self._plain = stands = getattr(owner, name)
+        self._is_inherited = name not in vars(owner)
         plain = stands if callable(stands) else stands.run_backward  # autograd's engine is called by its methods
         self._through: Members[tuple[weakref.ref[Any], Callable[..., Any]]] = Members()
 
@@ -78,35 +80,35 @@ class Binding:
         if not callable(stands):
             self.bound, Binding._engines = engine_through(stands, bound), self
         vars(self.bound)["binding"] = self
-        setattr(place, name, self.bound)
+        setattr(owner, name, self.bound)
 
     @classmethod
-    def of(cls, place: Any, name: str) -> Binding:
-        """Return the one that stands there, or a new one: over what others have bound since, too."""
-        now = getattr(place, name)
-        for found in (getattr(now, "binding", None), cls._engines):
-            if isinstance(found, cls) and now in (found.bound, found._plain):
-                return found
-        return cls(place, name)
+    def of(cls, owner: Any, name: str) -> Binding:
+        """Return the binding of a name that is bound now, or a new one, also over what other code has bound since."""
+        now = getattr(owner, name)
+        for binding in (getattr(now, "binding", None), cls._engines):
+            if isinstance(binding, cls) and now in (binding.bound, binding._plain):
+                return binding
+        return cls(owner, name)
 
     @classmethod
-    def join(cls, place: Any, name: str, here: weakref.ref[Any], call: Callable[..., Any]) -> Callable[[], None]:
-        """Have a function go through a call that is given the session and the function; return what ends it.
+    def join(cls, owner: Any, name: str, here: weakref.ref[Any], call: Callable[..., Any]) -> Callable[[], None]:
+        """Route a function through ``call(session, function)``; return a function that ends it.
 
         Sessions of several threads may begin and end at the same time.
         """
         joined = here, call
         with _BINDING:
-            binding = cls.of(place, name)
+            binding = cls.of(owner, name)
             binding._through.add(joined)
             # A session that was dropped may have ended since: collecting garbage runs in any line.
-            if getattr(place, name) is binding._plain:
-                setattr(place, name, binding.bound)
+            if getattr(owner, name) is binding._plain:
+                setattr(owner, name, binding.bound)
 
         def end() -> None:
             with _BINDING:
                 binding._through.remove(joined)
-                if not binding._through.now and vars(place).get(name) is binding.bound:
-                    delattr(place, name) if binding._is_inherited else setattr(place, name, binding._plain)
+                if not binding._through.now and vars(owner).get(name) is binding.bound:
+                    delattr(owner, name) if binding._is_inherited else setattr(owner, name, binding._plain)
 
         return end

@@ -263,7 +263,7 @@ def private(name: str, public: Any = None) -> Any:
         The object. Of a release without it ``public``, or else a stand-in that raises :func:`missing` when it is used.
     """
     try:
-        return _found(name)
+        return _looked_up(name)
     except (AttributeError, ImportError):
         return _Missing(name) if public is None else public
 
@@ -314,12 +314,12 @@ def missing(name: str) -> UnsupportedError:
 
 
 def _is_of_ranks(name: str) -> bool:
-    """Whether a build of torch without ``torch.distributed`` has not what a name stands for."""
+    """Whether a name is missing from builds of torch without ``torch.distributed``."""
     return name.startswith(("torch.distributed.", "torch.nn.parallel.DistributedDataParallel"))
 
 
 class _Missing:
-    """What stands for a private name that torch does not have: whatever is done with it raises.
+    """A stand-in for a private name that torch does not have: every use of it raises.
 
     Args:
         name: The name.
@@ -341,12 +341,12 @@ class _Missing:
         self._refuse()
 
     def __mro_entries__(self, _: Any) -> tuple[type, ...]:
-        """Let a class be made of it, none of whose objects can be."""
+        """Return a base class, so that a class statement works; making an object of the class raises."""
         return (type("Missing", (), {"__new__": self._refuse}),)
 
 
-def _found(name: str) -> Any:
-    """Walk from ``torch`` to what a name stands for."""
+def _looked_up(name: str) -> Any:
+    """Return the object that a dotted name stands for, from ``torch`` on."""
     value: Any = torch
     path = "torch"
     for part in name.split(".")[1:]:
@@ -362,19 +362,19 @@ def _found(name: str) -> Any:
 
 def _stands(name: str) -> bool:
     """Whether torch has a private name: of attributes of objects, whether code of their class or function has it."""
-    place, _, last = name.rpartition(".")
+    path, _, last = name.rpartition(".")
     try:
-        owner = _found(place)
+        owner = _looked_up(path)
     except (AttributeError, ImportError):
         return False
-    return any(hasattr(owner, each) or each in _words_of(owner) for each in last.split("|"))
+    return any(hasattr(owner, attribute) or attribute in _words_of(owner) for attribute in last.split("|"))
 
 
 def _words_of(owner: Any) -> Iterator[str]:
     """Yield the names that the code of a function, or of a class's methods, uses, and those that it annotates."""
-    kinds = owner.__mro__ if isinstance(owner, type) else ()
-    for value in [owner, *(each for kind in kinds for each in vars(kind).values())]:
+    classes = owner.__mro__ if isinstance(owner, type) else ()
+    for value in [owner, *(value for cls in classes for value in vars(cls).values())]:
         if isinstance(code := getattr(value, "__code__", None), CodeType):
-            yield from (*code.co_names, *(each for each in code.co_consts if isinstance(each, str)))
-    for kind in kinds:
-        yield from getattr(kind, "__annotations__", ())
+            yield from (*code.co_names, *(text for text in code.co_consts if isinstance(text, str)))
+    for cls in classes:
+        yield from getattr(cls, "__annotations__", ())

@@ -30,19 +30,19 @@ def is_distributed(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this rank holds of a ``DTensor``, in the same memory, without communication; any other as it is."""
+    """Return this rank's shard of a ``DTensor``, in the same memory, without communication; a plain tensor as it is."""
     if not is_distributed(tensor):
         return tensor
     require(*_OF_DTENSOR)
-    held: Any = tensor
-    shard: Tensor = held._local_tensor
+    dtensor: Any = tensor
+    shard: Tensor = dtensor._local_tensor
     return shard if type(shard) is Tensor else _arrived(shard)
 
 
 def _arrived(shard: Any) -> Tensor:
     """Wait for a shard that a collective is still writing."""
-    found: Tensor = shard.trigger_wait() if hasattr(shard, "trigger_wait") else shard
-    return found
+    tensor: Tensor = shard.trigger_wait() if hasattr(shard, "trigger_wait") else shard
+    return tensor
 
 
 _PLAIN: Final = {Tensor, nn.Parameter}
@@ -50,8 +50,8 @@ _PLAIN: Final = {Tensor, nn.Parameter}
 
 def locals_of(tensors: list[Tensor]) -> list[Tensor]:
     """Return :func:`local` of each of many tensors: the same list where none is a DTensor."""
-    kinds, module = {*map(type, tensors)}, sys.modules.get("torch.distributed.tensor")
-    if kinds <= _PLAIN or module is None or not any(issubclass(kind, module.DTensor) for kind in kinds):
+    classes, module = {*map(type, tensors)}, sys.modules.get("torch.distributed.tensor")
+    if classes <= _PLAIN or module is None or not any(issubclass(cls, module.DTensor) for cls in classes):
         return tensors
     return list(map(local, tensors))
 
@@ -61,7 +61,7 @@ def sharded_as(shard: Tensor, whole: Tensor) -> Tensor:
 
     Args:
         shard: Of any dtype, in the shape of ``local(whole)``.
-        whole: Any tensor; where it is no DTensor the shard is all there is.
+        whole: Any tensor; if it is no DTensor the shard is returned.
 
     **Cost**: a copy of the shard, where ``whole`` is a DTensor. No communication.
     """
@@ -69,16 +69,16 @@ def sharded_as(shard: Tensor, whole: Tensor) -> Tensor:
 
 
 def held_as(shard: Tensor, whole: Tensor) -> Tensor:
-    """Return :func:`sharded_as`, in the memory of the shard that is given."""
+    """Return :func:`sharded_as`, in the memory of the shard itself."""
     if not is_distributed(whole):
         return shard
-    made = torch.empty_like(whole, dtype=shard.dtype, requires_grad=False)
-    hold_locally(made, shard)
-    return made
+    dtensor = torch.empty_like(whole, dtype=shard.dtype, requires_grad=False)
+    hold_locally(dtensor, shard)
+    return dtensor
 
 
 def placed(value: Any, whole: Any) -> Tensor:
-    """Return a tensor that lies over the ranks as another one of its shape does.
+    """Return a tensor with the placements of another one of its shape.
 
     Args:
         value: A DTensor, or the whole tensor on every rank.
@@ -86,27 +86,27 @@ def placed(value: Any, whole: Any) -> Tensor:
 
     **Cost**: communication only where ``value`` is a DTensor that lies otherwise.
     """
-    found: Tensor = value
+    result: Tensor = value
     meets = is_distributed(value) and is_distributed(whole) and value.device_mesh == whole.device_mesh
     if meets and value.placements == whole.placements:
-        return found
+        return result
     if is_distributed(value) and value.dtype == torch.int16:  # which neither gloo nor NCCL sends
         return placed(value.view(torch.float16), whole).view(torch.int16)
     if meets:
-        found = value.redistribute(placements=whole.placements)
+        result = value.redistribute(placements=whole.placements)
     elif is_distributed(value):
-        found = value.full_tensor()
+        result = value.full_tensor()
     if meets or not is_distributed(whole):
-        return found
+        return result
     from torch.distributed.tensor import distribute_tensor
 
     # Every rank has all of it: none sends its own to the others.
     mesh = whole.device_mesh
-    return distribute_tensor(found.detach().to(mesh.device_type), mesh, whole.placements, src_data_rank=None)
+    return distribute_tensor(result.detach().to(mesh.device_type), mesh, whole.placements, src_data_rank=None)
 
 
 def sharding(tensor: Any) -> Hashable:
-    """Return what tells apart how tensors are cut into shards, the same on all ranks: ``None`` of a plain tensor."""
+    """Return a key of how a tensor is cut into shards, the same on all ranks; ``None`` for a plain tensor."""
     return (tensor.device_mesh, tuple(_cut(tensor))) if is_distributed(tensor) else None
 
 
@@ -125,13 +125,13 @@ def _cut(tensor: Any) -> Sequence[int]:
 
 
 def hold_locally(tensor: Any, shard: Tensor) -> None:
-    """Have a DTensor hold another tensor as this rank's shard, of the same shape and dtype."""
+    """Replace this rank's shard of a DTensor by another tensor of its shape and dtype."""
     require(*_OF_DTENSOR)
     tensor._local_tensor = shard
 
 
-def give(tensor: Any, data: Any) -> None:
-    """Give a tensor data of another dtype, and gradients of that dtype if they had the tensor's until now."""
+def set_data(tensor: Any, data: Any) -> None:
+    """Set a tensor's data, of another dtype; gradients get that dtype, too, if they had the tensor's until now."""
     follows = isinstance(tensor, nn.Parameter) and tensor.grad_dtype == tensor.dtype
     tensor.data = data
     if is_distributed(tensor):  # torch gives it the other's dtype, but not what it holds
@@ -141,11 +141,11 @@ def give(tensor: Any, data: Any) -> None:
         tensor.grad_dtype = data.dtype
 
 
-def give_back(tensor: Any, data: Any) -> None:
-    """Give a tensor data in the dtype that it had, and its gradient with it; one that has it is left alone."""
+def restore_data(tensor: Any, data: Any) -> None:
+    """Set a tensor's data, and cast its gradient to their dtype; a tensor of that dtype is left as it is."""
     if tensor.dtype != data.dtype:
         gradient, tensor.grad = tensor.grad, None
-        give(tensor, data)
+        set_data(tensor, data)
         tensor.grad = None if gradient is None else gradient.to(data.dtype)
 
 
@@ -156,12 +156,12 @@ def flags_of_all(flags: Tensor, params: Iterable[Tensor]) -> Tensor:
         flags: On the parameters' device; every rank has as many.
         params: DTensors, or others, which are on no mesh.
     """
-    found = flags.to(torch.int32)
+    set_anywhere = flags.to(torch.int32)
     meshes: list[Any] = [mesh for param in params if (mesh := getattr(param, "device_mesh", None)) is not None]
     groups = {id(group): group for mesh in meshes for dim in range(mesh.ndim) for group in [mesh.get_group(dim)]}
     for group in groups.values():
-        dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    return found.bool()
+        dist.all_reduce(set_anywhere, dist.ReduceOp.MAX, group)
+    return set_anywhere.bool()
 
 
 # Models -------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class Shard:
     """A parameter of which each rank holds a part.
 
     Attributes:
-        param: The part, which optimizers update: a DTensor.
+        param: The shard, which optimizers update: a DTensor.
         cast: The dtype that it is cast to while it is gathered; its own where there is none.
         unit: The module that was given to ``fully_shard``, whose parameters are gathered together.
     """
@@ -190,73 +190,73 @@ class Shard:
 def units(model: nn.Module) -> list[Any]:
     """Return the modules of a model that were given to ``fully_shard``, the model itself first if it was."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # nothing is sharded before it is imported
-    kind = getattr(fsdp, "FSDPModule", None)
-    return [] if kind is None else [module for module in model.modules() if isinstance(module, kind)]
+    cls = getattr(fsdp, "FSDPModule", None)
+    return [] if cls is None else [module for module in model.modules() if isinstance(module, cls)]
 
 
 def shards(model: nn.Module) -> list[Shard]:
     """Return the parameters of a model that ``fully_shard`` has sharded."""
-    found = []
+    params = []
     for unit, group in _groups(units(model)):
-        low = group.mp_policy.param_dtype
-        for each in group.fsdp_params:
-            param = each.sharded_param
-            found.append(Shard(param, low if param.is_floating_point() else None, unit))
-    return found
+        gathered_dtype = group.mp_policy.param_dtype
+        for fsdp_param in group.fsdp_params:
+            param = fsdp_param.sharded_param
+            params.append(Shard(param, gathered_dtype if param.is_floating_point() else None, unit))
+    return params
 
 
 def reshard(units: Iterable[Any]) -> None:
-    """Let go of what is gathered: a forward pass leaves the parameters of the root so, for a backward pass to come."""
+    """Free gathered parameters: a forward pass leaves those of the root gathered, for its backward pass."""
     for unit in units:
         unit.reshard()
 
 
 def refresh(model: nn.Module) -> None:
-    """Let torch know that shards were given other memory, or another dtype; what was gathered of them is forgotten.
+    """Reset FSDP's state after shards got other memory, or another dtype; gathered parameters are discarded.
 
-    It looks at both by itself before its first forward pass.
+    Before its first forward pass FSDP reads both by itself.
     """
     reshard(units(model))  # a pass without a backward one leaves what torch would take for shards
     for _, group in _groups(units(model)):
-        for each in group.fsdp_params:
-            each._sharded_param_data = None  # which it would ask for its address
-            each.reset_sharded_param()
-            each._init_extensions()
-            each.all_gather_outputs = []
-            vars(each).pop("_unsharded_param", None)
+        for fsdp_param in group.fsdp_params:
+            fsdp_param._sharded_param_data = None  # FSDP would read its address
+            fsdp_param.reset_sharded_param()
+            fsdp_param._init_extensions()
+            fsdp_param.all_gather_outputs = []
+            vars(fsdp_param).pop("_unsharded_param", None)
         if group._reset_sharded_params:  # torch has looked at the dtypes already
             group._init_mp_dtypes()
 
 
 def gathered(model: nn.Module) -> dict[Tensor, Tensor]:
-    """Return the tensors that stand in a model while its parameters are gathered, by their part.
+    """Return the tensors that a model has while its parameters are gathered, by their shard.
 
-    **Cost**: one gathering of each group that none was needed of yet; every rank takes part.
+    **Cost**: one gathering of each group that was never gathered; a collective, which all ranks call.
     """
     for unit in units(model):
-        if any(not hasattr(each, "_unsharded_param") for group in _groups_of(unit) for each in group.fsdp_params):
+        if any(not hasattr(param, "_unsharded_param") for group in _groups_of(unit) for param in group.fsdp_params):
             unit.unshard()
             unit.reshard()
-    every = (each for _, group in _groups(units(model)) for each in group.fsdp_params)
-    return {each.sharded_param: each._unsharded_param for each in every}
+    params = (param for _, group in _groups(units(model)) for param in group.fsdp_params)
+    return {param.sharded_param: param._unsharded_param for param in params}
 
 
 def parts_of(units: Iterable[Any]) -> dict[Tensor, Tensor]:
-    """Return the part of each parameter, by the tensor that stands in its model while it is gathered."""
-    every = (each for _, group in _groups(units) for each in group.fsdp_params)
-    return {each._unsharded_param: each.sharded_param for each in every if hasattr(each, "_unsharded_param")}
+    """Return the shard of each parameter, by the tensor that the model has while it is gathered."""
+    params = (param for _, group in _groups(units) for param in group.fsdp_params)
+    return {param._unsharded_param: param.sharded_param for param in params if hasattr(param, "_unsharded_param")}
 
 
 # Gradients that wait to be reduced ----------------------------------------------------------------------
 
 
 def _waiting(units: Iterable[Any]) -> Iterator[Any]:
-    """Yield what holds gradients of whole parameters, after ``set_requires_gradient_sync(False)``."""
+    """Yield FSDP's parameters that hold unreduced gradients, after ``set_requires_gradient_sync(False)``."""
     for _, group in _groups(units):
-        for each in group.fsdp_params:
-            whole = getattr(each, "_unsharded_param", None)
-            if each.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
-                yield each
+        for fsdp_param in group.fsdp_params:
+            whole = getattr(fsdp_param, "_unsharded_param", None)
+            if fsdp_param.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                yield fsdp_param
 
 
 def has_unreduced(units: Sequence[Any]) -> bool:
@@ -267,8 +267,8 @@ def has_unreduced(units: Sequence[Any]) -> bool:
 
 def forget_gradients(units: Sequence[Any]) -> None:
     """Clear gradients that wait for a backward pass that reduces them, which ``zero_grad`` does not reach."""
-    for each in _waiting(units):
-        each.unsharded_accumulated_grad = each._unsharded_param.grad = None
+    for fsdp_param in _waiting(units):
+        fsdp_param.unsharded_accumulated_grad = fsdp_param._unsharded_param.grad = None
     for _, group in _groups(units):
         group._partial_reduce_output = None
 

@@ -108,13 +108,13 @@ def tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    kind = type(value)
-    if kind is tuple or kind is list:
+    cls = type(value)
+    if cls is tuple or cls is list:
         items = value
-    elif kind is dict:
+    elif cls is dict:
         items = value.values()
     else:
-        opened = None if kind in HOLDS_NONE else _opened(value)
+        opened = None if cls in HOLDS_NONE else _opened(value)
         items = () if opened is None else opened[1]
     for item in items:  # a generator for each would cost more than all the rest
         if isinstance(item, Tensor):
@@ -138,31 +138,31 @@ def each_tensor(value: Any) -> Iterator[tuple[str, Tensor]]:
     return ((path, leaf) for path, leaf in leaves(value) if isinstance(leaf, Tensor))
 
 
-def mapped(value: Any, change: Callable[[Any], Any], kinds: type | tuple[type, ...] = Tensor) -> Any:
+def mapped(value: Any, change: Callable[[Any], Any], classes: type | tuple[type, ...] = Tensor) -> Any:
     """Change each tensor in nested containers.
 
     Args:
         value: The containers, as for :func:`tensors`.
-        change: Returns what stands for one.
-        kinds: What is changed in the place of tensors.
+        change: Returns the new value of one.
+        classes: The classes whose objects are changed; tensors by default.
 
     Returns:
         Containers of the same types. Dataclasses, mappings and sequences of a program's own classes are copied, and
         only where something in them is another; other leaves are the same objects.
     """
-    if isinstance(value, kinds):
+    if isinstance(value, classes):
         return change(value)
-    kind = type(value)
-    if kind in HOLDS_NONE or isinstance(value, Tensor):
+    cls = type(value)
+    if cls in HOLDS_NONE or isinstance(value, Tensor):
         return value
-    if kind is tuple or kind is list:
-        return kind([mapped(item, change, kinds) for item in value])
-    if kind is dict:
-        return {key: mapped(item, change, kinds) for key, item in value.items()}
+    if cls is tuple or cls is list:
+        return cls([mapped(item, change, classes) for item in value])
+    if cls is dict:
+        return {key: mapped(item, change, classes) for key, item in value.items()}
     if (opened := _opened(value)) is None:
         return value
     _, items, anew = opened
-    return anew([mapped(item, change, kinds) for item in items])
+    return anew([mapped(item, change, classes) for item in items])
 
 
 class Frame:
@@ -189,9 +189,12 @@ _NO_TENSOR: Final = torch.empty(0)
 
 
 def _opened(value: Any) -> _Opened | None:
-    """Open a container; ``None`` for what is none. This function alone says what a container is."""
+    """Return the paths and items of a container, and a function that builds another one; ``None`` for no container.
+
+    This function alone decides what a container is.
+    """
     if not tree_is_leaf(value):  # Python's own, named tuples, and what programs have registered
-        items, nest = tree_flatten(value, lambda each: each is not value)
+        items, nest = tree_flatten(value, lambda node: node is not value)
         keys: Iterable[Any] = value if isinstance(value, dict) else range(len(items))
         return [f"[{key!r}]" for key in keys], items, lambda new: tree_unflatten(new, nest)
     if isinstance(value, tuple):

@@ -185,7 +185,7 @@ def test_a_conversion_that_fails_half_way_is_undone(monkeypatch, level, came):
     def out_of_memory(*_, **__):
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(prepare, "follow", out_of_memory)
+    monkeypatch.setattr(prepare, "hide_storage", out_of_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
         mezzo.prepare(model, f"{level},dtype=bfloat16")
     assert {(type(p), p.dtype) for p in model.parameters()} == {(nn.Parameter, came)}

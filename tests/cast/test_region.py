@@ -404,7 +404,7 @@ class Listener(TorchDispatchMode):
         self.heard = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.heard.append((func._schema.name.removeprefix("aten::"), tuple(note.kind for note in notes())))
+        self.heard.append((func._schema.name.removeprefix("aten::"), tuple(note.event for note in notes())))
         return func(*args, **(kwargs or {}))
 
 

@@ -12,7 +12,7 @@ FAULTS = (
          "weights_error=float((run.end - run.end).norm() / way)",
          "tests/test_checkup.py::test_wrong_products_are_found",
          "products that are a tenth off would be said to work"),
-        ("doctor: a dead child has worked", "        return Checkup(device=device, dtype=dtype, trouble=ended)\n",
+        ("doctor: a dead child has worked", "        return Checkup(device=device, dtype=dtype, trouble=trouble)\n",
          "        return Checkup(device=device, dtype=dtype)\n",
          "tests/test_checkup.py::test_a_child_that_dies_is_reported_and_nothing_else_dies",
          "a format that kills its process would be said to work"),

@@ -5,7 +5,7 @@ from .fault import in_file
 # fmt: off
 FAULTS = (
     *in_file("files.py",
-        ("files: infinity is lost in JSON", "return float(value) if kind is float else value", "return value",
+        ("files: infinity is lost in JSON", "return float(value) if annotation is float else value", "return value",
          "tests/plan/test_plan.py", "a plan would not come back as it was"),
         ("files: no sync before the rename", "            os.fsync(file.fileno())\n", "",
          "tests/test_files.py::test_a_file_is_on_the_disk_before_it_has_its_name",
@@ -29,7 +29,7 @@ FAULTS = (
         ("files: the lock ends before the name is another", "os.close, os.dup(descriptor)", "bool, 1",
          "tests/session/test_files.py::test_a_file_is_locked_until_it_has_its_name",
          "another save could take away a complete checkpoint before it has its name"),
-        ("files: another machine's are taken for left", "            if not {*found.groups()} & {*_here()}:\n",
+        ("files: another machine's are taken for left", "            if not {*match.groups()} & {*_here()}:\n",
          "            if False:\n",
          "tests/session/test_files.py::test_what_a_living_process_or_another_machine_writes_stays",
          "some file systems keep the locks of one machine from others"),

@@ -62,8 +62,8 @@ class AskProducts:
 
     def __call__(self, args: Any, kwargs: Any) -> Instead | None:
         """Return what a call gets instead of its op's treatment."""
-        for each in (*args, *kwargs.values()) if kwargs else args:
-            if getattr(each, "layout", STRIDED) is not STRIDED and (other := _other(each)) is not None:
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if getattr(value, "layout", STRIDED) is not STRIDED and (other := _other(value)) is not None:
                 return other
         return None if self.contracts(args, kwargs) else _ELEMENTWISE
 
@@ -88,22 +88,22 @@ class _SparseCast(torch.autograd.Function):
 
 def cast_sparse(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a sparse tensor that needs a gradient."""
-    made: Tensor = _SparseCast.apply(x, dtype)  # type: ignore[no-untyped-call]
-    return made
+    casted: Tensor = _SparseCast.apply(x, dtype)  # type: ignore[no-untyped-call]
+    return casted
 
 
-def _given(place: int, names: str, args: Any, kwargs: Any) -> Any:
+def _given(index: int, names: str, args: Any, kwargs: Any) -> Any:
     """Return an argument by its place, or by one of its names; ``None`` where it is not given."""
-    if place < len(args):
-        return args[place]
+    if index < len(args):
+        return args[index]
     return next((kwargs[name] for name in names.split() if name in kwargs), None)
 
 
-def _inner(place: int, names: str) -> Callable[[Any, Any], bool]:
+def _inner(index: int, names: str) -> Callable[[Any, Any], bool]:
     """Whether the last dimension of an operand, over which the product sums, is longer than one."""
 
     def contracts(args: Any, kwargs: Any) -> bool:
-        x = args[place] if place < len(args) else _given(place, names, args, kwargs)
+        x = args[index] if index < len(args) else _given(index, names, args, kwargs)
         if not isinstance(x, Tensor):
             return True
         if torch.compiler.is_dynamo_compiling():
@@ -120,8 +120,8 @@ def _inner_of_vecdot(args: Any, kwargs: Any) -> bool:
 
 def _inner_of_many(args: Any, kwargs: Any) -> bool:
     """Whether one of the products of a chain of matrices contracts."""
-    given = _given(0, "tensors", args, kwargs)
-    chain = args if isinstance(given, Tensor) else given  # chain_matmul takes them one by one
+    operands = _given(0, "tensors", args, kwargs)
+    chain = args if isinstance(operands, Tensor) else operands  # chain_matmul takes them one by one
     return any(not is_one(x.shape[-1]) for x in chain[:-1])
 
 
@@ -148,7 +148,7 @@ def _transposed_taps(args: Any, kwargs: Any) -> bool:
     if weight.shape[0] != (_given(6, "groups", args, kwargs) or 1):
         return True
     widths, dilations = weight.shape[2:], _given(7, "dilation", args, kwargs)
-    strides, dilations = (_each(1 if each is None else each, len(widths)) for each in (strides, dilations))
+    strides, dilations = (_each(1 if setting is None else setting, len(widths)) for setting in (strides, dilations))
     return any(d * (w - 1) >= s for w, s, d in zip(widths, strides, dilations, strict=True))
 
 
@@ -172,19 +172,19 @@ def _always(args: Any, kwargs: Any) -> bool:
 def _einsum(args: Any, kwargs: Any) -> Instead | None:
     """Cast at the products that an equation reaches: what torch permutes, sums or multiplies by elements stays."""
     equation, operands = spelt(args, kwargs)
-    for each in operands:
-        if each.layout is not torch.strided and (other := _other(each)) is not None:
+    for operand in operands:
+        if operand.layout is not torch.strided and (other := _other(operand)) is not None:
             return other
-    found = read(equation, tuple([x.dim() for x in operands]))
-    if found is None:
+    parsed = read(equation, tuple([x.dim() for x in operands]))
+    if parsed is None:
         return None
-    if not contracts(found, operands):
+    if not contracts(parsed, operands):
         return _ELEMENTWISE
-    if is_whole(found, operands):
+    if is_whole(parsed, operands):
         return None
 
     def run() -> Any:
-        return in_pairs(found, operands)
+        return in_pairs(parsed, operands)
 
     return Instead("native", "each pair of its operands by itself", run)
 
@@ -192,11 +192,11 @@ def _einsum(args: Any, kwargs: Any) -> Instead | None:
 # Running sums, and gathers, whose gradients are some ----------------------------------------------------
 
 
-def _adds(name: str, place: int) -> ByArguments:
+def _adds(name: str, index: int) -> ByArguments:
     """Make what is asked about a mover, one of whose arguments says that it adds up where indices meet."""
 
     def ask(args: Any, kwargs: Any) -> Instead | None:
-        return _RUNNING if _given(place, name, args, kwargs) else None
+        return _RUNNING if _given(index, name, args, kwargs) else None
 
     return ask
 
@@ -211,15 +211,15 @@ def _trains_low(x: Any) -> bool:
 
 
 def _gathers(args: Any, kwargs: Any) -> Instead | None:
-    for each in args if not kwargs else (*args, *kwargs.values()):
-        if _trains_low(each):
+    for value in args if not kwargs else (*args, *kwargs.values()):
+        if _trains_low(value):
             return _RUNNING_GRADIENT
     return None
 
 
 def _looks_up(args: Any, kwargs: Any) -> Instead | None:
     """The same of a table whose rows are not rescaled where they lie, and whose gradient is no sparse one."""
-    is_sparse = kwargs.get("sparse") or any(each is True for each in args[4:])
+    is_sparse = kwargs.get("sparse") or any(value is True for value in args[4:])
     is_rescaled = kwargs.get("max_norm") is not None or (len(args) > 3 and type(args[3]) is float)
     return None if is_sparse or is_rescaled else _gathers(args, kwargs)
 
@@ -229,7 +229,7 @@ _FEW: Final = 16
 
 
 def _slides(args: Any, kwargs: Any) -> Instead | None:
-    """Ask about a pool, or a view, whose windows overlap: the gradients of all that share an element are added up."""
+    """Gradients of a pool, or a view, whose windows overlap: those of windows that share an element are added up."""
     x = _given(0, "input self", args, kwargs)
     sizes, strides = _given(1, "kernel_size", args, kwargs), _given(2, "stride", args, kwargs)
     return _RUNNING_GRADIENT if _trains_low(x) and _num_shared(sizes, strides or sizes) > _FEW else None
@@ -248,12 +248,12 @@ def _unfolds(args: Any, kwargs: Any) -> Instead | None:
 
 def _num_shared(sizes: Any, strides: Any) -> int:
     """Return how many windows share an element."""
-    dims = max(len(each) if isinstance(each, Sequence) else 1 for each in (sizes, strides))
+    dims = max(len(lengths) if isinstance(lengths, Sequence) else 1 for lengths in (sizes, strides))
     return math.prod(-(-k // s) for k, s in zip(_each(sizes, dims), _each(strides, dims), strict=True))
 
 
 def _adds_duplicates(args: Any, kwargs: Any) -> Instead | None:
-    """Ask about a sparse tensor that may name an element several times: these are added up."""
+    """A sparse tensor that may name an element several times: its values there are added up."""
     x = _given(0, "input self", args, kwargs)
     is_sum = isinstance(x, Tensor) and x.layout is torch.sparse_coo and x.dtype in LOW and not x.is_coalesced()
     return _RUNNING if is_sum else None
@@ -264,12 +264,12 @@ _SLICES: Final = frozenset({int, slice, NoneType, EllipsisType, bool})
 
 
 def _indexes(args: Any, kwargs: Any) -> Instead | None:
-    """Ask about ``x[index]``: integers in a tensor or a list gather; slices are views, and no mask reads twice."""
+    """Gradients of ``x[index]``: integers in a tensor or a list gather; slices are views, and no mask reads twice."""
     x, index = args
     if type(index) in _SLICES or x.dtype not in LOW:
         return None
     of = index if type(index) is tuple else (index,)
-    return _RUNNING_GRADIENT if any(_repeats(each) for each in of) and _trains_low(x) else None
+    return _RUNNING_GRADIENT if any(_repeats(part) for part in of) and _trains_low(x) else None
 
 
 def _repeats(index: Any) -> bool:
@@ -284,13 +284,13 @@ def _repeats(index: Any) -> bool:
 
 
 def _makes_complex(args: Any, kwargs: Any) -> Instead | None:
-    """Ask about a complex number beside a real tensor: of half the width hardly an op has a kernel."""
+    """A complex number beside a real tensor: in half the width hardly an op has a kernel."""
     if kwargs.get("out") is not None:
         return None  # what is written to a real tensor torch refuses
-    for each in args:
-        if type(each) is complex or (isinstance(each, Tensor) and each.dtype is torch.complex64):
+    for value in args:
+        if type(value) is complex or (isinstance(value, Tensor) and value.dtype is torch.complex64):
             return _COMPLEX
-    return _COMPLEX if kwargs and any(type(each) is complex for each in kwargs.values()) else None
+    return _COMPLEX if kwargs and any(type(value) is complex for value in kwargs.values()) else None
 
 
 def _written_out(args: Any, kwargs: Any) -> Instead | None:

@@ -21,47 +21,47 @@ from mezzo.weights.halves import Halves
 T = TypeVar("T")  # Python 3.11 has no `def f[T]`
 
 
-def widest(each: Iterable[Tensor]) -> torch.dtype | None:
+def widest(tensors: Iterable[Tensor]) -> torch.dtype | None:
     """Return the dtype that holds what all of these tensors do; ``None`` for none."""
-    dtypes = {tensor.dtype for tensor in each}
+    dtypes = {tensor.dtype for tensor in tensors}
     return functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
 
 def any_off(values: Iterable[Any], dtypes: Container[torch.dtype]) -> bool:
     """Whether there is a tensor in one of some dtypes, or what may hold tensors: of that it is not known."""
-    for each in values:  # noqa: SIM110 - a generator would cost as much again
-        if each.dtype in dtypes if isinstance(each, Tensor) else type(each) not in HOLDS_NONE:
+    for value in values:
+        if value.dtype in dtypes if isinstance(value, Tensor) else type(value) not in HOLDS_NONE:
             return True
     return False
 
 
-def cast_floating(value: T, dtype: torch.dtype, kept: Sequence[Tensor] = ()) -> T:
+def cast_floating(value: T, dtype: torch.dtype, uncast: Sequence[Tensor] = ()) -> T:
     """Cast every floating tensor in nested containers, but float64; other leaves stay the same objects.
 
     Args:
         value: Tensors in nested containers, as for :func:`mezzo.tensors.tensors`.
         dtype: The target.
-        kept: Tensors that stay the same objects, too.
+        uncast: Tensors that stay the same objects, too.
 
     Returns:
         The same structure, of the same types.
     """
     only: Any = value
     if type(only) is Tensor:
-        is_off = only.dtype != dtype and only.dtype in CASTABLE and not any(each is only for each in kept)
+        is_off = only.dtype != dtype and only.dtype in CASTABLE and not any(tensor is only for tensor in uncast)
         return cast("T", _to(only, dtype)) if is_off else value
     # One cast for a tensor that stands in several places, as in attention(x, x, x). Found by `is`: on an id() compiled
     # code would depend, and be compiled again for every new tensor.
-    made: list[tuple[Any, Any]] = [(each, each) for each in kept]
+    pairs: list[tuple[Any, Any]] = [(tensor, tensor) for tensor in uncast]
 
-    def changed(each: Any) -> Any:
-        if each.dtype == dtype or each.dtype not in CASTABLE:
-            return each
-        for seen, found in made:
-            if seen is each:
-                return found
-        made.append((each, _to(each, dtype)))
-        return made[-1][1]
+    def changed(tensor: Any) -> Any:
+        if tensor.dtype == dtype or tensor.dtype not in CASTABLE:
+            return tensor
+        for original, casted in pairs:
+            if original is tensor:
+                return casted
+        pairs.append((tensor, _to(tensor, dtype)))
+        return pairs[-1][1]
 
     out: T = mapped(value, changed)
     return out
@@ -89,8 +89,8 @@ class _FurtherUse(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, param: nn.Parameter, found: _Cast) -> Tensor:
-        return found.cast.detach()
+    def forward(ctx: Any, param: nn.Parameter, cached: _Cast) -> Tensor:
+        return cached.cast.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -158,12 +158,12 @@ class WeightCasts:
             return _unseen(param.to, dtype)
         trains = torch.is_grad_enabled()
         key = id(param), dtype, trains
-        found, now = self._casts.get(key), mark(param)
-        if found is None or found.mark != now:
-            made = param.to(dtype) if is_plain else _unseen(param.to, dtype)
-            self._casts[key] = _Cast(param, param.detach(), now, made)
-            return made
-        return cast(Tensor, _FurtherUse.apply(param, found)) if trains else found.cast  # type: ignore[no-untyped-call]
+        cached, now = self._casts.get(key), mark(param)
+        if cached is None or cached.mark != now:
+            casted = param.to(dtype) if is_plain else _unseen(param.to, dtype)
+            self._casts[key] = _Cast(param, param.detach(), now, casted)
+            return casted
+        return cast(Tensor, _FurtherUse.apply(param, cached)) if trains else cached.cast  # type: ignore[no-untyped-call]
 
 
 def _unseen(make: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:

@@ -37,9 +37,9 @@ from mezzo.policy.ops import (
 from mezzo.policy.policy import Written
 
 
-def asks_in_place(place: int, args: Any, kwargs: Any) -> bool:
+def asks_in_place(index: int, args: Any, kwargs: Any) -> bool:
     """Whether a call tells its function to write in place."""
-    return bool(kwargs.get("inplace") or (len(args) > place and args[place]))
+    return bool(kwargs.get("inplace") or (len(args) > index and args[index]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ class Differences:
             name, functions = _of_operator(function)
             if not name.startswith("aten::"):
                 return self.of_library(name)
-            return next((self.handlers[each] for each in functions if each in self.handlers), None)
+            return next((self.handlers[function] for function in functions if function in self.handlers), None)
         return self.handlers.get(function)
 
     @property
@@ -155,8 +155,8 @@ class Differences:
         """Return torch's own autocast in the state these differences are from."""
         if not self.autocast:
             return torch.autocast(self.device_type, enabled=False)
-        own = _AUTOCAST(self.device_type, dtype=self.dtype)
-        return differentiated_plainly(own) if self.has_any and not torch.compiler.is_compiling() else own
+        context = _AUTOCAST(self.device_type, dtype=self.dtype)
+        return differentiated_plainly(context) if self.has_any and not torch.compiler.is_compiling() else context
 
 
 #: Torch's own, whatever stands under its name while ``mezzo run`` runs a script.
@@ -204,7 +204,7 @@ def find_differences(
     # Parameters come and go (torch.func.functional_call brings others for one call): such ones are not kept.
     if not known.pinned and not known.memories:
         return differences
-    key = f"{differences.key} with {tuple(known.pinned.items())} and {[id(each) for each in known.memories]}"
+    key = f"{differences.key} with {tuple(known.pinned.items())} and {[id(memory) for memory in known.memories]}"
     return dataclasses.replace(differences, **known._asdict(), key=key)
 
 
@@ -283,7 +283,7 @@ def _treated(
     autocasts: bool,
     is_island: bool,
 ) -> tuple[Handler, bool]:
-    """Say how an op is carried out in a region, and whether torch alone would do otherwise."""
+    """Return how an op is carried out in a region, and whether torch alone would do otherwise."""
     decision = policy.explain(op, module, device_type=device_type)
     wanted: Treatment = decision.treatment
     is_ruled = decision.rule is not None and decision.rule.op is not None
@@ -335,7 +335,9 @@ def _with_answers(handler: Handler) -> Handler:
     Elementwise products of low operands run where other low products do: emulated, too.
     """
     treatments: tuple[Treatment, ...] = ("promote", "fp32", "fp32_math", "native")
-    answers = tuple(dataclasses.replace(handler, treatment=each, written="treated", recipe=None) for each in treatments)
+    answers = tuple(
+        dataclasses.replace(handler, treatment=answer, written="treated", recipe=None) for answer in treatments
+    )
     return dataclasses.replace(handler, answers=answers)
 
 
@@ -346,7 +348,7 @@ _SETS_ITEMS: Final = Handler(op="index_put", treatment="promote", written="follo
 @constant_in_graphs
 @functools.lru_cache(maxsize=1024)
 def in_place_form(function: Callable[..., Any], treatment: Treatment) -> Handler | None:
-    """Say how a function that writes in place reads a tensor under a rule; ``None`` for what returns a new tensor.
+    """Return how a function that writes in place reads a tensor under a rule; ``None`` if it returns a new tensor.
 
     Args:
         function: Any function of torch's. What it writes to is never cast: the write would be lost in a copy.
@@ -403,12 +405,12 @@ def remember(differences: Differences) -> str:
 
 @constant_in_graphs
 def traced(key: str, function: Callable[..., Any]) -> Traced:
-    """Look a function up in differences, as a constant of the graph: it is guarded by their key alone."""
-    own = _KNOWN[key]
-    opened = _name(own.opened.get(function))
-    handler = own.handler(function)
+    """Return a function's handler in differences, as a constant of the graph: their key alone is guarded."""
+    differences = _KNOWN[key]
+    opened = _name(differences.opened.get(function))
+    handler = differences.handler(function)
     returning = None if handler is None else handler.returning
-    return Traced(own.dtype, own.device_type, own.autocast, handler, opened, returning)
+    return Traced(differences.dtype, differences.device_type, differences.autocast, handler, opened, returning)
 
 
 def open_function(function: types.FunctionType) -> Callable[..., Any]:
@@ -463,10 +465,10 @@ OPENED: Final[Mapping[Callable[..., Any], Callable[..., Any]]] = types.MappingPr
     {
         **{
             function: open_function(function)
-            for place in (functional, torch.functional)
-            for function in vars(place).values()
+            for namespace in (functional, torch.functional)
+            for function in vars(namespace).values()
             if inspect.isfunction(function)
-            and function.__module__ == place.__name__
+            and function.__module__ == namespace.__name__
             and any(name.startswith("has_torch_function") for name in function.__code__.co_names)
         },
         torch.Tensor.__rmatmul__: _rmatmul,
@@ -482,11 +484,11 @@ def _name(copy: Callable[..., Any] | None) -> str:
 OPENED_BY_NAME: Final = {_name(copy): copy for copy in OPENED.values()}
 
 
-#: The place of ``inplace``, the last argument, of functions that write in place where they are told to. What they are
-#: given is what is written to, and no cast of it.
+#: The index of the argument ``inplace``, the last one, of functions that have it. With it they write to the operand
+#: itself, and not to a cast of it.
 INPLACE: Final = {
-    function: place
+    function: index
     for function in OPENED
-    for place, name in enumerate(inspect.signature(function).parameters)
+    for index, name in enumerate(inspect.signature(function).parameters)
     if name == "inplace"
 }

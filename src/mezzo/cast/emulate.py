@@ -53,14 +53,14 @@ def emulate(name: str, function: Callable[..., Any], args: tuple[Any, ...], kwar
 @contextlib.contextmanager
 def with_autocast(device_types: Iterable[str], enabled: bool) -> Iterator[None]:
     """Switch native autocast on or off where it is not, and back."""
-    others = [each for each in device_types if torch.is_autocast_enabled(each) is not enabled]
-    for each in others:
-        torch.set_autocast_enabled(each, enabled)
+    switched = [device_type for device_type in device_types if torch.is_autocast_enabled(device_type) is not enabled]
+    for device_type in switched:
+        torch.set_autocast_enabled(device_type, enabled)
     try:
         yield
     finally:
-        for each in others:
-            torch.set_autocast_enabled(each, not enabled)
+        for device_type in switched:
+            torch.set_autocast_enabled(device_type, not enabled)
 
 
 def without_autocast(device_types: Iterable[str]) -> contextlib.AbstractContextManager[None]:
@@ -87,16 +87,16 @@ def as_emulation(backward: Callable[..., Any], *, runs_again: bool = False) -> C
     def run(ctx: Any, *gradients: Any) -> Any:
         if torch.compiler.is_compiling():  # compiled code is differentiated without autocast already
             return backward(ctx, ctx.saved_tensors, *gradients)
-        kind = None
-        for each in gradients:
-            if each is not None:
-                with DisableTorchFunction():  # a region's mode is asked for each attribute that is read, too
-                    kind = each.device.type
+        device_type = None
+        for gradient in gradients:
+            if gradient is not None:
+                with DisableTorchFunction():  # a region's mode would handle reading an attribute, too
+                    device_type = gradient.device.type
                 break
-        if kind is None:
+        if device_type is None:
             return backward(ctx, ctx.saved_tensors, *gradients)
-        if is_on := torch.is_autocast_enabled(kind):
-            torch.set_autocast_enabled(kind, False)
+        if is_on := torch.is_autocast_enabled(device_type):
+            torch.set_autocast_enabled(device_type, False)
         try:
             saved = ctx.saved_tensors
             with contextlib.nullcontext() if runs_again else DisableTorchFunction():
@@ -105,7 +105,7 @@ def as_emulation(backward: Callable[..., Any], *, runs_again: bool = False) -> C
                 return backward(ctx, saved, *gradients)
         finally:
             if is_on:
-                torch.set_autocast_enabled(kind, True)
+                torch.set_autocast_enabled(device_type, True)
 
     return run
 
@@ -203,12 +203,12 @@ class _RandomState(NamedTuple):
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers once more; what is drawn afterwards is what would have been."""
-        kind = self.device.type
-        others = {} if self.own is None else {"devices": [self.device], "device_type": kind}
-        with torch.random.fork_rng(**(others or {"devices": []})):
+        device_type = self.device.type
+        options = {} if self.own is None else {"devices": [self.device], "device_type": device_type}
+        with torch.random.fork_rng(**(options or {"devices": []})):
             torch.set_rng_state(self.cpu)
             if self.own is not None:
-                torch.get_device_module(kind).set_rng_state(self.own, self.device)
+                torch.get_device_module(device_type).set_rng_state(self.own, self.device)
             yield
 
 
@@ -286,9 +286,9 @@ def _matmul(function: Any, input: Tensor, other: Tensor) -> Any:
 def _mm(*dims: int) -> Callable[..., Any]:
     """Make mm, bmm or mv: special cases of matmul, of operands with these dimensions."""
 
-    def run(function: Any, input: Tensor, mat2: Tensor, *given: Any, **kwargs: Any) -> Any:
-        if given or kwargs:  # another dtype of the result
-            return _rerun(function, input, mat2, *given, **kwargs)
+    def run(function: Any, input: Tensor, mat2: Tensor, *rest: Any, **kwargs: Any) -> Any:
+        if rest or kwargs:  # another dtype of the result
+            return _rerun(function, input, mat2, *rest, **kwargs)
         if (input.dim(), mat2.dim()) != dims or (dims == (3, 3) and input.shape[0] != mat2.shape[0]):
             return function(input, mat2)  # which refuses them
         return _matmul(function, input, mat2)
@@ -307,15 +307,17 @@ def _each(value: Any, count: int) -> list[int]:
 def _convolution(dims: int, *, transposed: bool = False) -> Callable[..., Tensor]:
     names = "stride padding output_padding groups dilation" if transposed else "stride padding dilation groups"
 
-    def run(function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *given: Any, **named: Any) -> Any:
+    def run(
+        function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any, **keywords: Any
+    ) -> Any:
         usual = {"stride": 1, "padding": 0, "dilation": 1, "output_padding": 0, "groups": 1}
-        options: dict[str, Any] = {**usual, **dict(zip(names.split(), given, strict=False)), **named}
+        options: dict[str, Any] = {**usual, **dict(zip(names.split(), rest, strict=False)), **keywords}
         strides = _each(options["stride"], dims)
         is_right = input.dim() - dims in (1, 2) and weight.dim() == dims + 2 and input.dtype == weight.dtype
         padding = options["padding"]
         is_right &= not isinstance(padding, str) or padding == "valid" or (padding == "same" and set(strides) == {1})
         if not is_right:
-            return function(input, weight, bias, *given, **named)  # which refuses them
+            return function(input, weight, bias, *rest, **keywords)  # which refuses them
         if padding == "same":
             # Torch pads the odd element on the right, where convolution itself cannot.
             dilations = _each(options["dilation"], dims)
@@ -356,12 +358,12 @@ def _in_steps(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
 
 def _result_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], torch.dtype]:
-    """Take ``out_dtype`` out of arguments: what the one rounding is to, where it is not the operands' dtype."""
-    asked = [each for each in (*args, kwargs.get("out_dtype")) if isinstance(each, torch.dtype)]
+    """Return arguments without ``out_dtype``, and the dtype to round to: that one, or else the operands'."""
+    asked = [value for value in (*args, kwargs.get("out_dtype")) if isinstance(value, torch.dtype)]
     if not asked:
         return args, kwargs, next(x.dtype for x in tensors((args, kwargs)) if x.dtype in LOW)
-    others = {name: value for name, value in kwargs.items() if name != "out_dtype"}
-    return tuple(each for each in args if not isinstance(each, torch.dtype)), others, asked[0]
+    options = {name: value for name, value in kwargs.items() if name != "out_dtype"}
+    return tuple(value for value in args if not isinstance(value, torch.dtype)), options, asked[0]
 
 
 def _rerun(function: Callable[..., Any], *args: Any, draws: bool = False, **kwargs: Any) -> Any:
@@ -385,8 +387,8 @@ def _rerun(function: Callable[..., Any], *args: Any, draws: bool = False, **kwar
 
 def _drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether attention or a recurrent layer may use random numbers: of its floats only the scale is no probability."""
-    others = (value for name, value in kwargs.items() if name != "scale")
-    return any(isinstance(value, float) and 0.0 < value <= 1.0 for value in (*args, *others))
+    values = (value for name, value in kwargs.items() if name != "scale")
+    return any(isinstance(value, float) and 0.0 < value <= 1.0 for value in (*args, *values))
 
 
 def _embedding_bag(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -397,13 +399,13 @@ def _embedding_bag(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     named = dict(zip(names, args, strict=False)) | kwargs
     if named.get("max_norm") is None:
         return _rerun(function, *args, **kwargs)
-    others = args[len(names) :]
+    rest = args[len(names) :]
     with torch.no_grad():
         torch.embedding_renorm_(
             named["weight"].detach(), named["input"], named.pop("max_norm"), named.get("norm_type", 2.0)
         )
     first = [named.pop(name) for name in ("input", "weight")]
-    return _rerun(function, *first, named.pop("offsets", None), None, named.pop("norm_type", 2.0), *others, **named)
+    return _rerun(function, *first, named.pop("offsets", None), None, named.pop("norm_type", 2.0), *rest, **named)
 
 
 def _rerun_drawing(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -461,8 +463,8 @@ COMPOSED: Final = frozenset({"linalg_matrix_power", "cov", "corrcoef"})
 REACHED: Final = frozenset("einsum tensordot inner chain_matmul linalg_multi_dot".split())
 
 
-def with_dtypes_of_states(op: str, args: tuple[Any, ...], out: Any, low: torch.dtype) -> Any:
-    """Give what a recurrent op returns the dtypes that it has under torch's CPU autocast.
+def with_dtypes_of_states(op: str, args: tuple[Any, ...], out: Any, low_dtype: torch.dtype) -> Any:
+    """Return the outputs of a recurrent op in the dtypes that they have under torch's CPU autocast.
 
     Only products are low there. A state that enters in FP32 stays FP32 where it is added to: in gated cells, but not
     in plain ones, whose state is a function of products. An LSTM over one block of data is one kernel, all low, unless
@@ -471,15 +473,15 @@ def with_dtypes_of_states(op: str, args: tuple[Any, ...], out: Any, low: torch.d
     Args:
         op: Its base name.
         args: The arguments as the caller gave them: input, states, weights; lengths after the input of a packed one.
-        out: What it returned, in the low dtype.
-        low: The low dtype.
+        out: Its outputs, in the low dtype.
+        low_dtype: The low dtype.
     """
     packed = not op.endswith("_cell") and isinstance(args[1], Tensor) and not args[1].is_floating_point()
-    given = args[2 if packed else 1]
-    states = [given] if isinstance(given, Tensor) else list(given)
+    states = args[2 if packed else 1]
+    states = [states] if isinstance(states, Tensor) else list(states)
     if op.startswith("rnn") or states[-1].dtype != torch.float32:
         return out
     if op == "lstm" and not packed:
         projects = states[0].shape[-1] != states[1].shape[-1]
         return (*out[:-1], out[-1].float()) if projects else out
-    return mapped(out, lambda x: x.float() if x.dtype == low else x)
+    return mapped(out, lambda x: x.float() if x.dtype == low_dtype else x)

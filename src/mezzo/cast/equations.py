@@ -40,7 +40,7 @@ def spelt(args: Any, kwargs: Any) -> tuple[str, Sequence[Tensor]]:
         is_list = len(args) == 2 and isinstance(args[1], list | tuple)
         return args[0], args[1] if is_list else args[1:]
     lists = [*args[1::2], *args[-1:]] if len(args) % 2 else args[1::2]
-    words = ["".join(["..." if each is Ellipsis else _LETTERS[each] for each in some]) for some in lists]
+    words = ["".join(["..." if number is Ellipsis else _LETTERS[number] for number in numbers]) for numbers in lists]
     count = len(args) // 2
     return ",".join(words[:count]) + "->" * (len(args) % 2) + "".join(words[count:]), args[: 2 * count : 2]
 
@@ -59,32 +59,33 @@ def read(equation: str, dims: tuple[int, ...]) -> Equation | None:
 @functools.lru_cache(maxsize=1024)
 def _read(equation: str, dims: tuple[int, ...]) -> Equation | None:
     left, arrow, output = equation.replace(" ", "").partition("->")
-    bare = [each.replace("...", "", 1) for each in left.split(",")]
-    hidden = [number - len(each) for number, each in zip(dims, bare, strict=False)]
+    bare = [term.replace("...", "", 1) for term in left.split(",")]
+    hidden = [number - len(term) for number, term in zip(dims, bare, strict=False)]
     free = [letter for letter in _LETTERS if letter not in equation]
     if len(bare) != len(dims) or min(hidden) < 0 or max(hidden) > len(free) or not "".join((*bare, "i")).isalpha():
         return None
     stands = "".join(free[: max(hidden)])
     inputs = [
-        each.replace("...", stands[len(stands) - number :])
-        for each, number in zip(left.split(","), hidden, strict=True)
+        term.replace("...", stands[len(stands) - number :])
+        for term, number in zip(left.split(","), hidden, strict=True)
     ]
-    if any(len(each) != number for each, number in zip(inputs, dims, strict=True)):
+    if any(len(term) != number for term, number in zip(inputs, dims, strict=True)):
         return None
     if not arrow:
         every = "".join(bare)
-        output = "..." + "".join(sorted(each for each in set(every) if every.count(each) == 1))
+        output = "..." + "".join(sorted(letter for letter in set(every) if every.count(letter) == 1))
     output = output.replace("...", stands)
-    summed = [each for each in dict.fromkeys("".join(inputs)) if each not in output]
-    places = [tuple((i, own.index(each)) for i, own in enumerate(inputs) if each in own) for each in summed]
-    inner = tuple(each for each in places if len(each) > 1)
-    return Equation(tuple(inputs), output, inner, len(inner) < len(places))
+    summed = [letter for letter in dict.fromkeys("".join(inputs)) if letter not in output]
+    # For each summed letter the operands that have it, and the dimension in each.
+    indices = [tuple((i, term.index(letter)) for i, term in enumerate(inputs) if letter in term) for letter in summed]
+    inner = tuple(pairs for pairs in indices if len(pairs) > 1)
+    return Equation(tuple(inputs), output, inner, len(inner) < len(indices))
 
 
 def contracts(equation: Equation, operands: Sequence[Tensor]) -> bool:
     """Whether any letter is summed over that stands in several operands."""
-    for places in equation.inner:
-        if len([None for index, dim in places if not is_one(operands[index].shape[dim])]) > 1:
+    for indices in equation.inner:
+        if len([None for index, dim in indices if not is_one(operands[index].shape[dim])]) > 1:
             return True
     return False
 
@@ -102,18 +103,23 @@ def in_pairs(equation: Equation, operands: Sequence[Tensor]) -> Tensor:
     terms = [*zip(equation.inputs, operands, strict=True)]
     for i, j in _path(equation, operands):
         (a, x), (b, y) = terms[i], terms[j]
-        terms = [term for place, term in enumerate(terms) if place not in (i, j)]
-        kept = "".join([equation.output, *[each for each, _ in terms]])
-        # Over what stands in one of them alone, or is broadcast in the other, each is summed first.
-        inner = [each for each in a if each in b and is_one(x.shape[a.index(each)]) == is_one(y.shape[b.index(each)])]
-        (a, x), (b, y) = (_summed(own, of, kept, inner) for own, of in ((a, x), (b, y)))
-        out = "".join([each for each in dict.fromkeys(a + b) if each in kept]) if terms else equation.output
+        terms = [term for index, term in enumerate(terms) if index not in (i, j)]
+        letters_needed = "".join([equation.output, *[letters for letters, _ in terms]])
+        # Letters of one operand alone, and those that are broadcast in the other one, are summed first.
+        shared = [letter for letter in a if letter in b]
+        inner = [letter for letter in shared if is_one(x.shape[a.index(letter)]) == is_one(y.shape[b.index(letter)])]
+        (a, x), (b, y) = (_summed(letters, of, letters_needed, inner) for letters, of in ((a, x), (b, y)))
+        out = (
+            "".join([letter for letter in dict.fromkeys(a + b) if letter in letters_needed])
+            if terms
+            else equation.output
+        )
         terms.append((out, torch.einsum(f"{a},{b}->{out}", x, y)))
     return terms[0][1]
 
 
-def _summed(letters: str, x: Tensor, kept: str, inner: Sequence[str]) -> tuple[str, Tensor]:
-    left = "".join([each for each in dict.fromkeys(letters) if each in kept or each in inner])
+def _summed(letters: str, x: Tensor, needed: str, inner: Sequence[str]) -> tuple[str, Tensor]:
+    left = "".join([letter for letter in dict.fromkeys(letters) if letter in needed or letter in inner])
     return left, x if left == letters else torch.einsum(f"{letters}->{left}", x)
 
 
@@ -122,8 +128,8 @@ def _path(equation: Equation, operands: Sequence[Tensor]) -> list[tuple[int, int
     count, optimizer = len(operands), torch.backends.opt_einsum
     if count > 2 and not torch.compiler.is_compiling() and optimizer.is_available() and optimizer.enabled:
         text = f"{','.join(equation.inputs)}->{equation.output}"
-        found: list[tuple[int, int]] = optimizer.get_opt_einsum().contract_path(
+        pairs: list[tuple[int, int]] = optimizer.get_opt_einsum().contract_path(
             text, *operands, optimize=optimizer.strategy
         )[0]
-        return found
+        return pairs
     return [(0, 1), *[(number - 1, 0) for number in range(count - 1, 1, -1)]]

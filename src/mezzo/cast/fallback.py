@@ -31,8 +31,8 @@ _CALLED: Final = {
     torch.float32: ("Float", "float32"),
 }
 #: Complex numbers of two times 16 bits, which nothing else casts.
-LOW_COMPLEX: Final = frozenset(each.to_complex() for each in LOW) - {torch.complex64}
-#: What is tried in the place of 16 bits.
+LOW_COMPLEX: Final = frozenset(dtype.to_complex() for dtype in LOW) - {torch.complex64}
+#: The dtypes that replace those of 16 bits where an op has no kernel for them.
 _WIDE: Final = {**dict.fromkeys(LOW, torch.float32), **dict.fromkeys(LOW_COMPLEX, torch.complex64)}
 #: What is not called a second time with other tensors: it returns their memory, or does something to them.
 _ONCE: Final = VIEWS | {"__set__", "__setitem__", "__delitem__", "set_", "resize_", "resize_as_", "swap_tensors"}
@@ -62,9 +62,9 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
         RuntimeError: The error, where FP32 is no cure; what the function raises in FP32, where a kernel was missing.
         UnsupportedError: There is no kernel for FP32 either.
     """
-    low = {x.dtype for x in tensors((args, kwargs)) if x.dtype in _WIDE}
+    low_dtypes = {x.dtype for x in tensors((args, kwargs)) if x.dtype in _WIDE}
     name = getattr(function, "__name__", "")
-    if not low or name in _ONCE or isinstance(error, UnsupportedError) or not _TYPES.search(str(error)):
+    if not low_dtypes or name in _ONCE or isinstance(error, UnsupportedError) or not _TYPES.search(str(error)):
         raise error
     writes = (name.endswith("_") and not name.endswith("__")) or is_in_place(name) or bool(kwargs.get("inplace"))
     if writes and "without overflow" in str(error):
@@ -78,8 +78,8 @@ def otherwise(error: RuntimeError, function: Any, args: Any, kwargs: Any, device
                 out = function(*wide_args, **wide_kwargs)
     except RuntimeError as further:
         if lacks(further, [torch.float32]):
-            raise no_kernel(name_of(function), (*low, torch.float32), error, device_type) from error
-        raise (further if lacks(error, low) else error) from None
+            raise no_kernel(name_of(function), (*low_dtypes, torch.float32), error, device_type) from error
+        raise (further if lacks(error, low_dtypes) else error) from None
     into = kwargs.get("out"), wide_kwargs.get("out")
     if writes:
         into = args[0], wide_args[0]
@@ -96,24 +96,24 @@ def _widened(x: Tensor) -> Tensor:
     return cast(Tensor, during("cast", wide, x.to, wide)) if WATCHERS else x.to(wide)
 
 
-def _copy(given: Any, written: Any) -> None:
-    for old, new in zip(tensors([given]), tensors([written]), strict=True):
+def _copy(target: Any, written: Any) -> None:
+    for old, new in zip(tensors([target]), tensors([written]), strict=True):
         if old is not new:
             if old.shape != new.shape:  # as out= does
                 old.resize_(new.shape)
             old.copy_(new)
 
 
-def write_back(function: Any, given: tuple[Any, Any], run_with: tuple[Any, Any]) -> None:
+def write_back(function: Any, original: tuple[Any, Any], run_with: tuple[Any, Any]) -> None:
     """Copy what an operator wrote to casts of its arguments into the arguments themselves.
 
     Args:
-        function: The operator; of anything else nothing is known, and nothing done.
-        given: The arguments, and those with names.
-        run_with: The same as it was run with.
+        function: The operator; for any other function nothing is copied.
+        original: The program's arguments, and those with names.
+        run_with: The casts of these that the operator was run with.
     """
-    for place, name in _written(function) if isinstance(function, OpOverload | OpOverloadPacket) else ():
-        before, after = (args[place] if place < len(args) else named.get(name) for args, named in (given, run_with))
+    for index, name in _written(function) if isinstance(function, OpOverload | OpOverloadPacket) else ():
+        before, after = (args[index] if index < len(args) else named.get(name) for args, named in (original, run_with))
         _copy(before, after)
 
 
@@ -122,8 +122,8 @@ def _written(operator: Any) -> tuple[tuple[int, str], ...]:
     """List the arguments that an operator writes to: where they stand, and their names."""
     overloads = [operator] if isinstance(operator, OpOverload) else [getattr(operator, x) for x in operator.overloads()]
     return tuple(
-        (place, argument.name)
-        for place, argument in enumerate(overloads[0]._schema.arguments)
+        (index, argument.name)
+        for index, argument in enumerate(overloads[0]._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
 
@@ -139,7 +139,7 @@ def no_kernel(op: str, dtypes: Iterable[torch.dtype], error: RuntimeError, devic
     """
     dtypes = [*dict.fromkeys(dtypes)]
     would = "operands of a dtype that it has a kernel for, integers or x.double(), which nothing casts"
-    found = UnsupportedError(
+    refusal = UnsupportedError(
         f"{op} has no kernel in {' or '.join(map(dtype_name, dtypes))}",
         where=f"op {op}, device {device_type}, in a mezzo.autocast region",
         why=str(error).splitlines()[0],
@@ -147,8 +147,8 @@ def no_kernel(op: str, dtypes: Iterable[torch.dtype], error: RuntimeError, devic
         if torch.float32 in dtypes
         else f"{both(f'fp32_math={op}')}: FP32 inside, low out; or {both(f'fp32={op}')}",
     )
-    found.awaits_place = True
-    return found
+    refusal.awaits_place = True
+    return refusal
 
 
 def name_of(function: Any) -> str:

@@ -86,12 +86,14 @@ class ModeTable(NamedTuple):
     def of(cls, per_device: Sequence[Differences]) -> ModeTable:
         """Work it out."""
         only = per_device[0] if len(per_device) == 1 else None
-        has_own = any(each.pinned or each.memories for each in per_device)  # which no text can stand for
+        has_own = any(
+            differences.pinned or differences.memories for differences in per_device
+        )  # which no text can stand for
         return cls(
-            per_device={each.device_type: each for each in per_device},
-            autocasts=[each.device_type for each in per_device if each.autocast],
+            per_device={differences.device_type: differences for differences in per_device},
+            autocasts=[differences.device_type for differences in per_device if differences.autocast],
             only=only,
-            keys=tuple([each.key for each in per_device]),
+            keys=tuple([differences.key for differences in per_device]),
             key="" if only is None or has_own else remember(only),
             direct=None if only is None or only.pinned else only.direct,
         )
@@ -135,38 +137,38 @@ class PolicyMode(TorchFunctionMode):
     def _run_direct(self, direct: Direct, func: Any, args: Any) -> Any:
         """Run a function on plain operands that are cast; any other call is one for :meth:`_handle`."""
         here = cast(Differences, self.only)
-        kind, target = here.device_type, direct.target
-        enabled = torch.is_autocast_enabled(kind)
-        if here.autocast and not (enabled and torch.get_autocast_dtype(kind) == here.dtype):
+        device_type, target = here.device_type, direct.target
+        enabled = torch.is_autocast_enabled(device_type)
+        if here.autocast and not (enabled and torch.get_autocast_dtype(device_type) == here.dtype):
             return func(*args)
         if is_transformed() or num_dispatch_modes() or is_scripted() or torch.compiler.is_exporting():
             return _IN_FULL
         if direct.contracts is not None and not direct.contracts(args, _NO_NAMES):
             return _IN_FULL
-        operands, others, is_low = [*args], [], target is not torch.float32
-        for place, each in enumerate(args):
+        operands, uncast, is_low = [*args], [], target is not torch.float32
+        for index, value in enumerate(args):
             # Asking whether something is a Parameter is a Python call; activations are plain tensors.
-            if (is_plain := type(each) is Tensor) or isinstance(each, nn.Parameter):
-                if each.layout is not STRIDED:
+            if (is_plain := type(value) is Tensor) or isinstance(value, nn.Parameter):
+                if value.layout is not STRIDED:
                     return _IN_FULL
-                if (dtype := each.dtype) != target:
+                if (dtype := value.dtype) != target:
                     if dtype in _CASTABLE:
-                        others.append((place, is_plain))
+                        uncast.append((index, is_plain))
                     elif is_low:
                         return _IN_FULL
-            elif type(each) not in _HOLDS_NONE and not (type(each) is tuple and {*map(type, each)} <= _INTS):
+            elif type(value) not in _HOLDS_NONE and not (type(value) is tuple and {*map(type, value)} <= _INTS):
                 return _IN_FULL
         # Once it is known that the call is carried out here: uses of weights are counted.
-        for place, is_plain in others:
-            each = args[place]
-            operands[place] = each.to(target) if is_plain else self.casts.cast(each, target, is_plain=True)
-        torch.set_autocast_enabled(kind, False)
+        for index, is_plain in uncast:
+            value = args[index]
+            operands[index] = value.to(target) if is_plain else self.casts.cast(value, target, is_plain=True)
+        torch.set_autocast_enabled(device_type, False)
         try:
             return func(*operands) if direct.emulation is None else direct.emulation(func, *operands)
         except RuntimeError:
             return _IN_FULL  # which knows why, and runs into it again
         finally:
-            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_enabled(device_type, enabled)
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
         compiling = torch.compiler.is_dynamo_compiling()  # torch.export, which says that it compiles, may run Python
@@ -212,7 +214,7 @@ class PolicyMode(TorchFunctionMode):
                 with self:
                     return instead.parts()
             if instead is not None:
-                handler = next(each for each in handler.answers if each.treatment == instead.treatment)
+                handler = next(answer for answer in handler.answers if answer.treatment == instead.treatment)
             elif handler.treatment == "native" and handler.written == "left":
                 return _run_plain(here, func, args, kwargs)
         if handler is not None:
@@ -226,8 +228,10 @@ class PolicyMode(TorchFunctionMode):
         """Return the differences for the device of a call's tensors."""
         if self.only is not None:
             return self.only
-        kinds = (x.device.type for x in tensors((args, kwargs)))
-        return next((self.per_device[kind] for kind in kinds if kind in self.per_device), None)
+        device_types = (x.device.type for x in tensors((args, kwargs)))
+        return next(
+            (self.per_device[device_type] for device_type in device_types if device_type in self.per_device), None
+        )
 
 
 @contextlib.contextmanager
@@ -242,7 +246,7 @@ def shadowed() -> Iterator[list[PolicyMode]]:
 
 @contextlib.contextmanager
 def acting(per_device: Sequence[Differences]) -> Iterator[None]:
-    """Have differences act in the place of those around, with the casts of weights that are there, or their own."""
+    """Activate differences in place of the surrounding ones, with the present casts of weights, or their own."""
     with shadowed() as around, PolicyMode(ModeTable.of(per_device), casts_inside(around)):
         yield
 
@@ -261,7 +265,7 @@ def silenced() -> list[PolicyMode]:
 
 
 def heard(outer: Sequence[PolicyMode]) -> None:
-    """Have regions act again."""
+    """Undo the silencing of regions."""
     for mode in outer:
         mode.shadows -= 1
 
@@ -302,8 +306,10 @@ def _acts(here: Differences | Traced) -> bool:
     Nothing is cast where autocast is switched off inside the region, or in the functions of a backward pass; and
     ``torch.autocast`` with another dtype, entered inside, is torch's own, as on devices where regions have no mode.
     """
-    kind = here.device_type
-    return not here.autocast or (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == here.dtype)
+    device_type = here.device_type
+    return not here.autocast or (
+        torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == here.dtype
+    )
 
 
 def _run_plain(here: Differences | Traced, func: Any, args: Any, kwargs: Any) -> Any:
@@ -369,7 +375,7 @@ def _compute(
     target: torch.dtype | None,
 ) -> Any:  # fmt: skip
     """Run one function on operands that are cast, native autocast off for the call."""
-    given = args, kwargs
+    original = args, kwargs
     if target is not None:
         if handler.op in INPUT_ONLY:
             args = (*_cast(args[:1], target), *args[1:])
@@ -378,21 +384,21 @@ def _compute(
             args, kwargs = _cast(args, target, casts), kwargs and _cast(kwargs, target, casts)
     if torch.compiler.is_compiling():
         with torch.autocast(here.device_type, enabled=False):
-            return _run(handler, here, func, args, kwargs, given)
+            return _run(handler, here, func, args, kwargs, original)
     enabled = torch.is_autocast_enabled(here.device_type)  # the same, without the cost of entering a context
     torch.set_autocast_enabled(here.device_type, False)
     try:
-        out = _run(handler, here, func, args, kwargs, given)
+        out = _run(handler, here, func, args, kwargs, original)
     finally:
         torch.set_autocast_enabled(here.device_type, enabled)
     if "::" in handler.op:
-        write_back(func, given, (args, kwargs))
+        write_back(func, original, (args, kwargs))
     return out
 
 
 def _write_in_place(
     handler: Handler, returning: Callable[..., Any], here: Differences | Traced, casts: WeightCasts, func: Any,
-    args: Any, kwargs: Any, told: dict[str, Any],
+    args: Any, kwargs: Any, flags: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Run a function that writes into its first operand, which keeps its dtype, as another argument may tell it to.
 
@@ -400,8 +406,8 @@ def _write_in_place(
     tensor runs, and the result is rounded, once, to what is written to.
     """
     if not args:
-        first, *others = kwargs.items()
-        args, kwargs = (first[1],), dict(others)
+        first, *rest = kwargs.items()
+        args, kwargs = (first[1],), dict(rest)
     into = args[0]
     target: torch.dtype | None = None
     match handler.written:
@@ -415,7 +421,7 @@ def _write_in_place(
         return _run_plain(here, func, args, kwargs)
     is_made = target == here.dtype and (handler.emulated or handler.recipe is not None)
     if not is_made and (into.dtype == target or into.dtype not in CASTABLE):
-        return _compute(handler, here, casts, func, args, kwargs | told, target)
+        return _compute(handler, here, casts, func, args, kwargs | flags, target)
     # What is saved for the backward pass is not what is written to.
     before = into.clone() if into.dtype == target else into
     return into.copy_(_compute(handler, here, casts, returning, (before, *args[1:]), kwargs, target))
@@ -431,7 +437,7 @@ def _write_out(
     into, operands = kwargs["out"], {key: value for key, value in kwargs.items() if key != "out"}
     if handler.written == "left" or not here.autocast:
         return func(*args, **kwargs)
-    dtypes = {each.dtype for each in ((into,) if isinstance(into, Tensor) else into)}
+    dtypes = {target.dtype for target in ((into,) if isinstance(into, Tensor) else into)}
     target = next(iter(dtypes)) if handler.written == "follows" else _target(handler, here, args, operands)
     if target is None or not target.is_floating_point:
         return _run_plain(here, func, args, kwargs)
@@ -446,7 +452,7 @@ def _write_out(
 def _put(results: Any, into: Any) -> Any:
     """Write results into the tensors of ``out=``, which take their shapes, and return those as the function would."""
     if not isinstance(into, Tensor):
-        return type(results)([_put(result, each) for result, each in zip(results, into, strict=True)])
+        return type(results)([_put(result, target) for result, target in zip(results, into, strict=True)])
     if into.shape != results.shape:
         into.resize_(results.shape)
     return into.copy_(results)
@@ -456,7 +462,7 @@ def _set_item(casts: WeightCasts, x: Tensor, index: Any, value: Any) -> None:
     """Write ``x[index] = value`` with the value in the dtype of ``x``: torch casts it only where no tensor indexes."""
     if isinstance(value, Tensor) and value.dtype != x.dtype and x.is_floating_point() and value.is_floating_point():
         parts = index if type(index) is tuple else (index,)
-        if not all(isinstance(each, int | slice | None | types.EllipsisType) for each in parts):
+        if not all(isinstance(part, int | slice | None | types.EllipsisType) for part in parts):
             value = _cast(value, x.dtype, casts, kinds=(*CASTABLE, torch.float64))
     x[index] = value
 
@@ -467,12 +473,12 @@ def _run(
     if handler.recipe is not None and _all_low((args, kwargs), here.dtype):
         wanted = asked(handler.op, *given, handler.recipe.multiple)
         if not isinstance(wanted, str):
-            found = cast_as(wanted, handler.op, args, kwargs)
+            out = cast_as(wanted, handler.op, args, kwargs)
             memories = here.memories if isinstance(here, Differences) else ()
             if WATCHERS:
                 about = handler.recipe.as_note
-                return during("quantised", about, product, found, handler.recipe, memories, wanted.weight)
-            return product(found, handler.recipe, memories, wanted.weight)
+                return during("quantised", about, product, out, handler.recipe, memories, wanted.weight)
+            return product(out, handler.recipe, memories, wanted.weight)
     if handler.emulated and _all_low((args, kwargs), here.dtype):
         if WATCHERS:
             return during("emulation", func, emulate, handler.op, func, args, kwargs)
@@ -495,9 +501,9 @@ def pinned_parameter(here: Differences, args: Any, kwargs: Any) -> Tensor | None
     A tensor that cannot be one is not asked who it is: torch.compile would make a graph for that tensor alone.
     """
     for x in tensors((args, kwargs)):
-        for each in (x, x._base):
-            if isinstance(each, Tensor if here.pins_buffers else nn.Parameter) and id(each) in here.pinned:
-                return each
+        for tensor in (x, x._base):
+            if isinstance(tensor, Tensor if here.pins_buffers else nn.Parameter) and id(tensor) in here.pinned:
+                return tensor
     return None
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from mezzo.formats import Quantized
 from mezzo.interrupts import Members
 
-Kind = Literal["op", "cast", "emulation", "quantised", "widened"]
+Event = Literal["op", "cast", "emulation", "quantised", "widened"]
 
 
 class Quantising(NamedTuple):
@@ -35,10 +35,10 @@ class Quantising(NamedTuple):
 
 
 class Note(NamedTuple):
-    """One thing that is being done.
+    """What a thread is doing, for those who watch kernels.
 
     Attributes:
-        kind: ``op``: a region decides about a function of torch. ``cast``: a tensor is given the policy's dtype.
+        event: ``op``: a region decides about a function of torch. ``cast``: a tensor is given the policy's dtype.
             ``emulation``: a product is computed in FP32 from rounded operands. ``quantised``: a product is computed
             from operands below sixteen bits. ``widened``: an op without a low kernel runs in FP32. ``buffer``: a low
             buffer is widened for its first write.
@@ -46,7 +46,7 @@ class Note(NamedTuple):
             product its :class:`Quantising`.
     """
 
-    kind: Kind
+    event: Event
     about: Any
 
 
@@ -62,7 +62,7 @@ _STACK: Final = _Stack()
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Have notes taken inside the block."""
+    """Record notes inside the block."""
     WATCHERS.append(None)
     try:
         yield
@@ -70,9 +70,9 @@ def watched() -> Iterator[None]:
         WATCHERS.pop()
 
 
-def during(kind: Kind, about: Any, run: Callable[..., Any], *args: Any) -> Any:
+def during(event: Event, about: Any, run: Callable[..., Any], *args: Any) -> Any:
     """Run a function under a note; only asked for while ``WATCHERS`` is not empty."""
-    _STACK.notes.append(Note(kind, about))
+    _STACK.notes.append(Note(event, about))
     try:
         return run(*args)
     finally:
@@ -91,7 +91,7 @@ def notes() -> list[Note]:
 
 
 class ProductListener(Protocol):
-    """Is told of one call of a product below sixteen bits, in eager code, by whatever thread computes it."""
+    """Receives the operands of one call of a product below sixteen bits, in eager code, in the thread that runs it."""
 
     def quantised(self, role: str, operand: Tensor, made: Quantized) -> None:
         """An operand was quantised, rotated before where it is: ``activation``, ``weight`` or ``gradient``."""
@@ -104,14 +104,14 @@ class ProductListener(Protocol):
         """
 
 
-#: Who is asked about each such call, by its weight as the program has it: a parameter, or a view of one. What they
-#: return listens. No compiled code asks, so that a graph stays the same whether they are there or not.
+#: Functions that return a listener for a weight's products, or ``None``. They are called with the weight as the
+#: program has it: a parameter, or a view of one. Compiled code calls none of them: graphs do not depend on them.
 LISTENING: Final[Members[Callable[[Tensor], ProductListener | None]]] = Members()
 
 
 @contextmanager
 def listening(asked: Callable[[Tensor], ProductListener | None]) -> Iterator[None]:
-    """Have what a function returns of a weight listen to the calls of its products inside the block."""
+    """Register, inside the block, a function that returns the listener of a weight's products, or ``None``."""
     LISTENING.add(asked)
     try:
         yield
@@ -121,4 +121,4 @@ def listening(asked: Callable[[Tensor], ProductListener | None]) -> Iterator[Non
 
 def listeners(weight: Tensor) -> list[ProductListener]:
     """Return what listens to a call of a weight's product."""
-    return [found for ask in LISTENING.now if (found := ask(weight)) is not None]
+    return [listener for ask in LISTENING.now if (listener := ask(weight)) is not None]

@@ -82,16 +82,16 @@ def _pinned(function: Callable[..., Any], treatment: Literal["low", "fp32"]) -> 
     @functools.wraps(function)
     def pinned(*args: Any, **kwargs: Any) -> Any:
         floats = [x for x in tensors((args, kwargs)) if x.dtype in CASTABLE]
-        kind = floats[0].device.type if floats else "cpu"
+        device_type = floats[0].device.type if floats else "cpu"
         if treatment == "low":
-            if not torch.is_autocast_enabled(kind):
+            if not torch.is_autocast_enabled(device_type):
                 return function(*args, **kwargs)
-            dtype = torch.get_autocast_dtype(kind)
+            dtype = torch.get_autocast_dtype(device_type)
             args, kwargs = cast_floating((args, kwargs), dtype)
-            with autocast(_everything_low(dtype, emulates_here(kind)), kind):
+            with autocast(_everything_low(dtype, emulates_here(device_type)), device_type):
                 return function(*args, **kwargs)
         args, kwargs = cast_floating((args, kwargs), torch.float32)
-        with autocast(_OFF, kind):
+        with autocast(_OFF, device_type):
             return cast_floating(function(*args, **kwargs), torch.float32)
 
     return pinned

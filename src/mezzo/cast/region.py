@@ -76,7 +76,7 @@ def accumulation(policy: Policy, per_device: tuple[Differences, ...]) -> Iterato
 
 
 def _sets_reductions(policy: Policy, per_device: tuple[Differences, ...]) -> bool:
-    covered = any(each.device_type == "cuda" for each in per_device)
+    covered = any(differences.device_type == "cuda" for differences in per_device)
     return covered and policy.lists != "device" and torch.cuda.is_available()
 
 
@@ -142,38 +142,44 @@ class Region:
             known: What is known of the model's parameters.
             device_types: The devices to cover.
         """
-        found = tuple([find_differences(policy, kind, module, known) for kind in device_types])
-        return cls(policy=policy, per_device=found)
+        per_device = tuple([find_differences(policy, device_type, module, known) for device_type in device_types])
+        return cls(policy=policy, per_device=per_device)
 
     @property
     def device_types(self) -> tuple[str, ...]:
         """The devices that are covered."""
-        return tuple(each.device_type for each in self.per_device)
+        return tuple(differences.device_type for differences in self.per_device)
 
     @property
     def emulated(self) -> bool:
         """Whether any family of products computes in FP32 from rounded operands on any of the devices."""
-        return any(each.emulated for each in self.per_device)
+        return any(differences.emulated for differences in self.per_device)
 
     @property
     def keys(self) -> tuple[str, ...]:
         """What :func:`acting_keys` is inside the region."""
-        return tuple(each.key for each in self.per_device)
+        return tuple(differences.key for differences in self.per_device)
 
     @property
     def has_differences(self) -> bool:
         """Whether entering the region changes anything but ``torch.autocast``'s own state."""
-        return any(each.has_any for each in self.per_device)
+        return any(differences.has_any for differences in self.per_device)
 
     @functools.cached_property
     def states(self) -> list[tuple[str, bool, torch.dtype | None]]:
         """What torch makes of its own autocast for each device: whether it is on, and its dtype, ``None`` if off."""
-        found = []
-        for each in self.per_device:
-            with each.native():
-                is_on = torch.is_autocast_enabled(each.device_type)
-                found.append((each.device_type, is_on, torch.get_autocast_dtype(each.device_type) if is_on else None))
-        return found
+        states = []
+        for differences in self.per_device:
+            with differences.native():
+                is_on = torch.is_autocast_enabled(differences.device_type)
+                states.append(
+                    (
+                        differences.device_type,
+                        is_on,
+                        torch.get_autocast_dtype(differences.device_type) if is_on else None,
+                    )
+                )
+        return states
 
     @functools.cached_property
     def table(self) -> ModeTable | None:
@@ -234,10 +240,10 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
 
     @classmethod
     def of(cls, region: Region) -> autocast:
-        """Return what enters a region."""
-        made = cls.__new__(cls)
-        made.region, made._entered = region, []
-        return made
+        """Return a context manager that enters a region."""
+        context = cls.__new__(cls)
+        context.region, context._entered = region, []
+        return context
 
     @property
     def policy(self) -> Policy:
@@ -285,8 +291,10 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             **kwargs: As ``torch.autograd.grad`` takes them.
         """
         with self.around_backward() as differs:
-            found: tuple[Tensor, ...] = (_OPENED_GRAD if differs else torch.autograd.grad)(outputs, inputs, **kwargs)
-            return found
+            gradients: tuple[Tensor, ...] = (_OPENED_GRAD if differs else torch.autograd.grad)(
+                outputs, inputs, **kwargs
+            )
+            return gradients
 
     def around_backward(self) -> contextlib.AbstractContextManager[bool]:
         """Return what a backward pass runs in, for what calls torch's engine itself; it gives whether it has a mode."""
@@ -321,16 +329,16 @@ class autocast(ContextDecorator):  # noqa: N801 - the name torch.autocast has
             _say_what_torch_decided(exception[1], self.region)
 
     def _recreate_cm(self) -> autocast:
-        """Give each call of a decorated function a region of its own, so that threads do not share one."""
+        """Return a region of its own for each call of a decorated function, so that threads do not share one."""
         return autocast.of(self.region)
 
 
-def _torchs_signature(policy: Any, device_type: Any, others: dict[str, Any]) -> RegionArgumentError:
+def _torchs_signature(policy: Any, device_type: Any, keywords: dict[str, Any]) -> RegionArgumentError:
     """Return the error of arguments that are ``torch.autocast``'s, or no region's at all."""
     device = next((value for value in (policy, device_type) if isinstance(value, str) and value), "cuda")
-    dtype = others.get("dtype", device_type)
+    dtype = keywords.get("dtype", device_type)
     dtype = dtype if dtype in LOW else torch.bfloat16
-    if foreign := [name for name in others if name not in ("dtype", "enabled", "cache_enabled")]:
+    if foreign := [name for name in keywords if name not in ("dtype", "enabled", "cache_enabled")]:
         return RegionArgumentError(
             f"a region takes no {some_of(foreign)}",
             where="mezzo.autocast(…)",
@@ -347,15 +355,15 @@ def _torchs_signature(policy: Any, device_type: Any, others: dict[str, Any]) -> 
 
 
 def _say_what_torch_decided(error: RuntimeError, region: Region) -> None:
-    """Note at an error of torch's which op a rule would have cast, where a region without a mode left it to torch."""
+    """Add to an error of torch's which op a rule would have cast, where a region without a mode left it to torch."""
     if region.has_differences or not region.policy.casts or region.policy.lists == "device":
         return
     for word in re.findall(r"[a-z]\w*", str(error).lower().replace("index put", "index_put"))[:8]:
         row = OPS.get(word.removesuffix("_"))
         if row is not None and row.portable != "native":
-            kinds = " and ".join(region.device_types)
+            covered = " and ".join(region.device_types)
             error.add_note(
-                f"On {kinds} {row.name} is left to torch, as in torch.amp; a rule decides: "
+                f"On {covered} {row.name} is left to torch, as in torch.amp; a rule decides: "
                 f"{both(f'{row.portable}={row.name}')}"
             )
             return
@@ -387,11 +395,13 @@ class _Inside(contextlib.AbstractContextManager[None]):
             torch.set_autocast_cache_enabled(region.caches)
         self._plainly = begin_plainly() if table is not None and table.autocasts else None
         self._states = []
-        for kind, is_on, dtype in states:
-            self._states.append((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)))
-            torch.set_autocast_enabled(kind, is_on)
+        for device_type, is_on, dtype in states:
+            self._states.append(
+                (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+            )
+            torch.set_autocast_enabled(device_type, is_on)
             if dtype is not None:
-                torch.set_autocast_dtype(kind, dtype)
+                torch.set_autocast_dtype(device_type, dtype)
         torch.autocast_increment_nesting()
         self._outer = silenced()
         self._mode = None
@@ -405,9 +415,9 @@ class _Inside(contextlib.AbstractContextManager[None]):
         heard(self._outer)
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
-        for kind, is_on, dtype in self._states:
-            torch.set_autocast_enabled(kind, is_on)
-            torch.set_autocast_dtype(kind, dtype)
+        for device_type, is_on, dtype in self._states:
+            torch.set_autocast_enabled(device_type, is_on)
+            torch.set_autocast_dtype(device_type, dtype)
         if self._plainly is not None:
             end_plainly(self._plainly)
         torch.set_autocast_cache_enabled(self._caches)
@@ -429,10 +439,10 @@ class _BackwardIn(contextlib.AbstractContextManager[bool]):
         if self._reductions is not None:
             set_reductions([(False, split_k) for _, split_k in self._reductions])
         self._outer = silenced()
-        self._off = [each.device_type for each in region.per_device if each.autocast]
-        self._off = [kind for kind in self._off if torch.is_autocast_enabled(kind)]
-        for kind in self._off:
-            torch.set_autocast_enabled(kind, False)
+        self._off = [differences.device_type for differences in region.per_device if differences.autocast]
+        self._off = [device_type for device_type in self._off if torch.is_autocast_enabled(device_type)]
+        for device_type in self._off:
+            torch.set_autocast_enabled(device_type, False)
         self._mode = None
         if region.table is not None:
             self._mode = PolicyMode(region.table, WeightCasts(keeps=False), recomputing=True)
@@ -442,8 +452,8 @@ class _BackwardIn(contextlib.AbstractContextManager[bool]):
     def __exit__(self, *exception: Any) -> None:
         if self._mode is not None:
             self._mode.__exit__(*exception)  # type: ignore[no-untyped-call]
-        for kind in self._off:
-            torch.set_autocast_enabled(kind, True)
+        for device_type in self._off:
+            torch.set_autocast_enabled(device_type, True)
         heard(self._outer)
         if self._reductions is not None:
             set_reductions(self._reductions)
@@ -462,11 +472,11 @@ def _active(region: Region) -> Iterator[None]:
 @contextlib.contextmanager
 def _backward(region: Region) -> Iterator[bool]:
     """Run what a backward pass runs in; whether it has a mode, which keeps no casts: the pass may be long."""
-    own = region.per_device
-    autocasts = [each.device_type for each in own if each.autocast]
-    with accumulation(region.policy, own), shadowed(), without_autocast(autocasts):
+    per_device = region.per_device
+    autocasts = [differences.device_type for differences in per_device if differences.autocast]
+    with accumulation(region.policy, per_device), shadowed(), without_autocast(autocasts):
         if region.has_differences:
-            with PolicyMode(ModeTable.of(own), WeightCasts(keeps=False), recomputing=True):
+            with PolicyMode(ModeTable.of(per_device), WeightCasts(keeps=False), recomputing=True):
                 yield True
         else:
             yield False
@@ -474,7 +484,7 @@ def _backward(region: Region) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def _caching(caches: bool | None) -> Iterator[None]:
-    """Let torch's autocast keep casts of weights, or not; a graph keeps none whatever it is told."""
+    """Switch torch's cache of weight casts on or off; a graph keeps none either way."""
     if caches is None or torch.compiler.is_compiling():
         yield
         return
@@ -558,8 +568,9 @@ _RESOLVED: Final[dict[str, Region]] = {}
 @constant_in_graphs  # a region entered inside a compiled function is resolved while that is traced
 def _resolve(policy: PolicyLike, device_type: str | None) -> str:
     value = Policy.of(policy)
-    kinds = (device_type,) if device_type else default_device_types()
-    found = tuple(find_differences(value, kind) for kind in kinds)
-    key = f"{value} {[rule.reason for rule in value.rules]} as {' + '.join(each.key for each in found)}"
-    _RESOLVED.setdefault(key, Region(policy=value, per_device=found))
+    device_types = (device_type,) if device_type else default_device_types()
+    per_device = tuple(find_differences(value, name) for name in device_types)
+    keys = " + ".join(differences.key for differences in per_device)
+    key = f"{value} {[rule.reason for rule in value.rules]} as {keys}"
+    _RESOLVED.setdefault(key, Region(policy=value, per_device=per_device))
     return key

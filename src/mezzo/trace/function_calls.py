@@ -108,11 +108,11 @@ def around() -> tuple[Doing, tuple[str, ...]]:
     open_notes = notes()
     if not open_notes:
         return "other", ()
-    inner = next((note for note in reversed(open_notes) if note.kind not in ("op", "widened")), None)
-    formats = next((note.about.formats for note in reversed(open_notes) if note.kind == "quantised"), ())
-    if inner is None or inner.kind == "op":
+    inner = next((note for note in reversed(open_notes) if note.event not in ("op", "widened")), None)
+    formats = next((note.about.formats for note in reversed(open_notes) if note.event == "quantised"), ())
+    if inner is None or inner.event == "op":
         return "region", formats
-    return ("emulation" if inner.kind == "quantised" and inner.about.emulated else inner.kind), formats
+    return ("emulation" if inner.event == "quantised" and inner.about.emulated else inner.event), formats
 
 
 def is_from(name: str, package: str) -> bool:

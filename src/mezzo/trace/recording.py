@@ -158,7 +158,7 @@ class PassRecorder:
         with DisableTorchFunction():
             before = self.where.now
             # A region above this mode may have decomposed the function that the user's code calls.
-            by, functions = around()[0], [note.about for note in notes() if note.kind == "op"]
+            by, functions = around()[0], [note.about for note in notes() if note.event == "op"]
             call = self._decider.call(functions[-1] if functions else function, args, kwargs, before.path)
             call.hidden = by in ("cast", "quantised")
             if by == "region":  # the model's own code entered it, above this mode
@@ -239,7 +239,7 @@ class PassRecorder:
             self._enter(record.call, location.module)
             record.call.op = record.name
             self._leave(record.call, out)
-        if location.call is not None and any(note.kind == "widened" for note in notes()):
+        if location.call is not None and any(note.event == "widened" for note in notes()):
             reason = f"no kernel in {location.call.low_dtype} here"
             location.call.decision = Decision(treatment="fp32", rule=None, reason=reason, source="torch")
         self._number(record, args, kwargs, out)

@@ -121,14 +121,14 @@ def _of_family(names: list[str], dtype: torch.dtype, device: str) -> Answer:
             in_format = partial(_forward_and_backward, name, operands, slope, dtype, device)
             wanted = in_fp32()
             try:
-                found = in_format()
+                result = in_format()
             except _REFUSALS as refusal:
                 return {
                     "status": "unsupported",
                     "speed_ratio": None,
                     "detail": f"{name}: {str(refusal).splitlines()[0]}",
                 }
-            for got, want in zip(found, wanted, strict=True):
+            for got, want in zip(result, wanted, strict=True):
                 off = float((got.float() - want).norm() / want.norm())
                 if not off <= TOLERANCE * torch.finfo(dtype).eps:  # nor is a NaN
                     detail = f"{name} at width {width} is off by {off:.2g} of its norm"
@@ -153,7 +153,7 @@ def products(dtype: torch.dtype) -> None:
 
 
 def die_quietly() -> None:
-    """Let this process die of what it computes as of no accident: no handler, no report on stderr, no core file."""
+    """Switch off handlers, reports on stderr and core files: this process may die of an instruction."""
     faulthandler.disable()
     if sys.platform == "win32":
         return
@@ -176,7 +176,7 @@ def _drawn(shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
     """Draw tensors whose values a format has, on the CPU and in FP32; the user's random state stays."""
     generator = torch.Generator().manual_seed(0)
     drawn = (torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") for shape in shapes)
-    return [each.to(dtype).float() for each in drawn]
+    return [tensor.to(dtype).float() for tensor in drawn]
 
 
 def _forward_and_backward(
@@ -196,12 +196,12 @@ def _speed_ratio(in_fp32: Callable[[], object], in_format: Callable[[], object],
     for turn in range(MAX_TURNS):
         for work, taken in zip((in_fp32, in_format), times, strict=True):
             taken.append(_seconds(work, device))
-        wide, low = (min((each for each in taken if each > 0), default=None) for taken in times)
-        if wide is not None and low is not None and low > HOPELESS * wide:
+        fp32_time, low_time = (min((seconds for seconds in taken if seconds > 0), default=None) for taken in times)
+        if fp32_time is not None and low_time is not None and low_time > HOPELESS * fp32_time:
             break
         if turn + 1 >= MIN_TURNS and sum(map(sum, times)) > TIME_BUDGET_S:
             break
-    return wide / low if wide is not None and low is not None else None
+    return fp32_time / low_time if fp32_time is not None and low_time is not None else None
 
 
 def _seconds(work: Callable[[], object], device: str) -> float:
@@ -215,7 +215,7 @@ def _seconds(work: Callable[[], object], device: str) -> float:
 
 
 def main(name: str) -> None:
-    """Be the program: examine a format, and print a line for the parent."""
+    """Run the child process: examine a format, and print one line for the parent."""
     die_quietly()
     # One thread: on a busy machine threads that wait for each other hide the arithmetic, and an FP16 product six times
     # slower than FP32 was measured as equally fast.

@@ -102,8 +102,8 @@ def of_processor(facts: Mapping[str, str], dtype: torch.dtype, limit: str | None
 
 
 def _masks(limit: str | None, needed: str) -> bool:
-    known = {name: place for place, name in enumerate(_LIMITS)}
-    return limit is not None and known.get(limit.upper(), len(_LIMITS)) < known.get(needed, 0)
+    numbers = {name: number for number, name in enumerate(_LIMITS)}
+    return limit is not None and numbers.get(limit.upper(), len(_LIMITS)) < numbers.get(needed, 0)
 
 
 def of_cuda(capability: tuple[int, int] | None, dtype: torch.dtype) -> Claim:

@@ -142,7 +142,7 @@ def arithmetic(
     cure = f"{ISA_VARIABLE}={probing.ISA_LIMIT} python …" if report.needs_isa_limit else ""
     if emulate is True:
         return dict.fromkeys(FAMILIES, Choice(action="emulate", reason="emulate=True asks for it"))
-    reasons = {(each.status, each.why if each.is_usable else each.detail) for each in families.values()}
+    reasons = {(support.status, support.why if support.is_usable else support.detail) for support in families.values()}
     are_alike = len(reasons) == 1
     called = {family: name if are_alike else f"{name} in {family}" for family in families}
     choices = {family: _safe(families[family], called[family], device_type, revived) for family in families}
@@ -162,9 +162,9 @@ def arithmetic(
         why = "; ".join(dict.fromkeys(choices[family].reason for family in loud))
         _say_once(f"{which} on this {device_type}", why, cure)
     slow = {
-        family: Choice(action="emulate", reason=f"{called[family]} on this {device_type} is slow: {each.why}")
-        for family, each in families.items()
-        if family not in lacking and not each.fast
+        family: Choice(action="emulate", reason=f"{called[family]} on this {device_type} is slow: {support.why}")
+        for family, support in families.items()
+        if family not in lacking and not support.fast
     }
     return choices | slow
 
@@ -183,30 +183,30 @@ def emulated_families(
 
 
 def _safe(support: FamilySupport, what: str, device_type: str, revived: Choice | None) -> Choice:
-    """Say how a family is computed natively, and if it cannot be, that it is emulated."""
+    """Return how a family is computed natively, or that it is emulated where it cannot be."""
     if revived is not None:
         unsafe = revived.action != "emulate" and not support.is_usable  # not right under the limit
         return Choice(action="emulate", reason=f"{what}: {support.detail}") if unsafe else revived
     is_right = support.status == "right"
-    said = f"{what} on this {device_type} is {support.status} ({support.why if is_right else support.detail})"
-    return Choice(action="native" if is_right else "emulate", reason=said)
+    status = f"{what} on this {device_type} is {support.status} ({support.why if is_right else support.detail})"
+    return Choice(action="native" if is_right else "emulate", reason=status)
 
 
 def _revive(dtype: torch.dtype, report: DeviceReport) -> Choice:
     """Make native computation safe in a format that kills processes on this CPU, or say why it must not happen."""
-    name, own, support = dtype_name(dtype), isa_setting(), report.formats[dtype]
+    name, setting, support = dtype_name(dtype), isa_setting(), report.formats[dtype]
     dies = f"{name} kills the process on this CPU ({support.families['products'].detail})"
-    if not any(each.is_usable for each in support.families.values()):  # under the limit, too
+    if not any(family.is_usable for family in support.families.values()):  # under the limit, too
         return Choice(action="emulate", reason=dies)
-    limit = own or probing.ISA_LIMIT
-    if own is None:
+    limit = setting or probing.ISA_LIMIT
+    if setting is None:
         os.environ[ISA_VARIABLE] = limit
     # oneDNN reads it now, and obeys it whatever the environment becomes: unless it has read another before.
     private("torch.ops.mkldnn._is_mkldnn_bf16_supported")()
     if survives_here(dtype):
-        whose = f"and {ISA_VARIABLE}={limit} is set" if own else f"so mezzo has set {ISA_VARIABLE}={limit}"
-        return Choice(action="native" if own else "limit", reason=f"{dies}, {whose}")
-    if own is None:
+        whose = f"and {ISA_VARIABLE}={limit} is set" if setting else f"so mezzo has set {ISA_VARIABLE}={limit}"
+        return Choice(action="native" if setting else "limit", reason=f"{dies}, {whose}")
+    if setting is None:
         del os.environ[ISA_VARIABLE]
     return Choice(action="emulate", reason=f"{dies}, and this process has used oneDNN before that was set")
 
@@ -224,7 +224,7 @@ def _say_once(what: str, why: str, cure: str) -> None:
 
 
 def intended(report: DeviceReport, dtype: torch.dtype) -> Mapping[Family, Action]:
-    """Say what a fresh process does with ``emulate="auto"`` for each family, without doing it.
+    """Return what a fresh process does with ``emulate="auto"`` for each family, without doing it.
 
     Args:
         report: From :func:`probe`.
@@ -246,7 +246,7 @@ def intended(report: DeviceReport, dtype: torch.dtype) -> Mapping[Family, Action
     return {family: one(support) for family, support in report.formats[dtype].families.items()}
 
 
-def fast_format(kinds: Container[str]) -> torch.dtype:
+def fast_format(device_types: Container[str]) -> torch.dtype:
     """Return the low format to train in where none is chosen: BF16, or FP16 where the device is fast in that alone.
 
     What the device says of itself decides, as for :func:`arithmetic`: the same machine gives the same format.
@@ -254,13 +254,13 @@ def fast_format(kinds: Container[str]) -> torch.dtype:
     The family of linear layers and matrix products decides: nearly every model spends its time there.
 
     Args:
-        kinds: The device types of a model's tensors; an accelerator's answer counts before the CPU's.
+        device_types: Those of a model's tensors; an accelerator's answer counts before the CPU's.
 
     Cost:
         That of :func:`probe`.
     """
     present = devices()[::-1]
-    formats = probe(next((kind for kind in present if kind in kinds), present[0])).formats
+    formats = probe(next((device_type for device_type in present if device_type in device_types), present[0])).formats
     half, brain = (formats[dtype].families["products"] for dtype in (torch.float16, torch.bfloat16))
     return torch.float16 if half.fast and not brain.fast else torch.bfloat16
 

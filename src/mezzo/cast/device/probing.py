@@ -186,30 +186,33 @@ class FormatSupport:
         return cls(families=dict.fromkeys(FAMILIES, FamilySupport(status=status, detail=detail, **more)))
 
     @classmethod
-    def told(cls, said: Mapping[Family, Mapping[str, Any]]) -> FormatSupport:
-        """Read what a child or a file says.
+    def of_report(cls, report: Mapping[Family, Mapping[str, Any]]) -> FormatSupport:
+        """Read the report of a child process, or of a file.
 
         Raises:
-            TypeError, ValueError, KeyError, AttributeError: It is not that.
+            TypeError, ValueError, KeyError, AttributeError: It is no such report.
         """
-        families = {family: FamilySupport(**{name: said[family][name] for name in _TOLD}) for family in FAMILIES}
-        if odd := [each for each in families.values() if not each.is_whole]:
+        families = {family: FamilySupport(**{name: report[family][name] for name in _TOLD}) for family in FAMILIES}
+        if odd := [family for family in families.values() if not family.is_whole]:
             raise ValueError(f"its file says {odd[0]}")
         return cls(families=families)
 
     def to_tell(self) -> dict[Family, dict[str, Any]]:
-        """Return what :meth:`told` reads: what was tried, without what the device says of itself."""
-        return {family: {name: getattr(each, name) for name in _TOLD} for family, each in self.families.items()}
+        """Return the report that :meth:`of_report` reads: results of trials, without the device's own claims."""
+        return {family: {name: getattr(support, name) for name in _TOLD} for family, support in self.families.items()}
 
     def claiming(self, claim: Claim) -> FormatSupport:
-        """Return the same with what the device says of itself."""
-        return FormatSupport(families={family: replace(each, claim=claim) for family, each in self.families.items()})
+        """Return the same with the device's own claims."""
+        return FormatSupport(
+            families={family: replace(support, claim=claim) for family, support in self.families.items()}
+        )
 
     @property
     def worst(self) -> FamilySupport:
         """The family that is least right, and among those the slowest."""
         return max(
-            self.families.values(), key=lambda each: (_WORSE.index(each.status), -(each.speed_ratio or float("inf")))
+            self.families.values(),
+            key=lambda support: (_WORSE.index(support.status), -(support.speed_ratio or float("inf"))),
         )
 
     @property
@@ -248,8 +251,8 @@ class DeviceReport:
             {"dtype": dtype_name(dtype), "status": support.status, "families": support.to_list()}
             for dtype, support in self.formats.items()
         ]
-        own = ("device_type", "name", "needs_isa_limit")
-        return {name: getattr(self, name) for name in own} | {"formats": formats}
+        names = ("device_type", "name", "needs_isa_limit")
+        return {name: getattr(self, name) for name in names} | {"formats": formats}
 
 
 def isa_setting() -> str | None:
@@ -269,34 +272,34 @@ def cpu_report(*, refresh: bool = False) -> DeviceReport:
     Cost:
         A few seconds for each format and limit once on a machine, then that of reading a file.
     """
-    cpu, own, kept = processor(), isa_setting(), dict[str, FormatSupport]()
+    cpu, setting, stored_formats = processor(), isa_setting(), dict[str, FormatSupport]()
     about = {**cpu, "torch": torch.__version__, "probe": _VERSION}
     file = f"device-{hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:20]}.json"
     try:
         stored = {} if refresh else json.loads(files.kept(file).read_bytes())
-        kept = {key: FormatSupport.told(said) for key, said in stored.items()}
+        stored_formats = {key: FormatSupport.of_report(report) for key, report in stored.items()}
     except (OSError, RuntimeError, ValueError, TypeError, AttributeError, KeyError) as fault:
-        kept = {}
+        stored_formats = {}
         logger.info("nothing is known of this CPU: %s", fault)
-    known = dict(kept)
+    answers = dict(stored_formats)
 
     def asked(dtype: torch.dtype, limit: str | None) -> FormatSupport:
         key = dtype_name(dtype) + (f" under {limit}" if limit else "")
-        known[key] = known.get(key) or _ask_child(dtype, limit)
-        return known[key]
+        answers[key] = answers.get(key) or _ask_child(dtype, limit)
+        return answers[key]
 
     formats, needs_isa_limit = {}, False
     for dtype in FORMATS:
         free = asked(dtype, None)
         dies = free.status == "dead"
-        cured = dies and any(each.status == "right" for each in asked(dtype, ISA_LIMIT).families.values())
-        limit = own or (ISA_LIMIT if cured else None)
+        cured = dies and any(family.status == "right" for family in asked(dtype, ISA_LIMIT).families.values())
+        limit = setting or (ISA_LIMIT if cured else None)
         used = asked(dtype, limit).claiming(claims.of_processor(cpu, dtype, limit))
         formats[dtype] = _dead(used, free.worst.detail, cured) if dies else used
         needs_isa_limit |= cured
     # What could not be asked, on a machine that is too busy for instance, may answer the next time.
-    lasting = {key: support for key, support in known.items() if support.status != "unknown"}
-    if lasting != kept:
+    lasting = {key: support for key, support in answers.items() if support.status != "unknown"}
+    if lasting != stored_formats:
         try:
             kept_now = {key: support.to_tell() for key, support in lasting.items()}
             files.keep(file, json.dumps(kept_now, indent=1).encode())
@@ -306,17 +309,17 @@ def cpu_report(*, refresh: bool = False) -> DeviceReport:
 
 
 def _dead(used: FormatSupport, died: str, cured: bool) -> FormatSupport:
-    """Say that a format kills processes, of each family with its speed under the limit that it will be used with."""
+    """Return that a format kills processes, with each family's speed under the limit that it will be used with."""
     families = {}
-    for family, each in used.families.items():
-        under = "" if each.status == "right" else f" ({each.detail})"
-        cure = f"; {each.status}{under} with {ISA_VARIABLE}={ISA_LIMIT}" if cured else ""
-        families[family] = replace(each, status="dead", detail=died + cure, is_cured=each.status == "right")
+    for family, support in used.families.items():
+        under = "" if support.status == "right" else f" ({support.detail})"
+        cure = f"; {support.status}{under} with {ISA_VARIABLE}={ISA_LIMIT}" if cured else ""
+        families[family] = replace(support, status="dead", detail=died + cure, is_cured=support.status == "right")
     return FormatSupport(families=families)
 
 
 def cuda_report() -> DeviceReport:
-    """Ask a GPU: nothing is measured, so that a training run does not begin with a benchmark."""
+    """Return the report of a GPU: nothing is measured, so that a training run does not begin with a benchmark."""
     capability = None if torch.version.hip else torch.cuda.get_device_capability()
     has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
     formats = {}
@@ -340,8 +343,8 @@ def accelerator_report(device_type: str) -> DeviceReport:
     named = getattr(torch.get_device_module(device_type), "get_device_name", None)
     claim = claims.of_accelerator(device_type)
     with DisableTorchFunction():  # whatever region or mode is around
-        said = {dtype: child.examined(dtype, device_type) for dtype in FORMATS}
-    formats = {dtype: FormatSupport.told(each).claiming(claim) for dtype, each in said.items()}
+        reports = {dtype: child.examined(dtype, device_type) for dtype in FORMATS}
+    formats = {dtype: FormatSupport.of_report(report).claiming(claim) for dtype, report in reports.items()}
     return DeviceReport(device_type=device_type, name=named() if named else device_type, formats=formats)
 
 
@@ -349,9 +352,9 @@ def _ask_child(dtype: torch.dtype, limit: str | None) -> FormatSupport:
     """Examine a format in a fresh interpreter, under a limit."""
     environment = {key: value for key, value in os.environ.items() if key not in (ISA_VARIABLE, "DNNL_MAX_CPU_ISA")}
     environment |= {ISA_VARIABLE: limit} if limit else {}
-    said, ended, fault = answered([*CHILD_COMMAND, dtype_name(dtype)], environment, CHILD_TIMEOUT_S)
-    if said is not None:
-        return FormatSupport.told(said)
+    report, ended, fault = answered([*CHILD_COMMAND, dtype_name(dtype)], environment, CHILD_TIMEOUT_S)
+    if report is not None:
+        return FormatSupport.of_report(report)
     if fault in child.FAULTS:
         return FormatSupport.alike("dead", f"another process that tried it was killed by {fault}")
     return _unknown(ended)
@@ -376,19 +379,19 @@ def answered(
         return None, "this Python has no executable of its own to start another with", ""
     try:
         # It must find the torch that this process found, wherever that was; imports pass over what is no text.
-        path = os.pathsep.join(each or os.getcwd() for each in sys.path if isinstance(each, str))
-        given, nothing = {**environment, "PYTHONPATH": path}, subprocess.DEVNULL
-        done = subprocess.run(command, env=given, stdin=nothing, capture_output=True, timeout=timeout_s)
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path if isinstance(folder, str))
+        variables, nothing = {**environment, "PYTHONPATH": path}, subprocess.DEVNULL
+        done = subprocess.run(command, env=variables, stdin=nothing, capture_output=True, timeout=timeout_s)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         return None, f"another process could not be started or did not end ({error})", ""
     logger.debug("stderr of another process: %s", done.stderr.decode(errors="replace")[-2000:])
     fault = {number.value: number.name for number in signal.Signals}.get(-done.returncode, "")
-    said = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith(child.PREFIX)]
-    if done.returncode != 0 or not said:
+    lines = [line for line in done.stdout.decode(errors="replace").splitlines() if line.startswith(child.PREFIX)]
+    if done.returncode != 0 or not lines:
         ended = f"was killed by {fault}" if fault else f"ended with exit code {done.returncode}"
         return None, f"another process {ended} and had said nothing", fault
-    found: dict[Any, Any] = json.loads(said[-1].removeprefix(child.PREFIX))
-    return found, "", ""
+    answer: dict[Any, Any] = json.loads(lines[-1].removeprefix(child.PREFIX))
+    return answer, "", ""
 
 
 def _unknown(why: str) -> FormatSupport:

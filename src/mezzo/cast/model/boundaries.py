@@ -47,21 +47,21 @@ class TakesIn:
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Return the arguments, cast, or ``None`` where nothing has to be."""
-        given = (*args, *kwargs.values()) if kwargs else args
+        inputs = (*args, *kwargs.values()) if kwargs else args
         if torch.compiler.is_compiling() or not num_function_modes():
-            is_off = any_off(given, self._others)
+            is_off = any_off(inputs, self._others)
         else:
             with DisableTorchFunction():  # a region's mode is asked for each dtype that is read, too
-                is_off = any_off(given, self._others)
+                is_off = any_off(inputs, self._others)
         return cast_floating((args, kwargs), self.dtype) if is_off else None
 
 
 class HeldRegion:
     """The region of some prepared models, or of one module: resolved once, and again when what it depends on changed.
 
-    That is where the models' tensors are, and which tensors stand in the places of ruled ones, where
-    ``torch.func.functional_call`` puts others for one call. Both are compared at each entry: a device for each type of
-    these, and the ruled tensors by identity.
+    It depends on the devices of the models' tensors, and on the ruled tensors, which ``torch.func.functional_call``
+    replaces for one call. Both are compared at each entry: a device for each device type, and the ruled tensors by
+    identity.
 
     Args:
         policy: The models' policy.
@@ -72,7 +72,7 @@ class HeldRegion:
 
     def __init__(self, policy: Policy, path: str, params: Sequence[RuledParams], devices: Sequence[Devices]) -> None:
         self.policy, self.path, self._params, self._devices = policy, path, params, devices
-        self._ruled = [each for each in params if each.has_any]
+        self._ruled = [ruled for ruled in params if ruled.has_any]
         self._found: tuple[Region, list[torch.device], list[Tensor | None]] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -80,8 +80,8 @@ class HeldRegion:
 
     def now(self) -> Region:
         """Return the region."""
-        devices = [device for each in self._devices for device in each.now()]
-        standing = [tensor for each in self._ruled for tensor in each.standing()]
+        devices = [device for model in self._devices for device in model.now()]
+        standing = [tensor for model in self._ruled for tensor in model.standing()]
         if self._found is not None:
             region, on, ruled = self._found
             if devices == on and len(standing) == len(ruled) and all(map(is_, standing, ruled)):
@@ -92,8 +92,8 @@ class HeldRegion:
 
     def resolved(self) -> Region:
         """Resolve the region anew."""
-        kinds = tuple(dict.fromkeys(kind for each in self._devices for kind in each.kinds()))
-        return Region.inside(self.policy, self.path, RuledParams.known_of(self._params), kinds)
+        device_types = tuple(dict.fromkeys(device_type for model in self._devices for device_type in model.kinds()))
+        return Region.inside(self.policy, self.path, RuledParams.known_of(self._params), device_types)
 
     @constant_in_graphs
     def kinds(self) -> tuple[str, ...]:
@@ -107,11 +107,11 @@ class HeldRegion:
 
 
 class Within:
-    """Have a module run in its policy's region, whatever calls it: a pair of hooks.
+    """A pair of hooks by which a module runs in its policy's region, whatever calls it.
 
     Where torch recomputes a part of the model for a backward pass, and where a part is called by itself, no region is
-    there; then it is entered for the call. A region that is there is left alone, but by a module that rules treat
-    otherwise than what is around it, or by a part of such a one that is called by itself.
+    active; then one is entered for the call. An active region stays, unless rules treat the module otherwise than the
+    module around it, or treat a module around it so and the part is called by itself.
 
     A copy and a pickle of a prepared model have no region: it is resolved where one is entered.
 
@@ -156,13 +156,13 @@ class Within:
         self._handles = before, module.register_forward_hook(self.exit, always_call=True)
 
     def unhook(self) -> None:
-        """Take the hooks off."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles = ()
 
     def end(self) -> None:
-        """Take the hooks off for good."""
+        """Remove the hooks for good."""
         self._has_ended = True
         self.unhook()
 
@@ -177,9 +177,11 @@ class Within:
     @property
     def is_needed(self) -> bool:
         """Whether the region would do anything that is not done without it."""
-        own, around = (self.policy.module_rule(path) for path in (self.path, self.path.rpartition(".")[0]))
+        rule, outer_rule = (self.policy.module_rule(path) for path in (self.path, self.path.rpartition(".")[0]))
         # Functions in a low part of a module in FP32 are not to be cast to FP32 by the region of that module.
-        parts = own is not None and around is not None and (own.treatment, around.treatment) == ("low", "fp32")
+        parts = (
+            rule is not None and outer_rule is not None and (rule.treatment, outer_rule.treatment) == ("low", "fp32")
+        )
         return self.region.now().has_differences or (self.path != "" and (self.policy.casts or parts))
 
     @compiled_inside_alone
@@ -195,22 +197,22 @@ class Within:
         return None if self.inputs is None else cast_floating((args, kwargs), self.inputs)
 
     def _is_there(self) -> bool:
-        """Whether the region of what is around the module is there."""
+        """Whether the region of the module around this one is active."""
         return self._place in getattr(self._inside, "places", ()) if self.path else acts_here()
 
     def is_idle(self) -> bool:
-        """Whether the region is there, or is not to be there: in a program that is exported there is none."""
+        """Whether a call of the module enters no region: one is active already, or the program is exported."""
         if is_exporting():
             return True
         modes = acting_modes()
         is_own = self.is_own or (self.path != "" and not torch.compiler.is_compiling() and not self._is_there())
         if not is_own and len(modes) > 0:  # torch 2.11 traces no bool(list)
             return not modes[-1].recomputing or modes[-1].keys == self.region.keys()
-        kinds = self.region.kinds()
-        if self.policy.casts and not any(torch.is_autocast_enabled(kind) for kind in kinds):
+        device_types = self.region.kinds()
+        if self.policy.casts and not any(torch.is_autocast_enabled(device_type) for device_type in device_types):
             # Outside any region FP32 weights compute in FP32. But in a part that is kept in FP32 autocast is off, too.
             return not is_own or not (getattr(self._inside, "places", ()) or runs_backward())
-        # Whichever tensors stand in the places of ruled ones now, the region is to know them.
+        # A region with ruled parameters is entered anew: it must know the tensors that replace them in this call.
         return len(modes) > 0 and len(self.params) == 0 and modes[-1].keys == self.region.keys()
 
     # A region cannot be entered in one compiled frame and left in another: these calls stay in Python.
@@ -224,7 +226,7 @@ class Within:
             self._inside.places = [*getattr(self._inside, "places", ()), self._place]
 
     def _skip(self) -> None:
-        """Note that a call inside of one that has entered the region did not."""
+        """Record that a call, inside of one that has entered the region, has not entered it."""
         if stack := self._entered.get(threading.get_ident()):
             stack.append(None)
 
@@ -237,7 +239,7 @@ class Within:
             self.add_place(sys.exception())
 
     def add_place(self, error: BaseException | None) -> None:
-        """Add the module to an error that leaves it, if it has no place yet."""
+        """Add the module's path to an error that was raised in it, if the error has none yet."""
         if isinstance(error, MezzoError) and error.awaits_place:
             error.happened_in(f"module {self.name}" if self.name else "the model's own forward")
 
@@ -255,26 +257,26 @@ class Within:
                 self._inside.places.pop()
 
 
-#: What keeps dtypes as long as it lives, or until it is ended; and the hooks of torch's that stand for all of these.
+#: The owners whose dtypes are kept, until they are freed or end it; and the hooks of torch's that serve all of them.
 _KEEPING: Final[list[weakref.ref[Any]]] = []
 _HOOKS: Final[list[RemovableHandle]] = []
 _BEGINNING: Final = threading.Lock()
 
 
 def keep_dtypes(of: object) -> Callable[[], None]:
-    """Have parameters and buffers keep their dtypes where code of a region puts new ones in their places.
+    """Keep the dtypes of parameters and buffers that code in a region replaces by new ones.
 
     ``self.mean = hidden.mean(0)`` and ``layer.weight = nn.Parameter(a @ b)`` are FP32 in a plain program; in a region
-    what stands to the right may have 16 bits. Outside of regions a program says itself what a dtype is to be.
+    the right-hand side may have 16 bits. Outside of regions the program decides the dtype.
 
-    Torch has these hooks for all modules, and torch.compile guards which ones there are: so there is one pair, which
-    goes when nothing is left that was not ended, and never in the midst of a trace.
+    Torch has these hooks for all modules, and torch.compile guards on them: so there is one pair, which is removed
+    with the last owner, and never during a trace.
 
     Args:
-        of: What ends it by being dropped.
+        of: The owner: when it is freed, its dtypes are kept no longer.
 
     Returns:
-        What ends it.
+        A function that ends it.
     """
     here = weakref.ref(of, _KEEPING.remove)
 

@@ -43,8 +43,8 @@ _MARK: Final = "mezzo.cast.model.checks"
 def marks(leaf: Tensor) -> dict[str, Any]:
     """Return what can be noted on a leaf's node; it is gone with the node, which dies at once if nothing keeps it."""
     node: Any = get_gradient_edge(leaf).node  # torch declares metadata as a method, and it is a property
-    found: dict[str, Any] = node.metadata
-    return found
+    metadata: dict[str, Any] = node.metadata
+    return metadata
 
 
 def kept(leaves: Iterable[Tensor]) -> list[Tensor]:
@@ -53,11 +53,11 @@ def kept(leaves: Iterable[Tensor]) -> list[Tensor]:
     Args:
         leaves: Parameters; those that do not require a gradient have no such node.
     """
-    found = _alive([leaf for leaf in leaves if leaf.requires_grad])
-    if found:
+    alive = _alive([leaf for leaf in leaves if leaf.requires_grad])
+    if alive:
         gc.collect()  # what is only part of a cycle is not kept by anything
-        found = _alive(found)
-    return found
+        alive = _alive(alive)
+    return alive
 
 
 def _alive(leaves: list[Tensor]) -> list[Tensor]:
@@ -142,7 +142,7 @@ def wanted_storage(model: nn.Module, policy: Policy, *, converts: bool = False, 
 
 
 def _sorted(policy: Policy, wanted: Mapping[Tensor, torch.dtype], rules: Mapping[Tensor, Rule | None]) -> Stored:
-    """Tell what is stored in halves from what is stored plainly."""
+    """Split tensors into those to store in halves, and those to store plainly."""
     stored = Stored()
     for tensor, dtype in wanted.items():
         rule = rules[tensor]
@@ -170,31 +170,31 @@ def _is_hooked(model: nn.Module) -> bool:
 
 
 def out_of_reach(model: nn.Module, policy: Policy) -> Iterator[str]:
-    """Say which rules cannot reach inside composites that torch runs as one kernel."""
+    """Return which rules cannot reach inside composites that torch runs as one kernel."""
     rules = [rule for rule in policy.rules if rule.treatment not in QUANTISED]  # which are for no such parts
     for rule in rules:
-        for kind, parts in _ATOMIC.items():
+        for cls, parts in _ATOMIC.items():
             inside = sorted(set(rule.ops) & parts)
-            every = [(path, module) for path, module in model.named_modules() if isinstance(module, kind)]
+            every = [(path, module) for path, module in model.named_modules() if isinstance(module, cls)]
             paths = [path for path, module in every if _names_any(rule, module, path)]
             if inside and paths:
                 yield (
                     f"the rule {rule} does not reach {', '.join(inside)} inside {some_of(paths)}: torch runs "
-                    f"{kind.__name__} as one function; mezzo explain shows what it does"
+                    f"{cls.__name__} as one function; mezzo explain shows what it does"
                 )
 
 
 def _names_any(rule: Rule, module: nn.Module, path: str) -> bool:
     """Whether a rule is for a module, or for one inside it."""
-    return rule.module is None or any(rule.matches_module(each) for each, _ in module.named_modules(prefix=path))
+    return rule.module is None or any(rule.matches_module(name) for name, _ in module.named_modules(prefix=path))
 
 
 def changes_since(model: nn.Module) -> Iterator[StateError]:
     """Yield what stands against a session over a model that was prepared before."""
-    if held := [path for path, param in model.named_parameters() if param.grad is not None]:
+    if with_gradients := [path for path, param in model.named_parameters() if param.grad is not None]:
         yield StateError(
             "parameters of a prepared model hold gradients",
-            where=some_of(held),
+            where=some_of(with_gradients),
             why="they carry no loss scale, and were made before the session",
             write="optimizer.zero_grad(set_to_none=True) first",
         )
@@ -206,7 +206,7 @@ def unfit(model: nn.Module) -> Iterator[UnsupportedError]:
     lazy = [name for name, p in params if isinstance(p, nn.parameter.UninitializedParameter)]
     wide = [f"{name} (float64)" for name, p in params if p.dtype == torch.float64]
     scripted = [path or type(m).__name__ for path, m in model.named_modules() if isinstance(m, ScriptModule)]
-    for names, what, why, write in (
+    for names, problem, why, write in (
         (lazy, "lazy parameters have no values yet",
          "there is nothing to store, and no shape to store it in",
          "model(one_batch) first, then prepare it"),
@@ -218,20 +218,24 @@ def unfit(model: nn.Module) -> Iterator[UnsupportedError]:
          "the module without torch.jit.script or torch.jit.trace; or torch.compile(model)"),
     ):  # fmt: skip
         if names:
-            yield UnsupportedError(what, where=some_of(names), why=why, write=write)
+            yield UnsupportedError(problem, where=some_of(names), why=why, write=write)
 
 
 def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
     named = [(name, module) for name, module in model.named_modules(remove_duplicate=False) if name]
     modules = [name for name, _ in named]
     tensors = [name for name, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers())]
-    held = [name for name, p in model.named_parameters(remove_duplicate=False) if is_plain(p) and p.dtype in CASTABLE]
+    halved = [name for name, p in model.named_parameters(remove_duplicate=False) if is_plain(p) and p.dtype in CASTABLE]
     for rule in policy.rules:
         if rule.module is not None and not any(map(rule.matches_module, modules)):
-            what, near = f"the module glob {rule.module!r} matches no module", closest(rule.module, modules)
+            problem, near_name = f"the module glob {rule.module!r} matches no module", closest(rule.module, modules)
             is_param = rule.op is None and any(matches(name, rule.module) for name in tensors)
-            meant = f"{rule.treatment}_param={rule.module}" if is_param else near and replace(rule, module=exact(near))
-            yield _idle(what, rule, nearest(rule.module, modules), meant)
+            meant = (
+                f"{rule.treatment}_param={rule.module}"
+                if is_param
+                else near_name and replace(rule, module=exact(near_name))
+            )
+            yield _idle(problem, rule, nearest(rule.module, modules), meant)
         # Attention reads this projection's weight, and never calls it: a rule on the module would do nothing.
         silent = [name for name, m in named if rule.matches_module(name) and isinstance(m, _NEVER_CALLED)]
         if silent and not any(rule.matches_module(name.rpartition(".")[0]) for name in silent):
@@ -245,29 +249,33 @@ def _idle_rules(model: nn.Module, policy: Policy) -> Iterator[PolicyError]:
                 ),
             )
         if rule.op is not None and not any(map(_can_be_called, (*rule.ops, rule.op))):
-            what, near = f"the op glob {rule.op!r} matches no op that could be cast", closest(rule.op, OPS)
+            problem, near_name = f"the op glob {rule.op!r} matches no op that could be cast", closest(rule.op, OPS)
             why = "views and what torch lacks are cast nowhere" if rule.ops else nearest(rule.op, OPS)
-            yield _idle(what, rule, why, near and not rule.ops and replace(rule, op=near))
+            yield _idle(problem, rule, why, near_name and not rule.ops and replace(rule, op=near_name))
         if rule.param is not None and any(map(rule.matches_param, tensors)):
-            is_stored = any(map(rule.matches_param, held)) or policy.param_dtype != torch.float32
+            is_stored = any(map(rule.matches_param, halved)) or policy.param_dtype != torch.float32
             if rule.treatment == "low" and not is_stored:
-                what = f"the parameter glob {rule.param!r} matches nothing that can be stored in halves"
+                problem = f"the parameter glob {rule.param!r} matches nothing that can be stored in halves"
                 why = "only floating parameters of torch's own class can; buffers are FP32"
-                yield _idle(what, rule, why, False)
+                yield _idle(problem, rule, why, False)
         elif rule.param is not None:
-            what, near = (
+            problem, near_name = (
                 f"the parameter glob {rule.param!r} matches no parameter or buffer",
                 closest(rule.param, tensors),
             )
             is_module = any(matches(name, rule.param) for name in modules)
-            meant = f"{rule.treatment}_module={rule.param}" if is_module else near and replace(rule, param=exact(near))
-            yield _idle(what, rule, nearest(rule.param, tensors), meant)
+            meant = (
+                f"{rule.treatment}_module={rule.param}"
+                if is_module
+                else near_name and replace(rule, param=exact(near_name))
+            )
+            yield _idle(problem, rule, nearest(rule.param, tensors), meant)
 
 
-def _idle(what: str, rule: Rule, why: str, meant: Rule | str | bool) -> PolicyError:
-    """Build the error of a rule that says nothing about this model, with the one that is meant, where one is near."""
+def _idle(problem: str, rule: Rule, why: str, meant: Rule | str | bool) -> PolicyError:
+    """Build the error of a rule that matches nothing in this model, with the rule that may be meant."""
     write = both(str(meant)) if meant else f"the policy without {rule}"
-    return PolicyError(what, where=f"rule {rule}", why=why, write=write)
+    return PolicyError(problem, where=f"rule {rule}", why=why, write=write)
 
 
 def _can_be_called(op: str) -> bool:
@@ -276,7 +284,7 @@ def _can_be_called(op: str) -> bool:
 
 
 def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterator[MezzoError]:
-    """Yield all that stands against storing tensors otherwise.
+    """Yield the reasons why a model's tensors cannot be stored as a policy says.
 
     Args:
         model: The model that they are of.
@@ -308,10 +316,10 @@ def _cannot_convert(model: nn.Module, policy: Policy, stored: Stored) -> Iterato
             write="prepare first, then DistributedDataParallel(model), and the session with the model inside;\n"
             f"del loss, output; or {_CONVERTS_NOTHING}",
         )
-    if held := [names[t] for t in converted if t.grad is not None and is_alone(t)]:
+    if with_gradients := [names[t] for t in converted if t.grad is not None and is_alone(t)]:
         yield StateError(
             "parameters hold gradients from before they are converted",
-            where=some_of(held),
+            where=some_of(with_gradients),
             write="optimizer.zero_grad(set_to_none=True) first",
         )
 
@@ -326,19 +334,19 @@ def _lost(narrowed: Mapping[Tensor, torch.dtype]) -> list[Tensor]:
     asked = [*narrowed]
     flags = [is_lost(local(t.detach()), dtype) for t, dtype in narrowed.items()]
     # Of a sharded one every rank knows its own part.
-    found = flags_of_all(torch.stack([flag.to(asked[0].device) for flag in flags]), asked).tolist()
-    return [t for t, is_so in zip(asked, found, strict=True) if is_so]
+    are_lost = flags_of_all(torch.stack([flag.to(asked[0].device) for flag in flags]), asked).tolist()
+    return [t for t, is_so in zip(asked, are_lost, strict=True) if is_so]
 
 
 def is_lost(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Tell on the device whether finite values would become infinite in a dtype, 0-d bool."""
+    """Return, as a 0-d bool on the device, whether finite values would become infinite in a dtype."""
     return (values.isfinite() & ~values.to(dtype).isfinite()).any()
 
 
 def preparations_in(model: nn.Module) -> list[Any]:
     """Return the handles of all models that :func:`mezzo.prepare` has prepared in this one, or of parts of them."""
-    found = (handle for module in model.modules() for handle in vars(module).get("_mezzo_prepared", ()))
-    return list({id(handle): handle for handle in found}.values())
+    handles = (handle for module in model.modules() for handle in vars(module).get("_mezzo_prepared", ()))
+    return list({id(handle): handle for handle in handles}.values())
 
 
 def do_not_fit(names: Sequence[str], dtype: torch.dtype) -> UnsupportedError:

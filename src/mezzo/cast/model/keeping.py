@@ -33,19 +33,21 @@ def keeping(models: list[nn.Module], layers: Iterable[Any], *, name: str) -> tup
     layers = list(layers)
     why, write = "a layer is a module of the model, or a class of modules", f"{name}=[model.head, torch.nn.LayerNorm]"
     raise_together(
-        PolicyError(f"{name} has {shown(each)}", why=why, write=write)
-        for each in layers
-        if not isinstance(each, nn.Module) and not (isinstance(each, type) and issubclass(each, nn.Module))
+        PolicyError(f"{name} has {shown(layer)}", why=why, write=write)
+        for layer in layers
+        if not isinstance(layer, nn.Module) and not (isinstance(layer, type) and issubclass(layer, nn.Module))
     )
-    kinds = tuple(each for each in layers if isinstance(each, type))
-    given = {id(each): each for each in layers if not isinstance(each, type)}
+    classes = tuple(layer for layer in layers if isinstance(layer, type))
+    modules = {id(layer): layer for layer in layers if not isinstance(layer, type)}
     named = [dict(model.named_modules(remove_duplicate=False)) for model in models]
-    kept = [{path for path, each in of.items() if isinstance(each, kinds) or id(each) in given} for of in named]
-    known = {id(each) for of in named for each in of.values()}
+    chosen = [
+        {path for path, module in of.items() if isinstance(module, classes) or id(module) in modules} for of in named
+    ]
+    in_models = {id(module) for of in named for module in of.values()}
     problems = [
-        PolicyError(f"{name} has a {type(each).__name__} that is in none of the models", write=f"{name}=[model.head]")
-        for key, each in given.items()
-        if key not in known
+        PolicyError(f"{name} has a {type(module).__name__} that is in none of the models", write=f"{name}=[model.head]")
+        for key, module in modules.items()
+        if key not in in_models
     ]
     problems += [
         PolicyError(
@@ -54,12 +56,12 @@ def keeping(models: list[nn.Module], layers: Iterable[Any], *, name: str) -> tup
             why="models that are prepared together have one policy, which goes by paths",
             write="each model with an optimizer and a policy of its own; or both layers",
         )
-        for path in sorted(set().union(*kept))
-        for number, (of, mine) in enumerate(zip(named, kept, strict=True))
+        for path in sorted(set().union(*chosen))
+        for number, (of, mine) in enumerate(zip(named, chosen, strict=True))
         if path in of and path not in mine
     ]
     raise_together(problems)
-    paths = dict.fromkeys(path for mine in named for path in mine if any(path in each for each in kept))
+    paths = dict.fromkeys(path for mine in named for path in mine if any(path in paths for paths in chosen))
     if "" in paths:
         return (Rule("fp32", param="*", reason=name),)
     return tuple(Rule("fp32", module=exact(path), reason=name) for path in paths)

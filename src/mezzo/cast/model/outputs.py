@@ -18,11 +18,11 @@ from mezzo.tensors import CASTABLE, LOW, mapped, tensors
 
 
 def given_out(output: Any, dtype: torch.dtype) -> Any:
-    """Cast what a model gives out.
+    """Return a model's outputs, cast.
 
-    A tensor that another output was made of stays the tensor that it is: of a copy the other's graph would know
-    nothing, so that ``autograd.grad(loss, features)`` would raise, and ``features.retain_grad()`` would find nothing.
-    One of 16 bits is read in FP32 all the same: see :class:`ReadInFP32`.
+    An output that another one was computed from stays the same object: a copy would not be in the other's graph, so
+    that ``autograd.grad(loss, features)`` would raise, and ``features.retain_grad()`` would have no effect. One of 16
+    bits is read in FP32 all the same: see :class:`ReadInFP32`.
 
     Args:
         output: Tensors in nested containers.
@@ -34,31 +34,33 @@ def given_out(output: Any, dtype: torch.dtype) -> Any:
     if isinstance(output, Tensor) or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return cast_floating(output, dtype)
     with DisableTorchFunction():  # a region's mode is asked for each attribute that is read, too
-        kept = _made_use_of([each for each in tensors(output) if each.requires_grad], dtype)
-        for each in kept:
-            if dtype == torch.float32 and each.dtype in LOW:
-                each.__class__ = ReadInFP32
-    return cast_floating(output, dtype, kept)
+        used = _made_use_of([tensor for tensor in tensors(output) if tensor.requires_grad], dtype)
+        for tensor in used:
+            if dtype == torch.float32 and tensor.dtype in LOW:
+                tensor.__class__ = ReadInFP32
+    return cast_floating(output, dtype, used)
 
 
 def _made_use_of(outputs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the outputs that would be cast, and stand in the graph of another one."""
-    cast = [each for each in outputs if type(each) is Tensor and each.dtype != dtype and each.dtype in CASTABLE]
+    """Return the outputs that would be cast, and that another output was computed from."""
+    cast = [
+        output for output in outputs if type(output) is Tensor and output.dtype != dtype and output.dtype in CASTABLE
+    ]
     if not cast or len({*map(id, outputs)}) < 2 or is_transformed():
         return []
     # A node is made after those that it leads to; leaves, which may be of any age, have the highest number.
-    edges = {(edge.node, edge.output_nr): each for each in cast for edge in [get_gradient_edge(each)]}
-    oldest = min(0 if each.is_leaf else number_of(each.grad_fn) for each in cast)
-    nodes = [each.grad_fn for each in outputs if each.grad_fn is not None]
-    seen, kept = {*nodes}, list[Tensor]()
+    edges = {(edge.node, edge.output_nr): output for output in cast for edge in [get_gradient_edge(output)]}
+    oldest = min(0 if output.is_leaf else number_of(output.grad_fn) for output in cast)
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen, used = {*nodes}, list[Tensor]()
     while nodes and edges:
         for edge in nodes.pop().next_functions:
             if edge in edges:
-                kept.append(edges.pop(edge))
+                used.append(edges.pop(edge))
             if (node := edge[0]) is not None and node not in seen and number_of(node) >= oldest:
                 seen.add(node)
                 nodes.append(node)
-    return kept
+    return used
 
 
 class ReadInFP32(Tensor):
@@ -92,19 +94,19 @@ class ReadInFP32(Tensor):
 
 def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a backward pass, in which a tensor is itself; gradients that are returned for it are in FP32."""
-    here = [each for each in tensors((args, kwargs)) if isinstance(each, ReadInFP32)]
-    for each in here:
-        each.__class__ = Tensor  # type: ignore[assignment]
+    read = [tensor for tensor in tensors((args, kwargs)) if isinstance(tensor, ReadInFP32)]
+    for tensor in read:
+        tensor.__class__ = Tensor  # type: ignore[assignment]
     try:
-        found = func(*args, **kwargs)
+        results = func(*args, **kwargs)
     finally:
-        for each in here:
-            each.__class__ = ReadInFP32
+        for tensor in read:
+            tensor.__class__ = ReadInFP32
     if func is not torch.autograd.grad:
-        return found
+        return results
     by = kwargs["inputs"] if "inputs" in kwargs else args[1]
-    pairs = zip(found, [by] if isinstance(by, Tensor) else by, strict=False)  # an edge may be alone, too
-    return tuple([_in_fp32(each) if isinstance(one, ReadInFP32) else each for each, one in pairs])
+    pairs = zip(results, [by] if isinstance(by, Tensor) else by, strict=False)  # an edge may be alone, too
+    return tuple([_in_fp32(tensor) if isinstance(one, ReadInFP32) else tensor for tensor, one in pairs])
 
 
 def _in_fp32(value: Any) -> Any:
@@ -125,9 +127,9 @@ _WRITES: Final = re.compile(
 
 
 class GivesOut:
-    """Cast what comes out of a model: a forward hook, and one before.
+    """Cast a model's outputs: a forward hook, and a pre-hook.
 
-    What was low and comes back is low again: a cache of keys and values that ``generate`` hands from call to call.
+    An output that comes back as an input is low again: a cache of keys and values, which ``generate`` passes on.
 
     Args:
         dtype: What floating outputs are cast to.
@@ -135,7 +137,7 @@ class GivesOut:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        # By what was given out without gradients: what it was, and its version then.
+        # The original of each output that was cast without gradients, and the output's version then.
         self._given: Any = WeakTensorKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -143,29 +145,29 @@ class GivesOut:
 
     @compiled_inside_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Put what was given out back to what it was."""
-        if torch.compiler.is_compiling() or not any(each in self._given for each in tensors((args, kwargs))):
+        """Replace inputs that were outputs of an earlier call by the original tensors."""
+        if torch.compiler.is_compiling() or not any(tensor in self._given for tensor in tensors((args, kwargs))):
             return None
         before: tuple[Any, Any] = mapped((args, kwargs), self._as_it_was)
         return before
 
-    def _as_it_was(self, each: Tensor) -> Any:
-        low, version = self._given.get(each, (each, _version(each)))
-        return low if version == _version(each) else each
+    def _as_it_was(self, tensor: Tensor) -> Any:
+        original, version = self._given.get(tensor, (tensor, _version(tensor)))
+        return original if version == _version(tensor) else tensor
 
     @compiled_inside_alone
     def exit(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Return what came out, cast."""
+        """Return the output, cast."""
         return self.widen(output)
 
     def widen(self, output: Any) -> Any:
-        """Cast what is given out, and remember what it was."""
-        wide = given_out(output, self.dtype)
+        """Return the output, cast; remember the originals."""
+        widened = given_out(output, self.dtype)
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-            for low, given in zip(tensors(output), tensors(wide), strict=True):
-                if given is not low:
-                    self._given[given] = low, _version(given)
-        return wide
+            for original, returned in zip(tensors(output), tensors(widened), strict=True):
+                if returned is not original:
+                    self._given[returned] = original, _version(returned)
+        return widened
 
 
 def _version(tensor: Tensor) -> int | None:

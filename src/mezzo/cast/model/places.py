@@ -112,7 +112,7 @@ class Devices:
     def kinds(self) -> tuple[str, ...]:
         """Return the types of devices that regions of the model cover, the CPU first."""
         now = {device.type for device in self.now()}
-        return tuple(kind for kind in devices() if kind in now) or default_device_types()
+        return tuple(device_type for device_type in devices() if device_type in now) or default_device_types()
 
 
 def _treatment(tensor: Tensor, rule: Rule) -> Treatment:
@@ -152,9 +152,9 @@ class RuledParams:
         ]
         named = [(owner, path, product_rule(path, policy)) for path, owner in factors]
         ruled_places += [(owner, path.rpartition(".")[2], rule.treatment) for owner, path, rule in named if rule]
-        found = cls(tuple(ruled_places), memory=_memory(model, policy))
-        found.find_gathered(model)
-        return found
+        params = cls(tuple(ruled_places), memory=_memory(model, policy))
+        params.find_gathered(model)
+        return params
 
     def __len__(self) -> int:
         return len(self.places)
@@ -180,20 +180,20 @@ class RuledParams:
 
     def standing(self) -> list[Tensor | None]:
         """Return the tensors by which what regions know was found: what changes it puts another one in a place."""
-        found = [owner._parameters.get(name, owner._buffers.get(name)) for owner, name, _ in self.places]
+        tensors = [owner._parameters.get(name, owner._buffers.get(name)) for owner, name, _ in self.places]
         if self.memory is not None:
-            found += self.memory.standing()
-        return [*found, *self.gathered.values()] if self.gathered else found
+            tensors += self.memory.standing()
+        return [*tensors, *self.gathered.values()] if self.gathered else tensors
 
     @classmethod
-    def known_of(cls, each: Iterable[RuledParams]) -> Known:
+    def known_of(cls, models: Iterable[RuledParams]) -> Known:
         """Return what regions are to know of the parameters of some models."""
-        every = [*each]
-        memories = [params.memory for params in every if params.memory is not None]
-        for params in every:
+        every_model = [*models]
+        memories = [params.memory for params in every_model if params.memory is not None]
+        for params in every_model:
             if params.memory is not None:
                 params.memory.rebind(params.gathered)
-        ruled = [pair for params in every for pair in params]
+        ruled = [pair for params in every_model for pair in params]
         pins_buffers = not all(isinstance(tensor, nn.Parameter) for tensor, _ in ruled)
         return Known({id(tensor): treatment for tensor, treatment in ruled}, tuple(memories), pins_buffers)
 

@@ -22,7 +22,7 @@ from mezzo.errors import StateError, printable, raise_together
 from mezzo.policy import Policy, PolicyLike, Rule
 from mezzo.policy.ops import QUANTISABLE, QUANTISED
 from mezzo.policy.rules import exact
-from mezzo.sharded import give, give_back
+from mezzo.sharded import restore_data, set_data
 from mezzo.tensors import LOW, dtype_name
 from mezzo.weights.models import halves, hide_storage, of_halves, restore, store
 
@@ -136,7 +136,7 @@ class Prepared:
         for tensor, dtype in self._storage.plain.items():
             if tensor.dtype != dtype:
                 self._before[tensor], self._dtypes[tensor] = tensor.data, tensor.dtype
-                give(tensor, tensor.data.to(dtype))
+                set_data(tensor, tensor.data.to(dtype))
         self._dtypes_at = {path: self._dtypes[it] for it, path, _ in stored_tensors(self.model) if it in self._before}
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
@@ -147,7 +147,7 @@ class Prepared:
         self._hook()
 
     def keep_conversion(self) -> None:
-        """Let go of what undoes a conversion bit for bit: nothing can raise any more."""
+        """Free the original values, which undo a conversion bit for bit: no later step of it can raise."""
         self._before.clear()
         if self.policy.halves:  # whose weights have more bits from here on than a model that came low
             self._dtypes.clear()
@@ -169,14 +169,14 @@ class Prepared:
     def _plan_regions(self) -> Iterator[tuple[nn.Module, Within]]:
         """Yield the modules in which a region has something to do, the model itself first."""
         paths = region_paths(self.model, self.policy)
-        low = self.policy.param_dtype != torch.float32
+        is_low = self.policy.param_dtype != torch.float32
         for path, module in called(self.model):
             is_own = paths[path] == path and (path != "" or len(self.params) > 0)
             rule = self.policy.module_rule(path) if paths[path] else None
             dtype = torch.float32 if rule is not None and rule.treatment == "fp32" else self.policy.dtype
             within = Within(
                 self.policy, path, paths[path], self.params, self.devices, is_own=is_own,
-                inputs=None if low or rule is None else dtype,
+                inputs=None if is_low or rule is None else dtype,
             )  # fmt: skip
             if within.is_needed:
                 yield module, within
@@ -189,8 +189,8 @@ class Prepared:
             stored = {self._storage.plain[param] for param in owned(module) if param in self._storage.plain}
             if rule is not None and (stored or paths[path] == path):
                 yield module, torch.float32 if rule.treatment == "fp32" else self.policy.dtype
-            elif low := stored & {*LOW}:
-                yield module, next(iter(low))
+            elif low_dtypes := stored & {*LOW}:
+                yield module, next(iter(low_dtypes))
 
     @compiled_inside_alone
     def autocast(self, *others: Prepared) -> autocast:
@@ -200,11 +200,13 @@ class Prepared:
             *others: Models prepared with the same policy, whose parameter rules the region knows as well.
         """
         if torch.compiler.is_compiling():
-            kinds = tuple(dict.fromkeys(kind for each in (self, *others) for kind in each.devices.kinds()))
-            known = RuledParams.known_of([each.params for each in (self, *others)])
-            if len(kinds) == 1 and not known.pinned and not known.memories:
-                return autocast(self.policy, kinds[0])  # which knows how to be traced
-            return autocast.of(Region.inside(self.policy, "", known, kinds))
+            device_types = tuple(
+                dict.fromkeys(device_type for handle in (self, *others) for device_type in handle.devices.kinds())
+            )
+            known = RuledParams.known_of([handle.params for handle in (self, *others)])
+            if len(device_types) == 1 and not known.pinned and not known.memories:
+                return autocast(self.policy, device_types[0])  # which knows how to be traced
+            return autocast.of(Region.inside(self.policy, "", known, device_types))
         if others != self._with:
             every = (self, *others)
             self._region = HeldRegion(self.policy, "", [e.params for e in every], [e.devices for e in every])
@@ -217,19 +219,21 @@ class Prepared:
         Raises:
             StateError: Another session has it; it was removed; its tensors were cast or replaced, or hold gradients.
         """
-        kind = type(self.model).__name__
+        model_class = type(self.model).__name__
         if self._is_removed:
-            raise StateError("the preparation was removed", where=kind, write="mezzo.prepare(model, policy) again")
+            raise StateError(
+                "the preparation was removed", where=model_class, write="mezzo.prepare(model, policy) again"
+            )
         if self.in_session:
             raise StateError(
-                "the prepared model belongs to a session", where=kind, write="amp.close() of that one first"
+                "the prepared model belongs to a session", where=model_class, write="amp.close() of that one first"
             )
         sharded.reshard(sharded.units(self.model))
         self.convert_shards()
         raise_together(changes_since(self.model))
 
     def convert_shards(self) -> None:
-        """Know the parts that ``fully_shard`` has put in the places of parameters since, and store them in halves."""
+        """Store in halves the shards by which ``fully_shard`` has replaced parameters since."""
         names = {param: name for name, param in self.model.named_parameters()}
         parts = {param: self._halves[name] for param, name in names.items() if name in self._halves}
         parts = {param: dtype for param, dtype in parts.items() if sharded.is_distributed(param)}
@@ -239,16 +243,16 @@ class Prepared:
         self.params.find_gathered(self.model)
 
     def join(self) -> None:
-        """Belong to a session, until :meth:`leave`."""
+        """Mark the model as a session's, until :meth:`leave`."""
         self.in_session = True
         self.keep_conversion()
 
     def leave(self) -> None:
-        """Be as :func:`prepare` has returned it: another session may come, or :meth:`remove`."""
+        """Release the model from its session: another one may take it, or :meth:`remove`."""
         self.in_session = False
 
     def remove(self) -> None:
-        """Take the hooks off and store every tensor plainly, in the dtype it had; in O2 in FP32, bit for bit.
+        """Remove the hooks and store every tensor plainly, in the dtype it had; in O2 in FP32, bit for bit.
 
         Called again after an interrupt, it finishes what is left.
 
@@ -273,10 +277,10 @@ class Prepared:
         if self._storage.halves:
             restore(self.model.parameters())
         for tensor, dtype in self._dtypes.items():
-            give_back(tensor, self._before.get(tensor, tensor.data).to(dtype))
+            restore_data(tensor, self._before.get(tensor, tensor.data).to(dtype))
         for tensor, path, _ in stored_tensors(self.model):
             if tensor not in self._dtypes and tensor.dtype != (dtype := self._dtypes_at.get(path, tensor.dtype)):
-                give_back(tensor, tensor.data.to(dtype))
+                restore_data(tensor, tensor.data.to(dtype))
         if self._storage.halves or self._dtypes:
             sharded.refresh(self.model)
         self._dtypes.clear()
@@ -303,8 +307,8 @@ def with_pinned_classes(model: nn.Module, policy: Policy) -> Policy:
         return policy
     pinned = [path for path, module in model.named_modules() if path and getattr(type(module), PIN, None) == "fp32"]
     rules = (Rule("fp32", module=exact(path), reason="its class is pinned by @mezzo.fp32") for path in pinned)
-    said = {rule.selector for rule in policy.rules}
-    return policy.evolve(rules=(*policy.rules, *(rule for rule in rules if rule.selector not in said)))
+    selectors = {rule.selector for rule in policy.rules}
+    return policy.evolve(rules=(*policy.rules, *(rule for rule in rules if rule.selector not in selectors)))
 
 
 def with_low_ends(model: nn.Module, policy: Policy) -> Policy:
@@ -327,7 +331,7 @@ def with_low_ends(model: nn.Module, policy: Policy) -> Policy:
         asked = [*by_param, *(rule for rule in deciding.values() if rule and rule.treatment in QUANTISED)]
         if all(rule.module in (None, "*") and rule.param in (None, "*") for rule in asked):
             why = f"the {end} layer stays in {dtype_name(policy.dtype)}, unless a rule names it"
-            low = [op for op, rule in deciding.items() if by_param or rule in asked]
-            rules += [Rule("low", op=op, module=exact(layer), reason=why) for op in low]
-    said = {rule.selector for rule in policy.rules}
-    return policy.evolve(rules=(*(rule for rule in rules if rule.selector not in said), *policy.rules))
+            low_ops = [op for op, rule in deciding.items() if by_param or rule in asked]
+            rules += [Rule("low", op=op, module=exact(layer), reason=why) for op in low_ops]
+    selectors = {rule.selector for rule in policy.rules}
+    return policy.evolve(rules=(*(rule for rule in rules if rule.selector not in selectors), *policy.rules))

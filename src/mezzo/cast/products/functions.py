@@ -58,13 +58,13 @@ def asked(op: str, args: Sequence[Any], kwargs: dict[str, Any], multiple: int) -
         return "no operand is a parameter"
     if second.dim() != 2 or first.dim() < 1 or (is_turned and (first.dim() != 2 or op == "addmm")):
         return "it is no product of a matrix with a weight"
-    found = _arranged(op, named, is_turned=is_turned)
+    operands = _arranged(op, named, is_turned=is_turned)
     sizes = {
-        "rows": math.prod(found.x.shape[:-1]), "features in": found.weight.shape[1],
-        "features out": found.weight.shape[0],
+        "rows": math.prod(operands.x.shape[:-1]), "features in": operands.weight.shape[1],
+        "features out": operands.weight.shape[0],
     }  # fmt: skip
     odd = [f"{size} {name}" for name, size in sizes.items() if size == 0 or size % multiple]
-    return f"{' and '.join(odd)}, no multiple of {multiple}" if odd else found
+    return f"{' and '.join(odd)}, no multiple of {multiple}" if odd else operands
 
 
 def cast_as(asked: Operands, op: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Operands:
@@ -92,17 +92,17 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
-def product(found: Operands, recipe: Recipe, memories: Sequence[Memory], weight: Tensor) -> Tensor:
+def product(operands: Operands, recipe: Recipe, memories: Sequence[Memory], weight: Tensor) -> Tensor:
     """Compute a product of a weight, forward and, when asked, backward.
 
     Args:
-        found: The operands, in the policy's dtype.
-        recipe: How.
-        memories: What is known of earlier steps, of each model.
+        operands: In the policy's dtype.
+        recipe: The formats and scales of the product.
+        memories: The histories of earlier steps, of each model.
         weight: The weight as the program has it.
 
     Returns:
-        What the call is to return.
+        The call's result.
 
     **Cost**: for the backward pass one byte is kept for each element of the input, and of the weight (half of that, and
     a scale for each block, in NVFP4). No host sync.
@@ -110,9 +110,9 @@ def product(found: Operands, recipe: Recipe, memories: Sequence[Memory], weight:
     if not torch.compiler.is_compiling() and is_transformed():
         raise not_transformed(recipe)
     if torch.compiler.is_compiling() and not (memories and recipe.remembers):
-        return _by_op(found, recipe.key)
-    rows = found.x.reshape(-1, found.x.shape[-1])
-    return _returned(_run(rows, found.weight, found.bias, recipe, memories, weight), found)
+        return _by_op(operands, recipe.key)
+    rows = operands.x.reshape(-1, operands.x.shape[-1])
+    return _returned(_run(rows, operands.weight, operands.bias, recipe, memories, weight), operands)
 
 
 def placed(op: str, key: str, is_turned: bool, *args: Any, **kwargs: Any) -> Tensor:
@@ -128,15 +128,15 @@ def placed(op: str, key: str, is_turned: bool, *args: Any, **kwargs: Any) -> Ten
     return _by_op(_arranged(op, _named(op, args, kwargs), is_turned=is_turned), key)
 
 
-def _by_op(found: Operands, key: str) -> Tensor:
-    rows, grads = found.x.reshape(-1, found.x.shape[-1]), torch.is_grad_enabled()
-    needs = grads and rows.requires_grad, grads and found.weight.requires_grad
-    out: Tensor = torch.ops.mezzo.product(rows, found.weight, found.bias, key, *needs)[0]
-    return _returned(out, found)
+def _by_op(operands: Operands, key: str) -> Tensor:
+    rows, grads = operands.x.reshape(-1, operands.x.shape[-1]), torch.is_grad_enabled()
+    needs = grads and rows.requires_grad, grads and operands.weight.requires_grad
+    out: Tensor = torch.ops.mezzo.product(rows, operands.weight, operands.bias, key, *needs)[0]
+    return _returned(out, operands)
 
 
-def _returned(out: Tensor, found: Operands) -> Tensor:
-    return out.mT if found.is_turned else out.view(*found.x.shape[:-1], found.weight.shape[0])
+def _returned(out: Tensor, operands: Operands) -> Tensor:
+    return out.mT if operands.is_turned else out.view(*operands.x.shape[:-1], operands.weight.shape[0])
 
 
 @never_compiled
@@ -148,6 +148,6 @@ def _run(
         memory, slot = None, None
         if recipe.remembers:
             first = memories[0] if memories else None  # for weights that are computed, as those of adapters
-            memory = next((each for each in memories if each.knows(weight)), first)
+            memory = next((candidate for candidate in memories if candidate.knows(weight)), first)
             slot = memory.slot(weight) if memory is not None and recipe.delayed else None
         return differentiable(rows, low_weight, bias, Quantiser(recipe, memory, slot, listeners(weight)))

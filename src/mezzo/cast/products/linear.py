@@ -41,8 +41,8 @@ def multiplied(
     if isinstance(a, Quantized) and isinstance(b, Quantized) and recipe.native:
         output = recipe.output or dtype
         fits = bias is None or (bias.dim() == 1 and bias.dtype == output)
-        found = scaled_mm(a, b, dims, bias if fits else None, output)
-        return (found if fits or bias is None else found + bias).to(dtype)
+        product = scaled_mm(a, b, dims, bias if fits else None, output)
+        return (product if fits or bias is None else product + bias).to(dtype)
     (left, by_left), (right, by_right) = _wide(a, dims[0]), _wide(b, dims[1])
     out = left @ right.mT
     if by_left is not None and by_right is not None:
@@ -78,11 +78,11 @@ class Saved(NamedTuple):
     def taken_apart(self) -> list[Tensor | None]:
         """Return three tensors for each: values as bytes where they are quantised, their scales, and the tensor's."""
         flat: list[Tensor | None] = []
-        for each in self:
-            if isinstance(each, Quantized):
-                flat += [each.values.view(torch.uint8), each.scales, each.tensor_scale]
+        for operand in self:
+            if isinstance(operand, Quantized):
+                flat += [operand.values.view(torch.uint8), operand.scales, operand.tensor_scale]
             else:
-                flat += [each, None, None]
+                flat += [operand, None, None]
         return flat
 
     @staticmethod
@@ -90,16 +90,16 @@ class Saved(NamedTuple):
         flat: Sequence[Tensor | None], recipe: Recipe, shapes: Sequence[torch.Size], dtype: torch.dtype
     ) -> Saved:
         """Undo :meth:`taken_apart`, of a product of matrices of two shapes."""
-        made: list[Operand | None] = []
+        operands: list[Operand | None] = []
         for at, form in enumerate((recipe.activation, recipe.weight)):
             values, scales, tensor_scale = flat[3 * at : 3 * at + 3]
             if values is None or scales is None:
-                made.append(values)
+                operands.append(values)
                 continue
             values, dim = values.view(form.element.dtype or torch.float4_e2m1fn_x2), recipe.kept_dim(form)
             rest = {"tensor_scale": tensor_scale, "format": form, "dim": dim, "shape": shapes[at], "dtype": dtype}
-            made.append(Quantized(values=values, scales=scales, **rest))  # type: ignore[arg-type]
-        return Saved(*made)
+            operands.append(Quantized(values=values, scales=scales, **rest))  # type: ignore[arg-type]
+        return Saved(*operands)
 
 
 def forward(
@@ -171,7 +171,7 @@ class _Undifferentiable(torch.autograd.Function):
 
 
 def _differentiated_once(backward: Any) -> Any:
-    """Let a backward pass be differentiated no further: what asks for it raises."""
+    """Forbid differentiating a backward pass: doing so raises."""
 
     def run(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         if is_batch_of_gradients(gradient):
@@ -182,7 +182,7 @@ def _differentiated_once(backward: Any) -> Any:
             return grads
         wrap: Any = _Undifferentiable.apply
         treatment = ctx.recipe.treatment
-        return tuple([None if each is None else wrap(each.requires_grad_(), treatment) for each in grads])
+        return tuple([None if grad is None else wrap(grad.requires_grad_(), treatment) for grad in grads])
 
     return run
 
@@ -204,7 +204,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, tensors: Any, gradient: Tensor) -> tuple[Any, ...]:
         saved = Saved.put_together(tensors, ctx.recipe, ctx.shapes, gradient.dtype)
         grads = backward(gradient, saved, ctx.quantiser, ctx.needs_input_grad[:2])
-        ctx.quantiser.note()
+        ctx.quantiser.record()
         return (*grads, _of_bias(gradient, ctx.bias_shape) if ctx.needs_input_grad[2] else None, None)
 
 
@@ -244,7 +244,7 @@ def _forward_op(
     x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, needs_x: bool, needs_weight: bool
 ) -> list[Tensor]:
     out, saved = forward(x, weight, bias, Quantiser(BY_KEY[recipe], None, None), (needs_x, needs_weight))
-    return [out, *(x.new_empty(0) if each is None or each is x else each for each in saved.taken_apart())]
+    return [out, *(x.new_empty(0) if tensor is None or tensor is x else tensor for tensor in saved.taken_apart())]
 
 
 @_forward_op.register_fake
@@ -253,7 +253,10 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str, needs_x: bool
     is_kept = needs_weight and how.low != "wgrad"  # else it is an argument
     flat = _fake(x, how.activation, how) if is_kept else [None] * 3
     flat += _fake(weight, how.weight, how) if needs_x else [None] * 3
-    return [x.new_empty(x.shape[0], weight.shape[0]), *(x.new_empty(0) if each is None else each for each in flat)]
+    return [
+        x.new_empty(x.shape[0], weight.shape[0]),
+        *(x.new_empty(0) if tensor is None else tensor for tensor in flat),
+    ]
 
 
 def _fake(x: Tensor, form: BlockFormat, recipe: Recipe) -> list[Tensor | None]:
@@ -265,8 +268,8 @@ def _fake(x: Tensor, form: BlockFormat, recipe: Recipe) -> list[Tensor | None]:
     if block is not None:
         down, across = block if isinstance(block, tuple) else (1, length if block == -1 else block)
         scales = x.new_empty(lines // down, length // across, dtype=dtype)
-    made = [each.mT if dim == 0 and each.dim() else each for each in (values, scales)]
-    return [*made, x.new_empty((), dtype=torch.float32) if form.tensor_scale else None]
+    turned = [tensor.mT if dim == 0 and tensor.dim() else tensor for tensor in (values, scales)]
+    return [*turned, x.new_empty((), dtype=torch.float32) if form.tensor_scale else None]
 
 
 @torch.library.custom_op("mezzo::product_backward", mutates_args=())
@@ -275,10 +278,10 @@ def _backward_op(
 ) -> list[Tensor]:
     (rows, out), how = gradient.shape, BY_KEY[recipe]
     shapes = torch.Size((rows, features)), torch.Size((out, features))
-    flat = [None if each.numel() == 0 else each for each in saved]
-    made = Saved.put_together(flat, how, shapes, gradient.dtype)
-    grads = backward(gradient, made, Quantiser(how, None, None), (needs_x, needs_weight))
-    return [gradient.new_empty(0) if each is None else each for each in grads]
+    flat = [None if tensor.numel() == 0 else tensor for tensor in saved]
+    operands = Saved.put_together(flat, how, shapes, gradient.dtype)
+    grads = backward(gradient, operands, Quantiser(how, None, None), (needs_x, needs_weight))
+    return [gradient.new_empty(0) if tensor is None else tensor for tensor in grads]
 
 
 @_backward_op.register_fake
@@ -298,8 +301,8 @@ def _setup_op(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _differentiated_op(ctx: Any, gradients: list[Tensor]) -> tuple[Any, ...]:
     gradient, needs = gradients[0], (ctx.needs_x, ctx.needs_weight)
-    found = torch.ops.mezzo.product_backward(gradient, list(ctx.saved_tensors), ctx.recipe, ctx.features, *needs)
-    grad_x, grad_weight = (each if need else None for each, need in zip(found, needs, strict=True))
+    gradients = torch.ops.mezzo.product_backward(gradient, list(ctx.saved_tensors), ctx.recipe, ctx.features, *needs)
+    grad_x, grad_weight = (grad if need else None for grad, need in zip(gradients, needs, strict=True))
     grad_bias = None if ctx.bias_shape is None else _of_bias(gradient, ctx.bias_shape)
     return grad_x, grad_weight, grad_bias, None, None, None
 

@@ -35,8 +35,8 @@ def moved_on(history: Tensor, window: Tensor, skipped: Tensor) -> Tensor:
         window: (weights, 3): the largest values since the step before, zeros where nothing was differentiated.
         skipped: 0-d bool: whether the step was skipped, whose values are dropped.
     """
-    known = torch.where(window.isfinite() & (window > 0), window, history[..., 0])
-    return torch.where(skipped, history, torch.cat([known.unsqueeze(-1), history[..., :-1]], -1))
+    latest = torch.where(window.isfinite() & (window > 0), window, history[..., 0])
+    return torch.where(skipped, history, torch.cat([latest.unsqueeze(-1), history[..., :-1]], -1))
 
 
 def _rank() -> int:
@@ -45,7 +45,7 @@ def _rank() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What one weight's products read and note, as views of what is kept."""
+    """The scales and the record of one weight's products, as views of the tables of all."""
 
     kept: Tensor  # (3,)
     window: Tensor  # (3,)
@@ -57,11 +57,11 @@ class Slot:
             role: One of :data:`ROLES`.
             now: 0-d float32: the operand's largest value.
         """
-        kept = self.kept[ROLES.index(role)]
-        return torch.where(kept > 0, kept, now)
+        largest = self.kept[ROLES.index(role)]
+        return torch.where(largest > 0, largest, now)
 
-    def note(self, role: Role, now: Tensor) -> None:
-        """Take note of the largest value of an operand that has been differentiated."""
+    def record(self, role: Role, now: Tensor) -> None:
+        """Record the largest value of an operand that has been differentiated."""
         at = ROLES.index(role)
         self.window[at] = torch.maximum(self.window[at], now)
 
@@ -70,8 +70,7 @@ class Memory:
     """The histories of a model's weights, and how many random draws were made.
 
     Args:
-        places: Where the weights stand, by their paths: a module and a name. What stands there when a region begins is
-            meant.
+        owners: The module and the name of each weight, by its path. The weight is looked up when a region begins.
         policy: How long histories are, and what is taken of them.
 
     Attributes:
@@ -81,11 +80,11 @@ class Memory:
     **Cost**: 12 bytes for each weight, a whole tensor, and step of the history; a few kernels a step, no host sync.
     """
 
-    def __init__(self, places: Mapping[str, tuple[nn.Module, str]], policy: Policy) -> None:
-        self.names, self._places = tuple(places), tuple(places.values())
+    def __init__(self, owners: Mapping[str, tuple[nn.Module, str]], policy: Policy) -> None:
+        self.names, self._places = tuple(owners), tuple(owners.values())
         self._takes_latest = policy.fp8_amax == "latest"
-        self.history = torch.zeros(len(places), len(ROLES), policy.fp8_history)
-        self.kept = torch.zeros(len(places), len(ROLES))
+        self.history = torch.zeros(len(owners), len(ROLES), policy.fp8_history)
+        self.kept = torch.zeros(len(owners), len(ROLES))
         self.window = torch.zeros_like(self.kept)
         self.draws = torch.zeros((), dtype=torch.int64)
         self.counts = False
@@ -95,10 +94,10 @@ class Memory:
         self.rebind({})
 
     def rebind(self, gathered: Mapping[Tensor, Tensor]) -> None:
-        """Go where the weights are now.
+        """Update the table of weights, and move the histories to their device.
 
         Args:
-            gathered: What stands in the places of sharded parameters while they are gathered, by their part.
+            gathered: The tensors that replace sharded parameters while these are gathered, by their shard.
         """
         now = self.standing()
         device = next((weight.device for weight in now if weight is not None), self.history.device)
@@ -107,8 +106,8 @@ class Memory:
             return  # as at nearly every region of a module
         self._known, self._parts = now, {whole: part for part, whole in gathered.items()}
         weights = [(number, weight) for number, weight in enumerate(now) if weight is not None]
-        self._numbers = {id(each): number for number, each in weights}
-        self._numbers |= {id(gathered[each]): number for number, each in weights if each in gathered}
+        self._numbers = {id(weight): number for number, weight in weights}
+        self._numbers |= {id(gathered[weight]): number for number, weight in weights if weight in gathered}
         if device != self.history.device:
             for name in ("history", "kept", "window"):
                 setattr(self, name, getattr(self, name).to(device))
@@ -122,11 +121,11 @@ class Memory:
         return self._number(weight) is not None
 
     def _number(self, weight: Tensor) -> int | None:
-        found = self._numbers.get(id(weight))
-        return found if found is not None or weight._base is None else self._numbers.get(id(weight._base))
+        number = self._numbers.get(id(weight))
+        return number if number is not None or weight._base is None else self._numbers.get(id(weight._base))
 
     def slot(self, weight: Tensor) -> Slot | None:
-        """Return what the products of a weight read and note."""
+        """Return the slot of a weight; ``None`` for one that is not the model's."""
         number = self._number(weight)
         return None if number is None else Slot(self.kept[number], self.window[number])
 
@@ -167,7 +166,7 @@ class Memory:
                 yield self._parts.get(weight, weight), self.history[number]
 
     def load(self, histories: Mapping[int, Tensor], draws: int) -> None:
-        """Go on from saved histories, by the ``id`` of their weights; others begin anew."""
+        """Load saved histories, by the ``id`` of their weights; those of other weights are cleared."""
         for weight, mine in self.histories():
             saved = histories.get(id(weight))
             mine.copy_(saved) if saved is not None else mine.zero_()

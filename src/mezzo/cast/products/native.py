@@ -51,12 +51,12 @@ def scaled_mm(a: Quantized, b: Quantized, dims: tuple[int, int], bias: Tensor | 
     Returns:
         (n, m).
     """
-    left, right = (_along(each, dim) for each, dim in zip((a, b), dims, strict=True))
-    scales = [_scales(each, dim) for each, dim in zip((a, b), dims, strict=True)]
-    found: Tensor = functional.scaled_mm(
+    left, right = (_along(operand, dim) for operand, dim in zip((a, b), dims, strict=True))
+    scales = [_scales(operand, dim) for operand, dim in zip((a, b), dims, strict=True)]
+    product: Tensor = functional.scaled_mm(
         left, right.t(), *scales[0][:2], *scales[1][:2], scales[0][2], scales[1][2], bias, output
     )
-    return found
+    return product
 
 
 def _along(operand: Quantized, dim: int) -> Tensor:
@@ -87,8 +87,8 @@ def _scales(operand: Quantized, dim: int) -> tuple[list[Tensor], list[Any], list
         scales = scales.view(torch.uint8).repeat_interleave(form.block[1 - dim], 0).view(scales.dtype)
     if operand.tensor_scale is None:
         return [swizzled(scales)], [ScalingType.BlockWise1x32], [SwizzleType.SWIZZLE_32_4_4]
-    kinds, swizzles = [ScalingType.BlockWise1x16, ScalingType.TensorWise], [SwizzleType.SWIZZLE_32_4_4, plain]
-    return [swizzled(scales), operand.tensor_scale.reshape(1)], kinds, swizzles
+    scalings, swizzles = [ScalingType.BlockWise1x16, ScalingType.TensorWise], [SwizzleType.SWIZZLE_32_4_4, plain]
+    return [swizzled(scales), operand.tensor_scale.reshape(1)], scalings, swizzles
 
 
 def swizzled(scales: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def _tried(left: BlockFormat, right: BlockFormat, dtype: torch.dtype) -> str:
             got = scaled_mm(a, b, (1, 1), None, dtype).double()
         except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError) as refusal:
             return str(refusal).strip().partition("\n")[0] or type(refusal).__name__
-        wide = [each.wide().double() for each in (a, b)]
-        want, total = wide[0] @ wide[1].mT, wide[0].abs() @ wide[1].abs().mT
+        values = [operand.wide().double() for operand in (a, b)]
+        want, total = values[0] @ values[1].mT, values[0].abs() @ values[1].abs().mT
         is_right = bool(((got - want).abs() <= OF_RESULT * want.abs() + OF_SUM * total).all())
     return "" if is_right else f"its products in {left} are wrong"

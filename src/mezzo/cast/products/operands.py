@@ -83,31 +83,31 @@ class Quantiser:
             *dims: What each product sums over; ``None`` for one that is not computed from it.
         """
         form: BlockFormat = getattr(self.recipe, role)
-        made: list[Quantized | None] = []
+        quantised: list[Quantized | None] = []
         for dim in dims:
-            like = next((each for each in made if each is not None), None)
+            like = next((earlier for earlier in quantised if earlier is not None), None)
             if dim is not None and (like is None or depends(form)):
                 like = self._along(role, x, form, dim)
-            made.append(None if dim is None else like)
-        return made
+            quantised.append(None if dim is None else like)
+        return quantised
 
-    def note(self) -> None:
-        """Have what operands had noted for the steps to come, where a backward pass of the session runs."""
+    def record(self) -> None:
+        """Record the operands' largest values for later steps, where a backward pass of the session runs."""
         if self.slot is not None and self.memory is not None and self.memory.counts:
             for role, now in self.noted.items():
-                self.slot.note(role, now)
+                self.slot.record(role, now)
 
     def _along(self, role: Role, x: Tensor, form: BlockFormat, dim: int) -> Quantized:
         key = amax = None
         if self.recipe.stochastic and role == "gradient":
             key = drawn(x.device) if self.memory is None else self.memory.draw(x.device)
         if self.slot is not None:
-            low, high = torch.aminmax(x)  # on a CPU 25 times as fast as a norm
-            now = torch.maximum(-low, high).float()
+            least, most = torch.aminmax(x)  # on a CPU 25 times as fast as a norm
+            now = torch.maximum(-least, most).float()
             self.noted[role], amax = now, self.slot.amax(role, now)
         is_rotated = self.recipe.transformed and role != "weight" and dim == 0
         operand = rotated(x) if is_rotated else x
-        made = quantized(operand, form, dim, key=key, amax=amax)
+        result = quantized(operand, form, dim, key=key, amax=amax)
         for listener in self.listeners:
-            listener.quantised(role, operand, made)
-        return made
+            listener.quantised(role, operand, result)
+        return result

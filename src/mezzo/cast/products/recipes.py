@@ -66,17 +66,17 @@ class Recipe:
         pairs = [(self.gradient, self.weight)]
         pairs += [] if self.low == "forward" else [(self.activation, self.weight)]
         pairs += [] if self.low == "wgrad" else [(self.gradient, self.activation)]
-        found = [support_on(device_type, *pair, dtype) for pair in pairs]
-        lacking = next((each for each in found if each.lacks), None)
-        return lacking or next((each for each in found if each.output != dtype), found[0])
+        supports = [support_on(device_type, *pair, dtype) for pair in pairs]
+        lacking = next((support for support in supports if support.lacks), None)
+        return lacking or next((support for support in supports if support.output != dtype), supports[0])
 
     def output_note(self, device_type: str, policy: Policy) -> str:
-        """Say what a device's kernels return where that is another dtype than the policy's; nothing elsewhere."""
-        found = self.support_on(device_type, policy.dtype)
-        if policy.emulate is True or found.lacks or found.output == policy.dtype:
+        """Return a note where a device's kernels return another dtype than the policy's; else an empty text."""
+        support = self.support_on(device_type, policy.dtype)
+        if policy.emulate is True or support.lacks or support.output == policy.dtype:
             return ""
-        wanted, given = dtype_name(policy.dtype), dtype_name(found.output)
-        return f"{wanted} is rounded from {given}, which the device's kernel returns"
+        wanted, returned = dtype_name(policy.dtype), dtype_name(support.output)
+        return f"{wanted} is rounded from {returned}, which the device's kernel returns"
 
     @property
     def as_note(self) -> Quantising:
@@ -150,14 +150,14 @@ def recipe_on(device_type: str, policy: Policy, treatment: Treatment, *, emulate
     """
     recipe = replace(recipe_of(policy, treatment), emulated=emulated)
     if policy.emulate is not True:
-        found = recipe.support_on(device_type, policy.dtype)
-        if policy.emulate is False and found.lacks:
-            kind = f"{treatment} products" + (f" scaled {policy.fp8_recipe}" if treatment == "fp8" else "")
+        support = recipe.support_on(device_type, policy.dtype)
+        if policy.emulate is False and support.lacks:
+            products = f"{treatment} products" + (f" scaled {policy.fp8_recipe}" if treatment == "fp8" else "")
             raise UnsupportedError(
-                f"{kind} cannot be computed natively on this {device_type}",
-                why=found.lacks,
+                f"{products} cannot be computed natively on this {device_type}",
+                why=support.lacks,
                 write='emulate="auto", the text emulate=auto',
             )
-        recipe = replace(recipe, native=not found.lacks, output=found.output)
-    key = " ".join(str(getattr(recipe, each.name)) for each in dataclasses.fields(recipe))
+        recipe = replace(recipe, native=not support.lacks, output=support.output)
+    key = " ".join(str(getattr(recipe, field.name)) for field in dataclasses.fields(recipe))
     return BY_KEY.setdefault(key, replace(recipe, key=key))
